@@ -1,0 +1,69 @@
+"""What is watched: the identity of a series and how it is spelled in every format.
+
+A *series* is one tensor followed over time: its kind, the virtual pipeline stage it lives in and its name. A *row* is one
+measurement of it, at one step and, for some kinds, one micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+ACTIVATION_KINDS = ("actv", "actv_grad")
+GRADIENT_KINDS = ("grad_unreduced", "grad_reduced")
+PARAMETER_KINDS = ("param_origin", "param_updated")
+MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+KINDS = (*ACTIVATION_KINDS, *GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS, "other")
+
+NO_MICRO_STEP = -1
+"""The micro-step of a row that belongs to the step as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One watched tensor.
+
+    Attributes:
+        kind: One of ``KINDS``; also the stem of its CSV files.
+        vpp_stage: Index of the model chunk (virtual pipeline stage), 0 for an ordinary model.
+        name: A parameter's name, or ``{module}.{input|output}[_{i}][#{call}]``.
+    """
+
+    kind: str
+    vpp_stage: int
+    name: str
+
+    def tag(self, rank: int, micro_step: int = NO_MICRO_STEP) -> str:
+        """The TensorBoard tag and event ``tag_name``, without its ``_{op}``."""
+        place = f":{micro_step}" if micro_step != NO_MICRO_STEP else ""
+        return f"{self.vpp_stage}:{self.name}{place}/rank{rank}/{self.kind}"
+
+
+class SeriesTable:
+    """Every series of a rank, numbered in the order in which they were first seen.
+
+    Append-only: the training thread adds, the writer thread reads what it was told of; a number never changes its meaning.
+    """
+
+    def __init__(self, series: Iterable[Series] = ()) -> None:
+        self._series: list[Series] = []
+        self._index: dict[Series, int] = {}
+        for one in series:
+            self.index_of(one)
+
+    def index_of(self, series: Series) -> int:
+        """The number of ``series``, given to it now if it is new."""
+        index = self._index.get(series)
+        if index is None:
+            index = self._index[series] = len(self._series)
+            self._series.append(series)
+        return index
+
+    def __getitem__(self, index: int) -> Series:
+        return self._series[index]
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+    def __iter__(self) -> Iterator[Series]:
+        return iter(self._series)

@@ -1,0 +1,41 @@
+"""The contract of a sink: one format, written from the writer thread and from nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from monitor.series import SeriesTable
+from monitor.stats.rows import StepRows
+
+
+@dataclass(frozen=True, slots=True)
+class SinkContext:
+    """What a sink needs to know of the rank it writes for.
+
+    Attributes:
+        directory: The rank's directory. It may not exist yet, and may vanish while training runs.
+        series: The rank's series, growing while training runs.
+    """
+
+    directory: Path
+    rank: int
+    series: SeriesTable
+    ndigits: int
+    step_count_per_record: int
+
+
+class Sink(Protocol):
+    """Raising is allowed everywhere: the writer logs the cause once, counts the step as lost for this sink, and goes on with
+    the next step. A sink must stay usable after it has raised.
+    """
+
+    def write(self, rows: StepRows) -> None:
+        """Take in one step. What becomes visible, and when, is the format's business; what is visible is complete."""
+
+    def flush(self) -> None:
+        """Make everything taken in so far visible. Writing may go on afterwards."""
+
+    def close(self) -> None:
+        """Flush and let go of every file."""

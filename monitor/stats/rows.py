@@ -1,0 +1,68 @@
+"""What the pipeline hands on: the rows of one step as columns, kind by kind, in the order in which they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.stats.partials import Partials
+
+Status = Literal["complete", "skipped", "incomplete"]
+"""``skipped``: the optimizer's step was skipped (overflow). ``incomplete``: the run ended in the middle of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape and dtype of a tensor as measured, for the ops ``shape`` and ``dtype`` and for the manifest."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """The rows of one kind. All columns are aligned, and stand in call order.
+
+    Attributes:
+        series: Index of each row's series in the rank's ``SeriesTable``.
+        micro_step: Micro-step of each row, ``NO_MICRO_STEP`` where the row belongs to the whole step.
+        call_id: Place in the rank's execution order of the step.
+        layout: Index of each row's ``Layout`` in ``StepRows.layouts``.
+        partials: What was measured.
+    """
+
+    series: NDArray[np.int64]
+    micro_step: NDArray[np.int64]
+    call_id: NDArray[np.int64]
+    layout: NDArray[np.int64]
+    partials: Partials
+
+    def __len__(self) -> int:
+        return len(self.series)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Everything that a rank measured in one step.
+
+    Attributes:
+        step: The step's number.
+        ops: The statistics that were asked for when the step was sealed.
+        kinds: Rows by kind; a kind without rows is absent.
+        layouts: The rank's layouts so far, append-only and shared between steps.
+    """
+
+    step: int
+    ops: tuple[str, ...]
+    kinds: Mapping[str, KindRows]
+    layouts: list[Layout]
+    status: Status = "complete"
+    micro_step_kinds: frozenset[str] = field(default_factory=frozenset)
+    """Kinds whose rows carry a micro-step, decided by the configuration and not by what happens to be there."""
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows in self.kinds.values())
