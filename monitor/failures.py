@@ -1,0 +1,36 @@
+"""How the monitor fails after it has been attached: said once, counted, never raised into training."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Final
+
+LOGGER: Final = logging.getLogger("monitor")
+
+
+class Failures:
+    """What went wrong, by cause. A cause is logged the first time and only counted afterwards.
+
+    Safe to call from any thread, and from a process that was forked while another thread was inside it: it takes no lock of
+    its own, so two threads that meet a cause for the first time at the same moment may both log it.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.counts: Counter[str] = Counter()
+
+    def report(self, where: str, error: BaseException, advice: str = "") -> None:
+        """Count an exception that was caught, and log it with ``advice`` (what to do) if its cause is new."""
+        self._once(f"{where}: {type(error).__name__}", f"{where} failed: {error!r}. Training goes on. {advice}", error)
+
+    def warn(self, cause: str, message: str) -> None:
+        """Count ``cause`` and log ``message`` the first time."""
+        self._once(cause, message, None)
+
+    def _once(self, cause: str, message: str, error: BaseException | None) -> None:
+        self.counts[cause] += 1
+        if self.counts[cause] == 1:
+            LOGGER.warning("[rank %d] %s", self.rank, message.strip())
+            if error is not None:
+                LOGGER.debug("[rank %d] traceback of the above", self.rank, exc_info=error)
