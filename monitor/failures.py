@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Final
+from collections.abc import Callable
+from typing import Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LOGGER: Final = logging.getLogger("monitor")
 
@@ -34,3 +38,15 @@ class Failures:
             LOGGER.warning("[rank %d] %s", self.rank, message.strip())
             if error is not None:
                 LOGGER.debug("[rank %d] traceback of the above", self.rank, exc_info=error)
+
+    def guarded(self, where: str, hook: Callable[P, T], advice: str = "") -> Callable[P, T | None]:
+        """``hook`` with every exception reported and swallowed: what may be handed to a framework to call."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:
+                self.report(where, error, advice)
+                return None
+
+        return call

@@ -16,7 +16,6 @@ pairwise algorithm for computing sample variances".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,39 +81,62 @@ class Partials:
         return finite
 
 
-def combine(a: Partials, b: Partials) -> Partials:
-    """The partials of the union of two sets of elements, row by row. Associative up to float64 rounding."""
-    x, y = a.columns, b.columns
-    out = x + y
-    out[MIN] = np.minimum(x[MIN], y[MIN])
-    out[MAX] = np.maximum(x[MAX], y[MAX])
-    exponent = np.maximum(x[EXPONENT], y[EXPONENT])
-    down_x, down_y = (exponent - p[EXPONENT] for p in (x, y))
-    sum_x, sum_y = _lowered(x[SUM], down_x), _lowered(y[SUM], down_y)
-    out[SUM] = sum_x + sum_y
-    out[SUMSQ] = _lowered(x[SUMSQ], 2 * down_x) + _lowered(y[SUMSQ], 2 * down_y)
-    out[M2] = _lowered(x[M2], 2 * down_x) + _lowered(y[M2], 2 * down_y) + _between(sum_x, a.finite, sum_y, b.finite)
-    out[EXPONENT] = exponent
+def union(rows: Floats) -> Floats:
+    """The row of the union of several sets of elements.
+
+    Args:
+        rows: Table rows, shape ``(sets, len(COLUMNS))``, in the order in which their sums are to be added.
+
+    Returns:
+        One row, shape ``(len(COLUMNS),)``; ``writes`` is 1.
+    """
+    return combine_groups(Partials.from_rows(rows), np.zeros(1, dtype=np.int64)).columns[:, 0]
+
+
+def combine_groups(parts: Partials, starts: NDArray[np.int64]) -> Partials:
+    """Combine runs of adjacent rows.
+
+    Args:
+        parts: Rows, those of a run next to each other, in the order in which their sums are to be added.
+        starts: First row of each run, ascending from 0. No run is empty.
+
+    Returns:
+        One row a run.
+    """
+    c = parts.columns
+    if len(starts) == c.shape[1]:
+        return parts
+    run = np.repeat(np.arange(len(starts)), np.diff(starts, append=c.shape[1]))
+    out = np.empty((len(COLUMNS), len(starts)))
+    out[WRITES] = 1.0
+    out[COUNT : SMALLS + 1] = np.add.reduceat(c[COUNT : SMALLS + 1], starts, axis=1)
+    out[MIN] = np.minimum.reduceat(c[MIN], starts)
+    out[MAX] = np.maximum.reduceat(c[MAX], starts)
+    out[EXPONENT] = np.maximum.reduceat(_meaningful_exponent(parts), starts)
+    out[EXPONENT] = np.where(np.isfinite(out[EXPONENT]), out[EXPONENT], 0.0)
+    down = (out[EXPONENT][run] - c[EXPONENT]) if (c[EXPONENT] != 0).any() else np.zeros(1)
+    sums, n = _lowered(c[SUM], down), parts.finite
+    out[SUM] = np.add.reduceat(sums, starts)
+    out[SUMSQ] = np.add.reduceat(_lowered(c[SUMSQ], 2 * down), starts)
+    mean = out[SUM] / np.maximum(np.add.reduceat(n, starts), 1.0)
+    off = sums / np.maximum(n, 1.0) - mean[run]
+    out[M2] = np.add.reduceat(_lowered(c[M2], 2 * down) + n * off * off, starts)
     return Partials(out)
 
 
-def combine_all(parts: Iterable[Partials]) -> Partials:
-    """Combine from left to right: the order is the caller's and decides the last bit."""
-    parts = iter(parts)
-    total = next(parts)
-    for part in parts:
-        total = combine(total, part)
-    return total
+def combine(a: Partials, b: Partials) -> Partials:
+    """The partials of the union of two sets of elements, row by row."""
+    pairs = np.empty((len(COLUMNS), 2 * len(a)))
+    pairs[:, 0::2], pairs[:, 1::2] = a.columns, b.columns
+    return combine_groups(Partials(pairs), np.arange(0, 2 * len(a), 2))
+
+
+def _meaningful_exponent(parts: Partials) -> Floats:
+    """The exponent of rows whose sums hold something; a row of zeros must not pull small numbers below the range."""
+    exponents: Floats = np.where(parts.columns[SUMSQ] > 0, parts.columns[EXPONENT], -np.inf)
+    return exponents
 
 
 def _lowered(values: Floats, power: Floats) -> Floats:
-    lowered: Floats = np.ldexp(values, -power.astype(np.int64))
+    lowered: Floats = np.ldexp(values, -power.astype(np.int64)) if power.any() else values
     return lowered
-
-
-def _between(sum_x: Floats, n_x: Floats, sum_y: Floats, n_y: Floats) -> Floats:
-    """What the distance of the two means adds to m2: (mean_x - mean_y)² n_x n_y / (n_x + n_y)."""
-    both = (n_x > 0) & (n_y > 0)
-    n_x, n_y = np.where(both, n_x, 1.0), np.where(both, n_y, 1.0)
-    between: Floats = np.where(both, (sum_x / n_x - sum_y / n_y) ** 2 * (n_x / (n_x + n_y) * n_y), 0.0)
-    return between

@@ -1,0 +1,45 @@
+# Every target does its own set-up, in this directory, from nothing but python3 (3.10 or newer) with venv and pip.
+# ARGS is handed on:    make test ARGS="-k csv -x"    make demo ARGS="--steps 200"
+# Another interpreter:  make test PYTHON=python3.11
+
+PYTHON ?= python3
+ARGS ?=
+
+# Ranks and test workers are processes of their own; more threads than that would only take turns on the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean environment peer
+
+help:
+	@echo "make demo    train a small GPT on two ranks, monitored, and show what was recorded (ARGS=\"--steps 200\")"
+	@echo "make test    run the tests (ARGS=\"-k csv\")"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
+	@echo "make clean   remove the environments and caches; recordings stay"
+
+environment:
+	@$(PYTHON) tools/environment.py .venv -c constraints.txt -e '.[torch,test,demo]'
+
+peer:
+	@$(PYTHON) tools/environment.py .venv-peer torch==2.13.0 mindstudio-probe==26.2.0
+
+demo: environment
+	@.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 tools/demo/train.py $(ARGS)
+
+test: environment
+	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+
+lint: environment
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
+	.venv/bin/python -m mypy
+
+bench: environment peer
+	.venv/bin/python bench/kernels.py
+	.venv/bin/python bench/writer.py
+	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
+
+clean:
+	rm -rf .venv .venv-peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

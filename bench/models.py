@@ -1,0 +1,35 @@
+"""The models that overhead is measured on, as numbers.
+
+Nothing heavy is imported here. The system counts what a parent held when it started a child towards the child's own peak, so
+the parent of the measured processes stays small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A GPT and how it is trained: AdamW, float32, one batch that never changes.
+
+    Attributes:
+        shape: The fields of ``GPTConfig``.
+        steps_a_turn: Steps that a process takes when its turn comes. Many for a small model: the processes share caches, and
+            a step of a few milliseconds that always begins with cold ones is not what training is like.
+    """
+
+    name: str
+    shape: dict[str, int]
+    batch: int
+    steps_a_turn: int
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("gpt", {"layers": 8, "width": 512, "heads": 8, "vocabulary": 4096, "context": 128}, batch=4, steps_a_turn=1),
+        Workload("tiny", {"layers": 2, "width": 64, "heads": 4, "vocabulary": 256, "context": 64}, batch=2, steps_a_turn=10),
+        Workload("quick", {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32, "context": 8}, batch=2, steps_a_turn=1),
+    )
+}

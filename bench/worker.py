@@ -1,0 +1,142 @@
+"""A process that trains a model, with one monitor or none, a turn at a time as it is told.
+
+Requests come on standard input and replies go to standard output, a JSON object a line:
+
+    at the start          ->  {"parameters": 29479936, "torch": "2.13.0"}
+    {"step": 10}          ->  {"cpu": 0.05, "wall": 0.05, "loss": 5.5}     seconds for these 10 steps
+    {"import": [names]}   ->  {}
+    {"finish": true}      ->  {"cpu": 0.01, "wall": 0.01, "peak": 3.1e8, "modules": [names]}
+
+CPU time is that of the whole process since the reply before, so that it holds what a writer thread does between two turns.
+What monitors print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from models import WORKLOADS, Workload
+from torch.nn import functional as F
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "demo"))
+from gpt import GPT, GPTConfig  # noqa: E402
+
+MONITORS = {"ours": "monitor.pytorch", "peer": "msprobe.pytorch"}
+
+
+class Training:
+    """A model, its optimizer and the batch that it learns by heart."""
+
+    def __init__(self, workload: Workload) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(GPTConfig(**workload.shape))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        batch = torch.randint(workload.shape["vocabulary"], (workload.batch, workload.shape["context"] + 1))
+        self._tokens, self._following = batch[:, :-1], batch[:, 1:].flatten()
+
+    def step(self) -> torch.Tensor:
+        loss = F.cross_entropy(self.model(self._tokens).flatten(0, 1), self._following)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class Stopwatch:
+    """CPU time since it was last read, wall time since it was last started."""
+
+    def __init__(self) -> None:
+        self._cpu = time.process_time()
+        self.start()
+
+    def start(self) -> None:
+        self._wall = time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        before, self._cpu = self._cpu, time.process_time()
+        return {"cpu": self._cpu - before, "wall": time.perf_counter() - self._wall}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    replies = take_standard_output()
+    torch.set_num_threads(1)
+    training = Training(WORKLOADS[arguments.workload])
+    close = attach(arguments.monitor, arguments.config, training)
+    reply(replies, parameters=sum(p.numel() for p in training.model.parameters()), torch=torch.__version__)
+    serve(sys.stdin, replies, training, close)
+
+
+def take_standard_output() -> TextIO:
+    """Standard output for replies alone; what anybody else prints goes to standard error from now on."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return replies
+
+
+def attach(monitor: str | None, config: str, training: Training) -> Callable[[], None]:
+    """Attach a monitor to ``training``. Returns what waits until all it has seen is written."""
+    if monitor is None:
+        return lambda: None
+    watching = importlib.import_module(MONITORS[monitor]).TrainerMon(config, params_have_main_grad=False)
+    watching.set_monitor(training.model, grad_acc_steps=1, optimizer=training.optimizer)
+    # The peer writes within the step and has nothing to close.
+    return getattr(watching, "close", lambda: None)
+
+
+def serve(requests: Iterable[str], replies: TextIO, training: Training, close: Callable[[], None]) -> None:
+    """Answer requests until the last one, or until there is nobody left to ask."""
+    stopwatch = Stopwatch()
+    for line in requests:
+        request = json.loads(line)
+        stopwatch.start()
+        if "step" in request:
+            for _ in range(request["step"]):
+                loss = training.step()
+            reply(replies, **stopwatch.read(), loss=loss.item())
+        elif "import" in request:
+            import_all(request["import"])
+            reply(replies)
+        else:
+            close()
+            reply(replies, **stopwatch.read(), peak=peak_memory(), modules=list(sys.modules))
+            return
+
+
+def import_all(names: Iterable[str]) -> None:
+    for name in names:
+        # A few names in sys.modules are no modules that could be imported by them, and every library fails in its own way.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reply(replies: TextIO, **fields: Any) -> None:
+    print(json.dumps(fields), file=replies, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("config", help="the monitor's JSON file")
+    parser.add_argument("--monitor", choices=MONITORS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

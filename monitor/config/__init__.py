@@ -1,0 +1,32 @@
+"""The configuration: a JSON file, read once into a frozen, validated ``MonitorConfig``."""
+
+from monitor.config.loading import ConfigError, load_config
+from monitor.config.model import (
+    Alert,
+    AlertRule,
+    CcDistribution,
+    L2Targets,
+    MonitorConfig,
+    OnAlert,
+    RuleArgs,
+    Settings,
+    Target,
+)
+from monitor.config.not_built import NOT_BUILT
+from monitor.config.tensor_spec import TensorSpec
+
+__all__ = [
+    "NOT_BUILT",
+    "Alert",
+    "AlertRule",
+    "CcDistribution",
+    "ConfigError",
+    "L2Targets",
+    "MonitorConfig",
+    "OnAlert",
+    "RuleArgs",
+    "Settings",
+    "Target",
+    "TensorSpec",
+    "load_config",
+]

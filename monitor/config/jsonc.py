@@ -1,0 +1,175 @@
+"""JSON as people write configurations: with comments and trailing commas, and otherwise strict.
+
+Strict where the standard parser is not: a name that stands twice in an object, ``NaN``, numbers beyond a float64, halves of
+surrogate pairs and deep nesting are errors, and every error has a line and a column of the file as the user sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+Path = tuple[str | int, ...]
+"""Where a value stands: the names and indices that lead to it."""
+
+MAX_DEPTH: Final = 32
+MAX_DIGITS: Final = 400
+
+_SPACE_OR_COMMENT: Final = re.compile(r"[ \t\r\n]+|//[^\n]*|/\*[\s\S]*?\*/")
+
+
+class JsonError(ValueError):
+    """The text is not JSON.
+
+    Attributes:
+        line: Counted from 1.
+        column: Counted from 1, in characters.
+    """
+
+    def __init__(self, message: str, text: str, at: int) -> None:
+        super().__init__(message)
+        self.line = text.count("\n", 0, at) + 1
+        self.column = at - text.rfind("\n", 0, at)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A parsed file.
+
+    Attributes:
+        value: What it holds, in the types of ``json.loads``.
+        lines: The line of every name and list element, by its path.
+    """
+
+    value: Any
+    lines: dict[Path, int]
+
+
+def parse(text: str) -> Document:
+    """Parse a whole file.
+
+    Raises:
+        JsonError: It is not JSON in the sense of this module.
+    """
+    return _Parser(text).document()
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._lines: dict[Path, int] = {}
+        self._counted = (0, 1)
+        self._scalars = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_refused)
+
+    def document(self) -> Document:
+        value = self._value(())
+        if self._next():
+            self._fail("something follows the end of the JSON value")
+        return Document(value, self._lines)
+
+    def _value(self, path: Path) -> Any:
+        if len(path) > MAX_DEPTH:
+            self._fail(f"nested more than {MAX_DEPTH} levels deep")
+        opening = self._next()
+        if opening == "{":
+            return self._object(path)
+        if opening == "[":
+            return self._list(path)
+        return self._scalar()
+
+    def _object(self, path: Path) -> dict[str, Any]:
+        members: dict[str, Any] = {}
+        while self._another_item("}", first=not members):
+            name = self._name(members)
+            self._lines[(*path, name)] = self._line()
+            if self._next() != ":":
+                self._fail('expected ":" after the name')
+            self._at += 1
+            members[name] = self._value((*path, name))
+        return members
+
+    def _list(self, path: Path) -> list[Any]:
+        items: list[Any] = []
+        while self._another_item("]", first=not items):
+            place = (*path, len(items))
+            self._lines[place] = self._line()
+            items.append(self._value(place))
+        return items
+
+    def _another_item(self, closing: str, *, first: bool) -> bool:
+        """Step over the opening bracket or the comma, and stop before the next item or after the closing bracket."""
+        if first or self._next() == ",":
+            self._at += 1
+        elif self._next() != closing:
+            self._fail(f'expected "," or "{closing}"')
+        if self._next() != closing:
+            return True
+        self._at += 1
+        return False
+
+    def _name(self, members: dict[str, Any]) -> str:
+        if self._next() != '"':
+            self._fail("expected a name in double quotes")
+        start = self._at
+        name: str = self._scalar()
+        if name in members:
+            self._fail(f"{json.dumps(name)} stands twice in the same object", start)
+        return name
+
+    def _scalar(self) -> Any:
+        try:
+            value, end = self._scalars.raw_decode(self._text, self._at)
+        except json.JSONDecodeError as error:
+            self._fail(error.msg, error.pos)
+        except ValueError as error:
+            self._fail(str(error))
+        if isinstance(value, str) and not _is_unicode(value):
+            self._fail("the string holds half of a surrogate pair")
+        self._at = end
+        return value
+
+    def _next(self) -> str:
+        """The next character that counts, "" at the end."""
+        while skipped := _SPACE_OR_COMMENT.match(self._text, self._at):
+            self._at = skipped.end()
+        if self._text.startswith("/*", self._at):
+            self._fail("the comment that begins here is never closed")
+        return self._text[self._at : self._at + 1]
+
+    def _line(self) -> int:
+        """The line of the current position, counted on from the last one asked for."""
+        at, line = self._counted
+        self._counted = (self._at, line + self._text.count("\n", at, self._at))
+        return self._counted[1]
+
+    def _fail(self, message: str, at: int | None = None) -> NoReturn:
+        raise JsonError(message, self._text, self._at if at is None else at) from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError("the number is too large for a float64")
+    return number
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""From a file to a ``MonitorConfig``, or to one clear message that says why not."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from pydantic import ValidationError
+
+from monitor.config.explain import explain, shown
+from monitor.config.jsonc import Document, JsonError, parse
+from monitor.config.model import MonitorConfig
+from monitor.config.not_built import DYNAMIC_VARIABLE, not_built
+
+MAX_FILE_BYTES: Final = 4 << 20
+"""Far above any configuration, and far below a checkpoint whose path was given by mistake."""
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message names the file, every problem and what would be right."""
+
+
+def load_config(path: str | os.PathLike[str]) -> MonitorConfig:
+    """Read a configuration file: JSON, in which comments and trailing commas are welcome.
+
+    Args:
+        path: A leading ``~`` is the home directory.
+
+    Raises:
+        ConfigError: The file cannot be read, is not JSON, does not fit the model, or asks for what is not built yet.
+    """
+    name = os.path.expanduser(os.fsdecode(path))
+    config = _validated(name, _parsed(name, _decoded(name, _content(name))))
+    if missing := not_built(config, dynamic=_is_dynamic(name)):
+        raise _unusable(name, *missing)
+    return config
+
+
+def _content(name: str) -> bytes:
+    try:
+        with open(name, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise _unusable(os.path.abspath(name), "there is no such file") from None
+    except IsADirectoryError:
+        raise _unusable(name, "it is a directory, expected a JSON file") from None
+    except OSError as error:
+        raise _unusable(name, f"it cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise _unusable(name, f"it is not a path: {error}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise _unusable(name, f"more than {MAX_FILE_BYTES} bytes are no configuration")
+    return content
+
+
+def _decoded(name: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _unusable(name, f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8, save the file as UTF-8") from None
+
+
+def _parsed(name: str, text: str) -> Document:
+    try:
+        document = parse(text)
+    except JsonError as error:
+        raise _unusable(name, f"line {error.line}, column {error.column}: {error}") from None
+    if not isinstance(document.value, dict):
+        raise _unusable(name, f"expected an object in braces, found {shown(document.value)}")
+    return document
+
+
+def _validated(name: str, document: Document) -> MonitorConfig:
+    try:
+        return MonitorConfig.model_validate(document.value)
+    except ValidationError as error:
+        raise _unusable(name, *explain(MonitorConfig, error, document.lines)) from None
+
+
+def _is_dynamic(name: str) -> bool:
+    """What the environment says; anything but a plain yes or no would have to be guessed."""
+    said = os.environ.get(DYNAMIC_VARIABLE, "")
+    if said.lower() not in ("", "true", "false"):
+        raise _unusable(name, f"environment variable {DYNAMIC_VARIABLE}: {shown(said)} is not allowed: expected True or False")
+    return said.lower() == "true"
+
+
+def _unusable(name: str, *problems: str) -> ConfigError:
+    """One problem makes one line, several are listed below the file's name."""
+    text = problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems", *problems])
+    # A file name may hold bytes that are not text, a message may not.
+    return ConfigError(f"{name.encode('utf-8', 'backslashreplace').decode()}: {text}")

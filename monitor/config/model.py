@@ -1,0 +1,285 @@
+"""Every field of the configuration: its type, default, bounds, meaning and the capability it belongs to.
+
+The docstring below a field is its entry in ``docs/configuration.md``. A capability in the annotation covers the field and all
+below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from monitor.config.tensor_spec import TensorSpec
+from monitor.config.values import INT64_MAX, Formats, Patterns, Positive, Ranks, Seconds, Side, Step, Strings, TimestampRange
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+HISTOGRAM_FORMATS: Final = frozenset({"tensorboard", "hdf5"})
+
+DEFAULT_STEPS_PER_RECORD: Final = {"hdf5": 100}
+"""Where it is not 1. A file a step is a burden on a shared file system."""
+
+
+class Capability(str):
+    """What a field belongs to, as the documentation names it. It stands in the field's annotation and has no other effect."""
+
+    __slots__ = ()
+
+
+SELECTION = Capability("selection")
+SCHEDULE = Capability("schedule")
+ACTIVATIONS = Capability("activations")
+GRADIENTS = Capability("weight gradients")
+WEIGHTS = Capability("weights")
+MOMENTS = Capability("optimizer moments")
+UPDATES = Capability("updates")
+COMMUNICATION = Capability("communication")
+ALERTS = Capability("alerts")
+FEATURES = Capability("features")
+STRUCTURE = Capability("structure")
+STATISTICS = Capability("statistics")
+OUTPUT = Capability("output")
+DYNAMIC = Capability("dynamic")
+RANKS = Capability("ranks")
+LIMITS = Capability("limits")
+
+
+class _Strict(BaseModel):
+    """Values are taken as they are written: ``"1"`` is not 1, 1 is not true. An integer serves where a float is asked for."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Target(_Strict):
+    """What to record of one module. Nothing named means everything."""
+
+    input: Side = None
+    """What the module is called with."""
+    output: Side = None
+    """What it returns."""
+    input_grad: Side = None
+    """The gradients of its inputs."""
+    output_grad: Side = None
+    """The gradients of its outputs."""
+
+    @property
+    def named(self) -> dict[str, TensorSpec]:
+        """The sides that the target names, each with its spec; empty where it names none and so means all."""
+        return {side: spec for side, spec in self if spec is not None}
+
+    def selects(self, side: str, index: int) -> bool:
+        """Whether tensor ``index`` of ``side`` (``input``, ``output``, ``input_grad``, ``output_grad``) is to be recorded."""
+        named = self.named
+        return not named or (side in named and named[side].selects(index))
+
+    @model_serializer
+    def _as_written(self) -> dict[str, str]:
+        return {side: str(spec) for side, spec in self.named.items()}
+
+
+class CcDistribution(_Strict):
+    """Communication operators."""
+
+    enable: bool = False
+    """Record the tensors that go into and come out of communication operators."""
+    cc_codeline: Patterns = ()
+    """Record only calls whose stack holds a `file[line]` that one of these regular expressions finds. Empty: all calls."""
+    cc_pre_hook: bool = False
+    """Record what goes in, too."""
+    cc_log_only: bool = False
+    """Measure nothing: log every call site once, then end the run."""
+
+
+class RuleArgs(_Strict):
+    """Arguments of an alert rule."""
+
+    threshold: Annotated[float, Field(ge=0)] | None = None
+    """`AnomalyTurbulence` (required): the relative deviation from the running mean that is still normal; 0.5 is 50 %.
+    `AnomalyNan`: fire on magnitudes above this as well as on NaN and Inf."""
+
+
+class AlertRule(_Strict):
+    """One alert rule."""
+
+    rule_name: Literal["AnomalyTurbulence", "AnomalyNan"]
+    """The rule."""
+    args: RuleArgs = RuleArgs()
+    """Its arguments."""
+
+    @model_validator(mode="after")
+    def _has_its_arguments(self) -> AlertRule:
+        if self.rule_name == "AnomalyTurbulence" and self.args.threshold is None:
+            raise ValueError('AnomalyTurbulence needs "args": {"threshold": ...}')
+        return self
+
+
+class Alert(_Strict):
+    """Alert rules, and what becomes of their events."""
+
+    rules: Annotated[tuple[AlertRule, ...], Field(strict=False)] = ()
+    """The rules, the most important first: for each tensor and statistic the first that fires counts."""
+    dump: bool = False
+    """Write the events into `anomaly_detected/`."""
+
+
+class L2Targets(_Strict):
+    """Modules of the features of a higher order, by the hook that computes them."""
+
+    attention_hook: Strings = ()
+    """Attention modules, by full name. Empty: none."""
+    linear_hook: Strings | None = None
+    """Modules with a weight matrix, by full name. Empty: every module that has one; null or left out: none."""
+    moe_router_weight_hook: Strings = ()
+    """Routers whose weights are compared, by full name. Empty: none."""
+    moe_router_logit_hook: Strings = ()
+    """Routers whose logits are looked at, by full name. Empty: none."""
+
+
+class Settings(_Strict):
+    """Every field that an alert may switch, which is all but ``on_alert`` itself."""
+
+    targets: Annotated[Mapping[str, Target], SELECTION] = Field(default_factory=dict)
+    """Modules and parameters to watch, by name. Empty: all. `{}` as a module's value: its inputs, outputs and both gradients;
+    otherwise only those named."""
+    dynamic_on: Annotated[bool, DYNAMIC] = False
+    """With the environment variable `DYNAMIC_MONITOR=True`: whether monitoring is on. Without it: ignored."""
+    start_step: Annotated[Step, SCHEDULE] = 0
+    """The first step to collect."""
+    collect_times: Annotated[Step, SCHEDULE] = 100_000_000
+    """How many steps to collect. 0: none."""
+    step_interval: Annotated[Positive, SCHEDULE] = 1
+    """Collect every n-th step, counted from `start_step`."""
+    print_struct: Annotated[bool, STRUCTURE] = False
+    """Write the structure of every watched module after the first step, and end the run."""
+    module_ranks: Annotated[Ranks, SELECTION] = ()
+    """The ranks to monitor. Empty or null: all."""
+    ur_distribution: Annotated[bool, UPDATES] = False
+    """Record histograms of Adam's update and ratio vectors. Needs `tensorboard` or `hdf5` among the formats."""
+    xy_distribution: Annotated[bool, ACTIVATIONS] = False
+    """Record the activations of the targets and their gradients."""
+    all_xy: Annotated[bool, ACTIVATIONS] = False
+    """With `xy_distribution`: record all modules; those in `targets` as described there."""
+    forward_only: Annotated[bool, ACTIVATIONS] = False
+    """With `xy_distribution`: no gradients of activations. With `backward_only` as well there are no activations at all."""
+    backward_only: Annotated[bool, ACTIVATIONS] = False
+    """With `xy_distribution`: gradients of activations alone."""
+    mv_distribution: Annotated[bool, MOMENTS] = False
+    """Record the optimizer's moments before each step."""
+    param_distribution: Annotated[bool, WEIGHTS] = False
+    """Record weights before and after each step."""
+    wg_distribution: Annotated[bool, GRADIENTS] = False
+    """Record weight gradients before and after aggregation over the data-parallel ranks."""
+    monitor_mbs_grad: Annotated[bool, GRADIENTS] = False
+    """With `wg_distribution`: a row for every micro-batch, holding the local gradient as accumulated so far."""
+    mg_direction: Annotated[bool, UPDATES] = False
+    """Record the share of elements whose gradient and momentum agree in sign."""
+    cc_distribution: Annotated[CcDistribution, COMMUNICATION] = CcDistribution()
+    """Communication operators."""
+    alert: Annotated[Alert, ALERTS] = Alert()
+    """Alert rules."""
+    format: Annotated[Formats, OUTPUT] = Field(default=("csv",), validate_default=True)
+    """What the results are written as. `api`: kept in memory for the program to ask for."""
+    ops: Annotated[Strings, STATISTICS] = ()
+    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `shape`, `dtype`. An unknown one is
+    left out with a warning; none left: `norm`."""
+    eps: Annotated[float, Field(gt=0), STATISTICS] = 1e-8
+    """`zeros` is the share of elements whose magnitude is below this."""
+    ndigits: Annotated[int, Field(ge=0, le=17), OUTPUT] = 6
+    """Decimals of a value in CSV."""
+    step_count_per_record: Annotated[Positive, OUTPUT] = 1
+    """Steps in each file. Not set: 100 for `hdf5`."""
+    append_output: Annotated[TimestampRange, OUTPUT] = ()
+    """Continue in the rank directories whose timestamps lie in this range, ends included. Empty: start new ones."""
+    squash_name: Annotated[bool, OUTPUT] = False
+    """Shorten names to their telling part."""
+    stack_info: Annotated[bool, STRUCTURE] = False
+    """Write the call stack of every watched module in the first step to `stack_info.csv`."""
+    recording_l2_features: Annotated[bool, FEATURES] = False
+    """Record features of a higher order of the modules in `l2_targets`."""
+    l2_targets: Annotated[L2Targets, FEATURES] = L2Targets()
+    """The modules of each feature."""
+    sa_order: Annotated[Literal["s,b,h,d", "b,s,h,d"], FEATURES] = "s,b,h,d"
+    """The dimensions of an attention module's Q and K: sequence, batch, heads, head size."""
+    micro_steps: Annotated[Literal["each", "combined"], ACTIVATIONS] = "each"
+    """A row for each micro-step, or one for the step that combines them."""
+    queue_bytes: Annotated[int, Field(ge=MIB, le=INT64_MAX), LIMITS] = 256 * MIB
+    """Most memory that steps may take while they wait to be written."""
+    queue_wait_seconds: Annotated[Seconds, LIMITS] = 1.0
+    """How long training may wait, per incident, for room in a full queue before steps are dropped."""
+    close_seconds: Annotated[Seconds, LIMITS] = 30.0
+    """How long closing may take."""
+    signal_seconds: Annotated[Seconds, LIMITS] = 5.0
+    """How long SIGTERM may wait for what is queued to be written."""
+    warn_rows_per_step: Annotated[Step, LIMITS] = 10_000_000
+    """Rows a step, over the whole job, above which the start-up line is a warning."""
+    warn_bytes_per_step: Annotated[Step, LIMITS] = GIB
+    """The same for bytes."""
+    warn_files_per_step: Annotated[Step, LIMITS] = 10_000
+    """The same for files."""
+    replica_check: Annotated[bool, RANKS] = False
+    """Keep the norm of every replica that is not written, so that replicas that differ are found afterwards."""
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats to write, at least one, each once."""
+        return self.format
+
+    def steps_per_record(self, format_name: str) -> int:
+        """Steps in each file of a format: ``step_count_per_record``, or where that was not set the format's own default."""
+        if "step_count_per_record" in self.model_fields_set:
+            return self.step_count_per_record
+        return DEFAULT_STEPS_PER_RECORD.get(format_name, self.step_count_per_record)
+
+    @model_serializer(mode="wrap")
+    def _keep_what_was_not_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A dump that gave the default would set it, and ``steps_per_record`` would answer differently once read back."""
+        fields: dict[str, Any] = dump(self)
+        if "step_count_per_record" not in self.model_fields_set:
+            fields.pop("step_count_per_record", None)
+        return fields
+
+
+class OnAlert(_Strict):
+    """A deeper configuration for a few steps after an alert."""
+
+    set: Settings
+    """The fields to change, each with its value for the time."""
+    steps: Positive
+    """For how many steps."""
+
+    @field_serializer("set")
+    def _only_what_changes(self, changes: Settings) -> dict[str, Any]:
+        return changes.model_dump(mode="json", exclude_unset=True)
+
+
+class MonitorConfig(Settings):
+    """The whole configuration, frozen.
+
+    ``model_dump(mode="json")`` gives what ``load_config`` reads back as an equal configuration.
+
+    Raises:
+        pydantic.ValidationError: From the constructor; ``load_config`` explains it in a ``ConfigError``.
+    """
+
+    on_alert: Annotated[OnAlert | None, ALERTS] = None
+    """What to switch on, on all ranks, for some steps when an alert rule fires on any of them. Null: nothing."""
+
+    @field_validator("format")
+    @classmethod
+    def _can_hold_histograms(cls, formats: tuple[str, ...], fields: ValidationInfo) -> tuple[str, ...]:
+        if fields.data.get("ur_distribution") and HISTOGRAM_FORMATS.isdisjoint(formats):
+            raise ValueError('ur_distribution needs "tensorboard" or "hdf5" among the formats')
+        return formats

@@ -1,0 +1,126 @@
+"""What happens to a sealed step: it is read, looked at by the rules, handed to every sink, and entered in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Final, Generic, TypeVar
+
+from monitor.failures import Failures
+from monitor.pipeline.gaps import Gaps
+from monitor.pipeline.guarded import Guarded, advice
+from monitor.pipeline.sealed import Journal, Sealed
+from monitor.sinks.protocol import Sink
+from monitor.stats.rows import StepRows
+
+S = TypeVar("S", bound=Sealed)
+Rule = Callable[[StepRows], None]
+
+UNREADABLE: Final = "could not be read"
+
+
+class Delivery(Generic[S]):
+    """Every foreign piece of code is guarded on its own: what one of them does to a step is no concern of the others.
+
+    Steps are delivered by one thread. ``flush``, ``close`` and ``leave`` may come from another one while that thread is stuck;
+    with ``wait=False`` they serve whatever it is not stuck in.
+
+    Attributes:
+        latest: The rows delivered last.
+        in_hand: The step being delivered.
+    """
+
+    def __init__(
+        self,
+        sinks: Mapping[str, Sink],
+        journal: Journal,
+        failures: Failures,
+        gaps: Gaps,
+        put_back: Callable[[S], None],
+        *,
+        on_rows: Sequence[Rule],
+        save_seconds: float,
+    ) -> None:
+        self._sinks = {name: Guarded(f"sink {name!r}", sink, failures) for name, sink in sinks.items()}
+        self._rules = [Guarded(f"rule {_name_of(rule)!r}", rule, failures) for rule in on_rows]
+        self._journal = Guarded("the manifest", journal, failures)
+        self._failures, self._gaps, self._put_back = failures, gaps, put_back
+        self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
+        self.latest: StepRows | None = None
+        self.in_hand: int | None = None
+
+    def step(self, step: int, sealed: S) -> None:
+        """Rules come before sinks, so that a slow format delays no alert."""
+        self.in_hand = step
+        rows = self._read(step, sealed)
+        if rows is not None:
+            self.latest = rows
+            for rule in self._rules:
+                rule.use(lambda look, rows=rows: look(rows))
+            self._write(rows)
+        self.in_hand = None
+        self._changed = True
+
+    def flush(self, *, wait: bool = True) -> bool:
+        """Make everything delivered so far visible; whether that went well everywhere."""
+        errors = [sink.use(lambda sink: sink.flush(), wait=wait) for sink in self._sinks.values()]
+        errors.append(self.save(wait=wait))
+        return not any(errors)
+
+    def close(self, *, wait: bool = True) -> bool:
+        """As ``flush``, and for good: nothing is used after this, whoever delivers."""
+        errors = [sink.use(lambda sink: sink.close(), wait=wait, last=True) for sink in self._sinks.values()]
+        errors.append(self._journal.use(self._tell_and_save, wait=wait, last=True))
+        return not any(errors)
+
+    def leave(self, steps: Iterable[int], reason: str) -> None:
+        """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten."""
+        self._journal.use(lambda journal: _drop_all(journal, steps, reason), wait=False)
+        self.close(wait=False)
+
+    def save(self, *, wait: bool = True) -> BaseException | None:
+        return self._journal.use(self._tell_and_save, wait=wait)
+
+    def seconds_to_save(self) -> float | None:
+        """When the journal is to be saved next; ``None`` while it has nothing new."""
+        return max(self._save_at - monotonic(), 0.0) if self._changed or self._gaps.untold else None
+
+    @property
+    def stuck_in(self) -> str:
+        """What the delivering thread is in the middle of."""
+        busy = [one.name for one in (*self._rules, *self._sinks.values(), self._journal) if one.busy]
+        return ", ".join(busy) or "reading a step from the device"
+
+    def _read(self, step: int, sealed: S) -> StepRows | None:
+        try:
+            return sealed.rows()
+        except BaseException as error:
+            self._failures.report("reading a step", error, advice(error))
+            self._gaps.counts[UNREADABLE] += 1
+            self._journal.use(lambda journal, reason=f"{UNREADABLE}: {error!r}": journal.dropped(step, reason))
+            return None
+        finally:
+            self._put_back(sealed)
+
+    def _write(self, rows: StepRows) -> None:
+        errors = {name: sink.use(lambda sink: sink.write(rows)) for name, sink in self._sinks.items()}
+        lost = {name: error for name, error in errors.items() if error is not None}
+        for name, error in lost.items():
+            self._journal.use(lambda journal, name=name, error=error: journal.lost(rows.step, name, repr(error)))
+        if not lost:
+            self._journal.use(lambda journal: journal.written(rows))
+
+    def _tell_and_save(self, journal: Journal) -> None:
+        self._changed = False
+        self._save_at = monotonic() + self._save_seconds
+        self._gaps.tell(journal.dropped)
+        journal.save()
+
+
+def _drop_all(journal: Journal, steps: Iterable[int], reason: str) -> None:
+    for step in steps:
+        journal.dropped(step, reason)
+
+
+def _name_of(rule: Rule) -> str:
+    return getattr(rule, "__qualname__", type(rule).__qualname__)

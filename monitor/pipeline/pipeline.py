@@ -1,0 +1,154 @@
+"""The pipeline: from a sealed table on the training thread to every sink, without ever holding up training for long."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Final, Generic, TypeVar
+
+from monitor.failures import Failures
+from monitor.pipeline.delivery import Delivery, Rule
+from monitor.pipeline.gaps import Gaps
+from monitor.pipeline.patience import Patience
+from monitor.pipeline.ring import Ring
+from monitor.pipeline.sealed import Journal, Sealed
+from monitor.pipeline.writer import Writer
+from monitor.sinks.protocol import Sink
+from monitor.stats.rows import StepRows
+
+S = TypeVar("S", bound=Sealed)
+
+QUEUE_FULL: Final = "queue full"
+NO_COPY: Final = "no copy could be made"
+NOT_SEALED: Final = "could not be sealed"
+NOT_SUBMITTED: Final = "could not be submitted"
+CLOSED: Final = "submitted after closing"
+
+
+class Pipeline(Generic[S]):
+    """One training thread reserves a sealed copy, fills it and submits it; one writer thread delivers it.
+
+    No method lets an error out, and none of those for the training thread takes a lock. In a process forked from the one that
+    made it the pipeline is inert: nothing is reserved, written, flushed or closed.
+
+    Attributes:
+        sinks: By name, served in this order.
+        journal: What became of each step; used by one thread at a time, never by the training thread.
+        queue_bytes: Bound on the memory of all sealed copies together; two may exist whatever their size.
+        queue_wait_seconds: How long training may be held up while the queue is full, once an incident.
+        close_seconds: Within this time ``close`` returns.
+        signal_seconds: So long a SIGTERM may be held up.
+        on_rows: Looks at the rows of each step before any sink does.
+        save_seconds: Between two savings of the journal while steps are written.
+    """
+
+    def __init__(
+        self,
+        sinks: Mapping[str, Sink],
+        journal: Journal,
+        failures: Failures,
+        new_sealed: Callable[[], S],
+        *,
+        queue_bytes: int,
+        queue_wait_seconds: float,
+        close_seconds: float,
+        signal_seconds: float,
+        on_rows: Sequence[Rule] = (),
+        save_seconds: float = 30.0,
+    ) -> None:
+        self._failures = failures
+        self._gaps = Gaps()
+        self._ring = Ring(new_sealed, queue_bytes)
+        self._patience = Patience(queue_wait_seconds, failures)
+        self._delivery: Delivery[S] = Delivery(
+            sinks, journal, failures, self._gaps, self._ring.put_back, on_rows=on_rows, save_seconds=save_seconds
+        )
+        self._writer = Writer(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
+        self._reserved: dict[int, int] = {}
+        self._newest: int | None = None
+        weakref.finalize(self, self._writer.retire).atexit = False
+
+    @property
+    def inert(self) -> bool:
+        """Whether this process was forked from the one that the pipeline belongs to."""
+        return self._writer.inert
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Steps that no sink has, by reason."""
+        return self._gaps.counts
+
+    def reserve(self, step: int) -> S | None:
+        """A sealed copy to fill with ``step``; ``None`` if the step is dropped."""
+        if self._writer.inert or self._writer.closing:
+            return None
+        self._newest = step
+        try:
+            sealed = self._copy()
+        except Exception as error:
+            self._failures.report("making room for a step", error, "The step is dropped, the next one is tried.")
+            self._gaps.add(step, NO_COPY)
+            return None
+        if sealed is None:
+            self._patience.drop(step)
+            self._gaps.add(step, QUEUE_FULL)
+        else:
+            self._reserved[id(sealed)] = step
+        return sealed
+
+    def submit(self, sealed: S) -> None:
+        """Hand a filled copy to the writer."""
+        if self._writer.inert:
+            return
+        step = self._reserved.pop(id(sealed))
+        if self._writer.closing:
+            self._gaps.add(step, CLOSED)
+            return
+        try:
+            self._writer.put(step, sealed)
+        except Exception as error:
+            self._failures.report("submitting a step", error, "The step is dropped, the next one is tried.")
+            self._put_back(sealed, step, NOT_SUBMITTED)
+
+    def give_back(self, sealed: S) -> None:
+        """A copy that was reserved and could not be filled: its step is dropped."""
+        if not self._writer.inert:
+            self._put_back(sealed, self._reserved.pop(id(sealed)), NOT_SEALED)
+
+    def latest(self, timeout: float) -> StepRows | None:
+        """The rows of the step reserved last; ``None`` if it was dropped or is not read within ``timeout`` seconds."""
+        if self._writer.inert or not self._writer.ask("drain").wait(timeout):
+            return None
+        rows = self._delivery.latest
+        return rows if rows is not None and rows.step == self._newest else None
+
+    def flush(self, timeout: float) -> bool:
+        """Whether within ``timeout`` seconds every step submitted so far was made visible by every sink."""
+        if self._writer.inert:
+            return False
+        ticket = self._writer.ask("flush")
+        return ticket.wait(timeout) and ticket.ok
+
+    def close(self) -> bool:
+        """Deliver what is queued and close everything within ``close_seconds``; whether that went well everywhere.
+
+        From any thread, any number of times.
+        """
+        self._patience.restore()
+        return self._writer.close()
+
+    def _copy(self) -> S | None:
+        if self._ring.mostly_free:
+            self._patience.restore()
+        sealed = self._ring.take(0.0)
+        if sealed is None:
+            began = monotonic()
+            sealed = self._ring.take(self._patience.left)
+            self._patience.spend(monotonic() - began)
+        return sealed
+
+    def _put_back(self, sealed: S, step: int, reason: str) -> None:
+        self._gaps.add(step, reason)
+        self._ring.put_back(sealed)

@@ -1,0 +1,186 @@
+"""The writer: one daemon thread that takes sealed steps in the order in which they were submitted and delivers them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Final, Generic, Literal, TypeVar
+
+from monitor.failures import Failures
+from monitor.pipeline.delivery import Delivery
+from monitor.pipeline.process import PROCESS
+from monitor.pipeline.sealed import Sealed
+from monitor.pipeline.ticket import Ticket
+
+S = TypeVar("S", bound=Sealed)
+
+WRITERS_SHARE: Final = 0.75
+"""The part of a time limit that the writer has for itself; the rest is for doing without it what can be done."""
+
+LEFT_BEHIND: Final = "left behind when the monitor was closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(Generic[S]):
+    step: int
+    sealed: S
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``drain``: everything submitted before was delivered. ``flush``: and is visible. ``close``: and nothing follows."""
+
+    what: Literal["drain", "flush", "close"]
+    ticket: Ticket
+
+
+class Writer(Generic[S]):
+    """Requests stand in the same queue as steps, so that each covers exactly what was submitted before it.
+
+    The queue has no lock that a signal handler or a forked process could find held. The thread starts with the first step: a
+    process that forks before it trains has no thread.
+    """
+
+    def __init__(self, delivery: Delivery[S], failures: Failures, *, close_seconds: float, signal_seconds: float) -> None:
+        self.signal_seconds = signal_seconds
+        self._delivery = delivery
+        self._failures = failures
+        self._close_seconds = close_seconds
+        self._close_deadline = 0.0
+        self._closed = Ticket()
+        self._inbox: SimpleQueue[Submitted[S] | Asked] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"monitor-writer-rank{failures.rank}", daemon=True)
+        self._start_once, self._close_once, self._give_up_once = threading.Lock(), threading.Lock(), threading.Lock()
+        self._born = PROCESS.forks
+        PROCESS.adopt(self)
+
+    @property
+    def inert(self) -> bool:
+        """Whether this is the copy of somebody else's writer, in a process forked from theirs."""
+        return self._born != PROCESS.forks
+
+    @property
+    def closing(self) -> bool:
+        return self._close_once.locked()
+
+    def put(self, step: int, sealed: S) -> None:
+        self._start()
+        self._inbox.put(Submitted(step, sealed))
+
+    def ask(self, what: Literal["drain", "flush"]) -> Ticket:
+        """Never blocks; reentrant."""
+        ticket = Ticket()
+        if self._start_once.locked():
+            self._inbox.put(Asked(what, ticket))
+        else:
+            ticket.settle(True)  # nothing was ever submitted
+        if self._closed.done:
+            ticket.settle(self._closed.ok)
+        return ticket
+
+    def flush_without(self) -> None:
+        """Make visible what can be while the writer is stuck."""
+        self._delivery.flush(wait=False)
+
+    def begin_close(self) -> None:
+        """Never blocks."""
+        if not self.inert and self._close_once.acquire(blocking=False):
+            self._close_deadline = monotonic() + self._close_seconds
+            self._inbox.put(Asked("close", self._closed))
+
+    def retire(self) -> None:
+        """Nobody is left who could submit a step. Called when the pipeline is collected, so it starts no thread."""
+        if self._start_once.locked():
+            self.begin_close()
+
+    def close(self) -> bool:
+        """Deliver what is queued and close everything, within the time given; whether that went well."""
+        if self.inert:
+            return True
+        self.begin_close()
+        self._start_or_run_here()
+        if threading.current_thread() is not self._thread:
+            self._wait_for_close()
+        PROCESS.forget(self)
+        return self._closed.ok and not self._give_up_once.locked()
+
+    def _wait_for_close(self) -> None:
+        writers_time = self._close_deadline - (1 - WRITERS_SHARE) * self._close_seconds - monotonic()
+        if self._closed.wait(writers_time):
+            self._thread.join(max(self._close_deadline - monotonic(), 0.0))
+        elif self._give_up_once.acquire(blocking=False):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        where, steps = self._delivery.stuck_in, self._take_what_is_left()
+        self._failures.warn(
+            "close",
+            f"Closing took longer than {WRITERS_SHARE * self._close_seconds:.1f} s: the writer is in {where}. Steps left unwritten: "
+            f"{_listed(steps)}. The rest is closed without it. Allow more time for closing, or see what {where} waits for.",
+        )
+        bounded(lambda: self._delivery.leave(steps, LEFT_BEHIND), self._close_deadline - monotonic())
+
+    def _take_what_is_left(self) -> list[int]:
+        """The steps that nobody will write. The request to close stays, for a writer that does come back."""
+        in_hand = self._delivery.in_hand
+        steps = [] if in_hand is None else [in_hand]
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                self._inbox.put(Asked("close", self._closed))
+                return steps
+            if isinstance(message, Submitted):
+                steps.append(message.step)
+            elif message.ticket is not self._closed:
+                message.ticket.settle(False)
+
+    def _start(self) -> None:
+        if not self._start_once.acquire(blocking=False):
+            return
+        try:
+            self._thread.start()
+        except BaseException:
+            self._start_once.release()  # the next step tries again
+            raise
+        PROCESS.watch_signals(self._failures)
+
+    def _start_or_run_here(self) -> None:
+        try:
+            self._start()
+        except RuntimeError:  # an interpreter that is exiting starts no thread; then no step was ever submitted
+            self._run()
+
+    def _run(self) -> None:
+        while not self._closed.done:
+            try:
+                message = self._inbox.get(timeout=self._delivery.seconds_to_save())
+            except Empty:
+                self._delivery.save()
+            else:
+                self._handle(message)
+
+    def _handle(self, message: Submitted[S] | Asked) -> None:
+        if isinstance(message, Submitted):
+            self._delivery.step(message.step, message.sealed)
+            if self._delivery.seconds_to_save() == 0:
+                self._delivery.save()
+        elif message.what == "drain":
+            message.ticket.settle(True)
+        else:
+            message.ticket.settle(self._delivery.flush() if message.what == "flush" else self._delivery.close())
+
+
+def bounded(call: Callable[[], None], seconds: float) -> None:
+    """Run ``call`` on a thread of its own and wait for at most ``seconds``: it may never return."""
+    thread = threading.Thread(target=call, name="monitor-last-words", daemon=True)
+    thread.start()
+    thread.join(max(seconds, 0.0))
+
+
+def _listed(steps: list[int], most: int = 10) -> str:
+    shown = ", ".join(map(str, steps[:most])) or "none"
+    return f"{shown} and {len(steps) - most} more" if len(steps) > most else shown

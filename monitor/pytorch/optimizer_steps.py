@@ -1,0 +1,95 @@
+"""When the optimizer steps: its own hooks, closures, and steps that a GradScaler skips.
+
+``optimizer.step`` is never replaced, so that a scheduler made before or after finds what it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from monitor.failures import Failures
+from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.pytorch.grad_scaler import SCALER_PATCH
+from monitor.pytorch.hooks import HookSet
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StepListener(Protocol):
+    """What happens around one step of an optimizer, in this order."""
+
+    def before_step(self) -> None: ...
+
+    def gradients_ready(self) -> None:
+        """Gradients are complete: at once, or after the closure's backward, as often as the optimizer calls it."""
+
+    def after_step(self) -> None: ...
+
+    def step_skipped(self) -> None:
+        """Instead of ``after_step``: the gradients were not finite, and the optimizer was not called."""
+
+    def loss_scale(self, scale: Tensor) -> None:
+        """Before the step: the gradients of this step were computed from a loss multiplied by ``scale``."""
+
+
+class OptimizerSteps:
+    """Tells a listener of the steps of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, listener: StepListener, failures: Failures) -> None:
+        self._optimizer = optimizer
+        self._listener = listener
+        self._guarded = failures.guarded
+        self._hooks = HookSet()
+        self._called = False
+        self._hooks.add(optimizer.register_step_pre_hook(self._guarded("reading before the step", self._before)))
+        self._hooks.add(optimizer.register_step_post_hook(self._guarded("ending the step", self._after)))
+        SCALER_PATCH.add(self)
+
+    def remove(self) -> None:
+        self._hooks.remove()
+        SCALER_PATCH.remove(self)
+
+    def scaler_begins(self, scaler: GradScaler, optimizer: Any) -> None:
+        self._guarded("reading the loss scale", self._scaler_begins)(scaler, optimizer)
+
+    def scaler_ended(self, scaler: GradScaler, optimizer: Any) -> None:
+        self._guarded("ending a skipped step", self._scaler_ended)(scaler, optimizer)
+
+    def _scaler_begins(self, scaler: GradScaler, optimizer: Any) -> None:
+        if innermost(optimizer) is self._optimizer:
+            self._called = False
+            if scaler.is_enabled() and scaler._scale is not None:
+                self._listener.loss_scale(scaler._scale)
+
+    def _scaler_ended(self, scaler: GradScaler, optimizer: Any) -> None:
+        if innermost(optimizer) is self._optimizer and scaler.is_enabled() and not self._called:
+            self._listener.before_step()
+            self._listener.gradients_ready()
+            self._listener.step_skipped()
+
+    def _before(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        self._called = True
+        self._listener.before_step()
+        ready = self._guarded("reading gradients", self._listener.gradients_ready)
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": partial(_then, kwargs["closure"], ready)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], partial(_then, args[1], ready), *args[2:]), kwargs
+        ready()
+        return None
+
+    def _after(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._listener.after_step()
+
+
+def _then(closure: Callable[[], Any], ready: Callable[[], None]) -> Any:
+    """A closure that says when its backward is done."""
+    result = closure()
+    ready()
+    return result

@@ -1,0 +1,146 @@
+"""From a tensor to its row: the one path that every hook takes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from monitor.failures import Failures
+from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
+from monitor.stats.torch_device_kernel import DeviceKernel
+from monitor.stats.torch_host_kernel import HostKernel
+from monitor.stats.torch_memory import DevicePage, HostPage
+from monitor.stats.torch_tensors import PLAIN, local_shard
+
+MAX_SEEN: Final = 8192
+"""Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
+
+
+class Watched:
+    """One series, and the rows it has been given on each device.
+
+    Attributes:
+        micro_steps: The micro-steps that its rows stand for; ``(NO_MICRO_STEP,)`` for a series of whole steps.
+    """
+
+    __slots__ = ("late", "micro_steps", "series", "slots")
+
+    def __init__(self, series: Series, micro_steps: tuple[int, ...] = (NO_MICRO_STEP,)) -> None:
+        self.series = series
+        self.micro_steps = micro_steps
+        self.slots: dict[torch.device, Slot] = {}
+        self.late: dict[tuple[torch.device, int], Slot] = {}
+
+
+class _Seen:
+    """A tensor that was read, and the row that holds what was read."""
+
+    __slots__ = ("layout", "row", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int, row: int, layout: int) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.version = version
+        self.row = row
+        self.layout = layout
+
+
+class Recorder:
+    """Reduces tensors into the live table.
+
+    Attributes:
+        active: Whether the step in progress is collected. Every hook looks here first and does nothing else if not.
+    """
+
+    def __init__(self, series: SeriesTable, eps: float, failures: Failures) -> None:
+        self.active = False
+        self.table = StatsTable(series)
+        self._failures = failures
+        self._host = HostKernel(eps)
+        self._device = DeviceKernel(eps)
+        self._open_pages: dict[torch.device, Page] = {}
+        self._seen: dict[int, _Seen] = {}
+        # The engine runs the backward of each device on a thread of its own.
+        self._lock = threading.Lock()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything was recorded since the last seal."""
+        return self.table.writes > 0
+
+    def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
+        """Reduce ``x`` into the row of ``watched`` for ``micro_step``.
+
+        Args:
+            aliases: A tensor read before under another name, and unchanged since by its version, is not read again. Off
+                for parameters and their gradients, which loops do change behind the version (``p.data.clamp_()``).
+        """
+        with self._lock:
+            slot, offset = self._slot(watched, x.device, micro_step)
+            version = _version(x) if aliases else None
+            if version is not None:
+                seen = self._seen.get(id(x))
+                if seen is not None and seen.version == version and seen.tensor() is x:
+                    self.table.note(slot.row + offset, seen.layout, alias=seen.row)
+                    return
+            if self._reduce(x, slot.page, slot.local_row + offset):
+                layout = self._layout(x)
+                self.table.note(slot.row + offset, layout, NOT_AN_ALIAS)
+                if version is not None:
+                    self._remember(x, version, slot.row + offset, layout)
+
+    def seal(self, into: Sealed) -> None:
+        """Copy the table into ``into`` and begin a new step."""
+        with self._lock:
+            self.table.seal(into)
+            self._seen.clear()
+
+    def discard(self) -> None:
+        """Begin a new step without keeping this one."""
+        self.seal(Sealed())
+
+    def _slot(self, watched: Watched, device: torch.device, micro_step: int) -> tuple[Slot, int]:
+        slot = watched.slots.get(device)
+        if slot is None:
+            slot = watched.slots[device] = self._allot(watched.series, device, watched.micro_steps)
+        if micro_step < slot.rows:
+            return slot, micro_step
+        late = watched.late.get((device, micro_step))
+        if late is None:
+            late = watched.late[device, micro_step] = self._allot(watched.series, device, (micro_step,))
+        return late, 0
+
+    def _allot(self, series: Series, device: torch.device, micro_steps: tuple[int, ...]) -> Slot:
+        page = self._open_pages.get(device)
+        if page is None or page.used + len(micro_steps) > page.rows:
+            page = self._open_pages[device] = self._new_page(device, max(PAGE_ROWS, len(micro_steps)))
+        return self.table.allot(page, series, micro_steps)
+
+    def _new_page(self, device: torch.device, rows: int) -> Page:
+        memory = HostPage(rows) if device.type == "cpu" else DevicePage(rows, device)
+        return self.table.add_page(memory, rows)
+
+    def _reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
+        memory = page.memory
+        if isinstance(memory, HostPage):
+            return self._host.reduce_into(x, memory.numbers, local_row)
+        assert isinstance(memory, DevicePage)
+        return self._device.reduce_into(x, memory.tensor, local_row)
+
+    def _layout(self, x: Tensor) -> int:
+        local = x if type(x) in PLAIN else local_shard(x)
+        return self.table.layout_of(x.shape if local is None else local.shape, x.dtype)
+
+    def _remember(self, x: Tensor, version: int, row: int, layout: int) -> None:
+        if len(self._seen) >= MAX_SEEN:
+            self._seen.clear()
+        self._seen[id(x)] = _Seen(x, version, row, layout)
+
+
+def _version(x: Tensor) -> int | None:
+    """The number of in-place changes so far; None for inference tensors, which do not count them."""
+    return None if x.is_inference() else x._version

@@ -1,0 +1,117 @@
+"""One job, one name: the identity that all ranks share, agreed through the job's own key-value store.
+
+Each rank proposes an identity with one ``compare_set`` and takes what the store then holds: the first proposal. No rank waits
+for another, and no collective is issued.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from datetime import datetime
+from threading import Thread
+from typing import Final, Protocol
+
+from monitor.failures import Failures
+from monitor.ranks.names import timestamp_fields, timestamp_of
+
+TIMEOUT_S: Final = 10.0
+
+_JOB_ID: Final = re.compile(r"[0-9a-f]{32}")
+
+
+class Store(Protocol):
+    """What is used of a torch store (``TCPStore``, ``FileStore``, ``HashStore``, ``PrefixStore``). ``clone`` is used too
+    where there is one.
+    """
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected``, or if it is new and ``expected`` is empty; return what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """Which run a file belongs to.
+
+    Attributes:
+        job_id: 32 hexadecimal characters. The timestamp alone does not identify a job: two may start in one second.
+        timestamp: When the job began, as it stands in the names of its directories.
+        agreed: False where the other ranks could not be asked, and may have other identities.
+    """
+
+    job_id: str
+    timestamp: str
+    agreed: bool = True
+
+    @classmethod
+    def new(cls, moment: datetime | None = None) -> JobIdentity:
+        """An identity of its own. Draws from the system, not from the training's random state."""
+        return cls(uuid.uuid4().hex, timestamp_of(moment or datetime.now()))
+
+    def spelled(self) -> str:
+        return f"{self.job_id} {self.timestamp}"
+
+    @classmethod
+    def parse(cls, spelled: str) -> JobIdentity:
+        """Raises ``ValueError`` for what is not an identity."""
+        job_id, _, timestamp = spelled.partition(" ")
+        if not _JOB_ID.fullmatch(job_id):
+            raise ValueError(f"{spelled!r} is not the identity of a job")
+        timestamp_fields(timestamp)
+        return cls(job_id, timestamp)
+
+
+def agree(store: Store | None, ordinal: int, failures: Failures, timeout_s: float = TIMEOUT_S) -> JobIdentity:
+    """The identity that all ranks of the job share.
+
+    Args:
+        store: The process group's store; None for a process of its own.
+        ordinal: How many monitors this process has made before. Ranks that make as many agree on each.
+        timeout_s: How long a store may take to answer. One that takes longer, or fails, leaves this rank with an identity of
+            its own, which ``failures`` is told.
+    """
+    proposal = JobIdentity.new()
+    if store is None:
+        return proposal
+    try:
+        return _within(timeout_s, lambda: _first_proposal(store, f"monitor/job/{ordinal}", proposal))
+    except Exception as error:
+        advice = "This rank goes on with a job id and a timestamp of its own; those of other ranks may differ."
+        failures.report("agreeing with the other ranks on the name of the job", error, advice)
+        return replace(proposal, agreed=False)
+
+
+def _first_proposal(store: Store, key: str, proposal: JobIdentity) -> JobIdentity:
+    return JobIdentity.parse(_own_connection(store).compare_set(key, "", proposal.spelled()).decode())
+
+
+def _own_connection(store: Store) -> Store:
+    """A clone where one can be had: a call that hangs on the job's own connection would block the training's calls on it."""
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, NotImplementedError):
+        return store
+    return clone
+
+
+def _within(seconds: float, ask: Callable[[], JobIdentity]) -> JobIdentity:
+    """Run ``ask`` on a daemon thread, which is left behind if it takes longer: a store that hangs can do so past its own
+    timeout, and cannot be interrupted.
+    """
+    answer: Future[JobIdentity] = Future()
+    Thread(target=_answer, args=(answer, ask), name="monitor-job-identity", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except FutureTimeout:
+        raise TimeoutError(f"the job's store did not answer within {seconds:g} s") from None
+
+
+def _answer(answer: Future[JobIdentity], ask: Callable[[], JobIdentity]) -> None:
+    try:
+        answer.set_result(ask())
+    except BaseException as error:
+        answer.set_exception(error)

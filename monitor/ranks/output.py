@@ -1,0 +1,77 @@
+"""Where output goes, and that it can go there: found out before anything is attached."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+OUTPUT_VARIABLE: Final = "MONITOR_OUTPUT_DIR"
+DEFAULT_OUTPUT: Final = "./monitor_output"
+
+
+class OutputError(Exception):
+    """The output directory cannot be used. The message names the path, the reason and what to do."""
+
+
+def base_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """The base directory, absolute: a training script that changes its directory later does not move its output.
+
+    Raises:
+        OutputError: ``~`` stands for a home directory that is not known.
+    """
+    configured = environment.get(OUTPUT_VARIABLE) or DEFAULT_OUTPUT
+    try:
+        return Path(configured).expanduser().absolute()
+    except RuntimeError as error:
+        raise OutputError(f"{OUTPUT_VARIABLE} is {configured!r}: {error} Write the path out.") from error
+
+
+def prepare(directory: Path) -> Path:
+    """Make ``directory`` with its parents and prove, by writing a nameless file, that it can be written.
+
+    Raises:
+        OutputError: it cannot.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise unusable(directory, error) from error
+    return directory
+
+
+def unusable(path: Path, error: OSError) -> OutputError:
+    """What to tell the user when ``path`` could not be made, written or renamed."""
+    return OutputError(
+        f"no output can be written to {path}: {error.strerror or error}. "
+        f"Make it a directory that this process may write, or name another one in {OUTPUT_VARIABLE}."
+    )
+
+
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file that is seen complete or not at all; an earlier one under this name is replaced in one move.
+
+    Args:
+        durable: Wait until the content has reached the disk, so that it also survives a crash of the machine.
+
+    Raises:
+        OSError: it could not be written; what stood under the name before still stands there.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(draft, "xb") as file:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise

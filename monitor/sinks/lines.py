@@ -1,0 +1,172 @@
+"""Rows as lines of CSV text, a block of rows at a time.
+
+Every cell is made as a column of strings and Arrow joins the columns to lines, outside the GIL. What repeats is spelled once:
+the name of a series, a layout, a micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from monitor.series import Series, SeriesTable
+from monitor.sinks.decimals import spell, spell_counts
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, derive
+from monitor.stats.partials import Partials
+from monitor.stats.rows import KindRows, Layout, StepRows
+
+BLOCK_ROWS: Final = 8192
+"""Rows that are spelled together: few enough for the temporaries to stay in the second-level cache."""
+
+_STRUCTURAL: Final = frozenset(',"\r\n')
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+def header(rows: StepRows, kind: str) -> bytes:
+    """The first line of a file of ``kind``."""
+    micro_step = ("micro_step",) if kind in rows.micro_step_kinds else ()
+    return (",".join(("vpp_stage", "name", "step", *micro_step, *rows.ops)) + "\n").encode()
+
+
+def quoted(cell: str) -> str:
+    """``cell`` as CSV spells it: in quotes only if it holds a comma, a quote or a line break."""
+    return '"' + cell.replace('"', '""') + '"' if _STRUCTURAL.intersection(cell) else cell
+
+
+class Lines:
+    """Spells the rows of one rank. Keeps the text of each series and layout that it has met."""
+
+    def __init__(self, series: SeriesTable, ndigits: int) -> None:
+        self._ndigits = ndigits
+        self._series = Cells(series, _series_cells)
+        self._layouts: dict[str, Cells[Layout]] = {}
+
+    def of(self, rows: StepRows) -> Iterator[tuple[str, bytes]]:
+        """The lines of each kind, each ended by a newline. A kind of many rows comes in several pieces."""
+        self._know(rows.layouts)
+        when = _when_cells(rows)
+        for block in _blocks(rows):
+            lines = pc.call_function("binary_join_element_wise", [*self._columns(rows, block, when), ","])
+            ends = np.cumsum([0, *(len(piece.rows) for piece in block)], dtype=np.int32)
+            texts = pc.call_function("binary_join", [pa.ListArray.from_arrays(pa.array(ends), lines), "\n"])
+            for piece, text in zip(block, texts, strict=True):
+                yield piece.kind, b"".join((text.as_buffer(), b"\n"))
+
+    def _know(self, layouts: list[Layout]) -> None:
+        if not self._layouts or self._layouts["shape"].of is not layouts:
+            self._layouts = {op: Cells(layouts, _LAYOUT_CELLS[op]) for op in LAYOUT_OPS}
+
+    def _columns(self, rows: StepRows, block: list[Piece], when: pa.StringArray) -> list[pa.StringArray]:
+        """The columns of one block, as strings: series, when, and the ops in the order asked for."""
+        series = np.concatenate([piece.rows.series for piece in block])
+        with_micro_step = np.repeat([p.kind in rows.micro_step_kinds for p in block], [len(p.rows) for p in block])
+        micro_step = np.concatenate([piece.rows.micro_step for piece in block])
+        moment = np.where(with_micro_step, micro_step + 2, 0)
+        return [self._series.take(series), when.take(pa.array(moment)), *self._op_columns(rows.ops, block)]
+
+    def _op_columns(self, ops: tuple[str, ...], block: list[Piece]) -> list[pa.StringArray]:
+        layout = np.concatenate([piece.rows.layout for piece in block])
+        partials = Partials(np.concatenate([piece.rows.partials.columns for piece in block], axis=1))
+        columns = {op: self._layouts[op].take(layout) for op in ops if op in LAYOUT_OPS}
+        columns |= {op: spell_counts(*derive(op, partials)) for op in ops if op in INTEGER_OPS}
+        columns |= self._number_columns([op for op in ops if op not in columns], partials)
+        return [columns[op] for op in ops]
+
+    def _number_columns(self, ops: list[str], partials: Partials) -> dict[str, pa.StringArray]:
+        """All spelled in one go, since a small step costs calls and not rows."""
+        if not ops:
+            return {}
+        values, valid = zip(*(derive(op, partials) for op in ops), strict=True)
+        texts = spell(np.concatenate(values), np.concatenate(valid), self._ndigits)
+        return {op: texts.slice(i * len(partials), len(partials)) for i, op in enumerate(ops)}
+
+
+class Growing(Protocol[T_co]):
+    """A sequence that is only ever added to."""
+
+    def __len__(self) -> int:
+        """How many there are by now."""
+
+    def __getitem__(self, index: int, /) -> T_co:
+        """One of them."""
+
+
+T = TypeVar("T")
+
+
+class Cells(Generic[T]):
+    """The CSV text of each item of a growing sequence, spelled when it is first asked for."""
+
+    def __init__(self, of: Growing[T], spelled: Callable[[T], str]) -> None:
+        self.of = of
+        self._spelled = spelled
+        self._texts = pa.array([], type=pa.string())
+
+    def take(self, index: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> pa.StringArray:
+        """The texts of the items numbered ``index``."""
+        known, now = len(self._texts), len(self.of)
+        if now > known:
+            new = pa.array([_encodable(self._spelled(self.of[i])) for i in range(known, now)], type=pa.string())
+            self._texts = pa.concat_arrays([self._texts, new])
+        return self._texts.take(pa.array(index))
+
+
+class Piece(NamedTuple):
+    """Some of the rows of a kind."""
+
+    kind: str
+    rows: KindRows
+
+
+def _blocks(rows: StepRows) -> Iterator[list[Piece]]:
+    """The rows of the step in blocks of at most ``BLOCK_ROWS``; small kinds share one."""
+    block: list[Piece] = []
+    room = BLOCK_ROWS
+    for kind, of_kind in rows.kinds.items():
+        start = 0
+        while start < len(of_kind):
+            piece = _part(of_kind, slice(start, start + room))
+            block.append(Piece(kind, piece))
+            start, room = start + len(piece), room - len(piece)
+            if not room:
+                yield block
+                block, room = [], BLOCK_ROWS
+    if block:
+        yield block
+
+
+def _part(rows: KindRows, part: slice) -> KindRows:
+    return KindRows(
+        rows.series[part], rows.micro_step[part], rows.call_id[part], rows.layout[part], rows.partials.take(part)
+    )
+
+
+def _when_cells(rows: StepRows) -> pa.StringArray:
+    """Step and micro-step: without that column, with an empty one, and with micro-step 0, 1, and so on."""
+    last = max((int(of_kind.micro_step.max(initial=-1)) for of_kind in rows.kinds.values()), default=-1)
+    return pa.array([f"{rows.step}", f"{rows.step},", *(f"{rows.step},{i}" for i in range(last + 1))])
+
+
+def _series_cells(series: Series) -> str:
+    return f"{series.vpp_stage},{quoted(series.name)}"
+
+
+def _shape_cell(layout: Layout) -> str:
+    return quoted(str(list(layout.shape)))
+
+
+def _dtype_cell(layout: Layout) -> str:
+    return quoted(layout.dtype)
+
+
+_LAYOUT_CELLS: Final = {"shape": _shape_cell, "dtype": _dtype_cell}
+
+
+def _encodable(text: str) -> str:
+    """``text`` with halves of surrogate pairs, which UTF-8 has no bytes for, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

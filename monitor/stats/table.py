@@ -1,0 +1,258 @@
+"""The live table of a rank, and the sealed copies that leave the training thread.
+
+A row belongs to one series and, where the kind has micro-steps, to one of them. Rows live on *pages*, one device each; a page
+is memory that never moves, because captured and compiled code holds its address. A series first seen in mid-step takes the
+next free row, a full page is followed by another.
+
+Beside the numbers stand host columns, written by the hooks: the order in which rows were written, the layout of the tensor,
+and, for a tensor that was read a moment ago under another name, the row that holds its numbers. Sealing copies all of it and
+clears ``writes``, which alone decides whether a row is present: an empty tensor counts 0 elements and is still a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
+from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials, combine_groups
+from monitor.stats.rows import KindRows, Layout, Status, StepRows
+
+PAGE_ROWS: Final = 1024
+NOT_AN_ALIAS: Final = -1
+
+
+class PageMemory(Protocol):
+    """The numbers of one page, shape ``(rows, len(COLUMNS))``, float64, on the device where they are measured."""
+
+    def new_copy(self) -> PageCopy:
+        """Memory for one sealed copy of this page."""
+
+
+class PageCopy(Protocol):
+    """A sealed copy of one page."""
+
+    nbytes: int
+
+    def take(self) -> None:
+        """On the training thread, in its stream: copy the live page and clear its ``writes``. Does not wait."""
+
+    def rows(self) -> Floats:
+        """On the writer thread: the numbers, on the host. May wait for the device."""
+
+
+@dataclass(slots=True)
+class Page:
+    """A page and where it stands in the table."""
+
+    memory: PageMemory
+    first_row: int
+    rows: int
+    used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The rows of one series on one page: one row, or one for each micro-step.
+
+    Attributes:
+        page: The page.
+        local_row: First row within the page.
+        row: First row within the table.
+        rows: Number of rows.
+    """
+
+    page: Page
+    local_row: int
+    row: int
+    rows: int
+
+
+@dataclass(slots=True)
+class HostColumns:
+    """Columns that hooks fill in, one entry a table row."""
+
+    order: NDArray[np.int64]
+    layout: NDArray[np.int64]
+    alias: NDArray[np.int64]
+    alias_order: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: int) -> HostColumns:
+        return cls(*(np.zeros(rows, dtype=np.int64) for _ in range(4)))
+
+    def grown(self, rows: int) -> HostColumns:
+        grown = HostColumns.of(rows)
+        grown.copy_from(self, len(self.order))
+        return grown
+
+    def copy_from(self, other: HostColumns, rows: int) -> None:
+        for name in ("order", "layout", "alias", "alias_order"):
+            getattr(self, name)[:rows] = getattr(other, name)[:rows]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.order.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowIdentity:
+    """What each table row is: its series, the series' kind (a number of ``KINDS``) and its micro-step. Append-only."""
+
+    series: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    micro_step: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: int) -> RowIdentity:
+        return cls(np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64), np.full(rows, NO_MICRO_STEP))
+
+    def grown(self, rows: int) -> RowIdentity:
+        """A new one, longer: sealed copies still refer to the old."""
+        grown = RowIdentity.of(rows)
+        used = len(self.series)
+        grown.series[:used], grown.kind[:used], grown.micro_step[:used] = self.series, self.kind, self.micro_step
+        return grown
+
+
+class StatsTable:
+    """Live table. Used from the training thread only; ``Sealed`` copies of it go to the writer."""
+
+    def __init__(self, series: SeriesTable) -> None:
+        self.series = series
+        self.layouts: list[Layout] = []
+        self.pages: list[Page] = []
+        self.columns = HostColumns.of(0)
+        self.identity = RowIdentity.of(0)
+        self.writes = 0
+        self._layout_index: dict[tuple[object, object], int] = {}
+
+    @property
+    def rows(self) -> int:
+        """Rows in all pages, used or not."""
+        return len(self.columns.order)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sealed copy."""
+        return self.rows * 8 * (len(COLUMNS) + 4)
+
+    def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> Slot:
+        """Give the next free rows of ``page`` to a series: one for each of ``micro_steps``."""
+        slot = Slot(page, page.used, page.first_row + page.used, len(micro_steps))
+        page.used += len(micro_steps)
+        rows = slice(slot.row, slot.row + slot.rows)
+        self.identity.series[rows] = self.series.index_of(series)
+        self.identity.kind[rows] = KINDS.index(series.kind)
+        self.identity.micro_step[rows] = micro_steps
+        return slot
+
+    def add_page(self, memory: PageMemory, rows: int) -> Page:
+        """Append a page; earlier ones stay where they are."""
+        page = Page(memory, self.rows, rows)
+        self.pages.append(page)
+        self.columns = self.columns.grown(page.first_row + rows)
+        self.identity = self.identity.grown(page.first_row + rows)
+        return page
+
+    def layout_of(self, shape: tuple[int, ...], dtype: object) -> int:
+        """The number of a tensor's layout."""
+        index = self._layout_index.get((shape, dtype))
+        if index is None:
+            index = self._layout_index[shape, dtype] = len(self.layouts)
+            self.layouts.append(Layout(tuple(shape), str(dtype)))
+        return index
+
+    def note(self, row: int, layout: int, alias: int = NOT_AN_ALIAS) -> None:
+        """Enter the host columns of a row that was written just now, or that stands for the row ``alias``."""
+        columns = self.columns
+        self.writes += 1
+        columns.order[row] = self.writes
+        columns.layout[row] = layout
+        columns.alias[row] = alias
+        if alias != NOT_AN_ALIAS:
+            columns.alias_order[row] = columns.order[alias]
+
+    def seal(self, into: Sealed) -> None:
+        """Copy everything into ``into`` and begin anew. Does not wait for the device."""
+        into.take(self)
+        self.columns.order[:] = 0
+        self.writes = 0
+
+
+@dataclass
+class Sealed:
+    """A sealed copy of the table: filled on the training thread, read on the writer thread, then reused."""
+
+    step: int = 0
+    status: Status = "complete"
+    ops: tuple[str, ...] = ()
+    micro_step_kinds: frozenset[str] = frozenset()
+    combined_kinds: frozenset[str] = frozenset()
+    nbytes: int = 0
+    _copies: list[PageCopy] = field(default_factory=list)
+    _columns: HostColumns = field(default_factory=lambda: HostColumns.of(0))
+    _rows: int = 0
+    _table: StatsTable | None = None
+    _identity: RowIdentity | None = None
+
+    def take(self, table: StatsTable) -> None:
+        for page in table.pages[len(self._copies) :]:
+            self._copies.append(page.memory.new_copy())
+        for copy in self._copies:
+            copy.take()
+        if len(self._columns.order) < table.rows:
+            self._columns = HostColumns.of(table.rows)
+        self._columns.copy_from(table.columns, table.rows)
+        self._rows, self._table, self._identity = table.rows, table, table.identity
+        self.nbytes = sum(copy.nbytes for copy in self._copies) + self._columns.nbytes
+
+    def rows(self) -> StepRows:
+        """The rows that were measured, in arrays of their own. May wait for the device."""
+        if self._table is None or self._identity is None:
+            raise RuntimeError("nothing was sealed into this copy")
+        numbers, order = self._resolved()
+        present = np.flatnonzero(numbers[:, WRITES] > 0)
+        present = present[np.argsort(order[present], kind="stable")]
+        series, micro_step = self._identity.series[present], self._identity.micro_step[present]
+        rows = KindRows(
+            series, micro_step, np.arange(len(present)), self._columns.layout[present], Partials.from_rows(numbers[present])
+        )
+        kinds = _by_kind(rows, self._identity.kind[present])
+        kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
+        return StepRows(self.step, self.ops, kinds, self._table.layouts, self.status, self.micro_step_kinds)
+
+    def _resolved(self) -> tuple[Floats, NDArray[np.int64]]:
+        """All numbers, aliases filled in. An alias whose row was written again since has lost its numbers: absent."""
+        numbers = np.concatenate([copy.rows() for copy in self._copies] or [np.zeros((0, len(COLUMNS)))])
+        order, alias = self._columns.order[: self._rows], self._columns.alias[: self._rows]
+        aliases = np.flatnonzero((alias != NOT_AN_ALIAS) & (order > 0))
+        source = alias[aliases]
+        intact = order[source] == self._columns.alias_order[aliases]
+        numbers[aliases[~intact], WRITES] = 0.0
+        numbers[aliases[intact]] = numbers[source[intact]]
+        return numbers, order
+
+
+def _by_kind(rows: KindRows, kinds: NDArray[np.int64]) -> dict[str, KindRows]:
+    return {KINDS[kind]: _take(rows, np.flatnonzero(kinds == kind)) for kind in np.unique(kinds).tolist()}
+
+
+def _take(rows: KindRows, where: NDArray[np.int64]) -> KindRows:
+    return KindRows(
+        rows.series[where], rows.micro_step[where], rows.call_id[where], rows.layout[where], rows.partials.take(where)
+    )
+
+
+def combined_micro_steps(rows: KindRows) -> KindRows:
+    """One row a series: its micro-steps combined in ascending order, standing where the first of them stood."""
+    by_series = _take(rows, np.lexsort((rows.micro_step, rows.series)))
+    starts = np.flatnonzero(np.r_[True, np.diff(by_series.series) != 0]) if len(rows) else np.zeros(0, dtype=np.int64)
+    first = _take(by_series, starts)
+    partials = combine_groups(by_series.partials, starts)
+    combined = KindRows(first.series, np.full(len(starts), NO_MICRO_STEP), first.call_id, first.layout, partials)
+    return _take(combined, np.argsort(combined.call_id, kind="stable"))

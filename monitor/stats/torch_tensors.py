@@ -1,0 +1,122 @@
+"""What there is to read in a tensor of any layout: dense, real, strided pieces that no copy was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+PLAIN: Final = (Tensor, torch.nn.Parameter)
+WIDE: Final = frozenset({torch.float64, torch.complex128})
+NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """A tensor's own elements.
+
+    Attributes:
+        dense: Strided tensor that holds the stored elements.
+        implicit_zeros: Elements that a sparse layout leaves out.
+        repeats: How often each element of ``dense`` stands in the tensor (expanded dimensions).
+    """
+
+    dense: Tensor
+    implicit_zeros: int = 0
+    repeats: int = 1
+
+
+def readable(x: Tensor) -> Readable | None:
+    """The elements of ``x``; None where there are none to read (meta and fake tensors, wrappers without storage)."""
+    if type(x) not in PLAIN:
+        local = local_shard(x)
+        if local is None:
+            return None
+        x = local
+    if x.device.type == "meta":
+        return None
+    if x.layout is not torch.strided or x.is_quantized:
+        return _stored(x)
+    return _without_repeats(x)
+
+
+def local_shard(x: Tensor) -> Tensor | None:
+    """The local part of a DTensor, the data of a plain subclass; None for tensors that only pretend to have data."""
+    local = getattr(x, "_local_tensor", None)
+    if local is not None:
+        return local_shard(local) if type(local) not in PLAIN else local
+    pretends = isinstance(x, torch._subclasses.FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    wrapper = hasattr(type(x), "__tensor_flatten__") and not x.is_nested
+    return None if pretends or wrapper else x
+
+
+def _stored(x: Tensor) -> Readable:
+    if x.is_quantized:
+        return Readable(x.dequantize())
+    if x.layout is torch.sparse_coo:
+        # Values of an uncoalesced tensor are terms of sums. The norm of the terms is not the norm of the tensor.
+        values = (x if x.is_coalesced() else x.coalesce())._values()
+    elif x.layout is torch.jagged:
+        return Readable(x.values())
+    elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        values = x.values()
+    else:
+        return Readable(x.to_dense())
+    return Readable(values, implicit_zeros=x.numel() - values.numel())
+
+
+def _without_repeats(x: Tensor) -> Readable:
+    if x.is_contiguous():
+        return Readable(x)
+    repeats = 1
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+            repeats *= size
+    return Readable(x, repeats=repeats)
+
+
+def pieces(x: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views that together hold each element of a strided tensor once, of at most ``limit`` elements each."""
+    if x.numel() == 0:
+        return
+    flat = x.view(-1) if x.is_contiguous() else _in_memory_order(x)
+    if flat.numel() <= limit:
+        yield flat
+    elif flat.dim() == 1:
+        yield from torch.split(flat, limit)
+    else:
+        yield from _cut(flat, limit)
+
+
+def _in_memory_order(x: Tensor) -> Tensor:
+    """The same elements with dimensions in memory order, and adjacent ones merged: a transposed tensor becomes flat."""
+    dims = sorted((d for d in range(x.dim()) if x.size(d) > 1), key=x.stride, reverse=True)
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in ((x.size(d), x.stride(d)) for d in dims):
+        if strides and strides[-1] == size * stride:
+            sizes[-1] *= size
+            strides[-1] = stride
+        else:
+            sizes.append(size)
+            strides.append(stride)
+    return x.as_strided(sizes or [1], strides or [1])
+
+
+def _cut(x: Tensor, limit: int) -> Iterator[Tensor]:
+    below = x.numel() // x.size(0)
+    if below > limit:
+        for row in x.unbind(0):
+            yield from _cut(row, limit) if row.dim() > 1 else torch.split(row, limit)
+    else:
+        yield from torch.split(x, max(1, limit // below))
+
+
+def working_precision(dtype: torch.dtype) -> torch.dtype:
+    """What a dtype is reduced in: float32 for floats that fit, float64 for the rest (integers and bool among them)."""
+    narrow = dtype in NARROW or (dtype.is_floating_point and dtype.itemsize == 1)
+    return torch.float32 if narrow else torch.float64
