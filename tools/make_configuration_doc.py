@@ -1,7 +1,6 @@
 """Write the table of all fields into ``docs/configuration.md``, from the model that validates them.
 
-python tools/make_configuration_doc.py           # rewrite the part between the two markers
-python tools/make_configuration_doc.py --check   # exit with 1 if it is not what the model says
+With ``--check`` nothing is written, and the exit status is 1 if the table is not what the model says.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _holder(schema: FieldSchema, node: Node) -> tuple[Node, str]:
 
 def _cells(schema: FieldSchema, path: str, node: Node, *, required: bool) -> tuple[str, ...]:
     meaning = " ".join(node.get("description", "").split())
-    default = "required" if required else f"`{_default(schema, node)}`"
+    default = "required" if required else _default(schema, node)
     allowed = "any field but `on_alert`" if path == SWITCHABLE else schema.allowed(node)
     return tuple(cell.replace("|", r"\|") for cell in (f"`{path}`", _type(schema, node), default, allowed, meaning))
 
@@ -86,10 +85,10 @@ def _cells(schema: FieldSchema, path: str, node: Node, *, required: bool) -> tup
 def _default(schema: FieldSchema, node: Node) -> str:
     """As one would write it in the file; an object with fields of its own has a row for each of them."""
     if schema.resolved(node).get("type") == "object" and node.get("default", {}) is not None:
-        return "{}"
-    if schema.resolved(node).get("type") == "string" and node.get("default") is None:
+        return "`{}`"
+    if node["default"] is None and "anyOf" not in node:
         return "not set"
-    return json.dumps(node.get("default"))
+    return f"`{json.dumps(node['default'])}`"
 
 
 def _type(schema: FieldSchema, node: Node) -> str:

@@ -63,9 +63,9 @@ class FieldSchema:
         if "allowed" in node:
             return str(node["allowed"])
         if "anyOf" in node:
-            return " or ".join(self.allowed(option) for option in node["anyOf"])
+            return ", or ".join(self.allowed(option) for option in node["anyOf"])
         phrase = self._phrase(node)
-        return f"{phrase} or {node['or']}" if "or" in node else phrase
+        return f"{phrase}, or {node['or']}" if "or" in node else phrase
 
     def _phrase(self, node: Node) -> str:
         node = self.resolved(node)

@@ -187,9 +187,9 @@ class Settings(_Strict):
     mg_direction: Annotated[bool, UPDATES] = False
     """Record the share of elements whose gradient and momentum agree in sign."""
     cc_distribution: Annotated[CcDistribution, COMMUNICATION] = CcDistribution()
-    """Communication operators."""
+    """What to record of communication operators."""
     alert: Annotated[Alert, ALERTS] = Alert()
-    """Alert rules."""
+    """What to be alerted of."""
     format: Annotated[Formats, OUTPUT] = Field(default=("csv",), validate_default=True)
     """What the results are written as. `api`: kept in memory for the program to ask for."""
     ops: Annotated[Strings, STATISTICS] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from monitor.failures import Failures
 from monitor.pipeline.gaps import Gaps
@@ -54,10 +54,7 @@ class Delivery(Generic[S]):
         self.in_hand = step
         rows = self._read(step, sealed)
         if rows is not None:
-            self.latest = rows
-            for rule in self._rules:
-                rule.use(lambda look, rows=rows: look(rows))
-            self._write(rows)
+            self._hand_on(rows)
         self.in_hand = None
         self._changed = True
 
@@ -73,10 +70,10 @@ class Delivery(Generic[S]):
         errors.append(self._journal.use(self._tell_and_save, wait=wait, last=True))
         return not any(errors)
 
-    def leave(self, steps: Iterable[int], reason: str) -> None:
+    def leave(self, steps: Iterable[int], reason: str) -> bool:
         """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten."""
         self._journal.use(lambda journal: _drop_all(journal, steps, reason), wait=False)
-        self.close(wait=False)
+        return self.close(wait=False)
 
     def save(self, *, wait: bool = True) -> BaseException | None:
         return self._journal.use(self._tell_and_save, wait=wait)
@@ -88,8 +85,8 @@ class Delivery(Generic[S]):
     @property
     def stuck_in(self) -> str:
         """What the delivering thread is in the middle of."""
-        busy = [one.name for one in (*self._rules, *self._sinks.values(), self._journal) if one.busy]
-        return ", ".join(busy) or "reading a step from the device"
+        guarded: list[Guarded[Any]] = [*self._rules, *self._sinks.values(), self._journal]
+        return ", ".join(one.name for one in guarded if one.busy) or "reading a step from the device"
 
     def _read(self, step: int, sealed: S) -> StepRows | None:
         try:
@@ -97,24 +94,32 @@ class Delivery(Generic[S]):
         except BaseException as error:
             self._failures.report("reading a step", error, advice(error))
             self._gaps.counts[UNREADABLE] += 1
-            self._journal.use(lambda journal, reason=f"{UNREADABLE}: {error!r}": journal.dropped(step, reason))
+            reason = f"{UNREADABLE}: {error!r}"
+            self._journal.use(lambda journal: journal.dropped(step, reason))
             return None
         finally:
             self._put_back(sealed)
 
-    def _write(self, rows: StepRows) -> None:
+    def _hand_on(self, rows: StepRows) -> None:
+        self.latest = rows
+        for rule in self._rules:
+            rule.use(lambda look: look(rows))
         errors = {name: sink.use(lambda sink: sink.write(rows)) for name, sink in self._sinks.items()}
-        lost = {name: error for name, error in errors.items() if error is not None}
-        for name, error in lost.items():
-            self._journal.use(lambda journal, name=name, error=error: journal.lost(rows.step, name, repr(error)))
-        if not lost:
-            self._journal.use(lambda journal: journal.written(rows))
+        self._journal.use(lambda journal: _enter(journal, rows, errors))
 
     def _tell_and_save(self, journal: Journal) -> None:
         self._changed = False
         self._save_at = monotonic() + self._save_seconds
         self._gaps.tell(journal.dropped)
         journal.save()
+
+
+def _enter(journal: Journal, rows: StepRows, errors: Mapping[str, BaseException | None]) -> None:
+    if not any(errors.values()):
+        journal.written(rows)
+    for name, error in errors.items():
+        if error is not None:
+            journal.lost(rows.step, name, repr(error))
 
 
 def _drop_all(journal: Journal, steps: Iterable[int], reason: str) -> None:

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
 
+from monitor.failures import LOGGER
+
 Callback = Callable[[], None]
+Weakly = Callable[[], Callback | None]
 
 
 class Forks:
@@ -21,7 +24,7 @@ class Forks:
 
     def __init__(self) -> None:
         self.count = 0
-        self._in_child: list[weakref.ref[Callback]] = []
+        self._in_child: list[Weakly] = []
         self._masks: dict[int, set[signal.Signals | int]] = {}
 
     def watch(self, in_child: Callback) -> None:
@@ -31,7 +34,7 @@ class Forks:
 
     def tell(self, callback: Callback) -> None:
         """Call the bound method ``callback`` in every child for as long as its object lives."""
-        reference = weakref.WeakMethod(callback) if isinstance(callback, MethodType) else weakref.ref(callback)
+        reference: Weakly = weakref.WeakMethod(callback) if isinstance(callback, MethodType) else weakref.ref(callback)
         self._in_child = [*(known for known in self._in_child if known() is not None), reference]
 
     def _before(self) -> None:
@@ -44,9 +47,16 @@ class Forks:
         self.count += 1
         try:
             self._first()
-            for reference in self._in_child:
-                if (callback := reference()) is not None:
-                    callback()
         finally:
             self._after()
             self._masks.clear()
+        for reference in self._in_child:
+            if (callback := reference()) is not None:
+                _call(callback)
+
+
+def _call(callback: Callback) -> None:
+    try:
+        callback()
+    except Exception:
+        LOGGER.warning("%r failed in a forked process, which goes on.", callback, exc_info=True)

@@ -40,7 +40,10 @@ class Guarded(Generic[T]):
         return self._lock.locked()
 
     def use(self, call: Callable[[T], object], *, wait: bool = True, last: bool = False) -> BaseException | None:
-        """Call with ``inner``. The exception if that failed, or if it is in use and ``wait`` is false, or was used for the last time."""
+        """Call with ``inner``, for the ``last`` time if so: later calls are refused.
+
+        The exception if the call failed or was refused, or if ``inner`` is in use and ``wait`` is false.
+        """
         if not self._lock.acquire(blocking=wait):
             return TimeoutError(f"{self.name} is still in an earlier call")
         try:
@@ -63,4 +66,4 @@ class Guarded(Generic[T]):
 def advice(error: BaseException) -> str:
     """What the user can do about ``error``."""
     known = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-    return f"{known} What this call was to write is missing; the next step is tried again.".strip()
+    return f"{known} What this call was for is missing; the next step is tried again.".strip()

@@ -46,7 +46,9 @@ class Patience:
             return
         if self._dropped:
             took = monotonic() - self._began
-            LOGGER.info("[rank %d] The writer caught up after %.1f s; %d steps dropped.", self._failures.rank, took, self._dropped)
+            LOGGER.info(
+                "[rank %d] The writer caught up after %.1f s; %d steps dropped.", self._failures.rank, took, self._dropped
+            )
         self._began, self._dropped, self.left = None, 0, self._seconds
 
     def _warn(self, step: int) -> None:
@@ -54,7 +56,7 @@ class Patience:
         cause = f"queue full, incident {number}" if number <= MOST_WARNINGS else "queue full, later incidents"
         self._failures.warn(
             cause,
-            f"The writer is behind: the queue is full, and {self._seconds - self.left:.1f} s of waiting brought no room. Steps are "
-            f"dropped from step {step} on, without waiting, until there is room; the manifest lists them. Record fewer tensors or "
+            f"The writer is behind: the queue is full, and {self._seconds - self.left:.1f} s of waiting brought no room. From step "
+            f"{step} on, steps are dropped without waiting until there is room; the manifest lists them. Record fewer tensors or "
             "fewer steps (targets, step_interval), raise queue_bytes, or write to a faster disk.",
         )

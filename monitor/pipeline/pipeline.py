@@ -99,10 +99,10 @@ class Pipeline(Generic[S]):
         return sealed
 
     def submit(self, sealed: S) -> None:
-        """Hand a filled copy to the writer."""
-        if self._writer.inert:
+        """Hand a filled copy to the writer. One that is not reserved is none of ours and is left alone."""
+        step = self._reserved.pop(id(sealed), None)
+        if step is None or self._writer.inert:
             return
-        step = self._reserved.pop(id(sealed))
         if self._writer.closing:
             self._gaps.add(step, CLOSED)
             return
@@ -114,8 +114,9 @@ class Pipeline(Generic[S]):
 
     def give_back(self, sealed: S) -> None:
         """A copy that was reserved and could not be filled: its step is dropped."""
-        if not self._writer.inert:
-            self._put_back(sealed, self._reserved.pop(id(sealed)), NOT_SEALED)
+        step = self._reserved.pop(id(sealed), None)
+        if step is not None and not self._writer.inert:
+            self._put_back(sealed, step, NOT_SEALED)
 
     def latest(self, timeout: float) -> StepRows | None:
         """The rows of the step reserved last; ``None`` if it was dropped or is not read within ``timeout`` seconds."""
@@ -136,6 +137,8 @@ class Pipeline(Generic[S]):
 
         From any thread, any number of times.
         """
+        if self._writer.inert:
+            return True
         self._patience.restore()
         return self._writer.close()
 

@@ -21,7 +21,7 @@ class Sealed(Protocol):
 class Journal(Protocol):
     """What became of each step: the rank's manifest.
 
-    Called by one thread at a time, never by the training thread. Raising is allowed: it is reported once and costs nothing else.
+    Called by one thread at a time, never by the training thread. Raising is allowed: it is reported once and stops nothing.
     """
 
     def written(self, rows: StepRows) -> None:

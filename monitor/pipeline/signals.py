@@ -18,7 +18,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from monitor.pipeline.ticket import Ticket
+from monitor.pipeline.ticket import WRITERS_SHARE, Ticket
 
 _STOP: Final = b"\0"
 _SET_ACTION: Final = ctypes.pythonapi.PyOS_setsig  # signal.signal refuses to work outside the main thread
@@ -31,7 +31,7 @@ class Flushable(Protocol):
 
     def ask_flush(self) -> Ticket: ...
 
-    def flush_without(self, seconds: float) -> None: ...
+    def flush_without(self) -> Ticket: ...
 
 
 Live = Callable[[], Sequence[Flushable]]
@@ -54,9 +54,9 @@ class Termination:
         if self._handler is not None or not _in_main_thread() or previous is None or previous == signal.SIG_IGN:
             return
         handler = Handler(self._live, previous)
-        self._wakeup = WakeUp.install(handler.on_wakeup)
         signal.signal(signal.SIGTERM, handler)
         self._handler = handler
+        self._wakeup = WakeUp.install(handler.on_wakeup)
 
     def disarm(self) -> None:
         if self._handler is not None and _in_main_thread():
@@ -74,8 +74,9 @@ class Termination:
             self._handler = self._wakeup = None
 
     def _restore(self) -> None:
-        if self._handler is not None and signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, self._handler.previous)
+        handler = self._handler
+        if handler is not None and signal.getsignal(signal.SIGTERM) == handler:
+            signal.signal(signal.SIGTERM, handler.previous)
         if self._wakeup is not None:
             self._wakeup.uninstall()
 
@@ -89,7 +90,7 @@ class Handler:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Ask for everything sealed to become visible, wait for it in bounded time, hand the signal on. Takes no lock."""
-        flush_all(self._live(), help_out=False)
+        self._flush(share=1.0)
         if callable(self.previous):
             self.previous(signum, frame)
         else:
@@ -98,20 +99,25 @@ class Handler:
 
     def on_wakeup(self) -> None:
         """The same, on the listener's thread, as far as it does not take the main thread."""
-        flush_all(self._live(), help_out=True)
-        if not callable(self.previous) and signal.getsignal(signal.SIGTERM) is self:
+        self._flush(share=WRITERS_SHARE)
+        if not callable(self.previous) and signal.getsignal(signal.SIGTERM) == self:
             _SET_ACTION(signal.SIGTERM, None)
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def _flush(self, share: float) -> None:
+        with contextlib.suppress(Exception):  # whatever happens here, the signal is handed on
+            flush_all(self._live(), share)
 
-def flush_all(live: Sequence[Flushable], *, help_out: bool) -> None:
-    """Flush every pipeline at once, within the longest of their times."""
+
+def flush_all(live: Sequence[Flushable], share: float) -> None:
+    """Flush every pipeline at once. A writer that needs more than ``share`` of its time is done without for the rest of it."""
     began = monotonic()
     asked = [(one, one.ask_flush()) for one in live]
-    for one, ticket in asked:
-        left = one.signal_seconds - (monotonic() - began)
-        if not ticket.wait(max(left - one.signal_seconds / 4 if help_out else left, 0.0)) and help_out:
-            one.flush_without(one.signal_seconds / 4)
+    late = [one for one, ticket in asked if not ticket.wait(began + share * one.signal_seconds - monotonic())]
+    if share < 1.0:
+        without = [(one, one.flush_without()) for one in late]
+        for one, ticket in without:
+            ticket.wait(began + one.signal_seconds - monotonic())
 
 
 class WakeUp:

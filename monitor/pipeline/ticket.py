@@ -8,6 +8,9 @@ from typing import Final
 SHORTEST_PAUSE: Final = 20e-6
 LONGEST_PAUSE: Final = 5e-3
 
+WRITERS_SHARE: Final = 0.75
+"""The part of a time limit that the writer has for itself; the rest is for doing without it what can be done."""
+
 
 class Ticket:
     """Settled once by the writer, waited for by anyone, also in a signal handler.

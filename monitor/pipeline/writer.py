@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +14,9 @@ from monitor.failures import Failures
 from monitor.pipeline.delivery import Delivery
 from monitor.pipeline.process import PROCESS
 from monitor.pipeline.sealed import Sealed
-from monitor.pipeline.ticket import Ticket
+from monitor.pipeline.ticket import WRITERS_SHARE, Ticket
 
 S = TypeVar("S", bound=Sealed)
-
-WRITERS_SHARE: Final = 0.75
-"""The part of a time limit that the writer has for itself; the rest is for doing without it what can be done."""
 
 LEFT_BEHIND: Final = "left behind when the monitor was closed"
 
@@ -72,18 +70,21 @@ class Writer(Generic[S]):
 
     def ask(self, what: Literal["drain", "flush"]) -> Ticket:
         """Never blocks; reentrant."""
+        if self.closing:
+            return self._closed
         ticket = Ticket()
         if self._start_once.locked():
             self._inbox.put(Asked(what, ticket))
         else:
             ticket.settle(True)  # nothing was ever submitted
-        if self._closed.done:
-            ticket.settle(self._closed.ok)
         return ticket
 
-    def flush_without(self) -> None:
-        """Make visible what can be while the writer is stuck."""
-        self._delivery.flush(wait=False)
+    def ask_flush(self) -> Ticket:
+        return self.ask("flush")
+
+    def flush_without(self) -> Ticket:
+        """Make visible what can be while the writer is stuck. Never blocks."""
+        return aside(lambda: self._delivery.flush(wait=False))
 
     def begin_close(self) -> None:
         """Never blocks."""
@@ -118,10 +119,10 @@ class Writer(Generic[S]):
         where, steps = self._delivery.stuck_in, self._take_what_is_left()
         self._failures.warn(
             "close",
-            f"Closing took longer than {WRITERS_SHARE * self._close_seconds:.1f} s: the writer is in {where}. Steps left unwritten: "
-            f"{_listed(steps)}. The rest is closed without it. Allow more time for closing, or see what {where} waits for.",
+            f"Closing took longer than {WRITERS_SHARE * self._close_seconds:.1f} s: the writer is in {where}. Steps left "
+            f"unwritten: {_listed(steps)}. The rest is closed without it. Allow more time for closing, or see what {where} waits for.",
         )
-        bounded(lambda: self._delivery.leave(steps, LEFT_BEHIND), self._close_deadline - monotonic())
+        aside(lambda: self._delivery.leave(steps, LEFT_BEHIND)).wait(self._close_deadline - monotonic())
 
     def _take_what_is_left(self) -> list[int]:
         """The steps that nobody will write. The request to close stays, for a writer that does come back."""
@@ -174,11 +175,12 @@ class Writer(Generic[S]):
             message.ticket.settle(self._delivery.flush() if message.what == "flush" else self._delivery.close())
 
 
-def bounded(call: Callable[[], None], seconds: float) -> None:
-    """Run ``call`` on a thread of its own and wait for at most ``seconds``: it may never return."""
-    thread = threading.Thread(target=call, name="monitor-last-words", daemon=True)
-    thread.start()
-    thread.join(max(seconds, 0.0))
+def aside(call: Callable[[], bool]) -> Ticket:
+    """Run ``call`` on a thread of its own: it may never return."""
+    ticket = Ticket()
+    with contextlib.suppress(RuntimeError):  # an interpreter that is exiting starts no thread
+        threading.Thread(target=lambda: ticket.settle(call()), name="monitor-last-words", daemon=True).start()
+    return ticket
 
 
 def _listed(steps: list[int], most: int = 10) -> str:

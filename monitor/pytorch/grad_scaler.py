@@ -55,7 +55,7 @@ class _ScalerPatch:
             return result
 
         self._ours = step
-        GradScaler.step = step  # type: ignore[method-assign]
+        GradScaler.step = step  # type: ignore[method-assign, assignment]
 
 
 SCALER_PATCH: Final = _ScalerPatch()

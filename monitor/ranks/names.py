@@ -14,7 +14,9 @@ _LEAP_YEAR: Final = 2000
 """A timestamp has no year; in this one each of its days exists, February 29 too."""
 
 _TIMESTAMP: Final = re.compile(r"([A-Z][a-z]{2})([0-9]{2})_([0-9]{2})-([0-9]{2})-([0-9]{2})")
-_DIRECTORY: Final = re.compile(rf"(?P<timestamp>{_TIMESTAMP.pattern})-rank(?P<rank>0|[1-9][0-9]{{0,8}})-(?P<suffix>[0-9a-f]{{8}})")
+_DIRECTORY: Final = re.compile(
+    rf"(?P<timestamp>{_TIMESTAMP.pattern})-rank(?P<rank>0|[1-9][0-9]{{0,8}})-(?P<suffix>[0-9a-f]{{8}})"
+)
 
 
 def timestamp_of(moment: datetime) -> str:

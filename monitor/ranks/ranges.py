@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 MOST_RANGES: Final = 1000
@@ -31,7 +32,8 @@ class StepRange(NamedTuple):
         return range(self.first, self.last + 1, self.interval)
 
 
-class Rest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rest:
     """Steps beyond the bound on ranges: how many were added (one added twice counts twice), the lowest and the highest."""
 
     count: int

@@ -19,8 +19,9 @@ from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, derive
 from monitor.stats.partials import Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 
-BLOCK_ROWS: Final = 8192
-"""Rows that are spelled together: few enough for the temporaries to stay in the second-level cache."""
+BLOCK_ROWS: Final = 12288
+"""Rows that are spelled together: few enough for a column of doubles (96 KB) to stay in the cache, and below the size from
+which an allocation is a mapping of its own and every page of it a fault."""
 
 _STRUCTURAL: Final = frozenset(',"\r\n')
 
@@ -78,12 +79,15 @@ class Lines:
         return [columns[op] for op in ops]
 
     def _number_columns(self, ops: list[str], partials: Partials) -> dict[str, pa.StringArray]:
-        """All spelled in one go, since a small step costs calls and not rows."""
-        if not ops:
-            return {}
-        values, valid = zip(*(derive(op, partials) for op in ops), strict=True)
-        texts = spell(np.concatenate(values), np.concatenate(valid), self._ndigits)
-        return {op: texts.slice(i * len(partials), len(partials)) for i, op in enumerate(ops)}
+        """Of many rows an op at a time, which stays in the cache; of few all ops at once, since then the calls cost."""
+        columns = {}
+        at_once = max(BLOCK_ROWS // len(partials), 1)
+        for first in range(0, len(ops), at_once):
+            some = ops[first : first + at_once]
+            values, valid = zip(*(derive(op, partials) for op in some), strict=True)
+            texts = spell(np.concatenate(values), np.concatenate(valid), self._ndigits)
+            columns |= {op: texts.slice(i * len(partials), len(partials)) for i, op in enumerate(some)}
+        return columns
 
 
 class Growing(Protocol[T_co]):

@@ -32,6 +32,9 @@ class PageMemory(Protocol):
     def new_copy(self) -> PageCopy:
         """Memory for one sealed copy of this page."""
 
+    def rows_now(self) -> Floats:
+        """A copy of the live rows, on the host. Waits for the device."""
+
 
 class PageCopy(Protocol):
     """A sealed copy of one page."""
@@ -183,6 +186,11 @@ class StatsTable:
         self.columns.order[:] = 0
         self.writes = 0
 
+    def kinds_now(self) -> dict[str, KindRows]:
+        """What the step in progress has measured so far. Waits for the device."""
+        numbers = np.concatenate([page.memory.rows_now() for page in self.pages] or [np.zeros((0, len(COLUMNS)))])
+        return measured(numbers, self.columns, self.identity)
+
 
 @dataclass
 class Sealed:
@@ -215,27 +223,35 @@ class Sealed:
         """The rows that were measured, in arrays of their own. May wait for the device."""
         if self._table is None or self._identity is None:
             raise RuntimeError("nothing was sealed into this copy")
-        numbers, order = self._resolved()
-        present = np.flatnonzero(numbers[:, WRITES] > 0)
-        present = present[np.argsort(order[present], kind="stable")]
-        series, micro_step = self._identity.series[present], self._identity.micro_step[present]
-        rows = KindRows(
-            series, micro_step, np.arange(len(present)), self._columns.layout[present], Partials.from_rows(numbers[present])
-        )
-        kinds = _by_kind(rows, self._identity.kind[present])
+        numbers = np.concatenate([copy.rows() for copy in self._copies] or [np.zeros((0, len(COLUMNS)))])
+        kinds = measured(numbers, self._columns, self._identity)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         return StepRows(self.step, self.ops, kinds, self._table.layouts, self.status, self.micro_step_kinds)
 
-    def _resolved(self) -> tuple[Floats, NDArray[np.int64]]:
-        """All numbers, aliases filled in. An alias whose row was written again since has lost its numbers: absent."""
-        numbers = np.concatenate([copy.rows() for copy in self._copies] or [np.zeros((0, len(COLUMNS)))])
-        order, alias = self._columns.order[: self._rows], self._columns.alias[: self._rows]
-        aliases = np.flatnonzero((alias != NOT_AN_ALIAS) & (order > 0))
-        source = alias[aliases]
-        intact = order[source] == self._columns.alias_order[aliases]
-        numbers[aliases[~intact], WRITES] = 0.0
-        numbers[aliases[intact]] = numbers[source[intact]]
-        return numbers, order
+
+def measured(numbers: Floats, columns: HostColumns, identity: RowIdentity) -> dict[str, KindRows]:
+    """The rows that were written, by kind and in the order in which they were.
+
+    Args:
+        numbers: All rows of the table, shape ``(rows, len(COLUMNS))``. Aliases are filled in, in place.
+    """
+    order = columns.order[: len(numbers)]
+    _resolve_aliases(numbers, order, columns)
+    present = np.flatnonzero(numbers[:, WRITES] > 0)
+    present = present[np.argsort(order[present], kind="stable")]
+    place = np.arange(len(present))
+    partials = Partials.from_rows(numbers[present])
+    rows = KindRows(identity.series[present], identity.micro_step[present], place, columns.layout[present], partials)
+    return _by_kind(rows, identity.kind[present])
+
+
+def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostColumns) -> None:
+    """Fill in the rows that stand for others. One whose source was written again since has lost its numbers: absent."""
+    aliases = np.flatnonzero((columns.alias[: len(order)] != NOT_AN_ALIAS) & (order > 0))
+    source = columns.alias[aliases]
+    intact = order[source] == columns.alias_order[aliases]
+    numbers[aliases[~intact], WRITES] = 0.0
+    numbers[aliases[intact]] = numbers[source[intact]]
 
 
 def _by_kind(rows: KindRows, kinds: NDArray[np.int64]) -> dict[str, KindRows]:

@@ -29,6 +29,9 @@ class HostPage:
     def new_copy(self) -> PageCopy:
         return HostPageCopy(self.numbers)
 
+    def rows_now(self) -> Floats:
+        return self.numbers.copy()
+
 
 class HostPageCopy:
     """A sealed copy of a ``HostPage``."""
@@ -59,6 +62,9 @@ class DevicePage:
 
     def new_copy(self) -> PageCopy:
         return DevicePageCopy(self.tensor, self._side)
+
+    def rows_now(self) -> Floats:
+        return self.tensor.cpu().numpy()
 
 
 class DevicePageCopy:

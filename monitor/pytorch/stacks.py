@@ -1,0 +1,58 @@
+"""Who calls each module: its Python stack at the first call, outermost frames last."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from functools import partial
+from types import FrameType
+from typing import Any, Final
+
+from torch import nn
+
+from monitor.failures import Failures
+from monitor.pytorch.hooks import HookSet, ModuleHook
+from monitor.pytorch.modules import recomputing
+
+MAX_FRAMES: Final = 64
+
+
+class StackCollector:
+    """The call stack of every watched module, taken once.
+
+    Attributes:
+        stacks: By ``{vpp_stage}:{name}``.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        self.stacks: dict[str, str] = {}
+        self._failures = failures
+        self._hooks = HookSet()
+
+    def watch(self, key: str, module: nn.Module) -> None:
+        hook = self._failures.guarded(f"taking the stack of {key!r}", partial(self._take, key))
+        self._hooks.add(module.register_forward_pre_hook(ModuleHook(hook)))
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _take(self, key: str, module: nn.Module, _args: Any) -> None:
+        if key not in self.stacks and module.training and not recomputing():
+            self.stacks[key] = call_stack(sys._getframe(1))
+
+
+def call_stack(frame: FrameType | None) -> str:
+    """The frames from ``frame`` outwards, without the monitor's own and those of torch's module machinery."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < MAX_FRAMES:
+        code = frame.f_code
+        if not _is_machinery(frame):
+            source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            lines.append(f"File {code.co_filename}, line {frame.f_lineno}, in {code.co_name}, {source}")
+        frame = frame.f_back
+    return "\n".join(lines)
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return module == "torch.nn.modules.module" or module.startswith("monitor.")

@@ -1,0 +1,77 @@
+"""The model's structure as seen in the first step: what each module takes and gives, in the spelling that targets use."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from monitor.failures import Failures
+from monitor.pytorch.hooks import HookSet, ModuleHook
+from monitor.pytorch.leaves import Leaf, described, described_result, input_leaves, output_leaves
+from monitor.pytorch.modules import recomputing
+
+Description = dict[str, str]
+
+
+class StructureCollector:
+    """Describes every module at its first call in training mode.
+
+    A gradient has the shape and dtype of its tensor by definition, so the gradients are described in forward: those that will
+    be there, which are those of tensors that require one.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._hooks = HookSet()
+        self._structure: dict[str, dict[str, Description]] = {}
+
+    def watch(self, key: str, module: nn.Module) -> None:
+        """Describe ``module`` under ``key`` (``{vpp_stage}:{name}``)."""
+        hook = self._failures.guarded(f"describing {key!r}", partial(self._describe, key))
+        self._hooks.add(module.register_forward_hook(ModuleHook(hook), with_kwargs=True))
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def write(self, path: Path) -> None:
+        """Write what was seen. The file appears whole.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(json.dumps(self._structure, indent=4, ensure_ascii=False), encoding="utf-8")
+        os.replace(part, path)
+
+    def _describe(self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if key in self._structure or not module.training or recomputing():
+            return
+        inputs, outputs = input_leaves(args, kwargs), output_leaves(result)
+        taken, given = described(args, kwargs), described_result(result)
+        self._structure[key] = {
+            "input": _leaves(taken, inputs),
+            "output": _leaves(given, outputs),
+            "input_grad": _leaves(taken, inputs, _requires_grad),
+            "output_grad": _leaves(given, outputs, _requires_grad),
+        }
+
+
+def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Tensor], bool] = lambda _: True) -> Description:
+    lone = config == "tensor"
+    described = {
+        "tensor" if lone else leaf.suffix.removeprefix("_") or "0": f"size={tuple(leaf.tensor.shape)}, dtype={leaf.tensor.dtype}"
+        for leaf in leaves
+        if wanted(leaf.tensor)
+    }
+    return {"config": config, **described}
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad

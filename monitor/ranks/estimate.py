@@ -1,0 +1,120 @@
+"""What a step will cost the job in rows, bytes and files, said before the first one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+BYTES_PER_ROW: Final[Mapping[str, float]] = MappingProxyType({"csv": 120.0, "hdf5": 39.0, "tensorboard": 500.0, "api": 0.0})
+"""Measured with six ops; ``tensorboard`` reckoned as six scalars with their tags."""
+
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_FILE_PER_KIND: Final = frozenset({"csv"})
+_FILE_PER_RECORD: Final = frozenset({"hdf5"})
+
+
+@dataclass(frozen=True, slots=True)
+class KindLoad:
+    """What one kind brings.
+
+    Attributes:
+        series: Series on a rank that writes the kind.
+        rows: Rows that such a rank writes in a collected step: series times micro-steps where each has its own row.
+        ranks: How many ranks of the job write it.
+    """
+
+    series: int
+    rows: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a collected step of the whole job may come to without a warning; None: anything."""
+
+    rows: float | None = None
+    bytes: float | None = None
+    files: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a collected step of the whole job comes to. Files are a mean: one file of ten steps is 0.1 a step."""
+
+    series: int
+    rows: int
+    bytes: float
+    files: float
+    ranks: int
+
+    def line(self) -> str:
+        """For the start of the log."""
+        return (
+            f"each collected step of this job will write {self.rows:,} rows of {self.series:,} series on {_ranks(self.ranks)}: "
+            f"about {_bytes(self.bytes)} in {_count(self.files)} files"
+        )
+
+    def exceeded(self, bounds: Bounds) -> tuple[str, ...]:
+        """A sentence for each bound that is exceeded."""
+        named = (
+            ("rows", self.rows, bounds.rows, _count),
+            ("bytes", self.bytes, bounds.bytes, _bytes),
+            ("files", self.files, bounds.files, _count),
+        )
+        return tuple(
+            f"{spelled(value)}{'' if name == 'bytes' else f' {name}'} a step for the whole job, more than {spelled(bound)}"
+            for name, value, bound, spelled in named
+            if bound is not None and value > bound
+        )
+
+
+def estimate(
+    loads: Mapping[str, KindLoad],
+    formats: Collection[str],
+    step_count_per_record: int,
+    step_interval: int = 1,
+    bytes_per_row: Mapping[str, float] = BYTES_PER_ROW,
+) -> Estimate:
+    """Reckon a collected step of the whole job.
+
+    Args:
+        loads: By kind.
+        formats: Names of the formats written.
+        step_count_per_record: Steps, collected or not, whose rows share a file.
+        step_interval: Every how many steps one is collected.
+        bytes_per_row: By format; one that is not listed counts as none.
+    """
+    rows = sum(load.rows * load.ranks for load in loads.values())
+    ranks = max((load.ranks for load in loads.values()), default=0)
+    per_record = sum(_files_per_record(one, loads, ranks) for one in formats)
+    return Estimate(
+        series=sum(load.series * load.ranks for load in loads.values()),
+        rows=rows,
+        bytes=rows * sum(bytes_per_row.get(one, 0.0) for one in formats),
+        files=per_record / max(1.0, step_count_per_record / step_interval),
+        ranks=ranks,
+    )
+
+
+def _files_per_record(name: str, loads: Mapping[str, KindLoad], ranks: int) -> int:
+    if name in _FILE_PER_KIND:
+        return sum(load.ranks for load in loads.values() if load.rows)
+    return ranks if name in _FILE_PER_RECORD else 0
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count:,} ranks"
+
+
+def _count(number: float) -> str:
+    """Without decimals from ten on, where they say nothing."""
+    return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:.2g}"
+
+
+def _bytes(number: float) -> str:
+    unit = 0
+    while number >= 1024 and unit + 1 < len(_UNITS):
+        number, unit = number / 1024, unit + 1
+    return f"{_count(number)} {_UNITS[unit]}"

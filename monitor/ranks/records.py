@@ -1,0 +1,181 @@
+"""What ``manifest.json`` holds, and reading it back with every type checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from monitor.ranks.ranges import StepRange, StepRanges
+
+SCHEMA_VERSION: Final = 1
+MANIFEST_FILE: Final = "manifest.json"
+MANIFEST_LIMIT: Final = 16 * 2**20
+"""Bytes. What the monitor writes stays far below, however long the run."""
+
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ManifestError(Exception):
+    """A manifest, or a file that it names, is missing, damaged or not one. The message says which file and what is wrong."""
+
+
+class Record(BaseModel):
+    """Part of a file: strictly typed; fields that a later version added are passed over."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class RestRecord(Record):
+    """Steps that are counted and not listed, between ``first`` and ``last``."""
+
+    count: Positive
+    first: Natural
+    last: Natural
+
+
+class StepsRecord(Record):
+    """A set of steps: ``ranges`` of (first, last, interval) in ascending order, and a ``rest`` beyond the bound on ranges."""
+
+    count: Natural
+    ranges: tuple[tuple[Natural, Natural, Positive], ...]
+    rest: RestRecord | None = None
+
+    @classmethod
+    def of(cls, steps: StepRanges) -> StepsRecord:
+        rest = steps.rest and RestRecord(count=steps.rest.count, first=steps.rest.first, last=steps.rest.last)
+        return cls(count=steps.count, ranges=steps.ranges, rest=rest)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StepsRecord:
+        end = -1
+        for first, last, interval in self.ranges:
+            if first <= end or last < first or (last - first) % interval:
+                raise ValueError(f"[{first}, {last}, {interval}] is not a range of steps after {end}")
+            end = last
+        listed = sum(StepRange(*one).size for one in self.ranges)
+        if self.count != listed + (self.rest.count if self.rest else 0):
+            raise ValueError(f"the count is {self.count}, the ranges hold {listed}")
+        return self
+
+    def holds(self, step: int) -> bool:
+        return any(StepRange(*one).holds(step) for one in self.ranges)
+
+    def steps(self) -> Iterator[int]:
+        """The steps listed, ascending."""
+        for one in self.ranges:
+            yield from StepRange(*one).steps()
+
+
+class RecordedSteps(Record):
+    """``skipped`` (by the optimizer) and ``incomplete`` (the run ended inside) are among those ``written``."""
+
+    written: StepsRecord
+    skipped: StepsRecord
+    incomplete: StepsRecord
+
+
+class SeriesReference(Record):
+    """The file beside the manifest that holds the series table."""
+
+    file: Annotated[str, Field(pattern=r"^series-[0-9a-f]{16}\.json\.gz$")]
+    count: Natural
+
+
+class ManifestRecord(Record):
+    """What one rank says of what it wrote.
+
+    Attributes:
+        job_agreed: False where the job id and the timestamp are this rank's own and other ranks may have others.
+        started: ISO 8601 with the offset from UTC; ``timestamp`` has no year. So has ``saved``, when this was written.
+        groups: Ranks of the groups that this rank belongs to, by their role (``dp``, ``tp``, ``pp``), in the group's order.
+        config: The configuration as used, every default filled in.
+        series: The series measured so far; None before the first.
+        dropped: Steps that never reached a sink, by reason.
+        lost: By sink, steps that it could not take in, by reason.
+        failures: How often each cause of failure was met.
+        notes: What a reader must know of the numbers that the numbers do not say.
+        closed: True once the run has ended and everything was written.
+    """
+
+    schema_version: int
+    job_id: str
+    job_agreed: bool
+    timestamp: str
+    started: str
+    saved: str
+    closed: bool
+    rank: Natural
+    world_size: Positive
+    groups: dict[str, tuple[Natural, ...]]
+    host: str
+    pid: Natural
+    versions: dict[str, str]
+    config_path: str
+    config: dict[str, Any]
+    formats: tuple[str, ...]
+    series: SeriesReference | None
+    steps: RecordedSteps
+    dropped: dict[str, StepsRecord]
+    lost: dict[str, dict[str, StepsRecord]]
+    failures: dict[str, Natural]
+    notes: dict[str, str | int | float | bool]
+
+    @field_validator("schema_version")
+    @classmethod
+    def _known(cls, version: int) -> int:
+        return known_version(version)
+
+    @model_validator(mode="after")
+    def _rank_of_the_world(self) -> ManifestRecord:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} is not one of {self.world_size}")
+        return self
+
+    def spelled(self) -> bytes:
+        """JSON with a line a field, for people who look into it with a pager."""
+        fields = self.model_dump(mode="json")
+        return (
+            "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()) + "\n}\n"
+        ).encode()
+
+
+def known_version(version: int) -> int:
+    """Raises ``ValueError`` for a schema that this version cannot read."""
+    if not 1 <= version <= SCHEMA_VERSION:
+        raise ValueError(f"schema version {version} is not known: this monitor reads up to {SCHEMA_VERSION}")
+    return version
+
+
+def read_manifest(path: Path) -> ManifestRecord:
+    """Read a ``manifest.json``.
+
+    Raises:
+        ManifestError: it is missing, too large, cut off, or holds what a manifest does not.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MANIFEST_LIMIT + 1)
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(content) > MANIFEST_LIMIT:
+        raise ManifestError(f"{path} is larger than any manifest ({MANIFEST_LIMIT} bytes)")
+    return parsed(ManifestRecord, content, path)
+
+
+R = TypeVar("R", bound=Record)
+
+
+def parsed(record: type[R], content: bytes, path: Path) -> R:
+    """The record that ``content`` spells in JSON. ``path`` is for the message of the ``ManifestError`` raised otherwise."""
+    try:
+        return record.model_validate_json(content)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_input=False)
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        more = f" (and {len(others)} more)" if others else ""
+        raise ManifestError(f"{path} is damaged or not a manifest's: {place}: {first['msg']}{more}") from error

@@ -1,0 +1,194 @@
+"""The series table of a rank, in a file that is named by its content and written once: the manifest points at it.
+
+Gzipped JSON of columns, one entry a series, in the order of their numbers. ``kind`` and ``layout`` index ``kinds`` and
+``layouts``; a layout of -1 is that of a series not measured yet; ``varies`` lists the series whose shape or dtype has changed
+since it was first measured.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import model_validator
+
+from monitor.ranks.records import SCHEMA_VERSION, ManifestError, ManifestRecord, Natural, Record, known_version, parsed
+from monitor.series import Series, SeriesTable
+from monitor.stats.rows import KindRows, Layout, StepRows
+
+SERIES_LIMIT: Final = 256 * 2**20
+"""Bytes of a series file once unpacked."""
+
+NOT_MEASURED: Final = -1
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSeries:
+    """A series as the manifest knows it.
+
+    Attributes:
+        layout: Shape and dtype when it was first measured; None if it has not been.
+        varies: Whether it has been measured in another layout since.
+    """
+
+    series: Series
+    layout: Layout | None
+    varies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesFile:
+    """A file to be written: ``content`` is what ``name`` stands for, so one that exists need not be written again."""
+
+    name: str
+    count: int
+    content: bytes
+
+
+class Measured:
+    """Which of a rank's series have been measured, and in which layout first. Columns aligned with its ``SeriesTable``."""
+
+    def __init__(self, series: SeriesTable) -> None:
+        self._series = series
+        self._layouts: list[Layout] = []
+        self._layout: NDArray[np.int64] = np.empty(0, np.int64)
+        self._varies: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._file: SeriesFile | None = None
+
+    def see(self, rows: StepRows) -> None:
+        """Take in one step. Of a step that brings nothing new, one comparison a kind."""
+        self._layouts = rows.layouts
+        for kind_rows in rows.kinds.values():
+            if len(kind_rows):
+                self._see(kind_rows)
+
+    def file(self) -> SeriesFile | None:
+        """The table as a file, the same object until it changes; None while nothing has been measured."""
+        if self._file is None and len(self._layout):
+            self._file = _named_by_content(self._columns(), len(self._layout))
+        return self._file
+
+    def _see(self, rows: KindRows) -> None:
+        self._grow(int(rows.series.max()) + 1)
+        fresh = self._layout[rows.series] == NOT_MEASURED
+        if fresh.any():
+            series, first = np.unique(rows.series[fresh], return_index=True)
+            self._layout[series] = rows.layout[fresh][first]
+            self._file = None
+        other = rows.series[self._layout[rows.series] != rows.layout]
+        if not self._varies[other].all():
+            self._varies[other] = True
+            self._file = None
+
+    def _grow(self, size: int) -> None:
+        missing = size - len(self._layout)
+        if missing > 0:
+            self._layout = np.append(self._layout, np.full(missing, NOT_MEASURED))
+            self._varies = np.append(self._varies, np.zeros(missing, np.bool_))
+
+    def _columns(self) -> dict[str, object]:
+        """Only the layouts in use: a rank that sees a new sequence length every step has a long list of them."""
+        series = [self._series[index] for index in range(len(self._layout))]
+        kinds, kind = _coded(one.kind for one in series)
+        used, layout = np.unique(self._layout, return_inverse=True)
+        measured = used[used != NOT_MEASURED]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kinds": kinds,
+            "layouts": [(self._layouts[index].shape, self._layouts[index].dtype) for index in measured],
+            "kind": kind,
+            "vpp_stage": [one.vpp_stage for one in series],
+            "name": [one.name for one in series],
+            "layout": (layout - (len(used) - len(measured))).tolist(),
+            "varies": np.flatnonzero(self._varies).tolist(),
+        }
+
+
+class SeriesColumns(Record):
+    """What a series file holds."""
+
+    schema_version: int
+    kinds: tuple[str, ...]
+    layouts: tuple[tuple[tuple[Natural, ...], str], ...]
+    kind: tuple[Natural, ...]
+    vpp_stage: tuple[Natural, ...]
+    name: tuple[str, ...]
+    layout: tuple[int, ...]
+    varies: tuple[Natural, ...]
+
+    @model_validator(mode="after")
+    def _aligned(self) -> SeriesColumns:
+        known_version(self.schema_version)
+        if not len(self.kind) == len(self.vpp_stage) == len(self.name) == len(self.layout):
+            raise ValueError("the columns differ in length")
+        for column, below in ((self.kind, self.kinds), (self.layout, self.layouts), (self.varies, self.name)):
+            if max(column, default=-1) >= len(below):
+                raise ValueError("an entry points beyond the end of what it points into")
+        if min(self.layout, default=0) < NOT_MEASURED:
+            raise ValueError("a layout below -1")
+        return self
+
+    def series(self) -> tuple[MeasuredSeries, ...]:
+        layouts = [Layout(shape, dtype) for shape, dtype in self.layouts]
+        varies = frozenset(self.varies)
+        columns = zip(self.kind, self.vpp_stage, self.name, self.layout, strict=True)
+        return tuple(
+            MeasuredSeries(
+                Series(self.kinds[kind], vpp_stage, name), None if layout == NOT_MEASURED else layouts[layout], index in varies
+            )
+            for index, (kind, vpp_stage, name, layout) in enumerate(columns)
+        )
+
+
+def read_series(directory: Path, manifest: ManifestRecord) -> tuple[MeasuredSeries, ...]:
+    """The series that the manifest in ``directory`` points at, in the order of their numbers.
+
+    While the rank is alive its manifest may move on to another file; then read the manifest again.
+
+    Raises:
+        ManifestError: the file is missing, too large, damaged, or not the one that its name stands for.
+    """
+    if manifest.series is None:
+        return ()
+    path = directory / manifest.series.file
+    content = _unpacked(path)
+    if path.name != _name(content):
+        raise ManifestError(f"{path} is damaged: its content is not what its name stands for")
+    return parsed(SeriesColumns, content, path).series()
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            content = file.read(SERIES_LIMIT + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ManifestError(f"{path} cannot be read: {error}") from error
+    if len(content) > SERIES_LIMIT:
+        raise ManifestError(f"{path} is larger than any series table ({SERIES_LIMIT} bytes)")
+    return content
+
+
+def _named_by_content(columns: dict[str, object], count: int) -> SeriesFile:
+    content = json.dumps(columns, separators=(",", ":")).encode()
+    return SeriesFile(_name(content), count, gzip.compress(content, mtime=0))
+
+
+def _name(content: bytes) -> str:
+    return f"series-{sha256(content).hexdigest()[:16]}.json.gz"
+
+
+def _coded(values: Iterable[T]) -> tuple[list[T], list[int]]:
+    """Each value once, and for every entry which one it is."""
+    codes: dict[T, int] = {}
+    coded = [codes.setdefault(value, len(codes)) for value in values]
+    return list(codes), coded
