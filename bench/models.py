@@ -29,7 +29,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("gpt", {"layers": 8, "width": 512, "heads": 8, "vocabulary": 4096, "context": 128}, batch=4, steps_a_turn=1),
-        Workload("tiny", {"layers": 2, "width": 64, "heads": 4, "vocabulary": 256, "context": 64}, batch=2, steps_a_turn=10),
+        Workload("tiny", {"layers": 2, "width": 64, "heads": 4, "vocabulary": 256, "context": 64}, batch=4, steps_a_turn=10),
         Workload("quick", {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32, "context": 8}, batch=2, steps_a_turn=1),
     )
 }

@@ -2,13 +2,13 @@
 
     python bench/overhead.py --peer-python .venv-peer/bin/python
 
-Each of the three is a process of its own with one thread, and they step in turn. A round's CPU time of a monitored process is
-divided by that of the unmonitored one in the same round, and the median over the rounds is reported: what disturbs the machine
-disturbs all three. CPU time is the whole process's, its writer thread and the time between its turns included. The last step
-also waits until everything is written.
+Each of the three is a process of its own with one thread, and they step in turn. The CPU time of a monitored process is divided
+by that of the unmonitored one in the same round, and the median over the rounds is reported: what disturbs the machine disturbs
+all three. CPU time is the whole process's, with its writer thread and the time between its turns; the last step also waits until
+everything is written.
 
-Memory is the peak of a process above that of the unmonitored one. A fourth process trains unmonitored too, after importing
-every module that the monitored one had imported: it tells what the libraries take from what the monitor takes.
+Memory is the peak of a process above that of the unmonitored one. Another process trains unmonitored too, but imports first
+whatever the monitored one had imported by its end: this tells what the libraries take from what the monitor takes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
-from models import WORKLOADS, Workload
-from stepping import Worker, WorkerFailed, step_round
-from tables import aligned, end_progress, report_progress, save
+from models import WORKLOADS
+from stepping import UNMONITORED, WorkerFailed
+from tables import Progress, aligned, save
+from trials import WARM_UP_ROUNDS, Peaks, Times, Trial
 
 OPS = ["min", "max", "mean", "norm", "zeros", "nans"]
 GRADIENTS = {"wg_distribution": True}
@@ -44,13 +44,22 @@ CONFIGS = {
     "everything": GRADIENTS | WEIGHTS | MOMENTS | ACTIVATIONS,
 }
 PEER_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "python"
-WARM_UP_ROUNDS = 3
-UNMONITORED = "unmonitored"
 TITLES = {"ours": "monitor", "peer": "mindstudio-probe"}
-HEADER = (
-    "model", "recorded", "by", "rows a step", "CPU time ×", "quartiles", "in all ×", "wall time ×", "flush ms", "memory MB",
-    "imports MB", "beyond imports MB",
-)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The unmonitored process.
+
+    Attributes:
+        step: CPU milliseconds a step, median.
+        memory: Its peak, megabytes.
+    """
+
+    parameters: int
+    torch: str
+    step: float
+    memory: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +71,17 @@ class Cost:
         cpu: Ratios of CPU time to the unmonitored process, one a round, the flush being part of the last.
         cpu_in_all: CPU time of all rounds over that of the unmonitored process: where rare and dear steps show.
         wall: Ratios of wall time, likewise one a round.
-        flush: Milliseconds of wall time that the wait at the end took.
+        flush: Wall milliseconds that the wait at the end took.
         memory: Peak above that of the unmonitored process, megabytes.
         imports: The part of it that importing the libraries takes.
+        memory_when_timed: The same difference between the timed processes, whose allocator was left to itself.
+        same_losses: Whether the losses were those of the unmonitored process, bit for bit.
     """
 
     model: str
     recorded: str
     by: str
+    plain: Plain
     rows: float
     cpu: list[float]
     cpu_in_all: float
@@ -77,72 +89,158 @@ class Cost:
     flush: float
     memory: float
     imports: float
-
-    def cells(self) -> list[str]:
-        low, _, high = quantiles(self.cpu, n=4, method="inclusive")
-        return [
-            self.model, self.recorded, TITLES[self.by], f"{self.rows:.0f}", f"{median(self.cpu):.3f}", f"{low:.3f} to {high:.3f}",
-            f"{self.cpu_in_all:.3f}", f"{median(self.wall):.3f}", f"{self.flush:.1f}", f"{self.memory:.0f}", f"{self.imports:.0f}",
-            f"{self.memory - self.imports:.0f}",
-        ]  # fmt: skip
+    memory_when_timed: float
+    same_losses: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One model under one configuration, monitored and not.
+def main() -> int:
+    options = parse_arguments()
+    pythons, left_out = interpreters(options)
+    progress = Progress()
+    try:
+        costs = list(measure(options, pythons, progress)) if pythons else []
+    except WorkerFailed as failure:
+        print(f"\n{failure}", file=sys.stderr)
+        return 1
+    progress.end()
+    say(costs, left_out, options.rounds)
+    save(options.json, {"machine": machine(), "left_out": left_out, "costs": [asdict(cost) for cost in costs]})
+    return 0
 
-    Attributes:
-        pythons: The interpreter of each monitor.
-        directory: An empty one, for everything that is written.
-    """
 
-    workload: Workload
-    recorded: str
-    rounds: int
-    pythons: dict[str, str]
-    directory: Path
+def interpreters(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """The interpreter of each monitor that can be measured, and why others cannot."""
+    pythons = {name: sys.executable for name in options.monitors if name == "ours"}
+    if "peer" not in options.monitors:
+        return pythons, []
+    # Not resolved: the interpreter of a virtual environment is a link, and its own path is what makes it one.
+    python = os.path.abspath(options.peer_python)
+    reason = why_not(python)
+    return (pythons, [f"{TITLES['peer']} is left out: {reason}"]) if reason else (pythons | {"peer": python}, [])
 
-    def run(self) -> tuple[list[Cost], dict[str, Any]]:
-        """Returns what each monitor costs, and figures of the unmonitored process."""
-        (self.directory / "config.json").write_text(
-            json.dumps({"targets": {}, "format": "csv", "ops": OPS, **CONFIGS[self.recorded]})
+
+def why_not(python: str) -> str:
+    """Why the peer cannot be measured with this interpreter; empty if it can."""
+    find = "import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ('torch', 'msprobe'))))"
+    try:
+        found = subprocess.run([python, "-c", find], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return f"there is no interpreter {os.path.relpath(python)}; `make peer` makes it."
+    return "" if found else f"{os.path.relpath(python)} has no torch or no msprobe."
+
+
+def measure(options: argparse.Namespace, pythons: dict[str, str], progress: Progress) -> Iterator[Cost]:
+    """Run every trial that was asked for, one after the other."""
+    for model in options.models:
+        for recorded in options.configs:
+            with tempfile.TemporaryDirectory(prefix="overhead-") as directory:
+                config = write_config(Path(directory), recorded)
+                trial = Trial(
+                    WORKLOADS[model], config, pythons, Path(directory), partial(progress.show, f"{model}, {recorded}")
+                )
+                times, peaks = trial.times(options.rounds), trial.peaks()
+            for name in pythons:
+                yield cost_of(name, model, recorded, times, peaks)
+
+
+def write_config(directory: Path, recorded: str) -> Path:
+    """A file that both monitors understand."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({"targets": {}, "format": "csv", "ops": OPS, **CONFIGS[recorded]}))
+    return path
+
+
+def cost_of(name: str, model: str, recorded: str, times: Times, peaks: Peaks) -> Cost:
+    steps_a_turn, base = WORKLOADS[model].steps_a_turn, peaks.monitored[UNMONITORED]
+    cpu, plain_cpu = seconds(times, name, "cpu"), seconds(times, UNMONITORED, "cpu")
+    ready = times.ready[UNMONITORED]
+    return Cost(
+        model=model,
+        recorded=recorded,
+        by=name,
+        plain=Plain(ready["parameters"], ready["torch"], 1e3 * median(plain_cpu) / steps_a_turn, base / 1e6),
+        rows=times.rows[name] / (steps_a_turn * (WARM_UP_ROUNDS + len(cpu))),
+        cpu=ratios(cpu, plain_cpu),
+        cpu_in_all=sum(cpu) / sum(plain_cpu),
+        wall=ratios(seconds(times, name, "wall"), seconds(times, UNMONITORED, "wall")),
+        flush=1e3 * times.flush[name]["wall"],
+        memory=(peaks.monitored[name] - base) / 1e6,
+        imports=(peaks.imports[name] - base) / 1e6,
+        memory_when_timed=(times.flush[name]["peak"] - times.flush[UNMONITORED]["peak"]) / 1e6,
+        same_losses=seconds(times, name, "loss") == seconds(times, UNMONITORED, "loss"),
+    )
+
+
+def seconds(times: Times, name: str, clock: str) -> list[float]:
+    return [replies[name][clock] for replies in times.rounds]
+
+
+def ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
+    return [this / that for this, that in zip(these, those, strict=True)]
+
+
+def say(costs: Sequence[Cost], left_out: Sequence[str], rounds: int) -> None:
+    """Print what was found."""
+    for model in dict.fromkeys(cost.model for cost in costs):
+        plain = next(cost.plain for cost in costs if cost.model == model)
+        print(
+            f"{model}: {plain.parameters / 1e6:.3g} M parameters, torch {plain.torch}, one thread, {rounds} rounds; unmonitored "
+            f"{plain.step:.3g} ms of CPU time a step, {plain.memory:.0f} MB."
         )
-        with ExitStack() as stack:
-            workers = {UNMONITORED: stack.enter_context(self._worker(sys.executable))}
-            workers |= {name: stack.enter_context(self._worker(python, name)) for name, python in self.pythons.items()}
-            ready = {name: worker.receive() for name, worker in workers.items()}
-            rounds = self._rounds(workers)
-            ends = {name: worker.ask(finish=True) for name, worker in workers.items()}
-            written = {name: count_rows(worker.output) for name, worker in workers.items()}
-        for name, end in ends.items():
-            rounds[-1][name]["cpu"] += end["cpu"]
-            rounds[-1][name]["wall"] += end["wall"]
-        return [self._cost(name, rounds, ends, written[name]) for name in self.pythons], self._plain(ready, rounds, ends)
+    header = (
+        "model", "recorded", "by", "rows a step", "CPU ×", "quartiles", "in all ×", "wall ×", "flush ms", "MB", "imports", "beyond",
+    )  # fmt: skip
+    print("\n" + aligned(header, [cells(cost) for cost in costs], names=3) + "\n")
+    for line in left_out:
+        print(line)
+    for cost in costs:
+        if not cost.same_losses:
+            print(f"The losses of {cost.model} changed when {TITLES[cost.by]} recorded {cost.recorded}.")
 
-    def _worker(self, python: str, monitor: str | None = None, name: str | None = None) -> Worker:
-        directory = self.directory / (name or monitor or UNMONITORED)
-        return Worker(python, self.workload.name, self.directory / "config.json", directory, monitor)
 
-    def _rounds(self, workers: dict[str, Worker]) -> list[dict[str, Any]]:
-        """The replies of each round after the first few, which meet cold caches and lay out tables."""
-        rounds = []
-        for number in range(WARM_UP_ROUNDS + self.rounds):
-            report_progress(f"{self.workload.name}, {self.recorded}: round {number + 1} of {WARM_UP_ROUNDS + self.rounds}")
-            rounds.append(step_round(workers, number, self.workload.steps_a_turn))
-        return rounds[WARM_UP_ROUNDS:]
+def cells(cost: Cost) -> list[str]:
+    low, _, high = quantiles(cost.cpu, n=4, method="inclusive")
+    return [
+        cost.model, cost.recorded, TITLES[cost.by], f"{cost.rows:.0f}", f"{median(cost.cpu):.3f}", f"{low:.3f} to {high:.3f}",
+        f"{cost.cpu_in_all:.3f}", f"{median(cost.wall):.3f}", f"{cost.flush:.1f}", f"{cost.memory:.0f}", f"{cost.imports:.0f}",
+        f"{cost.memory - cost.imports:.0f}",
+    ]  # fmt: skip
 
-    def _cost(self, name: str, rounds: list[dict[str, Any]], ends: dict[str, Any], rows: int) -> Cost:
-        plain, monitored = ends[UNMONITORED], ends[name]
-        imports = self._peak_after_imports(name, set(monitored["modules"]) - set(plain["modules"]), monitored["modules"])
-        return Cost(
-            model=self.workload.name,
-            recorded=self.recorded,
-            by=name,
-            rows=rows / ((WARM_UP_ROUNDS + self.rounds) * self.workload.steps_a_turn),
-            cpu=[each[name]["cpu"] / each[UNMONITORED]["cpu"] for each in rounds],
-            cpu_in_all=sum(each[name]["cpu"] for each in rounds) / sum(each[UNMONITORED]["cpu"] for each in rounds),
-            wall=[each[name]["wall"] / each[UNMONITORED]["wall"] for each in rounds],
-            flush=1e3 * monitored["wall"],
-            memory=(monitored["peak"] - plain["peak"]) / 1e6,
-            imports=(imports - plain["peak"]) / 1e6,
-        )
+
+def machine() -> dict[str, object]:
+    return {
+        "system": platform.system(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("gpt", "tiny", "both"), default="both")
+    parser.add_argument(
+        "--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), metavar="CONFIG", help=", ".join(CONFIGS)
+    )
+    parser.add_argument("--monitors", nargs="+", choices=TITLES, default=list(TITLES), metavar="MONITOR", help="ours, peer")
+    parser.add_argument("--rounds", type=at_least_two, default=15, help="counted after the warm-up (15)")
+    parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help="an interpreter with torch and mindstudio-probe")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
+    parser.add_argument(
+        "--quick", action="store_true", help="check that it runs: a model of a few neurons, everything, 2 rounds"
+    )
+    options = parser.parse_args()
+    options.models = ("gpt", "tiny") if options.model == "both" else (options.model,)
+    if options.quick:
+        options.models, options.configs, options.rounds = ("quick",), ["everything"], 2
+    return options
+
+
+def at_least_two(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

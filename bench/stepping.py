@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+UNMONITORED = "unmonitored"
 WORKER = Path(__file__).with_name("worker.py")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SECONDS_TO_LEAVE = 10
@@ -27,15 +28,18 @@ class Worker:
     Args:
         python: The interpreter; it must have torch, and the monitor if there is one.
         directory: Takes the monitor's output and the log. Made here.
-        monitor: ``ours``, ``peer`` or none.
+        monitor: ``ours``, ``peer`` or ``UNMONITORED``.
+        environment: Variables on top of those of this process.
     """
 
-    def __init__(self, python: str, workload: str, config: Path, directory: Path, monitor: str | None = None) -> None:
-        directory.mkdir()
+    def __init__(
+        self, python: str, workload: str, config: Path, directory: Path, monitor: str, environment: Mapping[str, str]
+    ) -> None:
+        directory.mkdir(parents=True)
         self.output = directory / "output"
         self._log = directory / "log"
-        command = [python, str(WORKER), workload, str(config), *(["--monitor", monitor] if monitor else [])]
-        environment = {**os.environ, **ONE_THREAD, "MONITOR_OUTPUT_DIR": str(self.output)}
+        command = [python, str(WORKER), workload, monitor, str(config)]
+        environment = {**os.environ, **ONE_THREAD, "MONITOR_OUTPUT_DIR": str(self.output), **environment}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=directory

@@ -25,16 +25,24 @@ def _line(cells: Sequence[str], widths: Sequence[int], names: int) -> str:
     return f"| {' | '.join(padded)} |"
 
 
-def report_progress(text: str) -> None:
-    """Say on standard error how far it is: on a terminal in one line that is written over, elsewhere a line each."""
-    terminal = sys.stderr.isatty()
-    print(f"\r\033[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+class Progress:
+    """How far a benchmark is, on standard error: on a terminal in one line that is written over, elsewhere a line a stage."""
 
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._stage = ""
 
-def end_progress() -> None:
-    """Leave the line of the progress empty for what follows."""
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    def show(self, stage: str, detail: str = "") -> None:
+        if self._terminal:
+            print(f"\r\033[K{stage} {detail}", end="", file=sys.stderr, flush=True)
+        elif stage != self._stage:
+            print(stage, file=sys.stderr, flush=True)
+        self._stage = stage
+
+    def end(self) -> None:
+        """Leave an empty line for what follows."""
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def save(path: Path | None, results: object) -> None:

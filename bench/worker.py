@@ -4,7 +4,7 @@ Requests come on standard input and replies go to standard output, a JSON object
 
     at the start          ->  {"parameters": 29479936, "torch": "2.13.0"}
     {"step": 10}          ->  {"cpu": 0.05, "wall": 0.05, "loss": 5.5}     seconds for these 10 steps
-    {"import": [names]}   ->  {}
+    {"modules": [names]}  ->  {}                                           once they are imported
     {"finish": true}      ->  {"cpu": 0.01, "wall": 0.01, "peak": 3.1e8, "modules": [names]}
 
 CPU time is that of the whole process since the reply before, so that it holds what a writer thread does between two turns.
@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 import torch
 from models import WORKLOADS, Workload
+from stepping import UNMONITORED
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "demo"))
@@ -85,9 +86,9 @@ def take_standard_output() -> TextIO:
     return replies
 
 
-def attach(monitor: str | None, config: str, training: Training) -> Callable[[], None]:
+def attach(monitor: str, config: str, training: Training) -> Callable[[], None]:
     """Attach a monitor to ``training``. Returns what waits until all it has seen is written."""
-    if monitor is None:
+    if monitor == UNMONITORED:
         return lambda: None
     watching = importlib.import_module(MONITORS[monitor]).TrainerMon(config, params_have_main_grad=False)
     watching.set_monitor(training.model, grad_acc_steps=1, optimizer=training.optimizer)
@@ -105,8 +106,8 @@ def serve(requests: Iterable[str], replies: TextIO, training: Training, close: C
             for _ in range(request["step"]):
                 loss = training.step()
             reply(replies, **stopwatch.read(), loss=loss.item())
-        elif "import" in request:
-            import_all(request["import"])
+        elif "modules" in request:
+            import_all(request["modules"])
             reply(replies)
         else:
             close()
@@ -133,8 +134,8 @@ def reply(replies: TextIO, **fields: Any) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("monitor", choices=[UNMONITORED, *MONITORS])
     parser.add_argument("config", help="the monitor's JSON file")
-    parser.add_argument("--monitor", choices=MONITORS)
     return parser.parse_args()
 
 

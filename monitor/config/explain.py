@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ def explain(model: type[BaseModel], error: ValidationError, lines: Mapping[Path,
         model: What the configuration was validated against.
         lines: The line of each value, by path, as far as known.
     """
-    schema = FieldSchema(model)
+    schema = _schema_of(model)
     problems = sorted(error.errors(include_url=False), key=lambda one: _line(lines, one["loc"]))
     said = [_numbered(lines, one["loc"], _sentence(schema, one)) for one in problems[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
@@ -54,6 +55,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that this one was probably meant to be."""
     matches = difflib.get_close_matches(name[:64].lower(), list(known), n=1, cutoff=0.7)
     return matches[0] if matches else None
+
+
+@functools.cache
+def _schema_of(model: type[BaseModel]) -> FieldSchema:
+    """Made when the first error is explained; a configuration without one does not pay for it."""
+    return FieldSchema(model)
 
 
 def _sentence(schema: FieldSchema, problem: Mapping[str, Any]) -> str:

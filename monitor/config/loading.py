@@ -88,6 +88,6 @@ def _is_dynamic(name: str) -> bool:
 
 def _unusable(name: str, *problems: str) -> ConfigError:
     """One problem makes one line, several are listed below the file's name."""
-    text = problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems", *problems])
+    text = problems[0] if len(problems) == 1 else "\n  ".join(["several problems", *problems])
     # A file name may hold bytes that are not text, a message may not.
     return ConfigError(f"{name.encode('utf-8', 'backslashreplace').decode()}: {text}")

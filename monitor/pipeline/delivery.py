@@ -62,16 +62,17 @@ class Delivery(Generic[S]):
         """Make everything delivered so far visible; whether that went well everywhere."""
         errors = [sink.use(lambda sink: sink.flush(), wait=wait) for sink in self._sinks.values()]
         errors.append(self.save(wait=wait))
-        return not any(errors)
+        return _none_of(errors)
 
     def close(self, *, wait: bool = True) -> bool:
         """As ``flush``, and for good: nothing is used after this, whoever delivers."""
         errors = [sink.use(lambda sink: sink.close(), wait=wait, last=True) for sink in self._sinks.values()]
         errors.append(self._journal.use(self._tell_and_save, wait=wait, last=True))
-        return not any(errors)
+        return _none_of(errors)
 
-    def leave(self, steps: Iterable[int], reason: str) -> bool:
+    def leave(self, steps: Sequence[int], reason: str) -> bool:
         """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten."""
+        self._gaps.counts[reason] += len(steps)
         self._journal.use(lambda journal: _drop_all(journal, steps, reason), wait=False)
         return self.close(wait=False)
 
@@ -108,14 +109,18 @@ class Delivery(Generic[S]):
         self._journal.use(lambda journal: _enter(journal, rows, errors))
 
     def _tell_and_save(self, journal: Journal) -> None:
-        self._changed = False
         self._save_at = monotonic() + self._save_seconds
         self._gaps.tell(journal.dropped)
         journal.save()
+        self._changed = False
+
+
+def _none_of(errors: Iterable[BaseException | None]) -> bool:
+    return all(error is None for error in errors)
 
 
 def _enter(journal: Journal, rows: StepRows, errors: Mapping[str, BaseException | None]) -> None:
-    if not any(errors.values()):
+    if _none_of(errors.values()):
         journal.written(rows)
     for name, error in errors.items():
         if error is not None:

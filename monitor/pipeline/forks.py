@@ -22,14 +22,14 @@ class Forks:
     the child would be written into the descriptor that it shares with its parent, and wake the parent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_child: Callback) -> None:
         self.count = 0
+        self._first = in_child
         self._in_child: list[Weakly] = []
         self._masks: dict[int, set[signal.Signals | int]] = {}
 
-    def watch(self, in_child: Callback) -> None:
-        """Call ``in_child`` first of all in every child. Cannot be undone: once a process."""
-        self._first = in_child
+    def watch(self) -> None:
+        """From now on. Cannot be undone: once a process."""
         os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._after_in_child)
 
     def tell(self, callback: Callback) -> None:

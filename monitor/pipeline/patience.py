@@ -56,7 +56,7 @@ class Patience:
         cause = f"queue full, incident {number}" if number <= MOST_WARNINGS else "queue full, later incidents"
         self._failures.warn(
             cause,
-            f"The writer is behind: the queue is full, and {self._seconds - self.left:.1f} s of waiting brought no room. From step "
-            f"{step} on, steps are dropped without waiting until there is room; the manifest lists them. Record fewer tensors or "
-            "fewer steps (targets, step_interval), raise queue_bytes, or write to a faster disk.",
+            f"The writer is behind: the queue is full, and {self._seconds - self.left:.1f} s of waiting brought no room. "
+            f"From step {step} on, steps are dropped without waiting until there is room; the manifest lists them. Record "
+            "fewer tensors or fewer steps (targets, step_interval), raise queue_bytes, or write to a faster disk.",
         )

@@ -23,7 +23,7 @@ class Process:
 
     def __init__(self) -> None:
         self._live: dict[int, weakref.ref[Closable]] = {}
-        self._forks = Forks()
+        self._forks = Forks(self._in_forked_child)
         self._termination = Termination(self.live)
         self._watching = False
 
@@ -66,7 +66,7 @@ class Process:
     def _watch(self) -> None:
         if not self._watching:
             self._watching = True
-            self._forks.watch(self._in_forked_child)
+            self._forks.watch()
             atexit.register(self.close_all)
 
     def _in_forked_child(self) -> None:

@@ -18,8 +18,8 @@ FEWEST: Final = 2
 class Ring(Generic[S]):
     """The training thread takes copies, any thread puts them back.
 
-    A copy takes on the size of the table when the next step is sealed into it. So all copies are counted at the size of the
-    largest: a table that grows makes the ring shorter, copy by copy as they come back.
+    A copy takes on the size of the table when the next step is sealed into it, and a table only grows. So all copies are
+    counted at the largest size seen: a table that grows makes the ring shorter, copy by copy as they come back.
 
     No lock is taken that a signal handler or a forked process could find held: ``SimpleQueue`` is reentrant.
     """
@@ -27,6 +27,7 @@ class Ring(Generic[S]):
     def __init__(self, new_sealed: Callable[[], S], queue_bytes: int) -> None:
         self._new_sealed = new_sealed
         self._queue_bytes = queue_bytes
+        self._largest = 1
         self._copies: list[S] = []
         self._free: SimpleQueue[S] = SimpleQueue()
 
@@ -56,8 +57,8 @@ class Ring(Generic[S]):
         self._free.put(sealed)
 
     def _most(self) -> int:
-        largest = max((sealed.nbytes for sealed in self._copies), default=0)
-        return max(FEWEST, self._queue_bytes // max(largest, 1))
+        self._largest = max(self._largest, *(sealed.nbytes for sealed in self._copies), 0)
+        return max(FEWEST, self._queue_bytes // self._largest)
 
     def _make(self) -> S:
         sealed = self._new_sealed()

@@ -21,9 +21,8 @@ from typing import Any, Final, Protocol
 from monitor.pipeline.ticket import WRITERS_SHARE, Ticket
 
 _STOP: Final = b"\0"
-_SET_ACTION: Final = ctypes.pythonapi.PyOS_setsig  # signal.signal refuses to work outside the main thread
-_SET_ACTION.argtypes = (ctypes.c_int, ctypes.c_void_p)
-_SET_ACTION.restype = ctypes.c_void_p
+# signal.signal refuses to work outside the main thread
+_SET_ACTION: Final = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("PyOS_setsig", ctypes.pythonapi))
 
 
 class Flushable(Protocol):
@@ -74,9 +73,8 @@ class Termination:
             self._handler = self._wakeup = None
 
     def _restore(self) -> None:
-        handler = self._handler
-        if handler is not None and signal.getsignal(signal.SIGTERM) == handler:
-            signal.signal(signal.SIGTERM, handler.previous)
+        if self._handler is not None and _is_installed(self._handler):
+            signal.signal(signal.SIGTERM, self._handler.previous)
         if self._wakeup is not None:
             self._wakeup.uninstall()
 
@@ -100,7 +98,7 @@ class Handler:
     def on_wakeup(self) -> None:
         """The same, on the listener's thread, as far as it does not take the main thread."""
         self._flush(share=WRITERS_SHARE)
-        if not callable(self.previous) and signal.getsignal(signal.SIGTERM) == self:
+        if not callable(self.previous) and _is_installed(self):
             _SET_ACTION(signal.SIGTERM, None)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -161,6 +159,10 @@ class WakeUp:
             while (received := self._read.recv(4096)) and _STOP not in received:
                 if signal.SIGTERM in received:
                     self._on_sigterm()
+
+
+def _is_installed(handler: Handler) -> bool:
+    return signal.getsignal(signal.SIGTERM) is handler
 
 
 def _in_main_thread() -> bool:

@@ -65,7 +65,8 @@ class Writer(Generic[S]):
         return self._close_once.locked()
 
     def put(self, step: int, sealed: S) -> None:
-        self._start()
+        if self._start():
+            PROCESS.watch_signals(self._failures)
         self._inbox.put(Submitted(step, sealed))
 
     def ask(self, what: Literal["drain", "flush"]) -> Ticket:
@@ -120,7 +121,7 @@ class Writer(Generic[S]):
         self._failures.warn(
             "close",
             f"Closing took longer than {WRITERS_SHARE * self._close_seconds:.1f} s: the writer is in {where}. Steps left "
-            f"unwritten: {_listed(steps)}. The rest is closed without it. Allow more time for closing, or see what {where} waits for.",
+            f"unwritten: {_listed(steps)}. The rest is closed without it. Raise close_seconds, or see what it waits for.",
         )
         aside(lambda: self._delivery.leave(steps, LEFT_BEHIND)).wait(self._close_deadline - monotonic())
 
@@ -139,15 +140,16 @@ class Writer(Generic[S]):
             elif message.ticket is not self._closed:
                 message.ticket.settle(False)
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Whether the thread was started now. Raises where the system has no thread left; the next step tries again."""
         if not self._start_once.acquire(blocking=False):
-            return
+            return False
         try:
             self._thread.start()
         except BaseException:
-            self._start_once.release()  # the next step tries again
+            self._start_once.release()
             raise
-        PROCESS.watch_signals(self._failures)
+        return True
 
     def _start_or_run_here(self) -> None:
         try:

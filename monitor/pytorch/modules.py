@@ -233,6 +233,7 @@ class ModuleCollector:
         self.failures = failures
         self.tracking = [True] * clock.chunks
         self._watchers: list[ModuleWatcher] = []
+        self._root_hooks = HookSet()
         self._hooks = HookSet()
         self._until_step_ends = HookSet()
 
@@ -241,8 +242,8 @@ class ModuleCollector:
         advice = "Micro-steps may be miscounted."
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
         after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
-        self._hooks.add(root.register_forward_pre_hook(ModuleHook(before), with_kwargs=True))
-        self._hooks.add(root.register_forward_hook(ModuleHook(after), with_kwargs=True))
+        self._root_hooks.add(root.register_forward_pre_hook(ModuleHook(before), with_kwargs=True))
+        self._root_hooks.add(root.register_forward_hook(ModuleHook(after), with_kwargs=True))
 
     def watch(self, chunk: int, name: str, module: nn.Module, wanted: ModuleSelection) -> None:
         watcher = ModuleWatcher(module, name, chunk, wanted, self)
@@ -266,14 +267,19 @@ class ModuleCollector:
         for watcher in self._watchers:
             watcher.forget_step()
 
-    def remove(self) -> None:
-        """Take every hook away."""
+    def unwatch(self) -> None:
+        """Take the hooks of all modules away; micro-steps are still counted."""
         self._hooks.remove()
         self.end_step()
         self._watchers.clear()
 
+    def remove(self) -> None:
+        """Take every hook away."""
+        self.unwatch()
+        self._root_hooks.remove()
+
     def _root_begins(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if recomputing():
+        if not self.recorder.active or recomputing():
             return
         self.tracking[chunk] = root.training and torch.is_grad_enabled()
         if self.tracking[chunk]:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.optimizers import innermost
@@ -24,7 +25,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class StepListener(Protocol):
     """What happens around one step of an optimizer, in this order."""
 
-    def before_step(self) -> None: ...
+    def before_step(self, optimizer: Optimizer) -> None: ...
 
     def gradients_ready(self) -> None:
         """Gradients are complete: at once, or after the closure's backward, as often as the optimizer calls it."""
@@ -39,17 +40,38 @@ class StepListener(Protocol):
 
 
 class OptimizerSteps:
-    """Tells a listener of the steps of one optimizer."""
+    """Tells a listener of the steps of one optimizer.
 
-    def __init__(self, optimizer: Optimizer, listener: StepListener, failures: Failures) -> None:
-        self._optimizer = optimizer
+    Attributes:
+        optimizer: None until the first one that steps a parameter of the model shows itself.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer | None, chunks: Sequence[nn.Module], listener: StepListener, failures: Failures
+    ) -> None:
+        self.optimizer: Optimizer | None = None
         self._listener = listener
         self._guarded = failures.guarded
         self._hooks = HookSet()
         self._called = False
+        if optimizer is not None:
+            self._adopt(optimizer)
+        else:
+            wait = self._guarded("finding the optimizer", partial(self._adopt_if_of, chunks))
+            self._hooks.add(register_optimizer_step_pre_hook(wait))
+        SCALER_PATCH.add(self)
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
         self._hooks.add(optimizer.register_step_pre_hook(self._guarded("reading before the step", self._before)))
         self._hooks.add(optimizer.register_step_post_hook(self._guarded("ending the step", self._after)))
-        SCALER_PATCH.add(self)
+
+    def _adopt_if_of(self, chunks: Sequence[nn.Module], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """A hook of all optimizers, called ahead of an optimizer's own: what is adopted here is told of this step already."""
+        if self.optimizer is None:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(p) in stepped for chunk in chunks for p in chunk.parameters()):
+                self._adopt(optimizer)
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -62,20 +84,20 @@ class OptimizerSteps:
         self._guarded("ending a skipped step", self._scaler_ended)(scaler, optimizer)
 
     def _scaler_begins(self, scaler: GradScaler, optimizer: Any) -> None:
-        if innermost(optimizer) is self._optimizer:
+        if innermost(optimizer) is self.optimizer:
             self._called = False
             if scaler.is_enabled() and scaler._scale is not None:
                 self._listener.loss_scale(scaler._scale)
 
     def _scaler_ended(self, scaler: GradScaler, optimizer: Any) -> None:
-        if innermost(optimizer) is self._optimizer and scaler.is_enabled() and not self._called:
-            self._listener.before_step()
+        if innermost(optimizer) is self.optimizer and scaler.is_enabled() and not self._called:
+            self._listener.before_step(innermost(optimizer))
             self._listener.gradients_ready()
             self._listener.step_skipped()
 
-    def _before(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._called = True
-        self._listener.before_step()
+        self._guarded("reading before the step", self._listener.before_step)(optimizer)
         ready = self._guarded("reading gradients", self._listener.gradients_ready)
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": partial(_then, kwargs["closure"], ready)}

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from monitor.failures import Failures
+from monitor.pipeline.process import PROCESS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
 from monitor.stats.torch_device_kernel import DeviceKernel
@@ -56,21 +56,29 @@ class Recorder:
         active: Whether the step in progress is collected. Every hook looks here first and does nothing else if not.
     """
 
-    def __init__(self, series: SeriesTable, eps: float, failures: Failures) -> None:
+    def __init__(self, series: SeriesTable, eps: float) -> None:
         self.active = False
         self.table = StatsTable(series)
-        self._failures = failures
         self._host = HostKernel(eps)
         self._device = DeviceKernel(eps)
         self._open_pages: dict[torch.device, Page] = {}
         self._seen: dict[int, _Seen] = {}
         # The engine runs the backward of each device on a thread of its own.
         self._lock = threading.Lock()
+        self._inert = False
+        PROCESS.on_fork_child(self._become_inert)
 
     @property
     def has_rows(self) -> bool:
         """Whether anything was recorded since the last seal."""
         return self.table.writes > 0
+
+    def activate(self, wanted: bool) -> None:
+        """Record the coming step or not. In a forked child nothing is ever recorded."""
+        self.active = wanted and not self._inert
+
+    def _become_inert(self) -> None:
+        self._inert, self.active = True, False
 
     def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         """Reduce ``x`` into the row of ``watched`` for ``micro_step``.

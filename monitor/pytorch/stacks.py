@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import linecache
 import sys
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -13,6 +16,7 @@ from torch import nn
 from monitor.failures import Failures
 from monitor.pytorch.hooks import HookSet, ModuleHook
 from monitor.pytorch.modules import recomputing
+from monitor.ranks.output import write_whole
 
 MAX_FRAMES: Final = 64
 
@@ -35,6 +39,18 @@ class StackCollector:
 
     def remove(self) -> None:
         self._hooks.remove()
+
+    def write(self, directory: Path) -> None:
+        """Write ``stack_info.csv``. The file appears whole.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["module_name", "stack_info"])
+        rows.writerows(self.stacks.items())
+        write_whole(directory / "stack_info.csv", text.getvalue().encode())
 
     def _take(self, key: str, module: nn.Module, _args: Any) -> None:
         if key not in self.stacks and module.training and not recomputing():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from monitor.failures import Failures
 from monitor.pytorch.hooks import HookSet, ModuleHook
 from monitor.pytorch.leaves import Leaf, described, described_result, input_leaves, output_leaves
 from monitor.pytorch.modules import recomputing
+from monitor.ranks.output import write_whole
 
 Description = dict[str, str]
 
@@ -46,9 +46,7 @@ class StructureCollector:
             OSError: It cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps(self._structure, indent=4, ensure_ascii=False), encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, json.dumps(self._structure, indent=4, ensure_ascii=False).encode())
 
     def _describe(self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if key in self._structure or not module.training or recomputing():
@@ -65,11 +63,11 @@ class StructureCollector:
 
 def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Tensor], bool] = lambda _: True) -> Description:
     lone = config == "tensor"
-    described = {
-        "tensor" if lone else leaf.suffix.removeprefix("_") or "0": f"size={tuple(leaf.tensor.shape)}, dtype={leaf.tensor.dtype}"
-        for leaf in leaves
-        if wanted(leaf.tensor)
-    }
+    described = {}
+    for leaf in leaves:
+        if wanted(leaf.tensor):
+            key = "tensor" if lone else leaf.suffix.removeprefix("_") or "0"
+            described[key] = f"size={tuple(leaf.tensor.shape)}, dtype={leaf.tensor.dtype}"
     return {"config": config, **described}
 
 

@@ -52,8 +52,8 @@ class Estimate:
     def line(self) -> str:
         """For the start of the log."""
         return (
-            f"each collected step of this job will write {self.rows:,} rows of {self.series:,} series on {_ranks(self.ranks)}: "
-            f"about {_bytes(self.bytes)} in {_count(self.files)} files"
+            f"each collected step of this job will write {_counted(self.rows, 'row')} of {self.series:,} series on {_counted(self.ranks, 'rank')}: "
+            f"about {_bytes(self.bytes)} in {_counted(self.files, 'file')}"
         )
 
     def exceeded(self, bounds: Bounds) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def _files_per_record(name: str, loads: Mapping[str, KindLoad], ranks: int) -> i
     return ranks if name in _FILE_PER_RECORD else 0
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count:,} ranks"
+def _counted(number: float, noun: str) -> str:
+    return f"{_count(number)} {noun}" if number == 1 else f"{_count(number)} {noun}s"
 
 
 def _count(number: float) -> str:

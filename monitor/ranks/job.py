@@ -30,7 +30,7 @@ class Store(Protocol):
     """
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``, or is new and ``expected`` is empty; return what it then holds."""
+        """Set ``key`` if it holds ``expected``, or is new and ``expected`` is empty; return what it then holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """``Manifest``: what a rank has written, lost and noticed, gathered while it runs and saved whole beside its shards.
 
-Two sides meet in it. The writer thread records steps and saves; it may wait for a lock and for a disk. The training thread
-tells of dropped steps and leaves notes; it waits for nothing, not even for the writer.
+Two sides meet in it: the training thread leaves notes, the writer thread records steps and saves. Notes take no lock, and the
+lock that keeps the steps is held only while numbers are changed or copied, never during I/O.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import math
 import os
 import socket
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,28 +67,28 @@ class Manifest:
         self._pid = os.getpid()
         self._fixed = _fixed(facts)
         self._notes: dict[str, Note] = {}
-        self._dropped = _Dropped()
         self._recorded = _Recorded(series)
         self._closed = False
         self._series_on_disk = ""
 
     def written(self, rows: StepRows) -> None:
-        """A step has reached the sinks. Writer thread."""
+        """Every sink has taken in the step."""
         self._recorded.add(rows)
 
-    def lost(self, step: int, sink: str, reason: str) -> None:
-        """A step could not be taken in by one sink. Writer thread."""
-        self._recorded.lose(step, sink, reason)
-
     def dropped(self, step: int, reason: str) -> None:
-        """A step reached no sink. Any thread; never waits."""
-        self._dropped.add(step, reason)
+        """No sink has the step."""
+        self._recorded.drop(step, reason)
+
+    def lost(self, step: int, sink: str, reason: str) -> None:
+        """One sink does not have the step."""
+        self._recorded.lose(step, sink, reason)
 
     def note(self, key: str, value: Note) -> None:
         """Leave word of what the numbers do not say; a later note under the same key replaces it. Any thread; never waits."""
+        key = key[:MOST_CHARACTERS]
         if key not in self._notes and len(self._notes) >= MOST_NOTES:
             key, value = MORE_NOTES, True
-        self._notes[key[:MOST_CHARACTERS]] = _plain(value)
+        self._notes[key] = _plain(value)
 
     def save(self) -> None:
         """Rewrite the files. They are replaced whole: a reader finds this state or the one before.
@@ -107,8 +106,8 @@ class Manifest:
     def _save(self, *, durable: bool) -> None:
         if os.getpid() != self._pid:
             return
-        steps, lost, table = self._recorded.snapshot()
-        content = self._record(steps, lost, table).spelled()
+        told, table = self._recorded.copy()
+        content = self._record(told, table).spelled()
         self._directory.mkdir(parents=True, exist_ok=True)
         if table is not None and not (self._directory / table.name).exists():
             write_whole(self._directory / table.name, table.content, durable=durable)
@@ -124,28 +123,25 @@ class Manifest:
                 (self._directory / self._series_on_disk).unlink()
         self._series_on_disk = table.name
 
-    def _record(
-        self, steps: RecordedSteps, lost: dict[str, dict[str, StepsRecord]], table: SeriesFile | None
-    ) -> ManifestRecord:
+    def _record(self, told: dict[str, Any], table: SeriesFile | None) -> ManifestRecord:
         return ManifestRecord(
             **self._fixed,
+            **told,
             saved=_now(),
             closed=self._closed,
             series=SeriesReference(file=table.name, count=table.count) if table else None,
-            steps=steps,
-            dropped=self._dropped.snapshot(),
-            lost=lost,
             failures=_most_frequent(self._failures),
             notes=dict(self._notes),
         )
 
 
 class _Recorded:
-    """The writer's side: steps taken in, steps lost, series measured. Its lock is never asked for by the training thread."""
+    """What became of each step, and which series have been measured. Safe across threads."""
 
     def __init__(self, series: SeriesTable) -> None:
         self._lock = Lock()
         self._written, self._skipped, self._incomplete = StepRanges(), StepRanges(), StepRanges()
+        self._dropped = StepsByCause()
         self._lost: dict[str, StepsByCause] = {}
         self._measured = Measured(series)
 
@@ -154,56 +150,28 @@ class _Recorded:
             self._written.add(rows.step)
             if rows.status == "skipped":
                 self._skipped.add(rows.step)
-            if rows.status == "incomplete":
+            elif rows.status == "incomplete":
                 self._incomplete.add(rows.step)
             self._measured.see(rows)
+
+    def drop(self, step: int, reason: str) -> None:
+        with self._lock:
+            self._dropped.add(step, reason)
 
     def lose(self, step: int, sink: str, reason: str) -> None:
         with self._lock:
             self._lost.setdefault(sink, StepsByCause()).add(step, reason)
 
-    def snapshot(self) -> tuple[RecordedSteps, dict[str, dict[str, StepsRecord]], SeriesFile | None]:
+    def copy(self) -> tuple[dict[str, Any], SeriesFile | None]:
+        """Fields of the record as they are now, and the series table."""
         with self._lock:
             written, skipped, incomplete = (StepsRecord.of(s) for s in (self._written, self._skipped, self._incomplete))
-            lost = {sink: _by_cause(causes) for sink, causes in self._lost.items()}
-            return RecordedSteps(written=written, skipped=skipped, incomplete=incomplete), lost, self._measured.file()
-
-
-class _Dropped:
-    """Steps dropped, told of by threads that must not wait.
-
-    They post, and whoever finds the lock free enters what was posted; so the posts stay few even while the writer hangs. A
-    thread that a signal interrupts with the lock held keeps it, which is why the writer does not wait for it without end.
-    """
-
-    PATIENCE_S: Final = 1.0
-
-    def __init__(self) -> None:
-        self._posts: deque[tuple[int, str]] = deque()
-        self._lock = Lock()
-        self._steps = StepsByCause()
-
-    def add(self, step: int, reason: str) -> None:
-        self._posts.append((step, reason))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._enter()
-            finally:
-                self._lock.release()
-
-    def snapshot(self) -> dict[str, StepsRecord]:
-        """Raises ``TimeoutError`` (an ``OSError``) if a thread was interrupted in ``add`` and has not come back."""
-        if not self._lock.acquire(timeout=self.PATIENCE_S):
-            raise TimeoutError("the thread that was counting dropped steps has been interrupted")
-        try:
-            self._enter()
-            return _by_cause(self._steps)
-        finally:
-            self._lock.release()
-
-    def _enter(self) -> None:
-        while self._posts:
-            self._steps.add(*self._posts.popleft())
+            told = {
+                "steps": RecordedSteps(written=written, skipped=skipped, incomplete=incomplete),
+                "dropped": _by_cause(self._dropped),
+                "lost": {sink: _by_cause(causes) for sink, causes in self._lost.items()},
+            }
+            return told, self._measured.file()
 
 
 def _fixed(facts: RankFacts) -> dict[str, Any]:

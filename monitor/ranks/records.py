@@ -47,7 +47,8 @@ class StepsRecord(Record):
 
     @classmethod
     def of(cls, steps: StepRanges) -> StepsRecord:
-        rest = steps.rest and RestRecord(count=steps.rest.count, first=steps.rest.first, last=steps.rest.last)
+        over = steps.rest
+        rest = RestRecord(count=over.count, first=over.first, last=over.last) if over else None
         return cls(count=steps.count, ranges=steps.ranges, rest=rest)
 
     @model_validator(mode="after")
@@ -72,7 +73,7 @@ class StepsRecord(Record):
 
 
 class RecordedSteps(Record):
-    """``skipped`` (by the optimizer) and ``incomplete`` (the run ended inside) are among those ``written``."""
+    """Steps that every sink took in, and which of them the optimizer skipped or the end of the run cut short."""
 
     written: StepsRecord
     skipped: StepsRecord
@@ -96,7 +97,7 @@ class ManifestRecord(Record):
         config: The configuration as used, every default filled in.
         series: The series measured so far; None before the first.
         dropped: Steps that never reached a sink, by reason.
-        lost: By sink, steps that it could not take in, by reason.
+        lost: By sink, steps that it could not take in, by reason. Other sinks may have them.
         failures: How often each cause of failure was met.
         notes: What a reader must know of the numbers that the numbers do not say.
         closed: True once the run has ended and everything was written.

@@ -1,0 +1,38 @@
+"""Formats, one module each, behind the protocol ``Sink``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from monitor.sinks.protocol import Sink, SinkContext
+
+__all__ = ["FORMATS", "Sink", "SinkContext", "make_sink"]
+
+
+def _csv(context: SinkContext) -> Sink:
+    from monitor.sinks.csv import CsvSink  # pyarrow is loaded only where it writes
+
+    return CsvSink(context)
+
+
+def _api(context: SinkContext) -> Sink:
+    from monitor.sinks.memory import MemorySink
+
+    return MemorySink(context)
+
+
+FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType({"csv": _csv, "api": _api})
+"""What makes the sink of each format, by the name that the configuration uses."""
+
+
+def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the configuration's own word
+    """A sink of this format, which has opened nothing yet.
+
+    Raises:
+        ValueError: if there is no such format.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} does not exist; there are {', '.join(FORMATS)}")
+    return FORMATS[format](context)

@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
+from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.stats.partials import Floats
 
@@ -79,7 +79,7 @@ def _unusual(values: Floats, valid: Mask) -> Integers:
 def _spell_ordinary(values: Floats, magnitude: Floats, ndigits: int) -> pa.StringArray:
     whole, fraction, exponent = _decimal(magnitude, ndigits)
     text = _laid_out(np.signbit(values), whole, fraction, exponent, ndigits)
-    return pc.call_function("ascii_trim_whitespace", [_strings(text)])
+    return call_function("ascii_trim_whitespace", [_strings(text)])
 
 
 def _decimal(magnitude: Floats, ndigits: int) -> tuple[Integers, Integers, Integers]:
@@ -221,7 +221,7 @@ _NO_EXPONENT: Final = _MOST_EXPONENT - _LEAST_EXPONENT + 1
 _EXPONENT_TEXT: Final = _characters([*(f"e{e:+03d}" for e in range(_LEAST_EXPONENT, _MOST_EXPONENT + 1)), ""])
 
 _MISSING, _NAN, _EXACT_ZERO, _INFINITY, _MINUS_INFINITY = range(5)
-_UNUSUAL: Final = pa.array(["", "nan", "0", "inf", "-inf"])
+_UNUSUAL: Final = pa.array(["", "nan", "0", "inf", "-inf"], type=pa.string())
 
 
 def _powers_of_ten(first: int, last: int) -> tuple[Floats, Floats, Integers]:

@@ -11,7 +11,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.series import Series, SeriesTable
 from monitor.sinks.decimals import spell, spell_counts
@@ -23,6 +23,8 @@ BLOCK_ROWS: Final = 12288
 """Rows that are spelled together: few enough for a column of doubles (96 KB) to stay in the cache, and below the size from
 which an allocation is a mapping of its own and every page of it a fault."""
 
+_COMMA: Final = pa.scalar(",", type=pa.string())
+_NEWLINE: Final = pa.scalar("\n", type=pa.string())
 _STRUCTURAL: Final = frozenset(',"\r\n')
 
 T_co = TypeVar("T_co", covariant=True)
@@ -52,9 +54,9 @@ class Lines:
         self._know(rows.layouts)
         when = _when_cells(rows)
         for block in _blocks(rows):
-            lines = pc.call_function("binary_join_element_wise", [*self._columns(rows, block, when), ","])
+            lines = call_function("binary_join_element_wise", [*self._columns(rows, block, when), _COMMA])
             ends = np.cumsum([0, *(len(piece.rows) for piece in block)], dtype=np.int32)
-            texts = pc.call_function("binary_join", [pa.ListArray.from_arrays(pa.array(ends), lines), "\n"])
+            texts = call_function("binary_join", [pa.ListArray.from_arrays(pa.array(ends), lines), _NEWLINE])
             for piece, text in zip(block, texts, strict=True):
                 yield piece.kind, b"".join((text.as_buffer(), b"\n"))
 
@@ -80,7 +82,7 @@ class Lines:
 
     def _number_columns(self, ops: list[str], partials: Partials) -> dict[str, pa.StringArray]:
         """Of many rows an op at a time, which stays in the cache; of few all ops at once, since then the calls cost."""
-        columns = {}
+        columns: dict[str, pa.StringArray] = {}
         at_once = max(BLOCK_ROWS // len(partials), 1)
         for first in range(0, len(ops), at_once):
             some = ops[first : first + at_once]
@@ -145,15 +147,13 @@ def _blocks(rows: StepRows) -> Iterator[list[Piece]]:
 
 
 def _part(rows: KindRows, part: slice) -> KindRows:
-    return KindRows(
-        rows.series[part], rows.micro_step[part], rows.call_id[part], rows.layout[part], rows.partials.take(part)
-    )
+    return KindRows(rows.series[part], rows.micro_step[part], rows.call_id[part], rows.layout[part], rows.partials.take(part))
 
 
 def _when_cells(rows: StepRows) -> pa.StringArray:
     """Step and micro-step: without that column, with an empty one, and with micro-step 0, 1, and so on."""
     last = max((int(of_kind.micro_step.max(initial=-1)) for of_kind in rows.kinds.values()), default=-1)
-    return pa.array([f"{rows.step}", f"{rows.step},", *(f"{rows.step},{i}" for i in range(last + 1))])
+    return pa.array([f"{rows.step}", f"{rows.step},", *(f"{rows.step},{i}" for i in range(last + 1))], type=pa.string())
 
 
 def _series_cells(series: Series) -> str:

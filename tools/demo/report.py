@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pyarrow as pa
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -28,14 +29,14 @@ def show(console: Console, directories: list[Path], cost: Cost | None) -> None:
         console.print(f"Recorded in {directory}", soft_wrap=True)
     console.print(_contents(directories[0]))
     console.print(_first_rows(directories[0]))
-    console.print(_cost(cost))
+    console.print(_cost(cost), highlight=False)
 
 
 def _contents(directory: Path) -> Table:
     files = defaultdict(list)
     for path in sorted(directory.glob("*_*-*.csv")):
         files[path.name.rpartition("_")[0]].append(path)
-    table = Table("kind", "files", "rows", title=f"What {directory.name} holds")
+    table = Table("kind", "files", "rows", title="What the first rank recorded", box=SIMPLE)
     for kind, paths in files.items():
         table.add_row(kind, str(len(paths)), str(sum(read_csv(path).num_rows for path in paths)))
     return table
@@ -43,8 +44,8 @@ def _contents(directory: Path) -> Table:
 
 def _first_rows(directory: Path) -> Table:
     path = directory / f"{FIRST_LOOK}_0-0.csv"
-    rows = read_csv(path)
-    table = Table(title=f"The first of {rows.num_rows} rows of {path.name}")
+    rows = read_csv(path).drop_columns("vpp_stage")  # 0 throughout, and a terminal is narrow
+    table = Table(title=f"The first of {rows.num_rows} rows of {path.name}", box=SIMPLE, padding=(0, 1, 0, 0))
     for name, column_type in zip(rows.column_names, rows.schema.types, strict=True):
         table.add_column(name, justify="right" if _is_number(column_type) else "left", no_wrap=True)
     for row in rows.slice(0, FIRST_ROWS).to_pylist():
@@ -59,7 +60,7 @@ def _is_number(column_type: pa.DataType) -> bool:
 def _cell(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _cost(cost: Cost | None) -> str:

@@ -10,6 +10,7 @@ or, where the project is installed with its extras ``torch`` and ``demo``:
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ BATCH = 8
 
 def main() -> None:
     arguments = parse_arguments()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("monitor").setLevel(logging.INFO)  # it says at the start what it will write
     before = run_directories()
     with process_group():
         seconds = train(arguments.steps)

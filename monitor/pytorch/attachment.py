@@ -1,0 +1,238 @@
+"""One model and its optimizer, watched: the collectors, what runs around each step, and the seal that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from monitor.config import MonitorConfig
+from monitor.failures import Failures
+from monitor.pytorch.clock import Clock, Schedule
+from monitor.pytorch.gradients import GradientCollector
+from monitor.pytorch.modules import ModuleCollector
+from monitor.pytorch.names import ModelNames, NamedModule
+from monitor.pytorch.optimizer_state import MomentCollector
+from monitor.pytorch.optimizer_steps import OptimizerSteps
+from monitor.pytorch.parameters import NamedParameter, WeightCollector
+from monitor.pytorch.recorder import Recorder, Watched
+from monitor.pytorch.stacks import StackCollector
+from monitor.pytorch.structure import StructureCollector
+from monitor.ranks.ownership import Ownership
+from monitor.run import Run
+from monitor.series import ACTIVATION_KINDS, Series
+from monitor.stats.rows import Status
+
+LOSS_SCALE = Series("other", 0, "loss_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is watched, and how.
+
+    Attributes:
+        chunks: The model's chunks, one for each virtual pipeline stage.
+        optimizer: None: the first optimizer that steps a parameter of the model.
+        ops: The statistics to write; asked at every seal, since they may be changed.
+        aggregated: Whether gradients are summed over ranks between backward and step.
+    """
+
+    chunks: Sequence[nn.Module]
+    optimizer: Optimizer | None
+    grad_acc_steps: int
+    config: MonitorConfig
+    ownership: Ownership
+    ops: Callable[[], tuple[str, ...]]
+    main_grad: bool
+    aggregated: bool
+
+
+class Attachment:
+    """Listens to an optimizer's steps and to a model's hooks, and seals what they recorded.
+
+    Attributes:
+        clock: The step and micro-step.
+        on_first_step: Called once, after the first step was sealed; may end the run.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        names: ModelNames,
+        recorder: Recorder,
+        run: Callable[[], Run],
+        start_step: int,
+        failures: Failures,
+    ) -> None:
+        self.watch = watch
+        self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
+        self.structure = StructureCollector(failures) if watch.config.print_struct else None
+        self.on_first_step: Callable[[], None] | None = None
+        self._names = names
+        self._recorder = recorder
+        self._run = run
+        self._failures = failures
+        self._schedule = Schedule.of(watch.config)
+        self._collected = 0
+        self._loss_scale = Watched(LOSS_SCALE)
+        self._attach()
+        self._begin_step()
+
+    def _attach(self) -> None:
+        config, watch = self.watch.config, self.watch
+        parameters = list(self._names.parameters())
+        modules = list(self._names.modules())
+        self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
+        for chunk, root in enumerate(watch.chunks):
+            self.modules.watch_root(chunk, root)
+        if config.xy_distribution:
+            self.watch_activations(modules)
+        self._stacks = self._attach_stacks(modules) if config.stack_info else None
+        if self.structure is not None:
+            for module in modules:
+                self.structure.watch(_key(module), module.module)
+        self._gradients = self._attach_gradients(parameters) if config.wg_distribution else None
+        self._weights = WeightCollector(parameters, self._recorder, self._owns) if config.param_distribution else None
+        self._moments = MomentCollector(parameters, self._recorder, self._owns) if config.mv_distribution else None
+        self._steps = OptimizerSteps(watch.optimizer, watch.chunks, self, self._failures)
+
+    def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
+        """Hook the selected modules."""
+        for module in self._names.modules() if modules is None else modules:
+            if module.wanted is not None:
+                self.modules.watch(module.chunk, module.name, module.module, module.wanted)
+
+    def set_activations(self, wanted: bool) -> None:
+        """Watch activations from now on, or no longer."""
+        self.modules.unwatch()
+        if wanted:
+            self.watch_activations()
+
+    def _attach_stacks(self, modules: Sequence[NamedModule]) -> StackCollector:
+        stacks = StackCollector(self._failures)
+        for module in modules:
+            if module.wanted is not None:
+                stacks.watch(_key(module), module.module)
+        return stacks
+
+    def _attach_gradients(self, parameters: Sequence[NamedParameter]) -> GradientCollector:
+        return GradientCollector(
+            parameters,
+            self._recorder,
+            self.clock,
+            self._failures,
+            self._owns,
+            each_micro_step=self.watch.config.monitor_mbs_grad,
+            main_grad=self.watch.main_grad,
+            aggregated=self.watch.aggregated,
+        )
+
+    def _owns(self, kind: str, parameter: NamedParameter) -> bool:
+        split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
+        sharded = hasattr(parameter.tensor, "_local_tensor")
+        return self.watch.ownership.writes(kind, tensor_parallel=split, sharded=sharded)
+
+    # What the optimizer's steps tell, in this order.
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._recorder.active:
+            if self._moments is not None:
+                self._moments.before_step(optimizer)
+            if self._weights is not None:
+                self._weights.before_step()
+
+    def gradients_ready(self) -> None:
+        if self._recorder.active and self._gradients is not None:
+            self._gradients.before_step()
+
+    def after_step(self) -> None:
+        if self._recorder.active and self._weights is not None:
+            self._weights.after_step()
+        self._end_step("complete")
+
+    def step_skipped(self) -> None:
+        self._end_step("skipped")
+
+    def loss_scale(self, scale: Tensor) -> None:
+        config = self.watch.config
+        if self._recorder.active and (config.wg_distribution or config.xy_distribution):
+            self._run().manifest.note(
+                "loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`"
+            )
+            self._recorder.record(self._loss_scale, scale, aliases=False)
+
+    # The step's end and the next one's beginning.
+
+    def _end_step(self, status: Status) -> None:
+        was_active = self._recorder.active
+        # Whatever becomes of the rows, the next step must begin as a new one.
+        self._recorder.active = False
+        try:
+            if was_active:
+                self._seal(status)
+        finally:
+            self.modules.end_step()
+            self.clock.next_step()
+            self._begin_step()
+        if was_active:
+            self._finish_first_step()
+
+    def _seal(self, status: Status) -> None:
+        self._collected += 1
+        pipeline = self._run().pipeline
+        sealed = pipeline.reserve(self.clock.step)
+        if sealed is None:
+            self._recorder.discard()
+            return
+        try:
+            sealed.step, sealed.status, sealed.ops = self.clock.step, status, self.watch.ops()
+            sealed.micro_step_kinds, sealed.combined_kinds = self._micro_step_kinds()
+            self._recorder.seal(sealed)
+        except BaseException:
+            pipeline.give_back(sealed)
+            raise
+        pipeline.submit(sealed)
+
+    def _micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Kinds with a row for each micro-step, and kinds whose micro-steps are combined."""
+        config = self.watch.config
+        gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
+        activations = frozenset(ACTIVATION_KINDS)
+        return (activations | gradients, frozenset()) if config.micro_steps == "each" else (gradients, activations)
+
+    def _begin_step(self) -> None:
+        self._recorder.activate(self._schedule.collects(self.clock.step, self._collected))
+        if self._recorder.active and self._gradients is not None:
+            self._gradients.begin_step()
+
+    def _finish_first_step(self) -> None:
+        if self._stacks is not None:
+            self._stacks.remove()
+            self._failures.guarded("writing stack_info.csv", self._stacks.write)(self._run().directory)
+            self._stacks = None
+        if self.on_first_step is not None:
+            finish, self.on_first_step = self.on_first_step, None
+            finish()
+
+    def detach(self) -> None:
+        """Take every hook away. A step in progress is written as incomplete: it may be the one people look for."""
+        self._steps.remove()
+        if self._recorder.active and self._recorder.has_rows:
+            self._failures.guarded("sealing the last step", self._seal)("incomplete")
+        self._recorder.active = False
+        self.modules.remove()
+        for collector in (self._gradients, self._stacks, self.structure):
+            if collector is not None:
+                collector.remove()
+
+    def shares(self, chunks: Sequence[nn.Module], optimizer: Any) -> bool:
+        """Whether a part of the model, or its optimizer, is watched here already."""
+        watched = [*self.watch.chunks, self._steps.optimizer]
+        return any(one is other for one in (*chunks, optimizer) for other in watched if other is not None)
+
+
+def _key(module: NamedModule) -> str:
+    return f"{module.chunk}:{module.name}"

@@ -1,0 +1,47 @@
+"""What the current step has measured, as dictionaries for the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from monitor.series import SeriesTable
+from monitor.stats.ops import LAYOUT_OPS, derive
+from monitor.stats.rows import KindRows, Layout
+
+Value = float | int | str
+Metrics = dict[str, dict[str, Value]]
+"""``{tag: {op: value}}``. An op that has no value is absent."""
+
+
+def metrics_of(rows: KindRows | None, ops: Sequence[str], series: SeriesTable, layouts: Sequence[Layout], rank: int) -> Metrics:
+    """The rows of one kind by tag; empty where there are none."""
+    if rows is None:
+        return {}
+    columns = {op: _layout_column(op, rows, layouts) if op in LAYOUT_OPS else _numbers(op, rows) for op in ops}
+    found: Metrics = {}
+    for place, (index, micro_step) in enumerate(zip(rows.series.tolist(), rows.micro_step.tolist(), strict=True)):
+        values = {op: column[place] for op, column in columns.items()}
+        found[series[index].tag(rank, micro_step)] = {op: value for op, value in values.items() if value is not None}
+    return found
+
+
+def of_kinds(
+    kinds: Sequence[str],
+    measured: Mapping[str, KindRows],
+    ops: Sequence[str],
+    series: SeriesTable,
+    layouts: Sequence[Layout],
+    rank: int,
+) -> list[Metrics]:
+    return [metrics_of(measured.get(kind), ops, series, layouts, rank) for kind in kinds]
+
+
+def _numbers(op: str, rows: KindRows) -> list[Value | None]:
+    values, valid = derive(op, rows.partials)
+    whole = op in ("nans", "infs")
+    return [None if not there else int(value) if whole else value for value, there in zip(values.tolist(), valid, strict=True)]
+
+
+def _layout_column(op: str, rows: KindRows, layouts: Sequence[Layout]) -> list[Value | None]:
+    chosen = (layouts[index] for index in rows.layout.tolist())
+    return [str(list(layout.shape)) if op == "shape" else layout.dtype for layout in chosen]

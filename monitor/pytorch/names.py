@@ -1,0 +1,67 @@
+"""The names of a model's parts, chunk by chunk, and which of them are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from monitor.config import MonitorConfig
+from monitor.names import clean_name, squashed
+from monitor.pytorch.parameters import NamedParameter
+from monitor.selection import ChunkNames, ModuleSelection, Selection
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModule:
+    """A module of a chunk, under the name it has in rows."""
+
+    chunk: int
+    name: str
+    module: nn.Module
+    wanted: ModuleSelection | None
+
+
+class ModelNames:
+    """Every module and parameter of a model's chunks.
+
+    A wrapper and what it wraps share a name once the wrapper's part is stripped. The outer one is watched: the inner may be
+    compiled, flattened or recomputed.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], config: MonitorConfig) -> None:
+        self._modules = [_first_of_each_name(chunk.named_modules()) for chunk in chunks]
+        self._parameters = [_first_of_each_name(chunk.named_parameters()) for chunk in chunks]
+        names = [ChunkNames(tuple(m), tuple(p)) for m, p in zip(self._modules, self._parameters, strict=True)]
+        self.selection = Selection(
+            config.targets,
+            names,
+            all_xy=config.all_xy,
+            forward_only=config.forward_only,
+            backward_only=config.backward_only,
+        )
+        self._spelled = [squashed([*c.modules, *c.parameters]) if config.squash_name else {} for c in names]
+
+    def modules(self) -> Iterator[NamedModule]:
+        """Every module, children after their parents."""
+        for chunk, modules in enumerate(self._modules):
+            for name, module in modules.items():
+                yield NamedModule(chunk, self._spelled[chunk].get(name, name), module, self.selection.module(chunk, name))
+
+    def parameters(self) -> Iterator[NamedParameter]:
+        """The parameters that are watched, in the order of ``named_parameters``."""
+        for chunk, parameters in enumerate(self._parameters):
+            for name, parameter in parameters.items():
+                if self.selection.parameter(chunk, name):
+                    yield NamedParameter(chunk, self._spelled[chunk].get(name, name), parameter)
+
+
+def _first_of_each_name(named: Iterator[tuple[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, part in named:
+        found.setdefault(clean_name(name), part)
+    return found

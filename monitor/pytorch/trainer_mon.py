@@ -1,0 +1,273 @@
+"""``TrainerMon``: what users attach."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from monitor.config import MonitorConfig, load_config
+from monitor.failures import LOGGER, Failures
+from monitor.pipeline.process import PROCESS
+from monitor.pytorch.attachment import Watch
+from monitor.pytorch.errors import RunEnded
+from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.pytorch.metrics import Metrics, of_kinds
+from monitor.pytorch.names import ModelNames
+from monitor.pytorch.place import group_ranks, initialized, is_settled, place
+from monitor.pytorch.recording import Recording
+from monitor.pytorch.startup import announce
+from monitor.ranks.output import base_directory, prepare
+from monitor.ranks.ownership import Ownership, nobody_monitored
+from monitor.series import ACTIVATION_KINDS
+from monitor.stats.ops import known_ops
+
+
+class TrainerMon:
+    """Records the training state of a model, as its configuration file says.
+
+    >>> monitor = TrainerMon("monitor_config.json", params_have_main_grad=False)  # doctest: +SKIP
+    >>> monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)  # doctest: +SKIP
+
+    Files go to ``$MONITOR_OUTPUT_DIR`` (``./monitor_output``). After ``set_monitor`` no failure of the monitor reaches the
+    training loop: it is logged once and counted. What is left at the end is written when the interpreter exits, at the latest.
+
+    Args:
+        config_file_path: JSON, comments welcome.
+        process_group: The pipeline-parallel group of this rank.
+        params_have_main_grad: Whether gradients are kept in ``main_grad``, as Megatron does. Without one, ``grad`` is read.
+        opt_ty: Accepted from older scripts, and ignored.
+
+    Raises:
+        ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
+        OutputError: The output directory cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        config_file_path: str | os.PathLike[str],
+        process_group: Any = None,
+        params_have_main_grad: bool = True,
+        opt_ty: Any = None,
+    ) -> None:
+        if opt_ty is not None:
+            warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
+        self._config: MonitorConfig = load_config(config_file_path)
+        self._config_path = os.path.abspath(os.path.expanduser(os.fspath(config_file_path)))
+        prepare(base_directory())
+        self._process_group = process_group
+        self._main_grad = params_have_main_grad
+        self._failures = Failures(place().rank)
+        self._ops = self._known(self._config.ops)
+        self._wrapped_optimizer: Any = None
+        self._recordings: list[Recording] = []
+        self._closed = False
+        _close_at_exit(self)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The statistics that are written; those of the step in progress may still be changed."""
+        return self._ops
+
+    @ops.setter
+    def ops(self, ops: Iterable[str]) -> None:
+        self._ops = self._known(ops)
+
+    def set_monitor(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        grad_acc_steps: int,
+        optimizer: Any,
+        dp_group: Any = None,
+        tp_group: Any = None,
+        start_iteration: int = 0,
+    ) -> None:
+        """Attach to a model and its optimizer.
+
+        Called again for the same model or optimizer it attaches anew and goes on counting; for another model with another
+        optimizer it starts a recording of its own, in a directory of its own.
+
+        Args:
+            model: A module, or the list of chunks of a virtual pipeline.
+            grad_acc_steps: Micro-batches a step.
+            optimizer: A torch optimizer, or what wraps one.
+            dp_group: Data-parallel group: what its ranks hold alike is written by its first monitored rank alone.
+            tp_group: Tensor-parallel group: the same, for parameters that are not split (``tensor_model_parallel``).
+            start_iteration: Number of the first step.
+
+        Raises:
+            TypeError: An argument is not what it should be.
+            ValueError: ``grad_acc_steps`` or ``start_iteration`` is out of range.
+        """
+        _check_counts(grad_acc_steps, start_iteration)
+        self._attach(_chunks(model), grad_acc_steps, innermost(optimizer), (dp_group, tp_group), start_iteration)
+
+    def _attach(
+        self, chunks: Sequence[nn.Module], grad_acc_steps: int, optimizer: Any, groups: tuple[Any, Any], start: int
+    ) -> None:
+        if self._closed:
+            raise RuntimeError("This TrainerMon was closed. Make a new one.")
+        ownership = self._ownership(*groups)
+        watch = Watch(
+            chunks,
+            optimizer,
+            grad_acc_steps,
+            self._config,
+            ownership,
+            ops=lambda: self._ops,
+            main_grad=self._main_grad_of(chunks),
+            aggregated=initialized() and ownership.world_size > 1,
+        )
+        shared = next((one for one in self._recordings if one.attachment.shares(chunks, optimizer)), None)
+        if not ownership.monitored and not self._config.print_struct:
+            self._say_if_nobody(ownership)
+        elif shared is not None:
+            self._failures.warn("attached twice", "set_monitor was called again for the same model or optimizer.")
+            shared.attach(watch, ModelNames(chunks, self._config), start or shared.attachment.clock.step)
+        else:
+            self._begin(watch, groups, start)
+
+    def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int) -> None:
+        names = ModelNames(watch.chunks, self._config)
+        if (unmatched := names.selection.warning()) is not None:
+            LOGGER.warning("[rank %d] %s", watch.ownership.rank, unmatched)
+        dp_group, tp_group = groups
+        where = partial(place, pp=self._process_group, dp=dp_group, tp=tp_group)
+        recording = Recording(self._config, self._config_path, where, self._failures)
+        if is_settled():
+            recording.open()
+        recording.attach(watch, names, start)
+        if recording.attachment.structure is not None:
+            recording.attachment.on_first_step = partial(self._end_with_structure, recording)
+        self._recordings.append(recording)
+        announce(watch, names, self._config)
+
+    def generate_wgrad_metrics(self) -> tuple[Metrics, Metrics]:
+        """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
+
+        The current step is the one in progress, or the one just ended while nothing of the next was measured. What is not
+        known yet is absent. May wait for the device.
+        """
+        reduced, unreduced = self._metrics(("grad_reduced", "grad_unreduced"))
+        return reduced, unreduced
+
+    def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
+        """The activations of the current step and their gradients, as ``generate_wgrad_metrics`` gives weight gradients."""
+        activations, gradients = self._metrics(ACTIVATION_KINDS)
+        return activations, gradients
+
+    def reload_xy(self, xy_distribution: bool = False) -> None:
+        """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop does it for all ranks alike."""
+        warnings.warn("reload_xy will go: use dynamic start and stop.", DeprecationWarning, stacklevel=2)
+        for recording in self._recordings:
+            self._failures.guarded("switching activations", recording.attachment.set_activations)(xy_distribution)
+
+    def close(self) -> None:
+        """Detach, write what is left within ``close_seconds``, and say what was lost. Any number of times."""
+        if self._closed:
+            return
+        self._closed = True
+        for recording in self._recordings:
+            self._failures.guarded("closing", recording.close)()
+
+    def __enter__(self) -> TrainerMon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def set_wrapped_optimizer(self, optimizer: Any) -> None:
+        """Deprecated: pass the optimizer to ``set_monitor``."""
+        warnings.warn("set_wrapped_optimizer will go: pass the optimizer to set_monitor.", DeprecationWarning, stacklevel=2)
+        self._wrapped_optimizer = optimizer
+
+    def monitor_gnorm_with_ad(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        grad_acc_steps: int = 1,
+        optimizer: Any = None,
+        dp_group: Any = None,
+        tp_group: Any = None,
+        start_iteration: int = 0,
+    ) -> None:
+        """Deprecated: ``set_monitor``. Without an optimizer, the first one that steps a parameter of the model is taken."""
+        warnings.warn("monitor_gnorm_with_ad is now set_monitor.", DeprecationWarning, stacklevel=2)
+        _check_counts(grad_acc_steps, start_iteration)
+        given = optimizer if optimizer is not None else self._wrapped_optimizer
+        inner = None if given is None else innermost(given)
+        self._attach(_chunks(model), grad_acc_steps, inner, (dp_group, tp_group), start_iteration)
+
+    def _known(self, ops: Iterable[str]) -> tuple[str, ...]:
+        known, unknown = known_ops(ops)
+        if unknown:
+            LOGGER.warning("ops %s are not known and left out. Recorded: %s.", list(unknown), list(known))
+        return known
+
+    def _ownership(self, dp_group: Any, tp_group: Any) -> Ownership:
+        here = place()
+        members = [None if group is None else tuple(group_ranks(group)) for group in (dp_group, tp_group)]
+        return Ownership(here.rank, here.world_size, self._config.module_ranks, *members)
+
+    def _say_if_nobody(self, ownership: Ownership) -> None:
+        warning = nobody_monitored(self._config.module_ranks, ownership.world_size)
+        if warning is not None and ownership.rank == 0:
+            LOGGER.warning("%s", warning)
+
+    def _main_grad_of(self, chunks: Sequence[nn.Module]) -> bool:
+        if not self._main_grad:
+            return False
+        if not any(hasattr(parameter, "main_grad") for chunk in chunks for parameter in chunk.parameters()):
+            said = "params_have_main_grad is true and no parameter has a main_grad: .grad is read."
+            self._failures.warn("no main_grad", f"{said} Pass params_have_main_grad=False to silence this.")
+        return True
+
+    def _end_with_structure(self, recording: Recording) -> None:
+        path = recording.write_structure()
+        self.close()
+        raise RunEnded(f"The structure of the model was written to {path}, as print_struct asks. The run ends here.")
+
+    def _metrics(self, kinds: Sequence[str]) -> list[Metrics]:
+        merged: list[Metrics] = [{} for _ in kinds]
+        for recording in self._recordings:
+            measured, layouts = recording.current()
+            rank = recording.attachment.watch.ownership.rank
+            for into, found in zip(merged, of_kinds(kinds, measured, self._ops, recording.series, layouts, rank), strict=True):
+                into.update(found)
+        return merged
+
+
+def _close_at_exit(monitor: TrainerMon) -> None:
+    """While the interpreter still runs, and ahead of the pipelines: a step in progress is still to be handed to them."""
+    reference, forks = weakref.ref(monitor), PROCESS.forks
+
+    def close() -> None:
+        living = reference()
+        if living is not None and PROCESS.forks == forks:
+            living.close()
+
+    atexit.register(close)
+
+
+def _chunks(model: Any) -> Sequence[nn.Module]:
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            raise TypeError(f"model is a {type(chunk).__name__}: expected a torch.nn.Module, or a list of model chunks.")
+    if not chunks:
+        raise ValueError("model is an empty list: expected a torch.nn.Module, or a list of model chunks.")
+    return chunks
+
+
+def _check_counts(grad_acc_steps: Any, start_iteration: Any) -> None:
+    for name, value, least in (("grad_acc_steps", grad_acc_steps, 1), ("start_iteration", start_iteration, 0)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            order = "set_monitor(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)"
+            raise TypeError(f"{name} is a {type(value).__name__} and must be an integer. The order is {order}.")
+        if value < least:
+            raise ValueError(f"{name} is {value} and must be at least {least}.")

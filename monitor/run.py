@@ -1,0 +1,108 @@
+"""One rank's recording, put together: its directory, its manifest, its sinks and the pipeline that leads to them.
+
+Framework-free: what a framework knows of the rank comes in as a ``Place``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from monitor.config import MonitorConfig
+from monitor.failures import Failures
+from monitor.pipeline.pipeline import Pipeline
+from monitor.ranks.aside import set_aside
+from monitor.ranks.job import Store, agree
+from monitor.ranks.manifest import Manifest, RankFacts
+from monitor.ranks.names import RankDirectory
+from monitor.ranks.output import base_directory, prepare
+from monitor.series import SeriesTable
+from monitor.sinks import make_sink
+from monitor.sinks.protocol import Sink, SinkContext
+from monitor.stats.table import Sealed
+
+LEFT_BY_EARLIER_RUNS: Final = ("anomaly_detected", "module_struct")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in its job a process stands.
+
+    Attributes:
+        groups: Ranks of the groups that this rank belongs to, by role (``dp``, ``tp``, ``pp``).
+        store: The process group's store, through which ranks agree on one name; None for a process on its own.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    store: Store | None = None
+
+
+class Run:
+    """Everything of a recording that outlives a step.
+
+    Attributes:
+        directory: The rank's directory.
+        base: The directory of all ranks and runs.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        config_path: str,
+        place: Place,
+        ordinal: int,
+        series: SeriesTable,
+        versions: Mapping[str, str],
+        failures: Failures,
+    ) -> None:
+        """Settle the name of the run with the other ranks and prepare its directory.
+
+        Args:
+            ordinal: How many recordings this process has begun before; ranks that begin as many agree on each.
+
+        Raises:
+            OutputError: The output directory cannot be made or written.
+        """
+        identity = agree(place.store, ordinal, failures)
+        self.base = prepare(base_directory())
+        for name in LEFT_BY_EARLIER_RUNS:
+            set_aside(self.base, name, identity)
+        self.directory = prepare(self.base / str(RankDirectory.new(identity.timestamp, place.rank)))
+        facts = RankFacts(
+            identity, place.rank, place.world_size, place.groups, versions, _as_dict(config), config_path, config.formats
+        )
+        self.manifest = Manifest(self.directory, facts, series, failures)
+        self._failures = failures
+        self.pipeline: Pipeline[Sealed] = Pipeline(
+            {name: _sink(name, config, place.rank, self.directory, series) for name in config.formats},
+            self.manifest,
+            failures,
+            Sealed,
+            queue_bytes=config.queue_bytes,
+            queue_wait_seconds=config.queue_wait_seconds,
+            close_seconds=config.close_seconds,
+            signal_seconds=config.signal_seconds,
+        )
+
+    def close(self) -> bool:
+        """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""
+        if self.pipeline.inert:
+            return True
+        complete = self.pipeline.close()
+        try:
+            self.manifest.close()
+        except OSError as error:
+            self._failures.report("the last manifest", error, "It says that the run did not end cleanly.")
+        return complete
+
+
+def _sink(name: str, config: MonitorConfig, rank: int, directory: Path, series: SeriesTable) -> Sink:
+    return make_sink(name, SinkContext(directory, rank, series, config.ndigits, config.steps_per_record(name)))
+
+
+def _as_dict(config: MonitorConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")

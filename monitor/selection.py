@@ -1,0 +1,246 @@
+"""Which modules and parameters are watched, and which tensors of a module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from monitor.config import Target, TensorSpec
+from monitor.names import NearestNames, clean_name, parents, squashed, without_module
+
+FORWARD_SIDES: Final = ("input", "output")
+BACKWARD_SIDES: Final = ("input_grad", "output_grad")
+SIDES: Final = (*FORWARD_SIDES, *BACKWARD_SIDES)
+
+MAX_EXPLAINED: Final = 16
+"""Targets without a match for which nearest names are sought. Who has more of them has one mistake, made many times."""
+
+_WITH_CHUNK: Final = re.compile(r"([0-9]{1,9}):(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChoice:
+    """Which tensors of one side of a module are wanted.
+
+    Attributes:
+        wanted: Whether any is.
+        length: How many tensors the side is expected to have, None where nothing is expected.
+        index: The one element that is wanted, None for all.
+    """
+
+    wanted: bool
+    length: int | None = None
+    index: int | None = None
+
+    def takes(self, position: int) -> bool:
+        """Whether the element at ``position`` of the side is wanted."""
+        return self.wanted and (self.index is None or self.index == position)
+
+
+ALL_TENSORS: Final = TensorChoice(wanted=True)
+NO_TENSORS: Final = TensorChoice(wanted=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSelection:
+    """What is wanted of one module. At least one side is."""
+
+    input: TensorChoice
+    output: TensorChoice
+    input_grad: TensorChoice
+    output_grad: TensorChoice
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNames:
+    """The full names in one model chunk (virtual pipeline stage), as ``clean_name`` gives them."""
+
+    modules: Sequence[str]
+    parameters: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """A target that names nothing, and up to three names that may have been meant, spelled as targets."""
+
+    target: str
+    nearest: tuple[str, ...]
+
+
+class Selection:
+    """What the ``targets`` of a configuration select in the chunks of a model.
+
+    A module's target selects its own tensors and every parameter below it. Names are found with or without their leading
+    ``module.``, and in full or in their short spelling. A name that is met exactly is never taken for another one.
+    Where several targets name one module, one with a chunk's number has precedence, and among equals the later one.
+
+    Attributes:
+        unmatched: The targets that name nothing, in the order of the configuration.
+    """
+
+    def __init__(
+        self,
+        config_targets: Mapping[str, Target],
+        chunks: Sequence[ChunkNames],
+        *,
+        all_xy: bool,
+        forward_only: bool,
+        backward_only: bool,
+    ) -> None:
+        """Match every target.
+
+        Args:
+            config_targets: By name, with or without the number of a chunk (``1:layers.0``). None: everything is selected.
+            all_xy: Select the tensors of the modules that no target names, too.
+            forward_only: No gradients of activations. With ``backward_only`` no activations at all.
+            backward_only: Gradients of activations alone.
+        """
+        sides = _sides(forward_only=forward_only, backward_only=backward_only)
+        self._targeted = bool(config_targets)
+        self._others = None if self._targeted and not all_xy else _wanted(Target(), sides)
+        self._chunks = [_Chunk(names) for names in chunks] if self._targeted else []
+        missed = self._match(config_targets, sides)
+        self.unmatched = self._explained([target for target in config_targets if target in missed])
+
+    def module(self, chunk: int, name: str) -> ModuleSelection | None:
+        """What is wanted of a module, None for nothing.
+
+        Raises:
+            IndexError: There is no such chunk.
+        """
+        return self._chunks[chunk].modules.get(name, self._others) if self._targeted else self._others
+
+    def parameter(self, chunk: int, name: str) -> bool:
+        """Whether a parameter is watched.
+
+        Raises:
+            IndexError: There is no such chunk.
+        """
+        return not self._targeted or self._chunks[chunk].covers(name)
+
+    def warning(self) -> str | None:
+        """One message that names every target without a match, None if there is none."""
+        if not self.unmatched:
+            return None
+        named = ", ".join(_with_nearest(one) for one in self.unmatched)
+        return f"Targets that match nothing in this model (of a pipeline, in this rank's part of it): {named}."
+
+    def _match(self, targets: Mapping[str, Target], sides: Collection[str]) -> set[str]:
+        """Apply every target, the general ones first; those that matched nothing are returned."""
+        missed = set()
+        for target in sorted(targets, key=lambda one: _parsed(one)[0] is not None):
+            number, name = _parsed(target)
+            wanted = _wanted(targets[target], sides)
+            matched = [chunk.select(name, wanted) for chunk in self._addressed(number)]
+            if not any(matched):
+                missed.add(target)
+        return missed
+
+    def _addressed(self, number: int | None) -> Sequence[_Chunk]:
+        return self._chunks if number is None else self._chunks[number : number + 1]
+
+    def _explained(self, targets: Sequence[str]) -> tuple[Unmatched, ...]:
+        names = NearestNames([name for chunk in self._chunks for name in chunk.names] if targets else [])
+        explained = [Unmatched(target, self._nearest(target, names)) for target in targets[:MAX_EXPLAINED]]
+        return (*explained, *(Unmatched(target, ()) for target in targets[MAX_EXPLAINED:]))
+
+    def _nearest(self, target: str, names: NearestNames) -> tuple[str, ...]:
+        number, name = _parsed(target)
+        nearest = names.to(name)
+        return nearest if number is None else tuple(self._numbered(near, number) for near in nearest)
+
+    def _numbered(self, name: str, preferred: int) -> str:
+        """A name with the number of a chunk that has it."""
+        holders = [number for number, chunk in enumerate(self._chunks) if name in chunk.names]
+        return f"{preferred if preferred in holders else holders[0]}:{name}"
+
+
+class _Chunk:
+    """The names of one chunk, and what has been selected among them.
+
+    Attributes:
+        names: Its modules and parameters.
+        modules: What is wanted of each module that a target names.
+    """
+
+    def __init__(self, chunk: ChunkNames) -> None:
+        self.names = dict.fromkeys((*chunk.modules, *chunk.parameters))
+        self.modules: dict[str, ModuleSelection | None] = {}
+        self._module_names = frozenset(chunk.modules)
+        self._selected: set[str] = set()
+        self._spellings = _Spellings(tuple(self.names))
+        # Some frameworks name parameters by paths that are no modules.
+        self._places = _Spellings(tuple(_places(chunk.parameters) - self._module_names))
+
+    def select(self, name: str, wanted: ModuleSelection | None) -> bool:
+        """Take in a target, whose name may be spelled in any way. Whether there is such a thing here."""
+        found = (*self._spellings.find(name), *self._places.find(name))
+        self._selected.update(found)
+        self.modules.update((one, wanted) for one in found if one in self._module_names)
+        return bool(found)
+
+    def covers(self, parameter: str) -> bool:
+        """Whether a parameter or anything above it is selected."""
+        return parameter in self._selected or any(above in self._selected for above in parents(parameter))
+
+
+class _Spellings:
+    """Finds names by any of their spellings."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._short = {short: name for name, short in squashed(names).items()}
+        self._bare: dict[str, list[str]] = {}
+        for name in names:
+            self._bare.setdefault(without_module(name), []).append(name)
+
+    def find(self, spelling: str) -> Sequence[str]:
+        """The full names; several only if they differ in nothing but their leading ``module.``."""
+        if spelling in self._names:
+            return (spelling,)
+        bare = without_module(spelling)
+        if bare in self._bare:
+            return self._bare[bare]
+        return (self._short[bare],) if bare in self._short else ()
+
+
+def _places(names: Iterable[str]) -> set[str]:
+    """Everything above any of the names. The walk up ends where another one has been."""
+    places: set[str] = set()
+    for name in names:
+        for above in parents(name):
+            if above in places:
+                break
+            places.add(above)
+    return places
+
+
+def _parsed(target: str) -> tuple[int | None, str]:
+    """The number of the chunk, None for all of them, and the cleaned name."""
+    match = _WITH_CHUNK.fullmatch(target)
+    return (int(match[1]), clean_name(match[2])) if match else (None, clean_name(target))
+
+
+def _sides(*, forward_only: bool, backward_only: bool) -> tuple[str, ...]:
+    return (*(() if backward_only else FORWARD_SIDES), *(() if forward_only else BACKWARD_SIDES))
+
+
+def _wanted(target: Target, sides: Collection[str]) -> ModuleSelection | None:
+    """What a target wants of a module, as far as these sides are recorded at all; None if that is nothing."""
+    asked = {side: _choice(spec) for side, spec in target.named.items()} or dict.fromkeys(SIDES, ALL_TENSORS)
+    choices = {side: asked.get(side, NO_TENSORS) if side in sides else NO_TENSORS for side in SIDES}
+    return ModuleSelection(**choices) if any(choice.wanted for choice in choices.values()) else None
+
+
+def _choice(spec: TensorSpec) -> TensorChoice:
+    """A tuple without an index means its first element. Of what is not the single tensor announced, everything is taken."""
+    if spec.length is None:
+        return TensorChoice(wanted=True, length=1)
+    return TensorChoice(wanted=True, length=spec.length, index=spec.index or 0)
+
+
+def _with_nearest(one: Unmatched) -> str:
+    nearest = ", ".join(repr(name) for name in one.nearest)
+    return f"{one.target!r} (nearest: {nearest})" if nearest else repr(one.target)

@@ -1,0 +1,103 @@
+"""The ``csv`` format: one file per kind and record, readable by any tool."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
+from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
+
+from monitor.sinks.lines import Lines, header
+from monitor.sinks.protocol import SinkContext
+from monitor.sinks.shards import Carried, Shards
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS
+from monitor.stats.rows import StepRows
+
+COLUMN_TYPES: Final = {
+    "vpp_stage": pa.int64(),
+    "name": pa.string(),
+    "step": pa.int64(),
+    "micro_step": pa.int64(),
+    **dict.fromkeys(NUMERIC_OPS, pa.float64()),
+    **dict.fromkeys(INTEGER_OPS, pa.int64()),
+    **dict.fromkeys(LAYOUT_OPS, pa.string()),
+}
+"""What the cells of a column are; empty ones are null, in a column of text they are empty text."""
+
+_DIALECT: Final = ParseOptions(newlines_in_values=True)
+_CELLS: Final = ConvertOptions(column_types=COLUMN_TYPES, null_values=[""], strings_can_be_null=False)
+_STEPS: Final = ConvertOptions(column_types=COLUMN_TYPES, include_columns=["step"])
+_ONE_THREAD: Final = ReadOptions(use_threads=False)
+
+
+class CsvSink:
+    """Writes ``{kind}_{first}-{last}.csv`` into the rank's directory.
+
+    A step is in the files of all kinds or of none. A file has its name when its record is complete, or after ``flush``.
+
+    Raises:
+        OSError: from every method, if the disk, the directory or the number of open files does not allow what was asked. The
+            files then hold whole steps, and the next step can be written as soon as the cause has passed.
+    """
+
+    def __init__(self, context: SinkContext) -> None:
+        self._lines = Lines(context.series, context.ndigits)
+        self._shards = Shards(context.directory, context.step_count_per_record, _earlier_rows)
+
+    def write(self, rows: StepRows) -> None:
+        """Add one step to the files of its kinds. Rows of a step that was written before take the place of the old ones."""
+        headers = {kind: header(rows, kind) for kind in rows.kinds}
+        with self._shards.step(rows.step, headers) as write:
+            for kind, text in self._lines.of(rows):
+                write(kind, text)
+
+    def flush(self) -> None:
+        """Make the open records visible as they are. Their next steps join them."""
+        self._shards.flush()
+
+    def close(self) -> None:
+        """Flush and let go of every file."""
+        self._shards.close()
+
+
+def read_csv(path: str | PathLike[str]) -> pa.Table:
+    """The rows of one file, in columns of the types that they were written from (``COLUMN_TYPES``).
+
+    Raises:
+        OSError: if there is no such file.
+        pyarrow.ArrowInvalid: if it is not one of these files.
+    """
+    return read_arrow(path, parse_options=_DIALECT, convert_options=_CELLS)
+
+
+def _earlier_rows(path: Path, head: bytes, step: int) -> Carried | None:
+    """What the file holds of the steps before ``step``; None if it has other columns or is not one of ours."""
+    try:
+        text = path.read_bytes()
+        steps = _steps_of(text) if text.startswith(head) else None
+    except (FileNotFoundError, IsADirectoryError, PermissionError, pa.ArrowInvalid):
+        return None
+    ends = _line_ends(text)
+    if steps is None or len(ends) != 1 + len(steps) or ends[-1] != len(text):
+        return None
+    kept = steps < step
+    rows = np.frombuffer(text, dtype=np.uint8)[len(head) :][np.repeat(kept, np.diff(ends))]
+    return Carried(head + rows.tobytes(), int(steps[kept].min()) if kept.any() else None)
+
+
+def _steps_of(text: bytes) -> NDArray[np.int64]:
+    table = read_arrow(pa.BufferReader(text), _ONE_THREAD, _DIALECT, _STEPS)
+    steps: NDArray[np.int64] = table["step"].to_numpy()
+    return steps
+
+
+def _line_ends(text: bytes) -> NDArray[np.int64]:
+    """Where each line ends, one past its newline. A newline after an odd number of quotes is part of a name."""
+    characters = np.frombuffer(text, dtype=np.uint8)
+    within_quotes = np.bitwise_xor.accumulate(characters == ord('"'))
+    return np.flatnonzero((characters == ord("\n")) & ~within_quotes) + 1

@@ -1,0 +1,53 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monitor.pipeline.gaps import Gaps
+
+Told = list[tuple[int, str]]
+
+
+def told_by(gaps: Gaps) -> Told:
+    told: Told = []
+    gaps.tell(lambda step, reason: told.append((step, reason)))
+    return told
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from(["full", "broken"]), st.booleans())))
+def test_every_dropped_step_is_told_exactly_once_with_its_reason_and_in_order(drops):
+    gaps = Gaps()
+    told: Told = []
+    for step, reason, tell_now in drops:
+        gaps.add(step, reason)
+        if tell_now:
+            told += told_by(gaps)
+    told += told_by(gaps)
+    assert told == [(step, reason) for step, reason, _ in drops]
+    assert not gaps.untold
+
+
+def test_a_million_evenly_spaced_steps_are_one_gap():
+    gaps = Gaps()
+    for step in range(0, 10_000_000, 10):
+        gaps.add(step, "full")
+    assert [gap.steps for gap in gaps._gaps] == [range(0, 9_999_991, 10)]
+
+
+def test_drops_are_counted_by_reason():
+    gaps = Gaps()
+    for step, reason in enumerate(["full", "broken", "full"]):
+        gaps.add(step, reason)
+    assert gaps.counts == {"full": 2, "broken": 1}
+
+
+def test_a_step_that_the_journal_refused_is_told_again():
+    gaps = Gaps()
+    gaps.add(7, "full")
+
+    def refuse(step: int, reason: str) -> None:
+        raise OSError
+
+    try:
+        gaps.tell(refuse)
+    except OSError:
+        pass
+    assert told_by(gaps) == [(7, "full")]

@@ -1,0 +1,117 @@
+"""A sink, a rule or a device that does not return: training goes on, and closing stays within its bound."""
+
+import threading
+import time
+
+import pytest
+from pipeline_parts import Copy, FileJournal, HangingSink, RecordSink, journal_in, pipeline_of, record, steps_in, until
+
+CLOSE_SECONDS = 0.4
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return FileJournal(tmp_path / "manifest.json")
+
+
+@pytest.fixture
+def hanging():
+    sink = HangingSink(hangs_at=2)
+    yield sink
+    sink.release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("monitor-"):
+            thread.join(20)
+
+
+def hang(pipeline, hanging: HangingSink, steps: int) -> list[int]:
+    """Record until well after the sink hangs; the steps that were taken in."""
+    taken = [step for step in range(3) if record(pipeline, step)]
+    assert hanging.hanging.wait(20)
+    return taken + [step for step in range(3, steps) if record(pipeline, step)]
+
+
+def test_training_goes_on_and_steps_are_dropped_by_the_bound(journal, hanging):
+    pipeline = pipeline_of({"hangs": hanging}, journal, queue_wait_seconds=0.0, close_seconds=CLOSE_SECONDS)
+    assert hang(pipeline, hanging, 50) == [0, 1, 2, 3, 4]
+    assert pipeline.dropped == {"queue full": 45}
+    pipeline.close()
+
+
+def test_closing_gives_up_in_time_and_says_what_was_left_behind(journal, hanging, caplog):
+    pipeline = pipeline_of({"hangs": hanging}, journal, queue_wait_seconds=0.0, close_seconds=CLOSE_SECONDS)
+    hang(pipeline, hanging, 5)
+    caplog.clear()
+    assert not pipeline.close()
+    [record_] = caplog.records
+    assert "the writer is in sink 'hangs'. Steps left unwritten: 2, 3, 4." in record_.getMessage()
+    assert not pipeline.close()
+
+
+def test_the_other_sinks_are_closed_and_the_journal_tells_of_every_missing_step(journal, hanging, tmp_path):
+    other = RecordSink(tmp_path / "other", steps_per_record=10)
+    pipeline = pipeline_of({"other": other, "hangs": hanging}, journal, queue_wait_seconds=0.0, close_seconds=CLOSE_SECONDS)
+    hang(pipeline, hanging, 8)
+    assert not pipeline.close()
+    assert steps_in(tmp_path / "other") == [0, 1, 2]
+    assert other.closed
+    entries = journal_in(journal.path)
+    assert entries["written"] == [0, 1]
+    left = "left behind when the monitor was closed"
+    assert sorted(entries["dropped"]) == [
+        [2, left],
+        [3, left],
+        [4, left],
+        [5, "queue full"],
+        [6, "queue full"],
+        [7, "queue full"],
+    ]
+    assert pipeline.dropped == {"queue full": 3, left: 3}
+
+
+def test_a_device_that_never_finishes_a_step_keeps_no_sink_from_being_closed(journal, tmp_path):
+    never = threading.Event()
+
+    class Stuck(Copy):
+        def rows(self):
+            if self.step == 1:
+                never.wait()
+            return super().rows()
+
+    sink = RecordSink(tmp_path / "steps", steps_per_record=10)
+    pipeline = pipeline_of({"record": sink}, journal, new_sealed=Stuck, close_seconds=CLOSE_SECONDS)
+    record(pipeline, 0)
+    record(pipeline, 1)
+    assert not pipeline.close()
+    assert steps_in(tmp_path / "steps") == journal_in(journal.path)["written"] == [0]
+    never.set()
+
+
+def test_a_sink_that_returns_after_closing_gave_up_is_closed_by_the_writer_which_then_ends(journal, tmp_path):
+    class Late(RecordSink):
+        release = threading.Event()
+
+        def write(self, rows):
+            super().write(rows)
+            self.release.wait()
+
+    late = Late(tmp_path / "late", steps_per_record=10)
+    pipeline = pipeline_of({"late": late}, journal, close_seconds=CLOSE_SECONDS)
+    record(pipeline, 0)
+    assert until(lambda: late._open == [0])
+    assert not pipeline.close()
+    assert steps_in(tmp_path / "late") == []
+    late.release.set()
+    assert until(lambda: late.closed)
+    assert steps_in(tmp_path / "late") == [0]
+    assert until(lambda: not pipeline._writer._thread.is_alive())
+
+
+def test_flush_and_latest_come_back_in_time(journal, hanging):
+    pipeline = pipeline_of({"hangs": hanging}, journal, queue_wait_seconds=0.0, close_seconds=CLOSE_SECONDS)
+    hang(pipeline, hanging, 5)
+    began = time.monotonic()
+    assert not pipeline.flush(0.05)
+    assert pipeline.latest(0.05) is None
+    assert time.monotonic() - began >= 0.1
+    pipeline.close()

@@ -1,0 +1,107 @@
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monitor.ranks.ownership import Ownership, nobody_monitored
+from monitor.series import KINDS
+
+REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+OF_THE_RANK = {"actv", "actv_grad", "other"}
+
+
+def writers(groups, kind, module_ranks=(), **tensor):
+    """Ranks that write a series, of a job whose ranks have these (dp, tp) groups."""
+    world = len(groups)
+    owners = [Ownership(rank, world, module_ranks, dp, tp) for rank, (dp, tp) in enumerate(groups)]
+    return {owner.rank for owner in owners if owner.writes(kind, **tensor)}
+
+
+def grid(dp, tp):
+    """Groups of each rank, tensor-parallel ranks side by side."""
+    return [
+        (tuple(range(rank % tp, dp * tp, tp)), tuple(range(rank - rank % tp, rank - rank % tp + tp))) for rank in range(dp * tp)
+    ]
+
+
+def test_the_kinds_are_those_that_there_are():
+    assert {*REPLICAS_AFTER_REDUCTION, *OF_THE_RANK, "grad_unreduced"} == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_groups_every_rank_writes_everything(kind):
+    assert writers([(None, None)] * 4, kind) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", sorted(REPLICAS_AFTER_REDUCTION))
+def test_of_what_is_the_same_after_reduction_the_first_of_the_dp_group_writes(kind):
+    assert writers([((0, 1, 2, 3), None)] * 4, kind) == {0}
+
+
+@pytest.mark.parametrize("kind", ["grad_unreduced", *sorted(OF_THE_RANK)])
+def test_of_what_differs_in_the_dp_group_every_rank_writes(kind):
+    assert writers([((0, 1, 2, 3), None)] * 4, kind) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", ["grad_unreduced", *sorted(REPLICAS_AFTER_REDUCTION)])
+def test_of_a_parameter_that_is_not_split_the_first_of_the_tp_group_writes(kind):
+    assert writers([(None, (0, 1)), (None, (0, 1))], kind) == {0}
+    assert writers([(None, (0, 1)), (None, (0, 1))], kind, tensor_parallel=True) == {0, 1}
+
+
+@pytest.mark.parametrize("kind", sorted(OF_THE_RANK))
+def test_of_what_belongs_to_no_parameter_every_rank_of_the_tp_group_writes(kind):
+    assert writers([(None, (0, 1)), (None, (0, 1))], kind) == {0, 1}
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(KINDS), st.booleans())
+def test_a_shard_is_never_dropped(dp, tp, kind, tensor_parallel):
+    everybody = set(range(dp * tp))
+    assert writers(grid(dp, tp), kind, sharded=True, tensor_parallel=tensor_parallel) == everybody
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(REPLICAS_AFTER_REDUCTION)))
+def test_in_a_grid_each_number_is_written_once(dp, tp, kind):
+    assert writers(grid(dp, tp), kind) == {0}
+    assert writers(grid(dp, tp), kind, tensor_parallel=True) == set(range(tp))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_not_monitored_writes_nothing_not_even_a_shard(kind):
+    assert writers([(None, None)] * 4, kind, module_ranks=[1, 3]) == {1, 3}
+    assert writers([(None, None)] * 4, kind, module_ranks=[1, 3], sharded=True) == {1, 3}
+
+
+def test_the_owner_is_the_first_monitored_rank_whatever_the_order():
+    assert writers([((3, 2, 1, 0), None)] * 4, "grad_reduced", module_ranks=[3, 1]) == {1}
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.sets(st.integers(0, 8), min_size=1), st.sampled_from(KINDS), st.booleans())
+def test_whatever_ranks_are_monitored_somebody_writes(dp, tp, module_ranks, kind, tensor_parallel):
+    monitored = module_ranks & set(range(dp * tp))
+    assert bool(writers(grid(dp, tp), kind, module_ranks, tensor_parallel=tensor_parallel)) == bool(monitored)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from(sorted(REPLICAS_AFTER_REDUCTION)), st.data())
+def test_whole_groups_that_are_monitored_write_each_number_once(dp, tp, kind, data):
+    """Ranks chosen as rows and columns of the grid."""
+    rows, columns = (sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))) for n in (dp, tp))
+    monitored = [row * tp + column for row, column in product(rows, columns)]
+    assert writers(grid(dp, tp), kind, monitored) == {monitored[0]}
+    assert writers(grid(dp, tp), kind, monitored, tensor_parallel=True) == set(monitored[: len(columns)])
+
+
+def test_a_group_that_this_rank_is_not_in_decides_nothing():
+    assert Ownership(5, 8, dp_group=(0, 1)).writes("grad_reduced")
+
+
+def test_ranks_that_are_not_in_the_job_are_told_of():
+    assert nobody_monitored([9, 8], 8) == (
+        "module_ranks [8, 9] names no rank of this job, whose ranks are 0 to 7: nothing will be recorded"
+    )
+
+
+@pytest.mark.parametrize("module_ranks", [(), (7, 8), range(8)])
+def test_ranks_that_are_in_the_job_are_not(module_ranks):
+    assert nobody_monitored(module_ranks, 8) is None

@@ -1,0 +1,200 @@
+import gzip
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monitor.ranks import series_file
+from monitor.ranks.records import ManifestError, ManifestRecord, SeriesReference
+from monitor.ranks.series_file import Measured, MeasuredSeries, read_series
+from monitor.series import Series, SeriesTable
+from monitor.stats.partials import COLUMNS, Partials
+from monitor.stats.rows import KindRows, Layout, StepRows
+
+WEIGHT = Series("grad_reduced", 0, "h.0.weight")
+BIAS = Series("grad_reduced", 1, "h.0.bias")
+INPUT = Series("actv", 0, "h.0.input")
+MATRIX, VECTOR = Layout((4, 8), "torch.float32"), Layout((8,), "torch.bfloat16")
+
+
+def step_of(*measured, table, layouts, step=0):
+    """A step in which each (series, layout) was measured, in that order."""
+    kinds = {}
+    for kind in dict.fromkeys(series.kind for series, _ in measured):
+        rows = [(table.index_of(series), layouts.index(layout)) for series, layout in measured if series.kind == kind]
+        index, layout = np.array(rows, np.int64).T
+        call = np.arange(len(rows))
+        kinds[kind] = KindRows(index, np.zeros_like(call), call, layout, Partials(np.zeros((len(COLUMNS), len(rows)))))
+    return StepRows(step, ("norm",), kinds, layouts)
+
+
+@pytest.fixture
+def seen():
+    """A table of three series, and what has been measured of it."""
+    table = SeriesTable([WEIGHT, BIAS, INPUT])
+    return table, Measured(table)
+
+
+def saved(directory, measured):
+    file = measured.file()
+    (directory / file.name).write_bytes(file.content)
+    return SeriesReference(file=file.name, count=file.count)
+
+
+def manifest_of(reference):
+    """The one field of a manifest that reading the series needs."""
+    return ManifestRecord.model_construct(series=reference)
+
+
+def read(directory, measured):
+    return read_series(directory, manifest_of(saved(directory, measured)))
+
+
+def test_before_the_first_step_there_is_no_file(seen):
+    assert seen[1].file() is None
+
+
+def test_series_read_back_with_what_they_were_first_measured_as(seen, tmp_path):
+    table, measured = seen
+    measured.see(step_of((WEIGHT, MATRIX), (BIAS, VECTOR), (INPUT, MATRIX), table=table, layouts=[MATRIX, VECTOR]))
+    assert read(tmp_path, measured) == (
+        MeasuredSeries(WEIGHT, MATRIX, False),
+        MeasuredSeries(BIAS, VECTOR, False),
+        MeasuredSeries(INPUT, MATRIX, False),
+    )
+
+
+def test_a_series_not_measured_yet_has_no_layout(seen, tmp_path):
+    table, measured = seen
+    measured.see(step_of((INPUT, VECTOR), table=table, layouts=[MATRIX, VECTOR]))
+    assert read(tmp_path, measured) == (
+        MeasuredSeries(WEIGHT, None, False),
+        MeasuredSeries(BIAS, None, False),
+        MeasuredSeries(INPUT, VECTOR, False),
+    )
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_a_series_whose_layout_changes_keeps_the_first_and_is_marked(seen, tmp_path, in_one_step):
+    table, measured = seen
+    rows = [(WEIGHT, VECTOR), (WEIGHT, MATRIX), (WEIGHT, VECTOR)]
+    for part in [rows] if in_one_step else [[row] for row in rows]:
+        measured.see(step_of(*part, table=table, layouts=[MATRIX, VECTOR]))
+    assert read(tmp_path, measured) == (MeasuredSeries(WEIGHT, VECTOR, True),)
+
+
+def test_a_step_that_brings_nothing_new_makes_no_new_file(seen):
+    table, measured = seen
+    step = step_of((WEIGHT, MATRIX), table=table, layouts=[MATRIX])
+    measured.see(step)
+    file = measured.file()
+    measured.see(step)
+    assert measured.file() is file
+
+
+def test_a_new_layout_in_every_step_changes_the_file_once(seen):
+    """Sequence lengths that never repeat must not leave a file a step."""
+    table, measured = seen
+    layouts = [Layout((length,), "torch.float32") for length in range(100)]
+    names = set()
+    for layout in layouts:
+        measured.see(step_of((INPUT, layout), table=table, layouts=layouts))
+        names.add(measured.file().name)
+    assert len(names) == 2
+    assert json.loads(gzip.decompress(measured.file().content))["layouts"] == [[[0], "torch.float32"]]
+
+
+def test_the_same_content_has_the_same_name_and_another_has_another():
+    def file_of(layout):
+        table = SeriesTable([WEIGHT])
+        measured = Measured(table)
+        measured.see(step_of((WEIGHT, layout), table=table, layouts=[layout]))
+        return measured.file()
+
+    assert file_of(MATRIX) == file_of(MATRIX)
+    assert file_of(MATRIX).name != file_of(VECTOR).name
+
+
+SERIES = st.builds(Series, st.sampled_from(["actv", "other"]), st.integers(0, 3), st.text(max_size=20))
+LAYOUTS = st.builds(Layout, st.lists(st.integers(0, 2**40), max_size=4).map(tuple), st.sampled_from(["torch.int8", "float"]))
+
+
+@given(st.dictionaries(SERIES, LAYOUTS, min_size=1, max_size=20))
+def test_whatever_its_names_and_shapes_a_table_reads_back(tmp_path_factory, measured_as):
+    table, layouts = SeriesTable(), list(dict.fromkeys(measured_as.values()))
+    measured = Measured(table)
+    measured.see(step_of(*measured_as.items(), table=table, layouts=layouts))
+    expected = {MeasuredSeries(series, layout, False) for series, layout in measured_as.items()}
+    assert set(read(tmp_path_factory.getbasetemp(), measured)) == expected
+
+
+@pytest.fixture
+def on_disk(seen, tmp_path):
+    table, measured = seen
+    measured.see(step_of((WEIGHT, MATRIX), table=table, layouts=[MATRIX]))
+    reference = saved(tmp_path, measured)
+    return tmp_path / reference.file, manifest_of(reference)
+
+
+def test_a_manifest_without_series_reads_as_none(tmp_path):
+    assert read_series(tmp_path, manifest_of(None)) == ()
+
+
+def test_a_missing_file_is_named(on_disk):
+    path, manifest = on_disk
+    path.unlink()
+    with pytest.raises(ManifestError, match=f"{path.name} cannot be read"):
+        read_series(path.parent, manifest)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 15, -1])
+def test_a_file_cut_off_is_refused(on_disk, cut):
+    path, manifest = on_disk
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ManifestError, match=path.name):
+        read_series(path.parent, manifest)
+
+
+def test_a_file_that_is_no_gzip_is_refused(on_disk):
+    path, manifest = on_disk
+    path.write_bytes(b"{}")
+    with pytest.raises(ManifestError, match=path.name):
+        read_series(path.parent, manifest)
+
+
+def test_content_that_its_name_does_not_stand_for_is_refused(on_disk):
+    path, manifest = on_disk
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"weight", b"wright")))
+    with pytest.raises(ManifestError, match="not what its name stands for"):
+        read_series(path.parent, manifest)
+
+
+def test_a_file_that_unpacks_without_end_is_refused(on_disk, monkeypatch):
+    path, manifest = on_disk
+    monkeypatch.setattr(series_file, "SERIES_LIMIT", 1000)
+    path.write_bytes(gzip.compress(b" " * 10**7))
+    with pytest.raises(ManifestError, match="larger than any series table"):
+        read_series(path.parent, manifest)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "wrong"),
+    [
+        ("name", [], "the columns differ in length"),
+        ("kind", [1], "an entry points beyond the end"),
+        ("layout", [1], "an entry points beyond the end"),
+        ("layout", [-2], "a layout below -1"),
+        ("varies", [1], "an entry points beyond the end"),
+        ("vpp_stage", ["0"], "vpp_stage.0: Input should be a valid integer"),
+        ("schema_version", 2, "schema version 2 is not known"),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(on_disk, column, value, wrong):
+    path, _ = on_disk
+    content = json.dumps(json.loads(gzip.decompress(path.read_bytes())) | {column: value}).encode()
+    name = series_file._name(content)
+    (path.parent / name).write_bytes(gzip.compress(content))
+    with pytest.raises(ManifestError, match=wrong):
+        read_series(path.parent, manifest_of(SeriesReference(file=name, count=1)))

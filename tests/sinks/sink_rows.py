@@ -1,0 +1,75 @@
+"""Rows to write, made from real tensors, for the tests of the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.sinks.protocol import SinkContext
+from monitor.stats.partials import EMPTY, Partials
+from monitor.stats.rows import KindRows, Layout, StepRows
+
+SIX_OPS = ("min", "max", "mean", "norm", "zeros", "nans")
+
+
+class Measured(NamedTuple):
+    """One tensor, measured."""
+
+    name: str
+    values: Sequence[float] = (3.0, 4.0)
+    micro_step: int = NO_MICRO_STEP
+    vpp_stage: int = 0
+
+
+def partials_of(values: Sequence[float]) -> list[float]:
+    """A row of the table for a tensor with these elements."""
+    x = np.array(values, dtype=np.float64)
+    f = x[np.isfinite(x)]
+    counts = [len(x), np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum(), (np.abs(x) < 1e-8).sum()]
+    if not len(f):
+        return [1.0, *map(float, counts), *EMPTY[6:]]
+    return [1.0, *map(float, counts), f.min(), f.max(), f.sum(), (f * f).sum(), ((f - f.mean()) ** 2).sum(), 0.0]
+
+
+class Rank:
+    """A rank whose series grow from step to step, and the directory that it writes to."""
+
+    def __init__(self, directory: Path, steps_per_record: int = 5, ndigits: int = 6) -> None:
+        self.series = SeriesTable()
+        self.context = SinkContext(directory, 0, self.series, ndigits, steps_per_record)
+        self.layouts: list[Layout] = []
+
+    def step(
+        self,
+        step: int,
+        kinds: Mapping[str, Sequence[Measured]],
+        ops: tuple[str, ...] = SIX_OPS,
+        micro_step_kinds: frozenset[str] = frozenset({"actv", "actv_grad"}),
+    ) -> StepRows:
+        """What the pipeline hands on for ``step``."""
+        rows = {kind: self._rows(kind, measured) for kind, measured in kinds.items()}
+        return StepRows(step, ops, rows, self.layouts, micro_step_kinds=micro_step_kinds)
+
+    def _rows(self, kind: str, measured: Sequence[Measured]) -> KindRows:
+        return KindRows(
+            np.array([self.series.index_of(Series(kind, m.vpp_stage, m.name)) for m in measured], dtype=np.int64),
+            np.array([m.micro_step for m in measured], dtype=np.int64),
+            np.arange(len(measured)),
+            np.array([self._layout(m) for m in measured], dtype=np.int64),
+            Partials.from_rows(np.array([partials_of(m.values) for m in measured])),
+        )
+
+    def _layout(self, measured: Measured) -> int:
+        layout = Layout((1, len(measured.values)), "torch.float32")
+        if layout not in self.layouts:
+            self.layouts.append(layout)
+        return self.layouts.index(layout)
+
+
+def visible(directory: Path) -> set[str]:
+    """The names that a reader sees."""
+    return {path.name for path in directory.iterdir() if not path.name.startswith(".")}

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sink_rows import Measured, Rank
+
+from monitor.sinks import lines
+from monitor.sinks.lines import Lines, header
+from monitor.stats.rows import Layout, StepRows
+
+
+def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
+    """The lines of each kind."""
+    texts: dict[str, bytes] = {}
+    for kind, text in Lines(rank.series, rank.context.ndigits).of(rows):
+        texts[kind] = texts.get(kind, b"") + text
+    return {kind: text.decode() for kind, text in texts.items()}
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+def test_the_header_names_the_ops_in_the_order_asked_for(rank: Rank) -> None:
+    rows = rank.step(0, {}, ops=("nans", "norm", "min"))
+    assert b"vpp_stage,name,step,nans,norm,min\n" == header(rows, "grad_reduced")
+
+
+def test_a_kind_with_micro_steps_has_the_column_even_when_no_row_needs_it(rank: Rank) -> None:
+    rows = rank.step(4, {"actv": [Measured("l.output", [1.0], micro_step=2), Measured("l.input", [1.0])]}, ops=("max",))
+    assert b"vpp_stage,name,step,micro_step,max\n" == header(rows, "actv")
+    assert {"actv": "0,l.output,4,2,1.000000\n0,l.input,4,,1.000000\n"} == text_of(rank, rows)
+
+
+def test_rows_stand_in_the_order_in_which_they_were_measured(rank: Rank) -> None:
+    rank.step(0, {"grad_reduced": [Measured("a"), Measured("b")]})
+    rows = rank.step(1, {"grad_reduced": [Measured("b"), Measured("c"), Measured("a")]}, ops=("nans",))
+    assert {"grad_reduced": "0,b,1,0\n0,c,1,0\n0,a,1,0\n"} == text_of(rank, rows)
+
+
+def test_every_op_of_one_tensor(rank: Rank) -> None:
+    ops = ("min", "max", "mean", "norm", "zeros", "nans", "infs", "absmax", "std", "shape", "dtype")
+    rows = rank.step(7, {"param_origin": [Measured("w", [0.0, -3.0, 4.0, 3.0], vpp_stage=1)]}, ops=ops)
+    cells = '-3.000000,4.000000,1.000000,5.830952,0.250000,0,0,4.000000,2.738613,"[1, 4]",torch.float32'
+    assert {"param_origin": f"1,w,7,{cells}\n"} == text_of(rank, rows)
+
+
+def test_a_mean_of_nothing_is_empty_and_a_nan_is_written(rank: Rank) -> None:
+    rows = rank.step(0, {"other": [Measured("none", []), Measured("bad", [1.0, float("nan")])]})
+    assert {"other": "0,none,0,,,,0,,0\n0,bad,0,nan,nan,nan,nan,0,1\n"} == text_of(rank, rows)
+
+
+def test_layout_ops_alone_make_a_row(rank: Rank) -> None:
+    rows = rank.step(0, {"actv_grad": [Measured("x", [1.0], micro_step=0)]}, ops=("dtype", "shape"))
+    assert {"actv_grad": '0,x,0,0,torch.float32,"[1, 1]"\n'} == text_of(rank, rows)
+
+
+NAMES = ['a,b', 'say "x"', "two\nlines", "cr\r\nlf", "ünï·çødé層", "a:b/c", " padded ", "'", "", '"', "#1;\t|", "nan"]  # fmt: skip
+
+
+def test_any_name_survives_a_round_trip(rank: Rank) -> None:
+    """Peers' fault 10: names with separators shifted the columns."""
+    rows = rank.step(3, {"actv": [Measured(name, [2.0], micro_step=0) for name in NAMES]}, ops=("max",))
+    read = list(csv.reader(io.StringIO(text_of(rank, rows)["actv"], newline="")))
+    assert [["0", name, "3", "0", "2.000000"] for name in NAMES] == read
+
+
+def test_only_what_needs_quotes_has_them(rank: Rank) -> None:
+    rows = rank.step(0, {"other": [Measured("plain"), Measured("a,b"), Measured("also plain")]}, ops=("nans",))
+    assert {"other": '0,plain,0,0\n0,"a,b",0,0\n0,also plain,0,0\n'} == text_of(rank, rows)
+
+
+def test_a_name_that_has_no_utf8_is_written_with_an_escape(rank: Rank) -> None:
+    rows = rank.step(0, {"other": [Measured("half \ud800")]}, ops=("nans",))
+    assert {"other": "0,half \\ud800,0,0\n"} == text_of(rank, rows)
+
+
+def test_series_and_layouts_that_come_later_are_spelled_too(rank: Rank) -> None:
+    spelled = Lines(rank.series, 6)
+    list(spelled.of(rank.step(0, {"other": [Measured("a", [1.0])]}, ops=("shape",))))
+    rows = rank.step(1, {"other": [Measured("b", [1.0, 2.0]), Measured("a", [1.0])]}, ops=("shape",))
+    assert [("other", b'0,b,1,"[1, 2]"\n0,a,1,"[1, 1]"\n')] == list(spelled.of(rows))
+
+
+def test_another_list_of_layouts_is_not_taken_for_the_one_before(rank: Rank) -> None:
+    spelled = Lines(rank.series, 6)
+    rows = rank.step(0, {"other": [Measured("a")]}, ops=("dtype",))
+    list(spelled.of(rows))
+    other = StepRows(1, rows.ops, rows.kinds, [Layout((), "torch.bfloat16")])
+    assert [("other", b"0,a,1,torch.bfloat16\n")] == list(spelled.of(other))
+
+
+def test_many_rows_are_spelled_in_blocks_and_none_is_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {kind: [Measured(f"{kind}.{i}", [float(i + 1)]) for i in range(n)] for kind, n in (("exp_avg", 10), ("other", 3))}
+    rows = rank.step(0, kinds, ops=("max", "nans"))
+    whole = text_of(rank, rows)
+    for block_rows in (1, 4, 7, 13):
+        monkeypatch.setattr(lines, "BLOCK_ROWS", block_rows)
+        assert whole == text_of(rank, rows)
+    assert "".join(f"0,exp_avg.{i},0,{i + 1}.000000,0\n" for i in range(10)) == whole["exp_avg"]
+
+
+def test_a_kind_without_rows_has_no_lines(rank: Rank) -> None:
+    rows = rank.step(0, {"other": [Measured("a")]})
+    empty = {"exp_avg": type(rows.kinds["other"])(*(np.empty(0, dtype=np.int64),) * 4, rows.kinds["other"].partials.take(slice(0)))}
+    assert [] == list(Lines(rank.series, 6).of(StepRows(0, rows.ops, empty, [])))

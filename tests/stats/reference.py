@@ -1,0 +1,54 @@
+"""What the ops are by definition, in extended precision on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from monitor.stats.ops import NUMERIC_OPS, derive
+from monitor.stats.partials import Partials
+
+
+def elements(x: torch.Tensor) -> np.ndarray:
+    """Every element of a tensor, by magnitude (in its own precision) where it is complex, as extended floats."""
+    x = x.detach()
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    x = x.resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = (x.to(torch.complex64) if x.dtype is torch.complex32 else x).abs()
+    wide = x.to(torch.float64) if x.dtype.is_floating_point or x.dtype is torch.bool else x.to(torch.int64)
+    return wide.cpu().numpy().astype(np.longdouble).ravel()
+
+
+def reference(x: torch.Tensor, eps: float) -> dict[str, float]:
+    """The ops of a tensor; those without a value are absent."""
+    a = elements(x)
+    found = {"norm": np.sqrt(np.square(a).sum()), "nans": np.isnan(a).sum(), "infs": np.isinf(a).sum()}
+    if a.size:
+        with np.errstate(invalid="ignore"):
+            found |= {"min": a.min(), "max": a.max(), "mean": a.mean(), "absmax": np.abs(a).max(), "std": a.std()}
+        found["zeros"] = (np.abs(a) < eps).mean()
+    return {op: float(value) for op, value in found.items()}
+
+
+def derived(row: object) -> dict[str, float]:
+    """The ops that a table row gives; those without a value are absent."""
+    partials = Partials.from_rows(np.array(row, dtype=np.float64)[None])
+    found = {op: derive(op, partials) for op in NUMERIC_OPS}
+    return {op: float(values[0]) for op, (values, valid) in found.items() if valid[0]}
+
+
+def assert_agrees(row: object, x: torch.Tensor, eps: float, tolerance: float = 1e-6) -> None:
+    """The row has the ops of ``x``: extremes, counts and shares exactly; norm, mean and std to ``tolerance`` of their scale."""
+    expected, found = reference(x, eps), derived(row)
+    assert expected.keys() == found.keys()
+    for op in ("min", "max", "absmax", "nans", "infs", "zeros"):
+        if op in expected:
+            np.testing.assert_allclose(found[op], expected[op], rtol=0, atol=0, err_msg=op)
+    a = elements(x)
+    scale = float(np.abs(a[np.isfinite(a)]).mean()) if np.isfinite(a).any() else 0.0
+    if "mean" in expected:
+        np.testing.assert_allclose(found["mean"], expected["mean"], rtol=0, atol=tolerance * scale, err_msg="mean")
+        np.testing.assert_allclose(found["std"], expected["std"], rtol=2e-6, atol=tolerance * scale, err_msg="std")
+    np.testing.assert_allclose(found["norm"], expected["norm"], rtol=tolerance, err_msg="norm")

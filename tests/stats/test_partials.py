@@ -1,0 +1,78 @@
+"""The algebra of partials."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import assert_agrees, derived
+
+from monitor.stats.partials import COLUMNS, EMPTY, Partials, combine, combine_groups, union
+from monitor.stats.torch_host_kernel import HostKernel
+
+KERNEL = HostKernel(1e-8)
+
+
+def row(x: torch.Tensor) -> np.ndarray:
+    return np.array(KERNEL.reduce(x), dtype=np.float64)
+
+
+values = st.one_of(
+    st.floats(width=32), st.sampled_from([0.0, -0.0, 1e-30, -1e30, float("nan"), float("inf"), float("-inf"), 1e-9])
+)
+
+
+@given(st.lists(values, max_size=30), st.lists(st.integers(0, 30), max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_however_a_tensor_is_cut_its_parts_combine_to_the_whole(numbers: list[float], cuts: list[int]) -> None:
+    x = torch.tensor(numbers, dtype=torch.float32)
+    edges = [0, *sorted(min(cut, len(numbers)) for cut in cuts), len(numbers)]
+    parts = [row(x[a:b]) for a, b in pairwise(edges)]
+    assert_agrees(union(np.array(parts)), x, 1e-8)
+
+
+def test_norms_do_not_add_and_means_do_not_average() -> None:
+    both = derived(union(np.array([row(torch.tensor([3.0])), row(torch.tensor([4.0, 0.0, 0.0]))])))
+    assert (both["norm"], both["mean"]) == (5.0, 1.75)
+
+
+def test_nothing_is_the_neutral_element() -> None:
+    one = row(torch.tensor([1.5, -2.0]))
+    np.testing.assert_array_equal(union(np.array([one, EMPTY])), one)
+    np.testing.assert_array_equal(union(np.array([EMPTY, one])), one)
+
+
+def test_parts_of_extreme_scale_combine_without_overflow_or_underflow() -> None:
+    huge, tiny = (torch.tensor([scale, scale], dtype=torch.float64) for scale in (1e300, 1e-300))
+    for x in (huge, tiny, torch.cat([huge, tiny])):
+        assert_agrees(union(np.array([row(x[:1]), row(x[1:])])), x, 1e-8)
+    zeros = torch.zeros(2, dtype=torch.float64)
+    assert_agrees(union(np.array([row(zeros), row(tiny)])), torch.cat([zeros, tiny]), 1e-8)
+
+
+def test_pairs_combine_row_by_row() -> None:
+    a, b = (Partials.from_rows(np.array([row(torch.full((n,), 2.0)), row(torch.full((n,), -1.0))])) for n in (2, 3))
+    both = combine(a, b)
+    assert both["count"].tolist() == [5, 5]
+    assert both["sum"].tolist() == [10, -5]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_runs_of_rows_combine_each_on_its_own(lengths: list[int]) -> None:
+    rows = np.array([row(torch.full((3,), float(i))) for i in range(sum(lengths))])
+    starts = np.cumsum([0, *lengths[:-1]])
+    together = combine_groups(Partials.from_rows(rows), starts)
+    alone = [union(rows[start : start + n]) for start, n in zip(starts, lengths, strict=True)]
+    np.testing.assert_allclose(together.columns.T, np.array(alone))
+
+
+def test_columns_are_found_by_name() -> None:
+    partials = Partials.from_rows(np.arange(2 * len(COLUMNS), dtype=np.float64).reshape(2, -1))
+    assert [partials[name].tolist() for name in COLUMNS] == partials.columns.tolist()
+    with pytest.raises(ValueError, match="not in"):
+        partials["median"]

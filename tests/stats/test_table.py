@@ -1,0 +1,166 @@
+"""The live table, what a seal takes from it, and what is present afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES
+from monitor.stats.table import Sealed, StatsTable
+from monitor.stats.torch_memory import HostPage
+
+
+class Live:
+    """A table with one page, written by hand."""
+
+    def __init__(self, rows: int = 8) -> None:
+        self.table = StatsTable(SeriesTable())
+        self.memory = HostPage(rows)
+        self.page = self.table.add_page(self.memory, rows)
+
+    def slot(self, name: str, kind: str = "actv", micro_steps: tuple[int, ...] = (0, 1)) -> int:
+        return self.table.allot(self.page, Series(kind, 0, name), micro_steps).row
+
+    def write(self, row: int, total: float, count: int = 1) -> None:
+        numbers = np.zeros(len(COLUMNS))
+        numbers[[WRITES, COUNT, SUM]] = 1, count, total
+        self.memory.numbers[row] = numbers
+        self.table.note(row, self.table.layout_of((count,), "float32"))
+
+    def sealed(self, **what: object) -> Sealed:
+        sealed = Sealed()
+        for name, value in what.items():
+            setattr(sealed, name, value)
+        self.table.seal(sealed)
+        return sealed
+
+
+def names(live: Live, sealed: Sealed, kind: str = "actv") -> list[tuple[str, int, float]]:
+    rows = sealed.rows().kinds[kind]
+    series = [live.table.series[index].name for index in rows.series.tolist()]
+    return list(zip(series, rows.micro_step.tolist(), rows.partials["sum"].tolist(), strict=True))
+
+
+def test_rows_stand_in_the_order_in_which_they_were_measured() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(b + 1, 4.0)
+    live.write(a, 1.0)
+    live.write(b, 2.0)
+    sealed = live.sealed()
+    assert names(live, sealed) == [("b", 1, 4.0), ("a", 0, 1.0), ("b", 0, 2.0)]
+    assert sealed.rows().kinds["actv"].call_id.tolist() == [0, 1, 2]
+
+
+def test_a_row_of_the_last_step_is_absent_from_the_next() -> None:
+    """Peers, fault 1: a branch that did not run is written again with the values of an earlier step."""
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(a, 1.0)
+    live.write(b, 2.0)
+    live.sealed()
+    live.write(a, 3.0)
+    assert names(live, live.sealed()) == [("a", 0, 3.0)]
+
+
+def test_an_empty_tensor_is_present() -> None:
+    live = Live()
+    live.write(live.slot("a"), 0.0, count=0)
+    assert names(live, live.sealed()) == [("a", 0, 0.0)]
+
+
+def test_an_alias_has_the_numbers_of_its_source() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(a, 5.0)
+    live.table.note(b, 0, alias=a)
+    assert names(live, live.sealed()) == [("a", 0, 5.0), ("b", 0, 5.0)]
+
+
+def test_an_alias_whose_source_was_written_again_is_absent() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(a, 5.0)
+    live.table.note(b, 0, alias=a)
+    live.write(a, 6.0)
+    assert names(live, live.sealed()) == [("a", 0, 6.0)]
+
+
+def test_a_row_that_was_an_alias_is_its_own_once_it_is_written() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(a, 5.0)
+    live.table.note(b, 0, alias=a)
+    live.write(b, 7.0)
+    assert names(live, live.sealed()) == [("a", 0, 5.0), ("b", 0, 7.0)]
+
+
+def test_an_alias_of_an_earlier_step_means_nothing_in_the_next() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(a, 5.0)
+    live.table.note(b, 0, alias=a)
+    live.sealed()
+    live.write(a, 6.0)
+    assert names(live, live.sealed()) == [("a", 0, 6.0)]
+
+
+def test_a_sealed_copy_keeps_its_step_while_the_table_goes_on_and_grows() -> None:
+    live = Live()
+    a = live.slot("a")
+    live.write(a, 1.0)
+    first = live.sealed(step=3)
+    second_page = live.table.add_page(HostPage(4), 4)
+    live.table.allot(second_page, Series("actv", 0, "late"), (0,))
+    live.write(a, 2.0)
+    assert (first.rows().step, names(live, first)) == (3, [("a", 0, 1.0)])
+
+
+def test_a_sealed_copy_is_reused_after_the_table_has_grown() -> None:
+    live = Live(rows=2)
+    live.write(live.slot("a"), 1.0)
+    sealed = live.sealed()
+    before = sealed.nbytes
+    memory = HostPage(4)
+    late = live.table.allot(live.table.add_page(memory, 4), Series("grad_reduced", 0, "w"), (NO_MICRO_STEP,))
+    memory.numbers[late.local_row, WRITES] = 1
+    live.table.note(late.row, 0)
+    live.table.seal(sealed)
+    assert sealed.nbytes > before
+    assert names(live, sealed, "grad_reduced") == [("w", NO_MICRO_STEP, 0.0)]
+
+
+def test_combined_micro_steps_are_one_row_where_the_first_stood() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(b + 1, 10.0, count=3)
+    live.write(a, 1.0)
+    live.write(b, 2.0)
+    live.write(a + 1, 5.0)
+    rows = live.sealed(combined_kinds=frozenset({"actv"})).rows().kinds["actv"]
+    assert [live.table.series[i].name for i in rows.series.tolist()] == ["a", "b"]
+    assert rows.partials["sum"].tolist() == [6.0, 12.0]
+    assert rows.partials["count"].tolist() == [2.0, 4.0]
+    assert rows.micro_step.tolist() == [NO_MICRO_STEP, NO_MICRO_STEP]
+
+
+def test_rows_are_parted_by_kind() -> None:
+    live = Live()
+    live.write(live.slot("x"), 1.0)
+    live.write(live.slot("w", "grad_reduced", (NO_MICRO_STEP,)), 2.0)
+    kinds = live.sealed().rows().kinds
+    assert {kind: rows.partials["sum"].tolist() for kind, rows in kinds.items()} == {"actv": [1.0], "grad_reduced": [2.0]}
+
+
+def test_the_step_in_progress_can_be_looked_at_without_ending_it() -> None:
+    live = Live()
+    a = live.slot("a")
+    live.write(a, 1.0)
+    assert live.table.kinds_now()["actv"].partials["sum"].tolist() == [1.0]
+    assert names(live, live.sealed()) == [("a", 0, 1.0)]
+
+
+def test_layouts_are_numbered_once() -> None:
+    table = StatsTable(SeriesTable())
+    assert [table.layout_of((2, 3), "f"), table.layout_of((3,), "f"), table.layout_of((2, 3), "f")] == [0, 1, 0]
+    assert table.layouts[1].shape == (3,)
