@@ -2,10 +2,10 @@
 
     python bench/overhead.py --peer-python .venv-peer/bin/python
 
-Each of the three is a process of its own with one thread, and they step in turn. The CPU time of a monitored process is divided
-by that of the unmonitored one in the same round, and the median over the rounds is reported: what disturbs the machine disturbs
-all three. CPU time is the whole process's, with its writer thread and the time between its turns; the last step also waits until
-everything is written.
+Each of the three is a process of its own with one thread, and they step in turn. The CPU time of a monitored process is
+divided by that of the unmonitored one in the same round, and the median over the rounds is reported: what disturbs the machine
+disturbs all three. CPU time is the whole process's, with its writer thread and the time between its turns; the last step also
+waits until everything is written.
 
 Memory is the peak of a process above that of the unmonitored one. Another process trains unmonitored too, but imports first
 whatever the monitored one had imported by its end: this tells what the libraries take from what the monitor takes.
@@ -21,15 +21,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
+from costs import Cost, cost_of
 from models import WORKLOADS
-from stepping import UNMONITORED, WorkerFailed
+from stepping import WorkerError
 from tables import Progress, aligned, save
-from trials import WARM_UP_ROUNDS, Peaks, Times, Trial
+from trials import Trial
 
 OPS = ["min", "max", "mean", "norm", "zeros", "nans"]
 GRADIENTS = {"wg_distribution": True}
@@ -45,52 +46,10 @@ CONFIGS = {
 }
 PEER_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "python"
 TITLES = {"ours": "monitor", "peer": "mindstudio-probe"}
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """The unmonitored process.
-
-    Attributes:
-        step: CPU milliseconds a step, median.
-        memory: Its peak, megabytes.
-    """
-
-    parameters: int
-    torch: str
-    step: float
-    memory: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one monitor costs in one configuration.
-
-    Attributes:
-        rows: Rows written a step.
-        cpu: Ratios of CPU time to the unmonitored process, one a round, the flush being part of the last.
-        cpu_in_all: CPU time of all rounds over that of the unmonitored process: where rare and dear steps show.
-        wall: Ratios of wall time, likewise one a round.
-        flush: Wall milliseconds that the wait at the end took.
-        memory: Peak above that of the unmonitored process, megabytes.
-        imports: The part of it that importing the libraries takes.
-        memory_when_timed: The same difference between the timed processes, whose allocator was left to itself.
-        same_losses: Whether the losses were those of the unmonitored process, bit for bit.
-    """
-
-    model: str
-    recorded: str
-    by: str
-    plain: Plain
-    rows: float
-    cpu: list[float]
-    cpu_in_all: float
-    wall: list[float]
-    flush: float
-    memory: float
-    imports: float
-    memory_when_timed: float
-    same_losses: bool
+HEADER = (
+    "model", "recorded", "by", "rows a step", "CPU ×", "quartiles", "in all ×", "wall ×", "flush ms", "added MB", "imports MB",
+    "beyond MB",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -99,7 +58,7 @@ def main() -> int:
     progress = Progress()
     try:
         costs = list(measure(options, pythons, progress)) if pythons else []
-    except WorkerFailed as failure:
+    except WorkerError as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
     progress.end()
@@ -140,7 +99,7 @@ def measure(options: argparse.Namespace, pythons: dict[str, str], progress: Prog
                 )
                 times, peaks = trial.times(options.rounds), trial.peaks()
             for name in pythons:
-                yield cost_of(name, model, recorded, times, peaks)
+                yield cost_of(name, trial.workload, recorded, times, peaks)
 
 
 def write_config(directory: Path, recorded: str) -> Path:
@@ -150,47 +109,13 @@ def write_config(directory: Path, recorded: str) -> Path:
     return path
 
 
-def cost_of(name: str, model: str, recorded: str, times: Times, peaks: Peaks) -> Cost:
-    steps_a_turn, base = WORKLOADS[model].steps_a_turn, peaks.monitored[UNMONITORED]
-    cpu, plain_cpu = seconds(times, name, "cpu"), seconds(times, UNMONITORED, "cpu")
-    ready = times.ready[UNMONITORED]
-    return Cost(
-        model=model,
-        recorded=recorded,
-        by=name,
-        plain=Plain(ready["parameters"], ready["torch"], 1e3 * median(plain_cpu) / steps_a_turn, base / 1e6),
-        rows=times.rows[name] / (steps_a_turn * (WARM_UP_ROUNDS + len(cpu))),
-        cpu=ratios(cpu, plain_cpu),
-        cpu_in_all=sum(cpu) / sum(plain_cpu),
-        wall=ratios(seconds(times, name, "wall"), seconds(times, UNMONITORED, "wall")),
-        flush=1e3 * times.flush[name]["wall"],
-        memory=(peaks.monitored[name] - base) / 1e6,
-        imports=(peaks.imports[name] - base) / 1e6,
-        memory_when_timed=(times.flush[name]["peak"] - times.flush[UNMONITORED]["peak"]) / 1e6,
-        same_losses=seconds(times, name, "loss") == seconds(times, UNMONITORED, "loss"),
-    )
-
-
-def seconds(times: Times, name: str, clock: str) -> list[float]:
-    return [replies[name][clock] for replies in times.rounds]
-
-
-def ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
-    return [this / that for this, that in zip(these, those, strict=True)]
-
-
 def say(costs: Sequence[Cost], left_out: Sequence[str], rounds: int) -> None:
     """Print what was found."""
-    for model in dict.fromkeys(cost.model for cost in costs):
-        plain = next(cost.plain for cost in costs if cost.model == model)
-        print(
-            f"{model}: {plain.parameters / 1e6:.3g} M parameters, torch {plain.torch}, one thread, {rounds} rounds; unmonitored "
-            f"{plain.step:.3g} ms of CPU time a step, {plain.memory:.0f} MB."
-        )
-    header = (
-        "model", "recorded", "by", "rows a step", "CPU ×", "quartiles", "in all ×", "wall ×", "flush ms", "MB", "imports", "beyond",
-    )  # fmt: skip
-    print("\n" + aligned(header, [cells(cost) for cost in costs], names=3) + "\n")
+    for model, plain in {cost.model: cost.plain for cost in costs}.items():
+        print(f"{model}: {plain.parameters / 1e6:.3g} M parameters, torch {plain.torch}, one thread, {rounds} rounds;")
+        print(f"unmonitored {plain.step:.3g} ms of CPU time a step, {plain.memory:.0f} MB.")
+    if costs:
+        print(f"\n{aligned(HEADER, [cells(cost) for cost in costs], names=3)}\n")
     for line in left_out:
         print(line)
     for cost in costs:
@@ -226,9 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least_two, default=15, help="counted after the warm-up (15)")
     parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help="an interpreter with torch and mindstudio-probe")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
-    parser.add_argument(
-        "--quick", action="store_true", help="check that it runs: a model of a few neurons, everything, 2 rounds"
-    )
+    parser.add_argument("--quick", action="store_true", help="see that it runs: a few neurons, everything, 2 rounds")
     options = parser.parse_args()
     options.models = ("gpt", "tiny") if options.model == "both" else (options.model,)
     if options.quick:

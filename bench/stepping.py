@@ -1,4 +1,4 @@
-"""Processes that train side by side and step in turn, so that each round finds them all on the same machine in the same mood."""
+"""Processes that train side by side and step in turn, so that what disturbs the machine disturbs them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SECONDS_TO_LEAVE = 10
 
 
-class WorkerFailed(Exception):
+class WorkerError(Exception):
     """A measured process ended before it was told to; the message holds the end of its log."""
 
 
@@ -61,7 +61,7 @@ class Worker:
         """Send a request and wait for its reply.
 
         Raises:
-            WorkerFailed: The process has ended.
+            WorkerError: The process has ended.
         """
         assert self._process.stdin is not None
         try:
@@ -74,7 +74,7 @@ class Worker:
         """Wait for a reply: that of a request, or the one that says that training can begin.
 
         Raises:
-            WorkerFailed: The process has ended.
+            WorkerError: The process has ended.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -83,10 +83,10 @@ class Worker:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def _failure(self) -> WorkerFailed:
+    def _failure(self) -> WorkerError:
         status = self._process.wait(timeout=SECONDS_TO_LEAVE)
         lines = self._log.read_text(errors="replace").splitlines()
-        return WorkerFailed("\n".join([f"A measured process ended with status {status}. The end of its log:", *lines[-15:]]))
+        return WorkerError("\n".join([f"A measured process ended with status {status}. The end of its log:", *lines[-15:]]))
 
 
 def step_round(workers: Mapping[str, Worker], number: int, steps: int) -> dict[str, dict[str, Any]]:

@@ -19,9 +19,9 @@ MEMORY_STEPS = 5
 """From the second step on there are moments to read; a few more, so that buffers that take turns have all been used."""
 
 EXACT_PEAKS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""For processes whose memory is measured. Left to itself the allocator keeps what was freed, and where addresses happen to
-fall moves the peak of equal runs by 50 MB. With this every tensor goes back to the system when it is freed, equal runs agree to 0.1 MB, and a
-peak is what was alive at once. It slows down, so time is measured without."""
+"""For processes whose memory is measured. Left to itself the allocator keeps part of what was freed, and where addresses happen
+to fall moves the peaks of equal runs apart by 50 MB. With this a tensor goes back to the system when it is freed: a peak is
+what was alive at once, and equal runs agree to 0.1 MB. It slows down, so time is measured without."""
 
 Replies = dict[str, dict[str, Any]]
 """A reply for each process, by the name of its monitor."""

@@ -31,7 +31,7 @@ from stepping import UNMONITORED
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "demo"))
-from gpt import GPT, GPTConfig  # noqa: E402
+from gpt import GPT, GPTConfig
 
 MONITORS = {"ours": "monitor.pytorch", "peer": "msprobe.pytorch"}
 

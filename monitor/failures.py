@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
@@ -10,7 +11,30 @@ from typing import Final, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LOGGER: Final = logging.getLogger("monitor")
+
+class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard error as long as the program has set up no logging of its own: what the monitor says is for its
+    users, and they seldom configure a logger for it.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            self.stream = sys.stderr
+            super().emit(record)
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("monitor")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _LastResort) for handler in logger.handlers):
+        handler = _LastResort()
+        handler.setFormatter(logging.Formatter("[monitor] %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+    return logger
+
+
+LOGGER: Final = _logger()
 
 
 class Failures:

@@ -92,7 +92,7 @@ class Selection:
         """Match every target.
 
         Args:
-            config_targets: By name, with or without the number of a chunk (``1:layers.0``). None: everything is selected.
+            config_targets: By name, with or without the number of a chunk (``1:layers.0``). Without any, all is selected.
             all_xy: Select the tensors of the modules that no target names, too.
             forward_only: No gradients of activations. With ``backward_only`` no activations at all.
             backward_only: Gradients of activations alone.
@@ -105,19 +105,11 @@ class Selection:
         self.unmatched = self._explained([target for target in config_targets if target in missed])
 
     def module(self, chunk: int, name: str) -> ModuleSelection | None:
-        """What is wanted of a module, None for nothing.
-
-        Raises:
-            IndexError: There is no such chunk.
-        """
+        """What is wanted of a module, by its full cleaned name; None for nothing."""
         return self._chunks[chunk].modules.get(name, self._others) if self._targeted else self._others
 
     def parameter(self, chunk: int, name: str) -> bool:
-        """Whether a parameter is watched.
-
-        Raises:
-            IndexError: There is no such chunk.
-        """
+        """Whether a parameter, by its full cleaned name, is watched."""
         return not self._targeted or self._chunks[chunk].covers(name)
 
     def warning(self) -> str | None:

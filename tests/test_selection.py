@@ -230,18 +230,18 @@ class TestChunks:
 
 
 class TestTargetsThatMatchNothing:
-    """Fault 18 of the tool that users have today: it says nothing about them."""
+    """Peers' fault 18: they were passed over in silence."""
 
-    NAMES = ChunkNames(("", "h", "h.mlp", "ln_f"), ("h.mlp.weight",))
+    NAMES = ChunkNames(("", "h", "h.mlp", "ln_f"), ("h.mlp.w",))
 
     def test_each_is_given_with_the_names_nearest_to_it(self) -> None:
         selection = select(["h.mpl", "ln_f", "zzzz"], self.NAMES)
-        assert selection.unmatched == (Unmatched("h.mpl", ("h.mlp", "h.mlp.weight")), Unmatched("zzzz", ()))
+        assert selection.unmatched == (Unmatched("h.mpl", ("h.mlp", "h.mlp.w")), Unmatched("zzzz", ()))
 
     def test_all_are_named_in_one_message(self) -> None:
         assert select(["h.mpl", "ln_f", "zzzz"], self.NAMES).warning() == (
             "Targets that match nothing in this model (of a pipeline, in this rank's part of it): "
-            "'h.mpl' (nearest: 'h.mlp', 'h.mlp.weight'), 'zzzz'."
+            "'h.mpl' (nearest: 'h.mlp', 'h.mlp.w'), 'zzzz'."
         )
 
     def test_what_does_match_is_watched_all_the_same(self) -> None:

@@ -250,10 +250,11 @@ def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users
 
     seen: list[object] = []
     page = torch.zeros(1, len(COLUMNS), dtype=torch.float64)
+    into = page if isinstance(kernel, DeviceKernel) else page.numpy()
     x = normal(500).requires_grad_()
     version, state = x._version, torch.random.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16), Everything():
-        kernel.reduce_into(x, page if isinstance(kernel, DeviceKernel) else page.numpy(), 0)
+        kernel.reduce_into(x, into, 0)
     assert_agrees(page[0].numpy(), x, EPS)
     assert (x.grad_fn, x._version, seen) == (None, version, [])
     assert torch.equal(state, torch.random.get_rng_state())

@@ -1,0 +1,411 @@
+from __future__ import annotations
+
+import csv
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from sink_rows import SIX_OPS, Measured, Rank, visible
+
+from monitor.sinks.csv import CsvSink, read_csv
+
+W = {"grad_reduced": [Measured("w")]}
+BOTH = {"actv": [Measured("l.output", micro_step=0)], "grad_reduced": [Measured("w")]}
+
+
+def write(sink: CsvSink, rank: Rank, *steps: int, ops: tuple[str, ...] = ("norm",), kinds: dict = W) -> None:
+    for step in steps:
+        sink.write(rank.step(step, kinds, ops))
+
+
+def steps_in(path: Path) -> list[int]:
+    return read_csv(path)["step"].to_pylist()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path / "run")
+
+
+@pytest.fixture
+def out(rank: Rank) -> Path:
+    return rank.context.directory
+
+
+class TestFiles:
+    def test_a_file_holds_a_kind_and_a_record(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, *range(10), kinds=BOTH)
+        assert {"actv_0-4.csv", "actv_5-9.csv", "grad_reduced_0-4.csv", "grad_reduced_5-9.csv"} == visible(out)
+        assert "vpp_stage,name,step,norm\n" + "".join(f"0,w,{i},5.000000\n" for i in range(5, 10)) == (
+            out / "grad_reduced_5-9.csv"
+        ).read_text()
+
+    def test_records_are_aligned_wherever_the_run_begins(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 103, 107)
+        sink.close()
+        assert {"grad_reduced_100-104.csv", "grad_reduced_105-109.csv"} == visible(out)
+
+    def test_a_record_of_one_step_is_a_file_a_step(self, tmp_path: Path) -> None:
+        rank = Rank(tmp_path, steps_per_record=1)
+        write(CsvSink(rank.context), rank, 0, 1)
+        assert {"grad_reduced_0-0.csv", "grad_reduced_1-1.csv"} == visible(tmp_path)
+
+    def test_an_open_record_is_hidden(self, rank: Rank, out: Path) -> None:
+        write(CsvSink(rank.context), rank, 0, 1, 2, 3)
+        assert set() == visible(out)
+        assert [".grad_reduced_0-4.csv.part"] == os.listdir(out)
+
+    def test_what_an_open_record_holds_has_left_the_process(self, rank: Rank, out: Path) -> None:
+        write(CsvSink(rank.context), rank, 0)
+        assert b"vpp_stage,name,step,norm\n0,w,0,5.000000\n" == (out / ".grad_reduced_0-4.csv.part").read_bytes()
+
+    def test_a_step_beyond_the_record_completes_it_for_every_kind(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 3, kinds=BOTH)
+        write(sink, rank, 6)
+        assert {"actv_0-4.csv", "grad_reduced_0-4.csv"} == visible(out)
+
+    def test_closing_shows_everything_and_leaves_no_hidden_file(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, 1, kinds=BOTH)
+        sink.close()
+        assert {"actv_0-4.csv", "grad_reduced_0-4.csv"} == set(os.listdir(out))
+
+    def test_a_sink_that_wrote_nothing_makes_no_directory(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        sink.flush()
+        sink.close()
+        assert not out.exists()
+
+    def test_one_file_a_kind_is_open_at_most(self, rank: Rank) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, kinds=BOTH)
+        assert before + 2 == len(os.listdir("/proc/self/fd"))
+        write(sink, rank, *range(1, 13), kinds=BOTH)
+        assert before + 2 == len(os.listdir("/proc/self/fd"))
+        sink.close()
+        assert before == len(os.listdir("/proc/self/fd"))
+
+
+class TestUnion:
+    def test_a_flush_in_mid_record_shows_it_and_later_steps_join(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, 1)
+        sink.flush()
+        assert [0, 1] == steps_in(out / "grad_reduced_0-4.csv")
+        write(sink, rank, 2)
+        assert [0, 1] == steps_in(out / "grad_reduced_0-4.csv")
+        sink.close()
+        assert ["grad_reduced_0-4.csv"] == os.listdir(out)
+        assert [0, 1, 2] == steps_in(out / "grad_reduced_0-4.csv")
+
+    def test_a_resumed_run_joins_the_record_of_the_earlier_process(self, rank: Rank, out: Path) -> None:
+        names = [Measured('a,"b"\nc'), Measured("plain")]
+        first = CsvSink(rank.context)
+        write(first, rank, 0, 1, 2, kinds={"other": names})
+        first.close()
+        second = CsvSink(rank.context)
+        write(second, rank, 3, 4, kinds={"other": names})
+        assert {"other_0-4.csv"} == visible(out)
+        table = read_csv(out / "other_0-4.csv")
+        assert [0, 0, 1, 1, 2, 2, 3, 3, 4, 4] == table["step"].to_pylist()
+        assert ['a,"b"\nc', "plain"] * 5 == table["name"].to_pylist()
+
+    def test_a_step_written_again_replaces_its_rows_and_the_later_ones(self, rank: Rank, out: Path) -> None:
+        write(CsvSink(rank.context), rank, *range(5), kinds={"other": [Measured("line\nbreak", [1.0])]})
+        again = CsvSink(rank.context)
+        write(again, rank, 2, 3, kinds={"other": [Measured("line\nbreak", [9.0])]})
+        again.close()
+        table = read_csv(out / "other_0-4.csv")
+        assert [0, 1, 2, 3] == table["step"].to_pylist()
+        assert [1.0, 1.0, 9.0, 9.0] == table["norm"].to_pylist()
+
+    def test_a_step_written_again_while_its_record_is_open(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, 1, 2, 1, 2)
+        sink.close()
+        assert [0, 1, 2] == steps_in(out / "grad_reduced_0-4.csv")
+
+    def test_a_kind_that_comes_late_in_the_record_gets_its_file(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0)
+        write(sink, rank, 1, 4, kinds=BOTH)
+        assert [1, 4] == steps_in(out / "actv_0-4.csv")
+        assert [0, 1, 4] == steps_in(out / "grad_reduced_0-4.csv")
+
+
+class TestOtherColumns:
+    """Peers' fault 11: a changed ``ops`` left the old header over other columns."""
+
+    def test_changed_ops_start_a_file_and_both_are_called_after_their_steps(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, 1)
+        write(sink, rank, 2, 3, 4, ops=("min", "max"))
+        write(sink, rank, 5, 9, ops=("min", "max"))
+        assert {"grad_reduced_0-1.csv", "grad_reduced_2-4.csv", "grad_reduced_5-9.csv"} == visible(out)
+        assert ["vpp_stage", "name", "step", "norm"] == read_csv(out / "grad_reduced_0-1.csv").column_names
+        assert ["vpp_stage", "name", "step", "min", "max"] == read_csv(out / "grad_reduced_2-4.csv").column_names
+
+    def test_a_kind_that_gains_micro_steps_starts_a_file(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        sink.write(rank.step(0, W, ("norm",)))
+        sink.write(rank.step(1, W, ("norm",), micro_step_kinds=frozenset({"grad_reduced"})))
+        sink.close()
+        assert {"grad_reduced_0-0.csv", "grad_reduced_1-1.csv"} == visible(out)
+
+    def test_a_flush_between_grows_the_file_and_its_name(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0)
+        write(sink, rank, 1, ops=("min",))
+        sink.flush()
+        write(sink, rank, 2, ops=("min",))
+        sink.close()
+        assert {"grad_reduced_0-0.csv", "grad_reduced_1-2.csv"} == visible(out)
+        assert [1, 2] == steps_in(out / "grad_reduced_1-2.csv")
+
+    def test_ops_that_change_back_join_their_first_file(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, 1)
+        write(sink, rank, 2, ops=("min",))
+        write(sink, rank, 3)
+        sink.close()
+        assert {"grad_reduced_0-3.csv", "grad_reduced_2-2.csv"} == visible(out)
+        assert [0, 1, 3] == steps_in(out / "grad_reduced_0-3.csv")
+
+    def test_a_resume_with_other_ops_leaves_the_earlier_file_alone(self, rank: Rank, out: Path) -> None:
+        first = CsvSink(rank.context)
+        write(first, rank, 0, 1, 2)
+        first.close()
+        before = (out / "grad_reduced_0-4.csv").read_bytes()
+        write(CsvSink(rank.context), rank, 3, 4, ops=SIX_OPS)
+        assert {"grad_reduced_0-4.csv", "grad_reduced_3-4.csv"} == visible(out)
+        assert before == (out / "grad_reduced_0-4.csv").read_bytes()
+
+    def test_a_third_process_joins_the_file_of_its_ops(self, rank: Rank, out: Path) -> None:
+        for steps, ops in (((0, 1), ("norm",)), ((2, 3), ("min",)), ((3, 4), ("min",))):
+            sink = CsvSink(rank.context)
+            write(sink, rank, *steps, ops=ops)
+            sink.close()
+        assert {"grad_reduced_0-4.csv", "grad_reduced_2-4.csv"} == visible(out)
+        assert [2, 3, 4] == steps_in(out / "grad_reduced_2-4.csv")
+
+    @pytest.mark.parametrize("content", [b"", b"notes\n", b"vpp_stage,name,step,norm\n0,w", b"vpp_stage,name,step,norm\n0,w,x,1\n"])
+    def test_a_file_that_is_not_ours_is_never_replaced(self, rank: Rank, out: Path, content: bytes) -> None:
+        out.mkdir()
+        (out / "grad_reduced_0-4.csv").write_bytes(content)
+        (out / "grad_reduced_2-4.csv").write_bytes(content)
+        write(CsvSink(rank.context), rank, 2, 4)
+        assert content == (out / "grad_reduced_0-4.csv").read_bytes() == (out / "grad_reduced_2-4.csv").read_bytes()
+        assert [2, 4] == steps_in(out / "grad_reduced_2-4.2.csv")
+
+    def test_a_directory_in_the_way_is_gone_around(self, rank: Rank, out: Path) -> None:
+        (out / "grad_reduced_0-4.csv").mkdir(parents=True)
+        write(CsvSink(rank.context), rank, 2, 4)
+        assert [2, 4] == steps_in(out / "grad_reduced_2-4.csv")
+
+
+@pytest.fixture
+def file_size_limit():
+    """Sets the size that no file may exceed: a write across it comes half through, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class TestFaults:
+    """Peers' fault 17: any error of the file system killed the run."""
+
+    def test_a_full_disk_loses_the_step_and_nothing_else(self, rank: Rank, out: Path, file_size_limit) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, 1)
+        file_size_limit((out / ".grad_reduced_0-4.csv.part").stat().st_size + 5)
+        with pytest.raises(OSError, match="large"):
+            write(sink, rank, 2)
+        file_size_limit(None)
+        write(sink, rank, 3, 4)
+        assert [0, 1, 3, 4] == steps_in(out / "grad_reduced_0-4.csv")
+
+    def test_a_step_is_in_the_files_of_all_kinds_or_of_none(self, rank: Rank, out: Path, file_size_limit) -> None:
+        sink = CsvSink(rank.context)
+        kinds = {"exp_avg": [Measured("w")], "grad_reduced": [Measured(f"w{i}") for i in range(100)]}
+        write(sink, rank, 0, kinds=kinds)
+        file_size_limit((out / ".grad_reduced_0-4.csv.part").stat().st_size + 5)
+        with pytest.raises(OSError, match="large"):
+            write(sink, rank, 1, kinds=kinds)
+        file_size_limit(None)
+        sink.close()
+        assert [0] == steps_in(out / "exp_avg_0-4.csv")
+        assert [0] * 100 == steps_in(out / "grad_reduced_0-4.csv")
+
+    def test_a_disk_full_from_the_start_leaves_no_file(self, rank: Rank, out: Path, file_size_limit) -> None:
+        sink = CsvSink(rank.context)
+        file_size_limit(10)
+        with pytest.raises(OSError, match="large"):
+            write(sink, rank, 0)
+        sink.close()
+        assert [] == os.listdir(out)
+
+    def test_a_removed_directory_is_reported_and_made_anew(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0)
+        (out / ".grad_reduced_0-4.csv.part").unlink()
+        out.rmdir()
+        with pytest.raises(FileNotFoundError, match="removed while it was being written"):
+            write(sink, rank, 1)
+        write(sink, rank, 2)
+        sink.close()
+        assert [2] == steps_in(out / "grad_reduced_0-4.csv")
+
+    def test_a_removed_directory_is_reported_on_close(self, rank: Rank, out: Path) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0)
+        (out / ".grad_reduced_0-4.csv.part").unlink()
+        out.rmdir()
+        with pytest.raises(FileNotFoundError):
+            sink.close()
+        assert before == len(os.listdir("/proc/self/fd"))
+
+    def test_a_directory_that_cannot_be_made_yet(self, rank: Rank, out: Path) -> None:
+        out.write_text("a file in its place")
+        sink = CsvSink(rank.context)
+        with pytest.raises(OSError, match="directory"):
+            write(sink, rank, 0)
+        out.unlink()
+        write(sink, rank, 1)
+        sink.close()
+        assert [1] == steps_in(out / "grad_reduced_0-4.csv")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_a_directory_without_permission(self, rank: Rank, out: Path) -> None:
+        out.mkdir(mode=0o500)
+        sink = CsvSink(rank.context)
+        with pytest.raises(PermissionError):
+            write(sink, rank, 0)
+        out.chmod(0o700)
+        write(sink, rank, 1, 4)
+        assert [1, 4] == steps_in(out / "grad_reduced_0-4.csv")
+
+    def test_too_many_open_files(self, rank: Rank, out: Path) -> None:
+        resource = pytest.importorskip("resource")
+        sink = CsvSink(rank.context)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                write(sink, rank, 0, kinds=BOTH)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        write(sink, rank, 1, kinds=BOTH)
+        sink.close()
+        assert [1] == steps_in(out / "grad_reduced_0-4.csv") == steps_in(out / "actv_0-4.csv")
+
+    def test_a_name_that_cannot_be_given_yet_is_given_later(self, rank: Rank, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", refuse)
+            with pytest.raises(PermissionError):
+                sink.flush()
+            with pytest.raises(PermissionError):
+                write(sink, rank, 1)
+        write(sink, rank, 2)
+        sink.close()
+        assert [0, 2] == steps_in(out / "grad_reduced_0-4.csv")
+
+    def test_an_error_in_spelling_leaves_the_step_out(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0)
+        broken = rank.step(1, {"exp_avg": [Measured("w")], **W}, ("norm",))
+        broken.kinds["grad_reduced"].series[0] = 99
+        with pytest.raises(pa.ArrowException):
+            sink.write(broken)
+        write(sink, rank, 2)
+        sink.close()
+        assert {"grad_reduced_0-4.csv"} == visible(out)
+        assert [0, 2] == steps_in(out / "grad_reduced_0-4.csv")
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(1, "no")
+
+
+ENDLESS = """
+import itertools, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from sink_rows import Measured, Rank
+from monitor.sinks.csv import CsvSink
+rank = Rank(Path({out!r}), steps_per_record=3)
+sink = CsvSink(rank.context)
+for step in itertools.count():
+    sink.write(rank.step(step, {{kind: [Measured(f"w\\n{{i}}") for i in range(200)] for kind in ("actv", "other")}}))
+"""
+
+
+def test_a_killed_process_loses_the_open_record_at_most(tmp_path: Path) -> None:
+    for attempt in range(3):
+        out = tmp_path / f"run{attempt}"
+        program = ENDLESS.format(tests=str(Path(__file__).parent), out=str(out))
+        process = subprocess.Popen([sys.executable, "-c", program])
+        wait_for(lambda out=out: out.exists() and len(visible(out)) > 8 + attempt)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        for kind in ("actv", "other"):
+            steps = [step for path in out.glob(f"{kind}_*.csv") for step in steps_in(path)]
+            assert sorted(list(range(max(steps) + 1)) * 200) == sorted(steps)
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class TestReading:
+    def test_columns_have_the_types_of_what_they_hold(self, rank: Rank, out: Path) -> None:
+        measured = [Measured("l.in", [1.0, math.nan], micro_step=0), Measured("l.out", [math.inf], micro_step=1), Measured("e", [])]
+        sink = CsvSink(rank.context)
+        sink.write(rank.step(0, {"actv": measured}, ("mean", "nans", "infs", "shape", "dtype")))
+        sink.close()
+        table = read_csv(out / "actv_0-4.csv")
+        types = ["int64", "string", "int64", "int64", "double", "int64", "int64", "string", "string"]
+        assert types == [str(field.type) for field in table.schema]
+        assert [0, 1, None] == table["micro_step"].to_pylist()
+        mean = table["mean"].to_pylist()
+        assert math.isnan(mean[0])
+        assert [math.inf, None] == mean[1:]
+        assert [1, 0, 0] == table["nans"].to_pylist()
+        assert ["[1, 2]", "[1, 1]", "[1, 0]"] == table["shape"].to_pylist()
+
+    def test_a_name_reads_as_it_was(self, rank: Rank, out: Path) -> None:
+        names = ['a,"b"\nc', "", "nan", "NULL", "1.0", "ü"]
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, kinds={"other": [Measured(name) for name in names]})
+        sink.close()
+        assert names == read_csv(out / "other_0-4.csv")["name"].to_pylist()
+
+    def test_the_standard_library_reads_the_same(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, 1, kinds={"other": [Measured('a,"b"\nc', [0.5]), Measured("d", [])]}, ops=SIX_OPS)
+        sink.close()
+        with (out / "other_0-4.csv").open(newline="") as file:
+            plain = [row["mean"] and float(row["mean"]) for row in csv.DictReader(file)]
+        assert [0.5, "", 0.5, ""] == plain
+        assert [0.5, None, 0.5, None] == read_csv(out / "other_0-4.csv")["mean"].to_pylist()
+
+    def test_a_file_of_something_else_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "x_0-0.csv").write_text("step\nfive\n")
+        with pytest.raises(pa.ArrowInvalid):
+            read_csv(tmp_path / "x_0-0.csv")
