@@ -34,7 +34,8 @@ class Cost:
         rows: Rows written a step.
         cpu: Ratios of CPU time to the unmonitored process, one a round, the flush being part of the last.
         cpu_in_all: CPU time of all rounds over that of the unmonitored process: where rare and dear steps show.
-        wall: Ratios of wall time, likewise one a round.
+        thread: Ratios of the CPU time of the training thread alone, likewise.
+        wall: Ratios of wall time, likewise.
         flush: Wall milliseconds that the wait at the end took.
         memory: Peak above that of the unmonitored process, megabytes.
         imports: The part of it that importing the libraries takes.
@@ -49,6 +50,7 @@ class Cost:
     rows: float
     cpu: list[float]
     cpu_in_all: float
+    thread: list[float]
     wall: list[float]
     flush: float
     memory: float
@@ -70,6 +72,7 @@ def cost_of(name: str, workload: Workload, recorded: str, times: Times, peaks: P
         rows=times.rows[name] / (steps_a_turn * (WARM_UP_ROUNDS + len(cpu))),
         cpu=_ratios(cpu, plain_cpu),
         cpu_in_all=sum(cpu) / sum(plain_cpu),
+        thread=_ratios(_column(times, name, "thread"), _column(times, UNMONITORED, "thread")),
         wall=_ratios(_column(times, name, "wall"), _column(times, UNMONITORED, "wall")),
         flush=1e3 * times.flush[name]["wall"],
         memory=(peaks.monitored[name] - base) / 1e6,

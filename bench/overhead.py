@@ -20,7 +20,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,10 +46,21 @@ CONFIGS = {
 }
 PEER_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "python"
 TITLES = {"ours": "monitor", "peer": "mindstudio-probe"}
-HEADER = (
-    "model", "recorded", "by", "rows a step", "CPU ×", "quartiles", "in all ×", "wall ×", "flush ms", "added MB", "imports MB",
-    "beyond MB",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[Cost], str]] = {
+    "model": lambda cost: cost.model,
+    "recorded": lambda cost: cost.recorded,
+    "by": lambda cost: TITLES[cost.by],
+    "rows a step": lambda cost: f"{cost.rows:.0f}",
+    "CPU ×": lambda cost: f"{median(cost.cpu):.3f}",
+    "quartiles": lambda cost: "{:.3f} to {:.3f}".format(*quantiles(cost.cpu, n=4, method="inclusive")[::2]),
+    "in all ×": lambda cost: f"{cost.cpu_in_all:.3f}",
+    "thread ×": lambda cost: f"{median(cost.thread):.3f}",
+    "wall ×": lambda cost: f"{median(cost.wall):.3f}",
+    "flush ms": lambda cost: f"{cost.flush:.1f}",
+    "added MB": lambda cost: f"{cost.memory:.0f}",
+    "imports MB": lambda cost: f"{cost.imports:.0f}",
+    "beyond MB": lambda cost: f"{cost.memory - cost.imports:.0f}",
+}
 
 
 def main() -> int:
@@ -115,21 +126,13 @@ def say(costs: Sequence[Cost], left_out: Sequence[str], rounds: int) -> None:
         print(f"{model}: {plain.parameters / 1e6:.3g} M parameters, torch {plain.torch}, one thread, {rounds} rounds;")
         print(f"unmonitored {plain.step:.3g} ms of CPU time a step, {plain.memory:.0f} MB.")
     if costs:
-        print(f"\n{aligned(HEADER, [cells(cost) for cost in costs], names=3)}\n")
+        rows = [[cell(cost) for cell in COLUMNS.values()] for cost in costs]
+        print(f"\n{aligned(list(COLUMNS), rows, names=3)}\n")
     for line in left_out:
         print(line)
     for cost in costs:
         if not cost.same_losses:
             print(f"The losses of {cost.model} changed when {TITLES[cost.by]} recorded {cost.recorded}.")
-
-
-def cells(cost: Cost) -> list[str]:
-    low, _, high = quantiles(cost.cpu, n=4, method="inclusive")
-    return [
-        cost.model, cost.recorded, TITLES[cost.by], f"{cost.rows:.0f}", f"{median(cost.cpu):.3f}", f"{low:.3f} to {high:.3f}",
-        f"{cost.cpu_in_all:.3f}", f"{median(cost.wall):.3f}", f"{cost.flush:.1f}", f"{cost.memory:.0f}", f"{cost.imports:.0f}",
-        f"{cost.memory - cost.imports:.0f}",
-    ]  # fmt: skip
 
 
 def machine() -> dict[str, object]:

@@ -12,6 +12,9 @@ from typing import Any
 from models import Workload
 from stepping import UNMONITORED, Worker, step_round
 
+CLOCKS = ("cpu", "thread", "wall")
+"""The process with all its threads; the training thread alone; the clock on the wall."""
+
 WARM_UP_ROUNDS = 3
 """Left out: the first rounds meet cold caches and lay out tables."""
 
@@ -29,12 +32,12 @@ Replies = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds, and what else the timed processes had to say.
+    """What the timed processes had to say; seconds by ``CLOCKS``.
 
     Attributes:
         rounds: One reply a round; the last contains the flush.
         ready: First replies.
-        flush: Seconds that each waited at the end until everything was written, likewise in ``cpu`` and ``wall``.
+        flush: The last replies: seconds of waiting until everything was written, and the peak of memory.
         rows: Rows that each has written, over all rounds and the warm-up.
     """
 
@@ -85,11 +88,10 @@ class Trial:
                 replies.append(step_round(workers, number, self.workload.steps_a_turn))
             flush = {name: worker.ask(finish=True) for name, worker in workers.items()}
         for name, reply in flush.items():
-            for clock in ("cpu", "wall"):
+            for clock in CLOCKS:
                 replies[-1][name][clock] += reply[clock]
-        return Times(
-            replies[WARM_UP_ROUNDS:], ready, flush, {name: count_rows(worker.output) for name, worker in workers.items()}
-        )
+        rows = {name: count_rows(worker.output) for name, worker in workers.items()}
+        return Times(replies[WARM_UP_ROUNDS:], ready, flush, rows)
 
     def peaks(self) -> Peaks:
         """Measure memory, in processes of their own."""

@@ -55,6 +55,7 @@ class Run:
         config_path: str,
         place: Place,
         ordinal: int,
+        beside: Run | None,
         series: SeriesTable,
         versions: Mapping[str, str],
         failures: Failures,
@@ -63,17 +64,18 @@ class Run:
 
         Args:
             ordinal: How many recordings this process has begun before; ranks that begin as many agree on each.
+            beside: The run that this process is recording already, if any: what it has written is not an earlier run's.
 
         Raises:
             OutputError: The output directory cannot be made or written.
         """
-        identity = agree(place.store, ordinal, failures)
+        self.identity = agree(place.store, ordinal, failures)
         self.base = prepare(base_directory())
         for name in LEFT_BY_EARLIER_RUNS:
-            set_aside(self.base, name, identity)
-        self.directory = prepare(self.base / str(RankDirectory.new(identity.timestamp, place.rank)))
+            set_aside(self.base, name, self.identity if beside is None else beside.identity)
+        self.directory = prepare(self.base / str(RankDirectory.new(self.identity.timestamp, place.rank)))
         facts = RankFacts(
-            identity, place.rank, place.world_size, place.groups, versions, _as_dict(config), config_path, config.formats
+            self.identity, place.rank, place.world_size, place.groups, versions, _as_dict(config), config_path, config.formats
         )
         self.manifest = Manifest(self.directory, facts, series, failures)
         self._failures = failures
@@ -92,12 +94,13 @@ class Run:
         """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""
         if self.pipeline.inert:
             return True
-        complete = self.pipeline.close()
+        if not self.pipeline.close():
+            return False
         try:
             self.manifest.close()
         except OSError as error:
             self._failures.report("the last manifest", error, "It says that the run did not end cleanly.")
-        return complete
+        return True
 
 
 def _sink(name: str, config: MonitorConfig, rank: int, directory: Path, series: SeriesTable) -> Sink:

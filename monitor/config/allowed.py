@@ -92,15 +92,17 @@ def one_of(choices: Iterable[str], conjunction: str = "or") -> str:
 
 def _bounds(node: Node) -> str:
     if "exclusiveMinimum" in node:
-        return f" above {node['exclusiveMinimum']}"
+        return f" above {_readable(node['exclusiveMinimum'])}"
     if "minimum" not in node:
         return ""
     if "maximum" not in node:
-        return f", at least {node['minimum']}"
-    return f" from {node['minimum']} to {_readable(node['maximum'])}"
+        return f", at least {_readable(node['minimum'])}"
+    return f" from {_readable(node['minimum'])} to {_readable(node['maximum'])}"
 
 
-def _readable(bound: int) -> str:
-    """Limits of machine integers are known by their powers."""
+def _readable(bound: float) -> str:
+    """Limits of machine integers are known by their powers, and 0.0 by 0."""
+    if bound != int(bound):
+        return str(bound)
     power = int(bound).bit_length()
-    return f"2^{power} - 1" if power >= 31 and bound == 2**power - 1 else str(bound)
+    return f"2^{power} - 1" if power >= 31 and bound == 2**power - 1 else str(int(bound))

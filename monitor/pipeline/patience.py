@@ -8,7 +8,7 @@ from typing import Final
 from monitor.failures import LOGGER, Failures
 
 MOST_WARNINGS: Final = 10
-"""Incidents that are warned about; later ones are only counted."""
+"""Incidents that are spoken of one by one; later ones are only counted."""
 
 
 class Patience:
@@ -44,7 +44,7 @@ class Patience:
         """The queue has room again: the incident, if there was one, is over."""
         if self._began is None:
             return
-        if self._dropped:
+        if self._dropped and self._incidents <= MOST_WARNINGS:
             took = monotonic() - self._began
             LOGGER.info(
                 "[rank %d] The writer caught up after %.1f s; %d steps dropped.", self._failures.rank, took, self._dropped

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from monitor.failures import Failures
 from monitor.pytorch.clock import Clock
-from monitor.pytorch.hooks import HookSet
+from monitor.pytorch.hooks import HookSet, Removable
 from monitor.pytorch.parameters import NamedParameter, Owns, ParameterSeries
 from monitor.pytorch.recorder import Recorder
 
@@ -54,10 +54,7 @@ class GradientCollector:
             return
         for parameter in self._unreduced.parameters:
             if parameter not in self._hooked and parameter.tensor.requires_grad:
-                hook = self._failures.guarded(
-                    f"reading the gradient of {parameter.name!r}", partial(self._accumulated, parameter)
-                )
-                self._hooks.add(parameter.tensor.register_post_accumulate_grad_hook(hook))
+                self._hooks.add(self._hook(parameter))
                 self._hooked.add(parameter)
 
     def before_step(self) -> None:
@@ -67,6 +64,11 @@ class GradientCollector:
 
     def remove(self) -> None:
         self._hooks.remove()
+
+    def _hook(self, parameter: NamedParameter) -> Removable:
+        read = self._failures.guarded(f"reading the gradient of {parameter.name!r}", partial(self._accumulated, parameter))
+        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(read)  # type: ignore[no-untyped-call]
+        return handle
 
     def _accumulated(self, parameter: NamedParameter, tensor: Tensor) -> None:
         if not self._recorder.active or tensor.grad is None:

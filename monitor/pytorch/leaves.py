@@ -51,9 +51,9 @@ def described_result(value: Any) -> str:
     return "tensor" if isinstance(value, Tensor) else f"tuple[{len(list(_children(value)))}]"
 
 
-def length(value: Any) -> int | None:
-    """How many elements the outermost tuple of a result has; None for a tensor."""
-    return None if isinstance(value, Tensor) else len(list(_children(value)))
+def length(value: Any) -> int:
+    """How many elements a result has: 1 for a tensor."""
+    return 1 if isinstance(value, Tensor) else len(list(_children(value)))
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]]:

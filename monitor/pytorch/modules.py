@@ -114,11 +114,12 @@ class ModuleWatcher:
         if call is None or not (call.records_forward or self._wants_grads):
             return
         leaves = input_leaves(args, kwargs)
+        found = len(args) + len(kwargs)
         if call.records_forward and self._wanted.input.wanted:
-            self._check_length("input", self._wanted.input, len(args) + len(kwargs))
-            self._record_forward("input", self._wanted.input, leaves, call)
+            self._record_forward("input", self._fitting("input", self._wanted.input, found), leaves, call)
         if self._wanted.input_grad.wanted and torch.is_grad_enabled():
-            call.targets = {gradient_target(leaf.tensor): leaf.suffix for leaf in self._chosen(self._wanted.input_grad, leaves)}
+            choice = self._fitting("input_grad", self._wanted.input_grad, found)
+            call.targets = {gradient_target(leaf.tensor): leaf.suffix for leaf in _differentiable(choice, leaves)}
             call.start = sequence_nr()
 
     def _after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
@@ -129,10 +130,9 @@ class ModuleWatcher:
             return
         leaves = output_leaves(result)
         if call.records_forward and self._wanted.output.wanted:
-            self._check_length("output", self._wanted.output, length(result))
-            self._record_forward("output", self._wanted.output, leaves, call)
+            self._record_forward("output", self._fitting("output", self._wanted.output, length(result)), leaves, call)
         if self._wants_grads and torch.is_grad_enabled():
-            self._watch_gradients(call, leaves)
+            self._watch_gradients(call, leaves, length(result))
 
     def _begin(self, module: nn.Module) -> Call | None:
         """The call that begins now; None if nothing of it is to be recorded."""
@@ -148,22 +148,19 @@ class ModuleWatcher:
             return None
         return Call(micro_step, -1, records_forward=False)
 
-    def _chosen(self, choice: TensorChoice, leaves: list[Leaf]) -> list[Leaf]:
-        return [leaf for leaf in leaves if leaf.tensor.requires_grad and choice.takes(leaf.position)]
-
     def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[Leaf], call: Call) -> None:
         for leaf in leaves:
             if choice.takes(leaf.position):
                 watched = self._series("actv", direction + leaf.suffix, call.index)
                 self._recorder.record(watched, leaf.tensor, call.micro_step)
 
-    def _watch_gradients(self, call: Call, leaves: list[Leaf]) -> None:
+    def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int) -> None:
         outputs = [leaf for leaf in leaves if leaf.tensor.requires_grad]
         if not outputs:
             return
         place = self._place_of(call)
         if self._wanted.output_grad.wanted:
-            for leaf in self._chosen(self._wanted.output_grad, outputs):
+            for leaf in _differentiable(self._fitting("output_grad", self._wanted.output_grad, found), outputs):
                 self._watch_tensor(leaf.tensor, self._writer("output" + leaf.suffix, call, place))
         if call.targets:
             self._watch_inputs(call, [leaf.tensor for leaf in outputs], place)
@@ -214,10 +211,13 @@ class ModuleWatcher:
             watched = self._watched[kind, slot, call] = Watched(Series(kind, self._chunk, name), self._micro_steps)
         return watched
 
-    def _check_length(self, direction: str, choice: TensorChoice, found: int | None) -> None:
-        if choice.length is not None and found is not None and choice.length != found:
-            message = f"targets expects {direction} of {self._name!r} to be tuple[{choice.length}] and it is tuple[{found}]."
-            self._collector.failures.warn(f"length of {self._name}.{direction}", message + " It is recorded as it is.")
+    def _fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
+        """The choice, or everything where a target counts on another number of tensors than the call has."""
+        if choice.length is None or choice.length == found:
+            return choice
+        message = f"targets counts on {choice.length} elements in {slot} of {self._name!r} and there are {found}."
+        self._collector.failures.warn(f"length of {self._name}.{slot}", f"{message} All of them are recorded.")
+        return TensorChoice(wanted=True, length=None, index=None)
 
 
 class ModuleCollector:
@@ -301,6 +301,10 @@ class ModuleCollector:
         if micro_step == self.clock.micro_steps:
             said = f"grad_acc_steps is {self.clock.micro_steps}, but step {self.clock.step} has more root forwards."
             self.failures.warn("more micro-steps", f"{said} Their numbering goes on; pass the true number to set_monitor.")
+
+
+def _differentiable(choice: TensorChoice, leaves: list[Leaf]) -> list[Leaf]:
+    return [leaf for leaf in leaves if leaf.tensor.requires_grad and choice.takes(leaf.position)]
 
 
 def _outlives_the_graph(target: Target) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,9 @@ from monitor.stats.rows import KindRows, Layout
 
 _ORDINALS: Final = itertools.count()
 """Ranks that begin as many recordings agree on the name of each."""
+
+_OPEN: Final[weakref.WeakSet[Run]] = weakref.WeakSet()
+"""The runs that this process is recording."""
 
 
 class Recording:
@@ -51,7 +55,11 @@ class Recording:
         if self._opened is None:
             here = self._where()
             self._failures.rank = here.rank
-            self._opened = Run(self._config, self._config_path, here, self._ordinal, self.series, versions(), self._failures)
+            beside = next(iter(_OPEN), None)
+            self._opened = Run(
+                self._config, self._config_path, here, self._ordinal, beside, self.series, versions(), self._failures
+            )
+            _OPEN.add(self._opened)
             LOGGER.info("[rank %d] recording to %s", here.rank, self._opened.directory)
         return self._opened
 
@@ -76,6 +84,7 @@ class Recording:
         self.attachment.detach()
         if self._opened is None:
             return
+        _OPEN.discard(self._opened)
         complete = self._opened.close()
         lost = sum(self._opened.pipeline.dropped.values())
         if lost or not complete:

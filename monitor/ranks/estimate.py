@@ -51,8 +51,9 @@ class Estimate:
 
     def line(self) -> str:
         """For the start of the log."""
+        rows, ranks = _counted(self.rows, "row"), _counted(self.ranks, "rank")
         return (
-            f"each collected step of this job will write {_counted(self.rows, 'row')} of {self.series:,} series on {_counted(self.ranks, 'rank')}: "
+            f"each collected step of this job will write {rows} of {self.series:,} series on {ranks}: "
             f"about {_bytes(self.bytes)} in {_counted(self.files, 'file')}"
         )
 

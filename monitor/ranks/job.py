@@ -19,7 +19,8 @@ from typing import Final, Protocol
 from monitor.failures import Failures
 from monitor.ranks.names import timestamp_fields, timestamp_of
 
-TIMEOUT_S: Final = 10.0
+TIMEOUT_S: Final = 30.0
+"""A new connection looks up the name of its peer, and a name server that is silent takes some ten seconds of this."""
 
 _JOB_ID: Final = re.compile(r"[0-9a-f]{32}")
 

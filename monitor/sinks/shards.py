@@ -106,7 +106,7 @@ class Shards:
         self._steps_per_record = steps_per_record
         self._carry = carry
         self._open: dict[str, Shard] = {}
-        self._partial: dict[tuple[str, Steps], set[Path]] | None = None
+        self._others: dict[tuple[str, Steps], set[Path]] | None = None
 
     @contextmanager
     def step(self, step: int, headers: Mapping[str, bytes]) -> Iterator[Write]:
@@ -216,8 +216,8 @@ class Shards:
         os.replace(shard.part.path, shard.replaces or path)
         if shard.replaces:
             os.replace(shard.replaces, path)
-        if shard.called_after != shard.record:
-            self._partial_files()[shard.kind, shard.record].add(path)
+        if path.name != _name(shard.kind, shard.record):
+            self._other_files()[shard.kind, shard.record].add(path)
 
     def _free_path(self, shard: Shard) -> Path:
         names = (_name(shard.kind, shard.called_after, copy) for copy in count(1))
@@ -226,20 +226,20 @@ class Shards:
 
     def _files_of(self, kind: str, record: Steps) -> list[Path]:
         """The files that hold steps of this record: the one called after it first."""
-        partial = self._partial_files().get((kind, record), ())
-        paths = chain([self._directory / _name(kind, record)], sorted(partial))
+        others = self._other_files().get((kind, record), ())
+        paths = chain([self._directory / _name(kind, record)], sorted(others))
         return [path for path in paths if os.path.lexists(path)]
 
-    def _partial_files(self) -> dict[tuple[str, Steps], set[Path]]:
-        """The files that hold a part of a record, by kind and record. The directory is listed once, then they are known."""
-        if self._partial is None:
-            partial: dict[tuple[str, Steps], set[Path]] = defaultdict(set)
+    def _other_files(self) -> dict[tuple[str, Steps], set[Path]]:
+        """The files of a record that are not called after it. The directory is listed once, for those that were there."""
+        if self._others is None:
+            others: dict[tuple[str, Steps], set[Path]] = defaultdict(set)
             for kind, steps, path in _listed(self._directory):
                 record = Steps.of_record(steps.first, self._steps_per_record)
-                if steps != record and steps.last <= record.last:
-                    partial[kind, record].add(path)
-            self._partial = partial
-        return self._partial
+                if steps.last <= record.last and path.name != _name(kind, record):
+                    others[kind, record].add(path)
+            self._others = others
+        return self._others
 
 
 def _name(kind: str, steps: Steps, copy: int = 1) -> str:

@@ -25,11 +25,11 @@ def test_every_dropped_step_is_told_exactly_once_with_its_reason_and_in_order(dr
     assert not gaps.untold
 
 
-def test_a_million_evenly_spaced_steps_are_one_gap():
+def test_a_hundred_thousand_evenly_spaced_steps_are_one_gap():
     gaps = Gaps()
-    for step in range(0, 10_000_000, 10):
+    for step in range(0, 1_000_000, 10):
         gaps.add(step, "full")
-    assert [gap.steps for gap in gaps._gaps] == [range(0, 9_999_991, 10)]
+    assert [gap.steps for gap in gaps._gaps] == [range(0, 999_991, 10)]
 
 
 def test_drops_are_counted_by_reason():

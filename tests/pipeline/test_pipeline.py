@@ -251,8 +251,11 @@ def test_latest_is_nothing_when_the_step_was_dropped_and_never_that_of_an_earlie
     pipeline = pipeline_of({"hangs": hanging}, journal, queue_wait_seconds=0.0)
     record(pipeline, 0)
     assert pipeline.latest(20.0) is not None
-    for step in range(1, 5):
+    record(pipeline, 1)
+    assert hanging.hanging.wait(20)
+    for step in range(2, 5):
         record(pipeline, step)
+    assert pipeline.dropped == {"queue full": 1}
     assert pipeline.latest(0.01) is None
     hanging.release.set()
     assert pipeline.flush(20.0)

@@ -30,7 +30,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def tcp():
-    """A server for all tests here: a process needs seconds to start its second one."""
+    """A server for all tests here; where they could meet, they ask it under a prefix of their own."""
     return server()
 
 
@@ -71,28 +71,28 @@ def test_a_process_of_its_own_makes_its_identity():
 
 @pytest.fixture(params=["HashStore", "FileStore", "TCPStore", "PrefixStore"])
 def store_of_a_rank(request, tcp, tmp_path):
-    """Makes one more rank's store of a job of eight."""
+    """Makes one more rank's store of a job of four."""
     if request.param == "HashStore":
         shared = dist.HashStore()
         return lambda: shared
     if request.param == "FileStore":
         path = str(tmp_path / "store")
-        first = dist.FileStore(path, 8)  # kept, as a rank keeps its own: the last one to be let go of deletes the file
-        return lambda: first and dist.FileStore(path, 8)
+        first = dist.FileStore(path, 4)  # kept, as a rank keeps its own: the last one to be let go of deletes the file
+        return lambda: first and dist.FileStore(path, 4)
     if request.param == "TCPStore":
         return lambda: client(tcp.port)
     return lambda: dist.PrefixStore("default_pg", client(tcp.port))
 
 
 def test_ranks_that_ask_at_once_share_one_identity_for_each_monitor(store_of_a_rank):
-    """Eight threads stand for ranks, each with its own client where the store has clients."""
+    """Four threads stand for ranks, each with its own client where the store has clients."""
 
     def of_a_rank(_):
         store = store_of_a_rank()
         return agreed(store, 0), agreed(store, 1)
 
-    with ThreadPoolExecutor(8) as pool:
-        identities = set(pool.map(of_a_rank, range(8)))
+    with ThreadPoolExecutor(4) as pool:
+        identities = set(pool.map(of_a_rank, range(4)))
     assert len(identities) == 1
     first, second = identities.pop()
     assert first.job_id != second.job_id

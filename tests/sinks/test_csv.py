@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sink_rows import SIX_OPS, Measured, Rank, visible
 
+import monitor.sinks
 from monitor.sinks.csv import CsvSink, read_csv
 
 W = {"grad_reduced": [Measured("w")]}
@@ -43,9 +47,10 @@ class TestFiles:
         sink = CsvSink(rank.context)
         write(sink, rank, *range(10), kinds=BOTH)
         assert {"actv_0-4.csv", "actv_5-9.csv", "grad_reduced_0-4.csv", "grad_reduced_5-9.csv"} == visible(out)
-        assert "vpp_stage,name,step,norm\n" + "".join(f"0,w,{i},5.000000\n" for i in range(5, 10)) == (
-            out / "grad_reduced_5-9.csv"
-        ).read_text()
+        assert (
+            "vpp_stage,name,step,norm\n" + "".join(f"0,w,{i},5.000000\n" for i in range(5, 10))
+            == (out / "grad_reduced_5-9.csv").read_text()
+        )
 
     def test_records_are_aligned_wherever_the_run_begins(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
@@ -61,11 +66,11 @@ class TestFiles:
     def test_an_open_record_is_hidden(self, rank: Rank, out: Path) -> None:
         write(CsvSink(rank.context), rank, 0, 1, 2, 3)
         assert set() == visible(out)
-        assert [".grad_reduced_0-4.csv.part"] == os.listdir(out)
+        assert os.listdir(out) == [".grad_reduced_0-4.csv.part"]
 
     def test_what_an_open_record_holds_has_left_the_process(self, rank: Rank, out: Path) -> None:
         write(CsvSink(rank.context), rank, 0)
-        assert b"vpp_stage,name,step,norm\n0,w,0,5.000000\n" == (out / ".grad_reduced_0-4.csv.part").read_bytes()
+        assert (out / ".grad_reduced_0-4.csv.part").read_bytes() == b"vpp_stage,name,step,norm\n0,w,0,5.000000\n"
 
     def test_a_step_beyond_the_record_completes_it_for_every_kind(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
@@ -95,18 +100,24 @@ class TestFiles:
         sink.close()
         assert before == len(os.listdir("/proc/self/fd"))
 
+    def test_what_a_killed_process_left_hidden_is_not_taken_over(self, rank: Rank, out: Path) -> None:
+        out.mkdir()
+        (out / ".grad_reduced_0-4.csv.part").write_bytes(b"half a line, " * 100)
+        write(CsvSink(rank.context), rank, 3, 4)
+        assert steps_in(out / "grad_reduced_0-4.csv") == [3, 4]
+
 
 class TestUnion:
     def test_a_flush_in_mid_record_shows_it_and_later_steps_join(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
         write(sink, rank, 0, 1)
         sink.flush()
-        assert [0, 1] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 1]
         write(sink, rank, 2)
-        assert [0, 1] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 1]
         sink.close()
-        assert ["grad_reduced_0-4.csv"] == os.listdir(out)
-        assert [0, 1, 2] == steps_in(out / "grad_reduced_0-4.csv")
+        assert os.listdir(out) == ["grad_reduced_0-4.csv"]
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 1, 2]
 
     def test_a_resumed_run_joins_the_record_of_the_earlier_process(self, rank: Rank, out: Path) -> None:
         names = [Measured('a,"b"\nc'), Measured("plain")]
@@ -117,8 +128,8 @@ class TestUnion:
         write(second, rank, 3, 4, kinds={"other": names})
         assert {"other_0-4.csv"} == visible(out)
         table = read_csv(out / "other_0-4.csv")
-        assert [0, 0, 1, 1, 2, 2, 3, 3, 4, 4] == table["step"].to_pylist()
-        assert ['a,"b"\nc', "plain"] * 5 == table["name"].to_pylist()
+        assert table["step"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert table["name"].to_pylist() == ['a,"b"\nc', "plain"] * 5
 
     def test_a_step_written_again_replaces_its_rows_and_the_later_ones(self, rank: Rank, out: Path) -> None:
         write(CsvSink(rank.context), rank, *range(5), kinds={"other": [Measured("line\nbreak", [1.0])]})
@@ -126,21 +137,21 @@ class TestUnion:
         write(again, rank, 2, 3, kinds={"other": [Measured("line\nbreak", [9.0])]})
         again.close()
         table = read_csv(out / "other_0-4.csv")
-        assert [0, 1, 2, 3] == table["step"].to_pylist()
-        assert [1.0, 1.0, 9.0, 9.0] == table["norm"].to_pylist()
+        assert table["step"].to_pylist() == [0, 1, 2, 3]
+        assert table["norm"].to_pylist() == [1.0, 1.0, 9.0, 9.0]
 
     def test_a_step_written_again_while_its_record_is_open(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
         write(sink, rank, 0, 1, 2, 1, 2)
         sink.close()
-        assert [0, 1, 2] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 1, 2]
 
     def test_a_kind_that_comes_late_in_the_record_gets_its_file(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
         write(sink, rank, 0)
         write(sink, rank, 1, 4, kinds=BOTH)
-        assert [1, 4] == steps_in(out / "actv_0-4.csv")
-        assert [0, 1, 4] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "actv_0-4.csv") == [1, 4]
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 1, 4]
 
 
 class TestOtherColumns:
@@ -152,8 +163,8 @@ class TestOtherColumns:
         write(sink, rank, 2, 3, 4, ops=("min", "max"))
         write(sink, rank, 5, 9, ops=("min", "max"))
         assert {"grad_reduced_0-1.csv", "grad_reduced_2-4.csv", "grad_reduced_5-9.csv"} == visible(out)
-        assert ["vpp_stage", "name", "step", "norm"] == read_csv(out / "grad_reduced_0-1.csv").column_names
-        assert ["vpp_stage", "name", "step", "min", "max"] == read_csv(out / "grad_reduced_2-4.csv").column_names
+        assert read_csv(out / "grad_reduced_0-1.csv").column_names == ["vpp_stage", "name", "step", "norm"]
+        assert read_csv(out / "grad_reduced_2-4.csv").column_names == ["vpp_stage", "name", "step", "min", "max"]
 
     def test_a_kind_that_gains_micro_steps_starts_a_file(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
@@ -170,7 +181,7 @@ class TestOtherColumns:
         write(sink, rank, 2, ops=("min",))
         sink.close()
         assert {"grad_reduced_0-0.csv", "grad_reduced_1-2.csv"} == visible(out)
-        assert [1, 2] == steps_in(out / "grad_reduced_1-2.csv")
+        assert steps_in(out / "grad_reduced_1-2.csv") == [1, 2]
 
     def test_ops_that_change_back_join_their_first_file(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
@@ -179,7 +190,7 @@ class TestOtherColumns:
         write(sink, rank, 3)
         sink.close()
         assert {"grad_reduced_0-3.csv", "grad_reduced_2-2.csv"} == visible(out)
-        assert [0, 1, 3] == steps_in(out / "grad_reduced_0-3.csv")
+        assert steps_in(out / "grad_reduced_0-3.csv") == [0, 1, 3]
 
     def test_a_resume_with_other_ops_leaves_the_earlier_file_alone(self, rank: Rank, out: Path) -> None:
         first = CsvSink(rank.context)
@@ -196,21 +207,63 @@ class TestOtherColumns:
             write(sink, rank, *steps, ops=ops)
             sink.close()
         assert {"grad_reduced_0-4.csv", "grad_reduced_2-4.csv"} == visible(out)
-        assert [2, 3, 4] == steps_in(out / "grad_reduced_2-4.csv")
+        assert steps_in(out / "grad_reduced_2-4.csv") == [2, 3, 4]
 
-    @pytest.mark.parametrize("content", [b"", b"notes\n", b"vpp_stage,name,step,norm\n0,w", b"vpp_stage,name,step,norm\n0,w,x,1\n"])
+    @pytest.mark.parametrize(
+        "content", [b"", b"notes\n", b"vpp_stage,name,step,norm\n0,w", b"vpp_stage,name,step,norm\n0,w,x,1\n"]
+    )
     def test_a_file_that_is_not_ours_is_never_replaced(self, rank: Rank, out: Path, content: bytes) -> None:
         out.mkdir()
         (out / "grad_reduced_0-4.csv").write_bytes(content)
         (out / "grad_reduced_2-4.csv").write_bytes(content)
         write(CsvSink(rank.context), rank, 2, 4)
         assert content == (out / "grad_reduced_0-4.csv").read_bytes() == (out / "grad_reduced_2-4.csv").read_bytes()
-        assert [2, 4] == steps_in(out / "grad_reduced_2-4.2.csv")
+        assert steps_in(out / "grad_reduced_2-4.2.csv") == [2, 4]
 
     def test_a_directory_in_the_way_is_gone_around(self, rank: Rank, out: Path) -> None:
         (out / "grad_reduced_0-4.csv").mkdir(parents=True)
         write(CsvSink(rank.context), rank, 2, 4)
-        assert [2, 4] == steps_in(out / "grad_reduced_2-4.csv")
+        assert steps_in(out / "grad_reduced_2-4.csv") == [2, 4]
+
+
+OPS = (("max",), ("max", "norm"))
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 8), st.sampled_from(OPS)),
+        st.tuples(st.sampled_from(["flush", "restart"])),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events, st.sampled_from([1, 3, 5]))
+def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], steps_per_record: int) -> None:
+    """Flushes, restarts, steps that run back and ops that change, in any order."""
+    expected: dict[tuple[str, ...], dict[int, float]] = {ops: {} for ops in OPS}
+    with tempfile.TemporaryDirectory() as directory:
+        rank = Rank(Path(directory), steps_per_record)
+        sink = CsvSink(rank.context)
+        for number, (event, *arguments) in enumerate(happened):
+            if event == "write":
+                step, ops = arguments
+                sink.write(rank.step(step, {"other": [Measured("w", [number])]}, ops))
+                end = step - step % steps_per_record + steps_per_record
+                expected[ops] = {s: v for s, v in expected[ops].items() if not step <= s < end} | {step: float(number)}
+            else:
+                sink.flush() if event == "flush" else sink.close()
+                sink = sink if event == "flush" else CsvSink(rank.context)
+        sink.close()
+        assert {ops: sorted(rows.items()) for ops, rows in expected.items()} == found_in(Path(directory))
+
+
+def found_in(directory: Path) -> dict[tuple[str, ...], list[tuple[int, float]]]:
+    """Step and ``max`` of every row in the directory, by the ops of its file."""
+    found: dict[tuple[str, ...], list[tuple[int, float]]] = {ops: [] for ops in OPS}
+    for name in os.listdir(directory):
+        table = read_csv(directory / name)
+        found[tuple(table.column_names[3:])] += zip(table["step"].to_pylist(), table["max"].to_pylist(), strict=True)
+    return {ops: sorted(rows) for ops, rows in found.items()}
 
 
 @pytest.fixture
@@ -220,6 +273,21 @@ def file_size_limit():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def ordinary_user():
+    """A directory of a user whom permissions hold back, who runs the test even if root started it."""
+    with tempfile.TemporaryDirectory() as directory:
+        if os.geteuid() != 0:
+            yield Path(directory)
+            return
+        os.chown(directory, 65534, 65534)
+        os.seteuid(65534)
+        try:
+            yield Path(directory)
+        finally:
+            os.seteuid(0)
 
 
 class TestFaults:
@@ -233,7 +301,7 @@ class TestFaults:
             write(sink, rank, 2)
         file_size_limit(None)
         write(sink, rank, 3, 4)
-        assert [0, 1, 3, 4] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 1, 3, 4]
 
     def test_a_step_is_in_the_files_of_all_kinds_or_of_none(self, rank: Rank, out: Path, file_size_limit) -> None:
         sink = CsvSink(rank.context)
@@ -244,8 +312,8 @@ class TestFaults:
             write(sink, rank, 1, kinds=kinds)
         file_size_limit(None)
         sink.close()
-        assert [0] == steps_in(out / "exp_avg_0-4.csv")
-        assert [0] * 100 == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "exp_avg_0-4.csv") == [0]
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0] * 100
 
     def test_a_disk_full_from_the_start_leaves_no_file(self, rank: Rank, out: Path, file_size_limit) -> None:
         sink = CsvSink(rank.context)
@@ -253,7 +321,17 @@ class TestFaults:
         with pytest.raises(OSError, match="large"):
             write(sink, rank, 0)
         sink.close()
-        assert [] == os.listdir(out)
+        assert os.listdir(out) == []
+
+    def test_a_record_whose_first_step_did_not_fit_begins_with_the_next(self, rank: Rank, out: Path, file_size_limit) -> None:
+        sink = CsvSink(rank.context)
+        file_size_limit(len("vpp_stage,name,step,norm\n") + 5)
+        with pytest.raises(OSError, match="large"):
+            write(sink, rank, 0)
+        file_size_limit(None)
+        write(sink, rank, 1)
+        sink.close()
+        assert steps_in(out / "grad_reduced_0-4.csv") == [1]
 
     def test_a_removed_directory_is_reported_and_made_anew(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
@@ -264,7 +342,7 @@ class TestFaults:
             write(sink, rank, 1)
         write(sink, rank, 2)
         sink.close()
-        assert [2] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [2]
 
     def test_a_removed_directory_is_reported_on_close(self, rank: Rank, out: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
@@ -284,17 +362,18 @@ class TestFaults:
         out.unlink()
         write(sink, rank, 1)
         sink.close()
-        assert [1] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [1]
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-    def test_a_directory_without_permission(self, rank: Rank, out: Path) -> None:
+    def test_a_directory_without_permission(self, ordinary_user: Path) -> None:
+        out = ordinary_user / "run"
         out.mkdir(mode=0o500)
+        rank = Rank(out)
         sink = CsvSink(rank.context)
         with pytest.raises(PermissionError):
             write(sink, rank, 0)
         out.chmod(0o700)
         write(sink, rank, 1, 4)
-        assert [1, 4] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [1, 4]
 
     def test_too_many_open_files(self, rank: Rank, out: Path) -> None:
         resource = pytest.importorskip("resource")
@@ -310,7 +389,9 @@ class TestFaults:
         sink.close()
         assert [1] == steps_in(out / "grad_reduced_0-4.csv") == steps_in(out / "actv_0-4.csv")
 
-    def test_a_name_that_cannot_be_given_yet_is_given_later(self, rank: Rank, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_name_that_cannot_be_given_yet_is_given_later(
+        self, rank: Rank, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         sink = CsvSink(rank.context)
         write(sink, rank, 0)
         with monkeypatch.context() as patch:
@@ -321,7 +402,7 @@ class TestFaults:
                 write(sink, rank, 1)
         write(sink, rank, 2)
         sink.close()
-        assert [0, 2] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 2]
 
     def test_an_error_in_spelling_leaves_the_step_out(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
@@ -333,7 +414,7 @@ class TestFaults:
         write(sink, rank, 2)
         sink.close()
         assert {"grad_reduced_0-4.csv"} == visible(out)
-        assert [0, 2] == steps_in(out / "grad_reduced_0-4.csv")
+        assert steps_in(out / "grad_reduced_0-4.csv") == [0, 2]
 
 
 def refuse(*_: object) -> None:
@@ -357,8 +438,8 @@ def test_a_killed_process_loses_the_open_record_at_most(tmp_path: Path) -> None:
     for attempt in range(3):
         out = tmp_path / f"run{attempt}"
         program = ENDLESS.format(tests=str(Path(__file__).parent), out=str(out))
-        process = subprocess.Popen([sys.executable, "-c", program])
-        wait_for(lambda out=out: out.exists() and len(visible(out)) > 8 + attempt)
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(monitor.sinks.__file__).parents[2])
+        wait_for(lambda out=out, files=9 + attempt: out.exists() and len(visible(out)) >= files)
         process.send_signal(signal.SIGKILL)
         process.wait()
         for kind in ("actv", "other"):
@@ -375,19 +456,23 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 
 class TestReading:
     def test_columns_have_the_types_of_what_they_hold(self, rank: Rank, out: Path) -> None:
-        measured = [Measured("l.in", [1.0, math.nan], micro_step=0), Measured("l.out", [math.inf], micro_step=1), Measured("e", [])]
+        measured = [
+            Measured("l.in", [1.0, math.nan], micro_step=0),
+            Measured("l.out", [math.inf], micro_step=1),
+            Measured("e", []),
+        ]
         sink = CsvSink(rank.context)
         sink.write(rank.step(0, {"actv": measured}, ("mean", "nans", "infs", "shape", "dtype")))
         sink.close()
         table = read_csv(out / "actv_0-4.csv")
         types = ["int64", "string", "int64", "int64", "double", "int64", "int64", "string", "string"]
         assert types == [str(field.type) for field in table.schema]
-        assert [0, 1, None] == table["micro_step"].to_pylist()
+        assert table["micro_step"].to_pylist() == [0, 1, None]
         mean = table["mean"].to_pylist()
         assert math.isnan(mean[0])
         assert [math.inf, None] == mean[1:]
-        assert [1, 0, 0] == table["nans"].to_pylist()
-        assert ["[1, 2]", "[1, 1]", "[1, 0]"] == table["shape"].to_pylist()
+        assert table["nans"].to_pylist() == [1, 0, 0]
+        assert table["shape"].to_pylist() == ["[1, 2]", "[1, 1]", "[1, 0]"]
 
     def test_a_name_reads_as_it_was(self, rank: Rank, out: Path) -> None:
         names = ['a,"b"\nc', "", "nan", "NULL", "1.0", "ü"]
@@ -402,8 +487,8 @@ class TestReading:
         sink.close()
         with (out / "other_0-4.csv").open(newline="") as file:
             plain = [row["mean"] and float(row["mean"]) for row in csv.DictReader(file)]
-        assert [0.5, "", 0.5, ""] == plain
-        assert [0.5, None, 0.5, None] == read_csv(out / "other_0-4.csv")["mean"].to_pylist()
+        assert plain == [0.5, "", 0.5, ""]
+        assert read_csv(out / "other_0-4.csv")["mean"].to_pylist() == [0.5, None, 0.5, None]
 
     def test_a_file_of_something_else_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "x_0-0.csv").write_text("step\nfive\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from sink_rows import Rank
 
+import monitor.sinks
 from monitor.sinks import FORMATS, make_sink
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.memory import MemorySink
@@ -24,4 +25,5 @@ def test_a_format_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path
 
 def test_arrow_is_loaded_only_by_a_sink_that_uses_it() -> None:
     program = "import sys, monitor.sinks, monitor.sinks.memory; sys.exit('pyarrow' in sys.modules)"
-    assert 0 == subprocess.run([sys.executable, "-c", program], check=False).returncode
+    root = Path(monitor.sinks.__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0

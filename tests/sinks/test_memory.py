@@ -19,7 +19,7 @@ def rank(tmp_path: Path) -> Rank:
 def test_before_the_first_step_there_is_none(rank: Rank) -> None:
     sink = MemorySink(rank.context)
     assert sink.latest() is None
-    assert () == sink.steps()
+    assert sink.steps() == ()
 
 
 def test_the_latest_step_is_the_one_taken_in_last(rank: Rank) -> None:
@@ -34,7 +34,7 @@ def test_earlier_steps_are_kept_up_to_a_bound(rank: Rank) -> None:
     sink = MemorySink(rank.context, keep=3)
     for step in range(10):
         sink.write(rank.step(step, W))
-    assert [7, 8, 9] == [rows.step for rows in sink.steps()]
+    assert [rows.step for rows in sink.steps()] == [7, 8, 9]
 
 
 def test_it_touches_no_disk_and_stays_readable_when_closed(rank: Rank) -> None:
@@ -44,7 +44,7 @@ def test_it_touches_no_disk_and_stays_readable_when_closed(rank: Rank) -> None:
     sink.close()
     latest = sink.latest()
     assert latest is not None
-    assert 5 == latest.step
+    assert latest.step == 5
     assert not rank.context.directory.exists()
 
 
