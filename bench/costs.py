@@ -16,8 +16,10 @@ class Plain:
     """The unmonitored process.
 
     Attributes:
+        parameters: Of the model.
+        torch: The version of its interpreter's.
         step: CPU milliseconds a step, median.
-        memory: Its peak, megabytes.
+        memory: Its peak, megabytes, as users have it.
     """
 
     parameters: int
@@ -37,9 +39,9 @@ class Cost:
         thread: Ratios of the CPU time of the training thread alone, likewise.
         wall: Ratios of wall time, likewise.
         flush: Wall milliseconds that the wait at the end took.
-        memory: Peak above that of the unmonitored process, megabytes.
-        imports: The part of it that importing the libraries takes.
-        memory_when_timed: The same difference between the timed processes, whose allocator was left to itself.
+        added: Peak above that of the unmonitored process, megabytes, as users have it: with what the allocator keeps and wastes.
+        imports: What importing the libraries takes, megabytes.
+        alive: Megabytes that were in use at the peak, beyond the imports.
         same_losses: Whether the losses were those of the unmonitored process, bit for bit.
     """
 
@@ -53,9 +55,9 @@ class Cost:
     thread: list[float]
     wall: list[float]
     flush: float
-    memory: float
+    added: float
     imports: float
-    memory_when_timed: float
+    alive: float
     same_losses: bool
 
 
@@ -63,21 +65,26 @@ def cost_of(name: str, workload: Workload, recorded: str, times: Times, peaks: P
     """What the monitor ``name`` cost in a trial."""
     steps_a_turn, base = workload.steps_a_turn, peaks.monitored[UNMONITORED]
     cpu, plain_cpu = _column(times, name, "cpu"), _column(times, UNMONITORED, "cpu")
-    ready = times.ready[UNMONITORED]
+    ready, last = times.ready[UNMONITORED], times.flush
     return Cost(
         model=workload.name,
         recorded=recorded,
         by=name,
-        plain=Plain(ready["parameters"], ready["torch"], 1e3 * median(plain_cpu) / steps_a_turn, base / 1e6),
+        plain=Plain(
+            parameters=ready["parameters"],
+            torch=ready["torch"],
+            step=1e3 * median(plain_cpu) / steps_a_turn,
+            memory=last[UNMONITORED]["peak"] / 1e6,
+        ),
         rows=times.rows[name] / (steps_a_turn * (WARM_UP_ROUNDS + len(cpu))),
         cpu=_ratios(cpu, plain_cpu),
         cpu_in_all=sum(cpu) / sum(plain_cpu),
         thread=_ratios(_column(times, name, "thread"), _column(times, UNMONITORED, "thread")),
         wall=_ratios(_column(times, name, "wall"), _column(times, UNMONITORED, "wall")),
-        flush=1e3 * times.flush[name]["wall"],
-        memory=(peaks.monitored[name] - base) / 1e6,
+        flush=1e3 * last[name]["wall"],
+        added=(last[name]["peak"] - last[UNMONITORED]["peak"]) / 1e6,
         imports=(peaks.imports[name] - base) / 1e6,
-        memory_when_timed=(times.flush[name]["peak"] - times.flush[UNMONITORED]["peak"]) / 1e6,
+        alive=(peaks.monitored[name] - peaks.imports[name]) / 1e6,
         same_losses=_column(times, name, "loss") == _column(times, UNMONITORED, "loss"),
     )
 

@@ -7,8 +7,10 @@ divided by that of the unmonitored one in the same round, and the median over th
 disturbs all three. CPU time is the whole process's, with its writer thread and the time between its turns; the last step also
 waits until everything is written.
 
-Memory is the peak of a process above that of the unmonitored one. Another process trains unmonitored too, but imports first
-whatever the monitored one had imported by its end: this tells what the libraries take from what the monitor takes.
+Added memory is the peak of a monitored process above that of the unmonitored one. Another process trains unmonitored too, but
+imports first whatever the monitored one had imported by its end; what was added beyond that is the monitor's own. It contains
+what the allocator keeps and wastes, which differs between equal runs; how much was really alive is measured once more with an
+allocator that keeps nothing.
 """
 
 from __future__ import annotations
@@ -57,9 +59,10 @@ COLUMNS: dict[str, Callable[[Cost], str]] = {
     "thread ×": lambda cost: f"{median(cost.thread):.3f}",
     "wall ×": lambda cost: f"{median(cost.wall):.3f}",
     "flush ms": lambda cost: f"{cost.flush:.1f}",
-    "added MB": lambda cost: f"{cost.memory:.0f}",
+    "added MB": lambda cost: f"{cost.added:.0f}",
     "imports MB": lambda cost: f"{cost.imports:.0f}",
-    "beyond MB": lambda cost: f"{cost.memory - cost.imports:.0f}",
+    "beyond MB": lambda cost: f"{cost.added - cost.imports:.0f}",
+    "alive MB": lambda cost: f"{cost.alive:.0f}",
 }
 
 

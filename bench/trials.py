@@ -49,7 +49,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most memory that processes had resident, in bytes.
+    """The most memory that processes had resident under ``EXACT_PEAKS``, in bytes.
 
     Attributes:
         monitored: By the name of the monitor, the unmonitored process among them.

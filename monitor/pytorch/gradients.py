@@ -67,7 +67,7 @@ class GradientCollector:
 
     def _hook(self, parameter: NamedParameter) -> Removable:
         read = self._failures.guarded(f"reading the gradient of {parameter.name!r}", partial(self._accumulated, parameter))
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(read)  # type: ignore[no-untyped-call]
+        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(read)
         return handle
 
     def _accumulated(self, parameter: NamedParameter, tensor: Tensor) -> None:

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 
 class Removable(Protocol):
     """What frameworks return when they take a hook."""
@@ -22,7 +24,9 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        # What compiled code computes is not observed yet: no row is better than a graph broken at every module.
+        if not torch.compiler.is_compiling():
+            self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")

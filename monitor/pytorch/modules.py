@@ -188,7 +188,7 @@ class ModuleWatcher:
                     self._collector.until_step_ends(handles)
 
     def _watch_tensor(self, tensor: Tensor, write: Callable[[Tensor], None]) -> None:
-        handle: Removable = tensor.register_hook(write)  # type: ignore[no-untyped-call]
+        handle: Removable = tensor.register_hook(write)
         if tensor.grad_fn is None:
             self._collector.until_step_ends([handle])
 
@@ -291,7 +291,7 @@ class ModuleCollector:
             begins = partial(self._backward_begins, chunk, self.clock.forward[chunk])
             for leaf in output_leaves(result):
                 if leaf.tensor.requires_grad and leaf.tensor.grad_fn is not None:
-                    leaf.tensor.register_hook(begins)  # type: ignore[no-untyped-call]
+                    leaf.tensor.register_hook(begins)
         self.tracking[chunk] = True
 
     def _backward_begins(self, chunk: int, micro_step: int, _gradient: Tensor) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from monitor.pipeline.process import PROCESS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
-from monitor.stats.torch_device_kernel import DeviceKernel
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_memory import DevicePage, HostPage
+from monitor.stats.torch_op import reduce_into
 from monitor.stats.torch_tensors import PLAIN, local_shard
 
 MAX_SEEN: Final = 8192
@@ -60,7 +60,7 @@ class Recorder:
         self.active = False
         self.table = StatsTable(series)
         self._host = HostKernel(eps)
-        self._device = DeviceKernel(eps)
+        self._eps = eps
         self._open_pages: dict[torch.device, Page] = {}
         self._seen: dict[int, _Seen] = {}
         # The engine runs the backward of each device on a thread of its own.
@@ -137,7 +137,10 @@ class Recorder:
         if isinstance(memory, HostPage):
             return self._host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, DevicePage)
-        return self._device.reduce_into(x, memory.tensor, local_row)
+        source = x if type(x) in PLAIN else local_shard(x)
+        if source is not None:
+            reduce_into(source, memory.tensor, local_row, None, self._eps)
+        return source is not None
 
     def _layout(self, x: Tensor) -> int:
         local = x if type(x) in PLAIN else local_shard(x)

@@ -33,8 +33,8 @@ _FIXED_BELOW: Final = 1e15
 _VISIBLE_FROM: Final = (float(np.nextafter(0.5, 1.0)), 0.05, 0.005)
 """The least value that rounds to something else than zero with 0, 1 and 2 decimals; with 3 and more, 1e-3 does."""
 
-_BLANK: Final = ord(" ")
-_MINUS: Final = ord("-")
+_BLANK: Final = np.uint8(ord(" "))
+_MINUS: Final = np.uint8(ord("-"))
 _POINT: Final = ord(".")
 _ZERO: Final = ord("0")
 _GROUP: Final = 9
@@ -172,12 +172,13 @@ def _laid_out(negative: Mask, whole: Integers, fraction: Integers, exponent: Int
     width = 1 + len(str(int(whole.max(initial=0))))
     point = width
     end = width + (1 + ndigits if ndigits else 0)
-    text = np.empty((len(whole), end + _EXPONENT_TEXT.shape[1]), dtype=np.uint8)
+    text = np.empty((len(whole), end + len(_EXPONENT_TEXT)), dtype=np.uint8)
     _write_digits(text[:, 1:width], whole)
     _write_sign(text[:, :width], whole, negative)
     text[:, point:end] = _POINT
     _write_digits(text[:, point + 1 : end], fraction)
-    text[:, end:] = _EXPONENT_TEXT.take(exponent, axis=0)
+    for column, characters in enumerate(_EXPONENT_TEXT, start=end):
+        text[:, column] = characters.take(exponent)
     return text
 
 
@@ -199,8 +200,7 @@ def _write_sign(field: Characters, whole: Integers, negative: Mask) -> None:
     for column in range(last):
         empty = whole < 10 ** (last - column)
         beside = empty & (whole >= 10 ** (last - column - 1)) if column < last - 1 else empty
-        field[empty, column] = _BLANK
-        field[beside & negative, column] = _MINUS
+        field[:, column] = np.where(empty, np.where(beside & negative, _MINUS, _BLANK), field[:, column])
 
 
 def _strings(text: Characters) -> pa.StringArray:
@@ -210,9 +210,10 @@ def _strings(text: Characters) -> pa.StringArray:
 
 
 def _characters(texts: list[str]) -> Characters:
+    """One array a character, an entry a text; blank where a text is shorter than the longest."""
     width = max(map(len, texts))
     padded = "".join(text.ljust(width) for text in texts)
-    return np.frombuffer(padded.encode(), dtype=np.uint8).reshape(len(texts), width)
+    return np.frombuffer(padded.encode(), dtype=np.uint8).reshape(len(texts), width).T.copy()
 
 
 _LEAST_EXPONENT: Final = -324
@@ -224,8 +225,10 @@ _MISSING, _NAN, _EXACT_ZERO, _INFINITY, _MINUS_INFINITY = range(5)
 _UNUSUAL: Final = pa.array(["", "nan", "0", "inf", "-inf"], type=pa.string())
 
 
-def _powers_of_ten(first: int, last: int) -> tuple[Floats, Floats, Integers]:
-    """``10**k = (high + low) * 2**exponent``, 0.5 <= high < 1, to 106 bits, from exact integers."""
+def _powers_of_ten(first: int, last: int) -> tuple[Floats, Floats, NDArray[np.int32]]:
+    """``10**k = (high + low) * 2**exponent``, 0.5 <= high < 1, to 106 bits, from exact integers. The
+    exponents have 32 bits because numpy's ``ldexp`` takes ten times as long for others.
+    """
     rows = []
     for k in range(first, last + 1):
         bits = 10**k << _SCALE if k >= 0 else (1 << _SCALE) // 10**-k
@@ -234,7 +237,7 @@ def _powers_of_ten(first: int, last: int) -> tuple[Floats, Floats, Integers]:
         rest = bits - (top << (size - 53))
         rows.append((top / 2**53, rest / 2**size, size - _SCALE))
     high, low, exponent = zip(*rows, strict=True)
-    return np.array(high), np.array(low), np.array(exponent, dtype=np.int64)
+    return np.array(high), np.array(low), np.array(exponent, dtype=np.int32)
 
 
 _LEAST_POWER: Final = -_MOST_EXPONENT

@@ -25,6 +25,7 @@ which an allocation is a mapping of its own and every page of it a fault."""
 
 _COMMA: Final = pa.scalar(",", type=pa.string())
 _NEWLINE: Final = pa.scalar("\n", type=pa.string())
+_NO_LINE: Final = pa.array([""], type=pa.string())
 _STRUCTURAL: Final = frozenset(',"\r\n')
 
 T_co = TypeVar("T_co", covariant=True)
@@ -49,16 +50,14 @@ class Lines:
         self._series = Cells(series, _series_cells)
         self._layouts: dict[str, Cells[Layout]] = {}
 
-    def of(self, rows: StepRows) -> Iterator[tuple[str, bytes]]:
+    def of(self, rows: StepRows) -> Iterator[tuple[str, memoryview]]:
         """The lines of each kind, each ended by a newline. A kind of many rows comes in several pieces."""
         self._know(rows.layouts)
         when = _when_cells(rows)
         for block in _blocks(rows):
             lines = call_function("binary_join_element_wise", [*self._columns(rows, block, when), _COMMA])
-            ends = np.cumsum([0, *(len(piece.rows) for piece in block)], dtype=np.int32)
-            texts = call_function("binary_join", [pa.ListArray.from_arrays(pa.array(ends), lines), _NEWLINE])
-            for piece, text in zip(block, texts, strict=True):
-                yield piece.kind, b"".join((text.as_buffer(), b"\n"))
+            for piece, text in zip(block, _texts(lines, [len(piece.rows) for piece in block]), strict=True):
+                yield piece.kind, text
 
     def _know(self, layouts: list[Layout]) -> None:
         if not self._layouts or self._layouts["shape"].of is not layouts:
@@ -146,6 +145,16 @@ def _blocks(rows: StepRows) -> Iterator[list[Piece]]:
         yield block
 
 
+def _texts(lines: pa.StringArray, lengths: list[int]) -> Iterator[memoryview]:
+    """The first ``lengths[0]`` lines as one text, then the next, and so on: joined by newlines with an empty line at the end."""
+    ends = np.cumsum([0, *lengths])
+    pieces = [lines.slice(end - length, length) for end, length in zip(ends[1:], lengths, strict=True)]
+    closed = pa.concat_arrays([part for piece in pieces for part in (piece, _NO_LINE)])
+    offsets = pa.array((ends + np.arange(len(ends))).astype(np.int32))
+    for text in call_function("binary_join", [pa.ListArray.from_arrays(offsets, closed), _NEWLINE]):
+        yield memoryview(text.as_buffer())
+
+
 def _part(rows: KindRows, part: slice) -> KindRows:
     return KindRows(rows.series[part], rows.micro_step[part], rows.call_id[part], rows.layout[part], rows.partials.take(part))
 
@@ -173,4 +182,4 @@ _LAYOUT_CELLS: Final = {"shape": _shape_cell, "dtype": _dtype_cell}
 
 def _encodable(text: str) -> str:
     """``text`` with halves of surrogate pairs, which UTF-8 has no bytes for, written as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

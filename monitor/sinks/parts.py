@@ -38,7 +38,7 @@ class Part:
             return False
         return False
 
-    def write(self, text: bytes) -> None:
+    def write(self, text: bytes | memoryview) -> None:
         """Add ``text``, for the time being. The operating system has it on return."""
         if self._file is None:
             raise ValueError(f"{self.path} was released")

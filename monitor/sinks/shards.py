@@ -53,7 +53,7 @@ class Carried:
 Carry = Callable[[Path, bytes, int], Carried | None]
 """From a file, a header and a step: what the file holds of earlier steps; None if rows below that header cannot join it."""
 
-Write = Callable[[str, bytes], None]
+Write = Callable[[str, bytes | memoryview], None]
 """Takes a kind and some of its rows in the step at hand."""
 
 
@@ -118,7 +118,7 @@ class Shards:
         self._make_way(step, headers)
         touched: set[str] = set()
 
-        def write(kind: str, text: bytes) -> None:
+        def write(kind: str, text: bytes | memoryview) -> None:
             touched.add(kind)
             if kind not in self._open:
                 self._open[kind] = self._new(kind, headers[kind], step)

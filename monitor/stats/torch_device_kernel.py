@@ -44,17 +44,22 @@ class DeviceKernel:
         self._zero_is_small = 1.0 if eps > 0 else 0.0
         self._chunk_size = chunk
 
-    def reduce_into(self, x: Tensor, page: Tensor, row: int) -> bool:
-        """Write the partials of ``x`` into ``page[row]``. False if ``x`` has no data to read; the row is then untouched.
+    def reduce_into(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
+        """Write the partials of ``x`` into ``page[row + offset]``. False, and nothing written, if ``x`` has no data to read.
 
         Args:
             page: float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``.
+            offset: A whole number on the same device, never looked at by the host.
         """
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
             source = readable(x)
             if source is None:
                 return False
-            page[row].copy_(self._reduce(source))
+            numbers = self._reduce(source)
+            if offset is None:
+                page[row].copy_(numbers)
+            else:
+                page.index_copy_(0, (offset + row).view(1), numbers.view(1, -1))
         return True
 
     def _reduce(self, source: Readable) -> Tensor:

@@ -17,7 +17,7 @@ def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
     """The lines of each kind."""
     texts: dict[str, bytes] = {}
     for kind, text in Lines(rank.series, rank.context.ndigits).of(rows):
-        texts[kind] = texts.get(kind, b"") + text
+        texts[kind] = texts.get(kind, b"") + bytes(text)
     return {kind: text.decode() for kind, text in texts.items()}
 
 

@@ -1,0 +1,96 @@
+"""The benchmarks, run for real in their quick form. No figure of time is expected: only that figures are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "bench"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # The project need not be installed for its tests to run.
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(BENCH / script), *arguments]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+
+
+def cells_of(table: str) -> list[list[str]]:
+    """The rows of a printed table below its header."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line][1:]
+
+
+def test_overhead_prints_what_being_monitored_costs_and_writes_all_figures_to_a_file(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("overhead.py", "--quick", "--monitors", "ours", "--json", str(figures))
+    assert done.stderr == "quick, everything\n"
+    [row] = cells_of(done.stdout)
+    assert row[:3] == ["quick", "everything", "monitor"]
+
+    [cost] = json.loads(figures.read_text())["costs"]
+    assert row[3] == f"{cost['rows']:.0f}"
+    assert cost["rows"] > 100
+    assert len(cost["cpu"]) == len(cost["wall"]) == 2
+    assert cost["same_losses"]
+
+
+def test_overhead_leaves_the_peer_out_and_says_why_when_there_is_no_interpreter_for_it(tmp_path: Path) -> None:
+    done = run("overhead.py", "--quick", "--monitors", "peer", "--peer-python", str(tmp_path / "python"))
+    assert done.returncode == 0
+    assert "mindstudio-probe is left out: there is no interpreter" in done.stdout
+    assert cells_of(done.stdout) == []
+
+
+def test_overhead_leaves_the_peer_out_and_says_why_when_its_interpreter_cannot_import_it() -> None:
+    done = run("overhead.py", "--quick", "--monitors", "peer", "--peer-python", sys.executable)
+    assert done.returncode == 0
+    assert "has no torch or no msprobe" in done.stdout
+
+
+def test_a_measured_process_that_fails_is_reported_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    from stepping import Worker, WorkerError
+
+    missing = tmp_path / "missing.json"
+    failed = pytest.raises(WorkerError, match=r"ended with status 1(.|\n)*missing\.json")
+    with Worker(sys.executable, "quick", missing, tmp_path / "worker", "ours", {}) as worker, failed:
+        worker.receive()
+
+
+def test_the_turns_of_a_round_begin_with_another_process_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from stepping import rotated
+
+    assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_kernels_prints_multiples_of_a_sum_and_errors_against_float64(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("kernels.py", "--quick", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    names = [row[0] for row in cells_of(done.stdout)]
+    tensors = [each["tensor"] for each in found["speeds"]]
+    assert tensors[0] == "normal float32"
+    assert tensors[-1] == "1000 elements"
+    # The header of the second table stands between the two.
+    assert names == [*tensors, "tensor", *(each["tensor"] for each in found["errors"])]
+    assert all(multiple > 0 for each in found["speeds"] for multiple in each["multiples"].values())
+
+
+def test_the_kernel_is_as_accurate_as_promised_on_what_kernels_measures(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    run("kernels.py", "--quick", "--json", str(figures))
+    errors = json.loads(figures.read_text())["errors"]
+    assert max(each["norm"]["monitor"] for each in errors) <= 1e-6
+    assert max(each["mean"]["monitor"] for each in errors) <= 1e-6
