@@ -39,9 +39,9 @@ class Cost:
         thread: Ratios of the CPU time of the training thread alone, likewise.
         wall: Ratios of wall time, likewise.
         flush: Wall milliseconds that the wait at the end took.
-        added: Peak above that of the unmonitored process, megabytes, as users have it: with what the allocator keeps and wastes.
-        imports: What importing the libraries takes, megabytes.
-        alive: Megabytes that were in use at the peak, beyond the imports.
+        added: Megabytes of peak above that of the unmonitored process, what the allocator keeps and wastes among them.
+        imports: Megabytes that importing the libraries takes.
+        alive: Megabytes beyond the imports that were in use at the peak.
         same_losses: Whether the losses were those of the unmonitored process, bit for bit.
     """
 

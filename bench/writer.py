@@ -4,8 +4,9 @@
 
 Rows as training makes them (gradients between 1e-12 and 1, six ops, six decimals), written by the sink and, beside it, by the
 two ways that come to mind: ``csv.writer`` and an f-string a row. In each round every way writes the same steps to the same disk
-once, in an order that changes: first alone, in CPU time, then on a thread beside one that multiplies matrices, which gives the
-rate at which that one still gets its work done. Medians over the rounds.
+once, in an order that changes: first alone, in CPU time; then beside a thread that multiplies matrices, as training does, which
+is slowed down as far as the writing keeps the interpreter from it. That is held against a thread that compresses, for which
+no interpreter is needed. Medians over the rounds.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -43,45 +45,49 @@ KINDS = ("grad_unreduced", "grad_reduced")
 ELEMENTS = 4096
 MATRIX = 192
 
-Way = Callable[[Path, SeriesTable, Sequence[StepRows]], None]
+Write = Callable[[StepRows], None]
+Way = Callable[[Path, SeriesTable], Write]
 
 
-def with_sink(directory: Path, series: SeriesTable, steps: Sequence[StepRows]) -> None:
+def with_sink(directory: Path, series: SeriesTable) -> Write:
     """The project's own way."""
-    sink = CsvSink(SinkContext(directory, 0, series, NDIGITS, step_count_per_record=1))
-    for rows in steps:
-        sink.write(rows)
-    sink.close()
+    return CsvSink(SinkContext(directory, 0, series, NDIGITS, step_count_per_record=1)).write
 
 
-def with_csv_writer(directory: Path, series: SeriesTable, steps: Sequence[StepRows]) -> None:
+def with_csv_writer(directory: Path, series: SeriesTable) -> Write:
     """The standard library's writer; numbers rounded by Python."""
-    for name, step, rows in files(steps):
-        with (directory / name).open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("vpp_stage", "name", "step", *OPS))
-            for number, *values, nans in columns(rows):
-                one = series[number]
-                writer.writerow((one.vpp_stage, one.name, step, *(f"{x:.6e}" for x in values), int(nans)))
+
+    def write(step: StepRows) -> None:
+        for kind, rows in step.kinds.items():
+            with file_of(directory, kind, step).open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(("vpp_stage", "name", "step", *OPS))
+                for number, *values, nans in columns(rows):
+                    one = series[number]
+                    writer.writerow((one.vpp_stage, one.name, step.step, *(f"{x:.6e}" for x in values), int(nans)))
+
+    return write
 
 
-def with_f_strings(directory: Path, series: SeriesTable, steps: Sequence[StepRows]) -> None:
+def with_f_strings(directory: Path, series: SeriesTable) -> Write:
     """A string a row, all of them joined; names are trusted to need no quotes."""
-    for name, step, rows in files(steps):
-        lines = [f"vpp_stage,name,step,{','.join(OPS)}"]
-        for number, a, b, c, d, e, nans in columns(rows):
-            one = series[number]
-            lines.append(f"{one.vpp_stage},{one.name},{step},{a:.6e},{b:.6e},{c:.6e},{d:.6e},{e:.6e},{int(nans)}")
-        (directory / name).write_text("\n".join(lines) + "\n")
+
+    def write(step: StepRows) -> None:
+        for kind, rows in step.kinds.items():
+            lines = [f"vpp_stage,name,step,{','.join(OPS)}"]
+            for number, a, b, c, d, e, nans in columns(rows):
+                one = series[number]
+                lines.append(f"{one.vpp_stage},{one.name},{step.step},{a:.6e},{b:.6e},{c:.6e},{d:.6e},{e:.6e},{int(nans)}")
+            file_of(directory, kind, step).write_text("\n".join(lines) + "\n")
+
+    return write
 
 
 WAYS: dict[str, Way] = {"monitor": with_sink, "f-strings": with_f_strings, "csv.writer": with_csv_writer}
 
 
-def files(steps: Sequence[StepRows]) -> Iterator[tuple[str, int, KindRows]]:
-    for rows in steps:
-        for kind, of_kind in rows.kinds.items():
-            yield f"{kind}_{rows.step}-{rows.step}.csv", rows.step, of_kind
+def file_of(directory: Path, kind: str, step: StepRows) -> Path:
+    return directory / f"{kind}_{step.step}-{step.step}.csv"
 
 
 def columns(rows: KindRows) -> Iterator[tuple[float, ...]]:
@@ -96,7 +102,7 @@ class Cost:
     Attributes:
         rate: Rows a second of CPU time, alone.
         beside: Rows a second of wall time while another thread computes.
-        slowdown: By what factor that other thread is slower for it.
+        slowdown: By what factor that thread is slower than beside work without the interpreter.
     """
 
     way: str
@@ -148,56 +154,51 @@ def gradients(rng: np.random.Generator, rows: int) -> Partials:
 
 
 def measured(directory: Path, series: SeriesTable, steps: Sequence[StepRows], rounds: int) -> list[Cost]:
-    rows = sum(map(len, steps))
-    found: dict[str, list[Cost]] = {way: [] for way in WAYS}
+    ways = {name: way(directory, series) for name, way in WAYS.items()}
+    found: dict[str, list[Cost]] = {name: [] for name in ways}
     progress = Progress()
     for number in range(rounds + 1):
-        progress.show("writing", f"round {number} of {rounds}")
-        for way in rotated(list(WAYS), number):
-            cost = Cost(
-                way, rows / cpu_seconds(WAYS[way], directory, series, steps), *beside(WAYS[way], directory, series, steps)
-            )
-            found[way] += [cost] if number else []  # the first round warms up
+        for name in rotated(list(ways), number):
+            progress.show("writing", f"round {number} of {rounds}, {name}")
+            cost = cost_of(name, partial(write_all, directory, ways[name], steps), sum(map(len, steps)))
+            found[name] += [cost] if number else []  # the first round warms up
     progress.end()
-    return [middle(way, costs) for way, costs in found.items()]
+    return [middle(name, costs) for name, costs in found.items()]
 
 
-def cpu_seconds(way: Way, directory: Path, series: SeriesTable, steps: Sequence[StepRows]) -> float:
-    with emptied(directory):
-        begun = time.process_time()
-        way(directory, series, steps)
-        return time.process_time() - begun
+def write_all(directory: Path, write: Write, steps: Sequence[StepRows]) -> None:
+    """Write the steps, and remove what was written."""
+    for step in steps:
+        write(step)
+    for path in directory.iterdir():
+        path.unlink()
 
 
-def beside(way: Way, directory: Path, series: SeriesTable, steps: Sequence[StepRows]) -> tuple[float, float]:
-    """Rows a second beside a thread that computes, and the slowdown of that thread."""
-    undisturbed = products_a_second(lambda begun: time.perf_counter() < begun + 0.1)
-    with emptied(directory):
-        writer = threading.Thread(target=way, args=(directory, series, steps))
-        begun = time.perf_counter()
-        writer.start()
-        disturbed = products_a_second(lambda _: writer.is_alive())
-        return sum(map(len, steps)) / (time.perf_counter() - begun), undisturbed / disturbed
+def cost_of(name: str, write: Callable[[], None], rows: int) -> Cost:
+    begun = time.process_time()
+    write()
+    alone = time.process_time() - begun
+    quiet, _ = beside(compress_for_a_while)
+    disturbed, seconds = beside(write)
+    return Cost(name, rows / alone, rows / seconds, quiet / disturbed)
 
 
-def products_a_second(going_on: Callable[[float], bool]) -> float:
-    """How many matrix products this thread computes a second, as long as ``going_on(begun)``."""
+def compress_for_a_while() -> None:
+    """What disturbs the other thread in nothing but what it shares of the machine: work that needs no interpreter."""
+    zlib.compress(os.urandom(3_000_000))
+
+
+def beside(work: Callable[[], None]) -> tuple[float, float]:
+    """How many matrix products a second this thread computes while another one works, and how many seconds that takes."""
     a = np.ones((MATRIX, MATRIX), dtype=np.float32)
+    other = threading.Thread(target=work)
     done, begun = 0, time.perf_counter()
-    while going_on(begun):
+    other.start()
+    while other.is_alive():
         a @ a
         done += 1
-    return done / (time.perf_counter() - begun)
-
-
-@contextmanager
-def emptied(directory: Path) -> Iterator[None]:
-    """Remove what was written to ``directory``."""
-    try:
-        yield
-    finally:
-        for path in directory.iterdir():
-            path.unlink()
+    seconds = time.perf_counter() - begun
+    return done / seconds, seconds
 
 
 def middle(way: str, costs: Sequence[Cost]) -> Cost:

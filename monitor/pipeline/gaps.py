@@ -56,4 +56,5 @@ class Gaps:
 
     @property
     def untold(self) -> bool:
-        return any(gap.told < len(gap.steps) for gap in tuple(self._gaps))
+        gaps = self._gaps
+        return len(gaps) > 1 or (len(gaps) == 1 and gaps[0].told < len(gaps[0].steps))

@@ -33,11 +33,12 @@ class Pipeline(Generic[S]):
     No method lets an error out, and none of those for the training thread takes a lock. In a process forked from the one that
     made it the pipeline is inert: nothing is reserved, written, flushed or closed.
 
-    Attributes:
+    Args:
         sinks: By name, served in this order.
         journal: What became of each step; used by one thread at a time, never by the training thread.
+        new_sealed: Makes one more copy.
         queue_bytes: Bound on the memory of all sealed copies together; two may exist whatever their size.
-        queue_wait_seconds: How long training may be held up while the queue is full, once an incident.
+        queue_wait_seconds: How long training may be held up by a full queue, once an incident.
         close_seconds: Within this time ``close`` returns.
         signal_seconds: So long a SIGTERM may be held up.
         on_rows: Looks at the rows of each step before any sink does.
@@ -68,7 +69,7 @@ class Pipeline(Generic[S]):
         self._writer = Writer(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
         self._reserved: dict[int, int] = {}
         self._newest: int | None = None
-        weakref.finalize(self, self._writer.retire).atexit = False
+        weakref.finalize(self, self._writer.retire).atexit = False  # at exit the process closes its writers, within bounds
 
     @property
     def inert(self) -> bool:

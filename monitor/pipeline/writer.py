@@ -111,9 +111,9 @@ class Writer(Generic[S]):
 
     def _wait_for_close(self) -> None:
         writers_time = self._close_deadline - (1 - WRITERS_SHARE) * self._close_seconds - monotonic()
-        if self._closed.wait(writers_time):
+        if self._closed.wait(writers_time) and self._thread.is_alive():
             self._thread.join(max(self._close_deadline - monotonic(), 0.0))
-        elif self._give_up_once.acquire(blocking=False):
+        elif not self._closed.done and self._give_up_once.acquire(blocking=False):
             self._give_up()
 
     def _give_up(self) -> None:

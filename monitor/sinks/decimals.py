@@ -226,8 +226,9 @@ _UNUSUAL: Final = pa.array(["", "nan", "0", "inf", "-inf"], type=pa.string())
 
 
 def _powers_of_ten(first: int, last: int) -> tuple[Floats, Floats, NDArray[np.int32]]:
-    """``10**k = (high + low) * 2**exponent``, 0.5 <= high < 1, to 106 bits, from exact integers. The
-    exponents have 32 bits because numpy's ``ldexp`` takes ten times as long for others.
+    """``10**k = (high + low) * 2**exponent``, 0.5 <= high < 1, to 106 bits, from exact integers.
+
+    The exponents have 32 bits because numpy's ``ldexp`` takes ten times as long for others.
     """
     rows = []
     for k in range(first, last + 1):

@@ -19,9 +19,9 @@ from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, derive
 from monitor.stats.partials import Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 
-BLOCK_ROWS: Final = 12288
-"""Rows that are spelled together: few enough for a column of doubles (96 KB) to stay in the cache, and below the size from
-which an allocation is a mapping of its own and every page of it a fault."""
+BLOCK_ROWS: Final = 8192
+"""Rows that are spelled together: a column of doubles (64 KB) stays in the cache, and is below the size from which every
+allocation is a mapping of its own and each of its pages a fault."""
 
 _COMMA: Final = pa.scalar(",", type=pa.string())
 _NEWLINE: Final = pa.scalar("\n", type=pa.string())
@@ -146,7 +146,7 @@ def _blocks(rows: StepRows) -> Iterator[list[Piece]]:
 
 
 def _texts(lines: pa.StringArray, lengths: list[int]) -> Iterator[memoryview]:
-    """The first ``lengths[0]`` lines as one text, then the next, and so on: joined by newlines with an empty line at the end."""
+    """The first ``lengths[0]`` lines as one text, then the next, and so on: joined by newlines, an empty line at the end."""
     ends = np.cumsum([0, *lengths])
     pieces = [lines.slice(end - length, length) for end, length in zip(ends[1:], lengths, strict=True)]
     closed = pa.concat_arrays([part for piece in pieces for part in (piece, _NO_LINE)])

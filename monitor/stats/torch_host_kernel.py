@@ -15,13 +15,19 @@ from typing import Final
 import numpy as np
 import torch
 from torch import Tensor, amin, aminmax, mul
+from torch import sum as sum_of
 
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import EMPTY, Floats, union
-from monitor.stats.torch_tensors import Readable, pieces, readable, working_precision
+from monitor.stats.torch_tensors import PLAIN, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 98_304
 """Elements of a chunk: with its squares it fits the second-level cache, and the cost of a call is spread thin."""
+
+_LEAST_SQUARE: Final = {torch.float32: 1.2e-31, torch.float64: 1e-290}
+"""What squares must be on average, so that those lost below the smallest normal number do not show in their sum."""
+
+_MOST_VIEWS: Final = 1024
 
 Row = tuple[float, ...]
 """One table row, in the order of ``COLUMNS``."""
@@ -51,14 +57,24 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, int], Tensor] = {}
 
     def like(self, v: Tensor, dtype: torch.dtype, use: str) -> Tensor:
         """A buffer in the shape of ``v``."""
+        flat = self._views.get((use, dtype, v.numel()))
+        if flat is None:
+            flat = self._view(use, dtype, v.numel())
+        return flat if v.dim() == 1 else flat.view(v.shape)
+
+    def _view(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
+        """A model has few sizes of tensors, and cutting a view costs as much as a small reduction."""
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
         buffer = self._buffers.get((use, dtype))
         if buffer is None:
             buffer = self._buffers[use, dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
-        flat = buffer[: v.numel()]
-        return flat if v.dim() == 1 else flat.view(v.shape)
+        view = self._views[use, dtype, size] = buffer[:size]
+        return view
 
 
 class HostKernel:
@@ -80,6 +96,8 @@ class HostKernel:
     def reduce(self, x: Tensor) -> Row | Floats | None:
         """The row of ``x``, shape ``(len(COLUMNS),)``; None if it has no data to read."""
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+            if x.dtype is torch.float32 and type(x) in PLAIN and 0 < x.numel() <= CHUNK and x.is_contiguous() and x.is_cpu:
+                return self._chunk(x.view(-1))  # most tensors of most models, on the shortest way
             source = readable(x)
             return None if source is None else self._reduce(source)
 
@@ -103,12 +121,12 @@ class HostKernel:
         precision = working_precision(piece.dtype)
         v = piece if piece.dtype is precision else self._staged(piece, precision)
         n = v.numel()
-        lo, hi = (bound.item() for bound in aminmax(v))
-        total = v.sum().item()
+        least, most = aminmax(v)
+        lo, hi = least.item(), most.item()
+        total = sum_of(v).item()
         squares = mul(v, v, out=self._scratch.like(v, precision, "squares"))
-        sumsq = squares.sum().item()
-        floor = n * (1.2e-31 if precision is torch.float32 else 1e-290)
-        if not floor <= sumsq < math.inf:
+        sumsq = sum_of(squares).item()
+        if not n * _LEAST_SQUARE[precision] <= sumsq < math.inf:
             return self._zeros(n) if lo == hi == 0.0 else self._difficult(v)
         eps = self._eps[precision]
         smalls = 0.0 if lo >= eps.bound or hi <= -eps.bound else self._smalls(v, squares, eps)
@@ -129,7 +147,7 @@ class HostKernel:
         """How many |x| are below eps. Overwrites ``squares``, in place because that comparison is vectorised."""
         if eps.square is None:
             return torch.abs(v, out=squares).lt_(eps.bound).sum().item()
-        if amin(squares.view(-1), 0).item() >= eps.square:
+        if amin(squares).item() >= eps.square:
             return 0.0
         return squares.lt_(eps.square).sum().item()
 

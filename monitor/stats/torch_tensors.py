@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -36,7 +37,7 @@ def readable(x: Tensor) -> Readable | None:
         if local is None:
             return None
         x = local
-    if x.device.type == "meta":
+    if x.is_meta:
         return None
     if x.layout is not torch.strided or x.is_quantized:
         return _stored(x)
@@ -79,17 +80,15 @@ def _without_repeats(x: Tensor) -> Readable:
     return Readable(x, repeats=repeats)
 
 
-def pieces(x: Tensor, limit: int) -> Iterator[Tensor]:
+def pieces(x: Tensor, limit: int) -> Sequence[Tensor]:
     """Views that together hold each element of a strided tensor once, of at most ``limit`` elements each."""
-    if x.numel() == 0:
-        return
+    size = x.numel()
+    if size == 0:
+        return ()
     flat = x.view(-1) if x.is_contiguous() else _in_memory_order(x)
-    if flat.numel() <= limit:
-        yield flat
-    elif flat.dim() == 1:
-        yield from torch.split(flat, limit)
-    else:
-        yield from _cut(flat, limit)
+    if size <= limit:
+        return (flat,)
+    return torch.split(flat, limit) if flat.dim() == 1 else tuple(_cut(flat, limit))
 
 
 def _in_memory_order(x: Tensor) -> Tensor:
@@ -116,6 +115,7 @@ def _cut(x: Tensor, limit: int) -> Iterator[Tensor]:
         yield from torch.split(x, max(1, limit // below))
 
 
+@cache
 def working_precision(dtype: torch.dtype) -> torch.dtype:
     """What a dtype is reduced in: float32 for floats that fit, float64 for the rest (integers and bool among them)."""
     narrow = dtype in NARROW or (dtype.is_floating_point and dtype.itemsize == 1)

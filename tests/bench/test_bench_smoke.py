@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def cells_of(table: str) -> list[list[str]]:
 def test_overhead_prints_what_being_monitored_costs_and_writes_all_figures_to_a_file(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run("overhead.py", "--quick", "--monitors", "ours", "--json", str(figures))
-    assert done.stderr == "quick, everything\n"
+    assert (done.returncode, done.stderr) == (0, "quick, everything\n")
     [row] = cells_of(done.stdout)
     assert row[:3] == ["quick", "everything", "monitor"]
 
@@ -74,23 +75,35 @@ def test_the_turns_of_a_round_begin_with_another_process_each_time(monkeypatch: 
     assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 
 
-def test_kernels_prints_multiples_of_a_sum_and_errors_against_float64(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What the benchmark of the kernels printed, and the figures it wrote."""
+    figures = tmp_path_factory.mktemp("kernels") / "figures.json"
     done = run("kernels.py", "--quick", "--json", str(figures))
     assert done.returncode == 0, done.stderr
-    found = json.loads(figures.read_text())
-    names = [row[0] for row in cells_of(done.stdout)]
-    tensors = [each["tensor"] for each in found["speeds"]]
+    return done.stdout, json.loads(figures.read_text())
+
+
+def test_kernels_prints_multiples_of_a_sum_and_errors_against_float64(kernels: tuple[str, dict[str, Any]]) -> None:
+    printed, figures = kernels
+    tensors = [each["tensor"] for each in figures["speeds"]]
     assert tensors[0] == "normal float32"
     assert tensors[-1] == "1000 elements"
     # The header of the second table stands between the two.
-    assert names == [*tensors, "tensor", *(each["tensor"] for each in found["errors"])]
-    assert all(multiple > 0 for each in found["speeds"] for multiple in each["multiples"].values())
+    assert [row[0] for row in cells_of(printed)] == [*tensors, "tensor", *(each["tensor"] for each in figures["errors"])]
+    assert all(multiple > 0 for each in figures["speeds"] for multiple in each["multiples"].values())
 
 
-def test_the_kernel_is_as_accurate_as_promised_on_what_kernels_measures(tmp_path: Path) -> None:
+def test_the_kernel_is_as_accurate_as_promised_on_what_kernels_measures(kernels: tuple[str, dict[str, Any]]) -> None:
+    _, figures = kernels
+    assert max(each["norm"]["monitor"] for each in figures["errors"]) <= 1e-6
+    assert max(each["mean"]["monitor"] for each in figures["errors"]) <= 1e-6
+
+
+def test_writer_prints_the_rate_of_each_way_to_write(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    run("kernels.py", "--quick", "--json", str(figures))
-    errors = json.loads(figures.read_text())["errors"]
-    assert max(each["norm"]["monitor"] for each in errors) <= 1e-6
-    assert max(each["mean"]["monitor"] for each in errors) <= 1e-6
+    done = run("writer.py", "--rows", "20000", "--steps", "2", "--rounds", "1", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    rates = {each["way"]: each["rate"] for each in json.loads(figures.read_text())}
+    assert [row[:2] for row in cells_of(done.stdout)] == [[way, f"{rate:,.0f}"] for way, rate in rates.items()]
+    assert "monitor" in rates

@@ -53,7 +53,8 @@ def test_a_grandchild_is_inert_too(pipeline):
     assert in_child(lambda: in_child(lambda: not pipeline.inert)) == 0
 
 
-def test_a_child_may_record_through_a_pipeline_of_its_own(tmp_path, pipeline):
+@pytest.mark.usefixtures("pipeline")
+def test_a_child_may_record_through_a_pipeline_of_its_own(tmp_path):
     (tmp_path / "child").mkdir()
 
     def train() -> bool:
@@ -64,7 +65,8 @@ def test_a_child_may_record_through_a_pipeline_of_its_own(tmp_path, pipeline):
     assert steps_in(tmp_path / "child" / "steps.txt") == [5]
 
 
-def test_a_child_has_the_signal_handling_of_a_process_that_was_never_monitored(pipeline):
+@pytest.mark.usefixtures("pipeline")
+def test_a_child_has_the_signal_handling_of_a_process_that_was_never_monitored():
     ours = signal.getsignal(signal.SIGTERM)
 
     def unmonitored() -> bool:
@@ -76,7 +78,8 @@ def test_a_child_has_the_signal_handling_of_a_process_that_was_never_monitored(p
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_mask_that_the_user_set_is_the_same_before_and_after_a_fork(pipeline):
+@pytest.mark.usefixtures("pipeline")
+def test_a_mask_that_the_user_set_is_the_same_before_and_after_a_fork():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     try:
         blocked = {signal.SIGTERM, signal.SIGUSR1}
@@ -208,7 +211,8 @@ def test_a_handler_put_on_top_of_ours_still_reaches_the_default_in_a_child(tmp_p
         assert program.end() == (0, "")
 
 
-def test_a_fork_from_another_thread_is_inert_and_may_be_terminated(tmp_path, pipeline):
+@pytest.mark.usefixtures("pipeline")
+def test_a_fork_from_another_thread_is_inert_and_may_be_terminated(tmp_path):
     status: list[int] = []
 
     def terminate_itself():
@@ -259,8 +263,9 @@ def test_data_loader_workers_that_use_polars_and_pyarrow_work_while_the_writer_w
     assert steps_in(tmp_path / "steps.txt") == list(range(32))
 
 
-def test_a_child_takes_down_its_copies_of_the_wakeup_descriptors_and_keeps_the_parents_listener(tmp_path, pipeline):
-    descriptors = {pipeline_descriptor for pipeline_descriptor in os.listdir("/proc/self/fd")}
+@pytest.mark.usefixtures("pipeline")
+def test_a_child_takes_down_its_copies_of_the_wakeup_descriptors_and_keeps_the_parents_listener():
+    descriptors = os.listdir("/proc/self/fd")
 
     def fewer() -> bool:
         return len(os.listdir("/proc/self/fd")) != len(descriptors) - 2

@@ -12,7 +12,6 @@ from pipeline_parts import (
     pipeline_in,
     pipeline_of,
     record,
-    rows_of,
     steps_in,
     until,
 )
@@ -325,6 +324,21 @@ def test_a_pipeline_that_never_got_a_step_closes_its_sinks_and_saves_the_journal
     assert journal_in(journal.path)["written"] == []
 
 
+def test_an_interpreter_that_starts_no_more_threads_still_closes_a_pipeline_that_never_got_a_step(
+    journal, tmp_path, monkeypatch
+):
+    sink = RecordSink(tmp_path / "steps")
+    pipeline = pipeline_of({"record": sink}, journal)
+
+    def refuse():
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(pipeline._writer._thread, "start", refuse)
+    assert pipeline.close()
+    assert sink.closed
+    assert journal.path.exists()
+
+
 def test_closing_is_final_and_may_be_repeated_from_any_thread(tmp_path):
     pipeline = pipeline_in(tmp_path)
     record(pipeline, 0)
@@ -367,12 +381,3 @@ def test_a_pipeline_that_nobody_holds_any_more_writes_what_it_was_given_and_ends
         thread.join(20)
     assert steps_in(tmp_path / "steps.txt") == [0]
     pipeline_in(tmp_path).close()  # the last to close takes down what listens for signals
-
-
-def test_rows_that_were_read_stay_as_they_are_when_their_copy_is_filled_again(tmp_path, journal):
-    kept = []
-    pipeline = pipeline_of({}, journal, on_rows=[kept.append])
-    for step in range(10):
-        record(pipeline, step)
-    assert pipeline.close()
-    assert [rows.step for rows in kept] == [rows_of(step).step for step in range(10)]

@@ -1,5 +1,6 @@
 import time
 
+import pytest
 from pipeline_parts import Copy
 
 from monitor.pipeline.ring import Ring
@@ -63,10 +64,8 @@ def test_a_copy_that_cannot_be_made_leaves_the_ring_as_it_was():
     copies = iter([Copy(100)])
     ring = Ring(lambda: next(copies), 1000)
     kept = ring.take(0.0)
-    try:
+    with pytest.raises(StopIteration):
         ring.take(0.0)
-    except StopIteration:
-        pass
     ring.put_back(kept)
     assert ring.take(0.0) is kept
 

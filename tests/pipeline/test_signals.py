@@ -87,6 +87,32 @@ def test_a_handler_installed_before_ours_is_called_and_the_open_record_is_contin
     assert steps_in(tmp_path / "steps.txt") == list(range(30))
 
 
+def test_signals_at_any_moment_of_a_busy_training_thread_cost_neither_a_step_nor_a_deadlock(tmp_path):
+    code = """
+        received = []
+        signal.signal(signal.SIGTERM, lambda *_: received.append(None))
+        pipeline = pipeline_in(directory, steps_per_record=7)
+        sent = 0
+        def send():
+            global sent
+            for sent in range(1, 101):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.001)
+        record(pipeline, 0)
+        sender = threading.Thread(target=send)
+        sender.start()
+        step = 1
+        while sender.is_alive():
+            assert record(pipeline, step)
+            step += 1
+        assert pipeline.close()
+        assert received
+        assert steps_in(directory / "steps.txt") == list(range(step))
+    """
+    with Program(tmp_path, code) as program:
+        assert program.end() == (0, "")
+
+
 def test_a_handler_that_exits_decides_the_exit_status(tmp_path):
     code = "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + TRAIN + WAIT
     with Program(tmp_path, code) as program:
@@ -117,7 +143,9 @@ def test_a_handler_of_the_users_that_cannot_run_in_c_keeps_the_process_alive_as_
 
 
 def test_a_process_that_ignores_the_signal_goes_on_ignoring_it(tmp_path):
-    code = "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + TRAIN + "    print('ready', flush=True)\n    sys.stdin.read()\n"
+    code = (
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + TRAIN + "    print('ready', flush=True)\n    sys.stdin.read()\n"
+    )
     code = code.replace("sys.stdin.read()", "time.sleep(0.3)")
     with Program(tmp_path, code) as program:
         assert said_before_it_ended(program) == (0, "")
