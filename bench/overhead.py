@@ -127,7 +127,7 @@ def say(costs: Sequence[Cost], left_out: Sequence[str], rounds: int) -> None:
     """Print what was found."""
     for model, plain in {cost.model: cost.plain for cost in costs}.items():
         print(f"{model}: {plain.parameters / 1e6:.3g} M parameters, torch {plain.torch}, one thread, {rounds} rounds;")
-        print(f"unmonitored {plain.step:.3g} ms of CPU time a step, {plain.memory:.0f} MB.")
+        print(f"unmonitored {plain.step:.4g} ms of CPU time a step, {plain.memory:.0f} MB.")
     if costs:
         rows = [[cell(cost) for cell in COLUMNS.values()] for cost in costs]
         print(f"\n{aligned(list(COLUMNS), rows, names=3)}\n")

@@ -96,7 +96,7 @@ class HostKernel:
     def reduce(self, x: Tensor) -> Row | Floats | None:
         """The row of ``x``, shape ``(len(COLUMNS),)``; None if it has no data to read."""
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
-            if x.dtype is torch.float32 and type(x) in PLAIN and 0 < x.numel() <= CHUNK and x.is_contiguous() and x.is_cpu:
+            if _is_one_chunk(x):
                 return self._chunk(x.view(-1))  # most tensors of most models, on the shortest way
             source = readable(x)
             return None if source is None else self._reduce(source)
@@ -174,6 +174,11 @@ class HostKernel:
         centred = scaled - total / len(scaled)
         m2 = max(0.0, centred.square().sum().item() - centred.sum().item() ** 2 / len(scaled))
         return (1.0, n, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, float(exponent))
+
+
+def _is_one_chunk(x: Tensor) -> bool:
+    plain = x.dtype is torch.float32 and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
+    return plain and 0 < x.numel() <= CHUNK and x.is_contiguous()
 
 
 def _exponent(absmax: float) -> int:

@@ -23,6 +23,7 @@ class Measured(NamedTuple):
     values: Sequence[float] = (3.0, 4.0)
     micro_step: int = NO_MICRO_STEP
     vpp_stage: int = 0
+    shape: tuple[int, ...] | None = None
 
 
 def partials_of(values: Sequence[float]) -> list[float]:
@@ -64,7 +65,8 @@ class Rank:
         )
 
     def _layout(self, measured: Measured) -> int:
-        layout = Layout((1, len(measured.values)), "torch.float32")
+        shape = (1, len(measured.values)) if measured.shape is None else measured.shape
+        layout = Layout(shape, "torch.float32")
         if layout not in self.layouts:
             self.layouts.append(layout)
         return self.layouts.index(layout)

@@ -1,0 +1,88 @@
+"""What ``docs/formats.md`` shows is what the sink writes, and its examples run."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from sink_rows import Measured, Rank
+
+from monitor.series import KINDS
+from monitor.sinks import FORMATS
+from monitor.sinks.csv import CsvSink
+from monitor.stats.ops import OPS
+
+TEXT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+DIRECTORY = Path("monitor_output/Dec03_21-34-40-rank0-1a2b3c4d")
+
+HIDDEN_STATE = [-0.5, 2.0, 0.0, 1.25]
+ACTIVATIONS = [
+    Measured("embed.output", HIDDEN_STATE, 0, shape=(2, 2)),
+    Measured("layers.0.mlp.input", HIDDEN_STATE, 0, shape=(2, 2)),
+    Measured("layers.0.mlp.output", [3.125e-7, 1.25e-3], 0),
+    Measured("head.output", [1.0, math.nan], 0),
+    Measured("odd,name", [], 0, shape=(0,)),
+]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+@pytest.fixture
+def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's output, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    rank = Rank(DIRECTORY)
+    sink = CsvSink(rank.context)
+    for step in range(10):
+        sink.write(rank.step(step, {"actv": ACTIVATIONS}, ("min", "max", "mean", "norm", "zeros", "nans", "shape")))
+    sink.close()
+    other = CsvSink(rank.context)
+    for step in range(10):
+        rows = {"grad_reduced": [Measured("w", [float(step)]), Measured("nan", [1.0])]}
+        other.write(rank.step(step, rows, ("min", "max", "mean", "norm")))
+    other.close()
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_the_file_that_is_shown_is_the_file_that_is_written() -> None:
+    (shown,) = blocks("csv")
+    assert (DIRECTORY / "actv_0-4.csv").read_text().startswith(shown)
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("example", blocks("python"))
+def test_an_example_runs(example: str) -> None:
+    for module in re.findall(r"\bpandas\b", example)[:1]:
+        pytest.importorskip(module)
+    found: dict[str, object] = {}
+    exec(example, found)
+    if "frame" in found:
+        assert len(found["frame"]) == 20
+    if "norms" in found:
+        assert [name for name, _ in found["norms"]] == [one.name for one in ACTIVATIONS] * 5
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_the_example_with_this_package_finds_the_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(blocks("python")[0], {})
+    assert capsys.readouterr().out == f"{[{'name': 'head.output', 'step': step, 'nans': 1} for step in range(5)]}\n"
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.skipif(shutil.which("awk") is None, reason="there is no awk")
+def test_the_example_for_the_shell_prints_the_large_norms() -> None:
+    (example,) = blocks("sh")
+    lines = subprocess.run(["sh", "-c", example], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [f"{step} w {step}.000000" for step in range(3, 10)]
+
+
+@pytest.mark.parametrize("word", [*KINDS, *OPS, *FORMATS])
+def test_every_kind_op_and_format_that_exists_is_explained(word: str) -> None:
+    if word != "other":  # nothing writes this kind yet
+        assert f"`{word}`" in TEXT
