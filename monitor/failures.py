@@ -48,9 +48,14 @@ class Failures:
         self.rank = rank
         self.counts: Counter[str] = Counter()
 
-    def report(self, where: str, error: BaseException, advice: str = "") -> None:
-        """Count an exception that was caught, and log it with ``advice`` (what to do) if its cause is new."""
-        self._once(f"{where}: {type(error).__name__}", f"{where} failed: {error!r}. Training goes on. {advice}", error)
+    def report(self, where: str, error: BaseException, advice: str = "", of: str = "") -> None:
+        """Count an exception that was caught, and log it with ``advice`` (what to do) if its cause is new.
+
+        Args:
+            of: What it happened to, for the message alone: the cause is the same for each of ten thousand parameters.
+        """
+        what = f"{where} of {of!r}" if of else where
+        self._once(f"{where}: {type(error).__name__}", f"{what} failed: {error!r}. Training goes on. {advice}", error)
 
     def warn(self, cause: str, message: str) -> None:
         """Count ``cause`` and log ``message`` the first time."""
@@ -63,14 +68,14 @@ class Failures:
             if error is not None:
                 LOGGER.debug("[rank %d] traceback of the above", self.rank, exc_info=error)
 
-    def guarded(self, where: str, hook: Callable[P, T], advice: str = "") -> Callable[P, T | None]:
+    def guarded(self, where: str, hook: Callable[P, T], advice: str = "", of: str = "") -> Callable[P, T | None]:
         """``hook`` with every exception reported and swallowed: what may be handed to a framework to call."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
             try:
                 return hook(*args, **kwargs)
             except Exception as error:
-                self.report(where, error, advice)
+                self.report(where, error, advice, of)
                 return None
 
         return call

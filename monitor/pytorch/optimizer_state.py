@@ -9,6 +9,7 @@ from typing import Final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from monitor.failures import Failures
 from monitor.pytorch.parameters import NamedParameter, Owns, ParameterSeries
 from monitor.pytorch.recorder import Recorder
 
@@ -23,8 +24,8 @@ STATE_NAMES: Final = {
 class MomentCollector:
     """``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq``."""
 
-    def __init__(self, parameters: Sequence[NamedParameter], recorder: Recorder, owns: Owns) -> None:
-        self._series = {kind: ParameterSeries(kind, parameters, recorder, owns) for kind in STATE_NAMES}
+    def __init__(self, parameters: Sequence[NamedParameter], recorder: Recorder, owns: Owns, failures: Failures) -> None:
+        self._series = {kind: ParameterSeries(kind, parameters, recorder, owns, failures) for kind in STATE_NAMES}
 
     def before_step(self, optimizer: Optimizer) -> None:
         for kind, series in self._series.items():

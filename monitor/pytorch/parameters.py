@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from monitor.failures import Failures
 from monitor.pytorch.recorder import Recorder, Watched
 from monitor.series import NO_MICRO_STEP, Series
 
@@ -37,9 +38,12 @@ class ParameterSeries:
         parameters: Iterable[NamedParameter],
         recorder: Recorder,
         owns: Owns,
+        failures: Failures,
         micro_steps: tuple[int, ...] = (NO_MICRO_STEP,),
     ) -> None:
+        self._kind = kind
         self._recorder = recorder
+        self._failures = failures
         self._watched = {
             parameter: Watched(Series(kind, parameter.chunk, parameter.name), micro_steps)
             for parameter in parameters
@@ -56,23 +60,27 @@ class ParameterSeries:
     def record(self, parameter: NamedParameter, x: Tensor, micro_step: int = 0) -> None:
         """Record one parameter's tensor, if this rank writes it."""
         watched = self._watched.get(parameter)
-        if watched is not None:
+        if watched is None:
+            return
+        try:
             self._recorder.record(watched, x, micro_step, aliases=False)
+        except Exception as error:  # one tensor that cannot be read does not hide the others
+            self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=parameter.name)
 
     def record_all(self, tensor_of: Callable[[NamedParameter], Tensor | None]) -> None:
         """Record what ``tensor_of`` finds for each parameter; where it finds nothing there is no row."""
-        for parameter, watched in self._watched.items():
+        for parameter in self._watched:
             x = tensor_of(parameter)
             if x is not None:
-                self._recorder.record(watched, x, aliases=False)
+                self.record(parameter, x)
 
 
 class WeightCollector:
     """``param_origin`` and ``param_updated``."""
 
-    def __init__(self, parameters: Sequence[NamedParameter], recorder: Recorder, owns: Owns) -> None:
-        self._origin = ParameterSeries("param_origin", parameters, recorder, owns)
-        self._updated = ParameterSeries("param_updated", parameters, recorder, owns)
+    def __init__(self, parameters: Sequence[NamedParameter], recorder: Recorder, owns: Owns, failures: Failures) -> None:
+        self._origin = ParameterSeries("param_origin", parameters, recorder, owns, failures)
+        self._updated = ParameterSeries("param_updated", parameters, recorder, owns, failures)
 
     def before_step(self) -> None:
         self._origin.record_all(_weight)

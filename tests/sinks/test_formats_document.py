@@ -44,7 +44,7 @@ def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink.close()
     other = CsvSink(rank.context)
     for step in range(10):
-        rows = {"grad_reduced": [Measured("w", [float(step)]), Measured("nan", [1.0])]}
+        rows = {"grad_reduced": [Measured("w", [float(step)]), Measured("b", [1.0])]}
         other.write(rank.step(step, rows, ("min", "max", "mean", "norm")))
     other.close()
 
@@ -58,8 +58,8 @@ def test_the_file_that_is_shown_is_the_file_that_is_written() -> None:
 @pytest.mark.usefixtures("_recorded")
 @pytest.mark.parametrize("example", blocks("python"))
 def test_an_example_runs(example: str) -> None:
-    for module in re.findall(r"\bpandas\b", example)[:1]:
-        pytest.importorskip(module)
+    if "pandas" in example:
+        pytest.importorskip("pandas")
     found: dict[str, object] = {}
     exec(example, found)
     if "frame" in found:

@@ -1,0 +1,35 @@
+"""However a run ends by itself, everything that it sealed is there, and the step in progress is marked as what it is."""
+
+from __future__ import annotations
+
+import pytest
+from launching import EVERY_STEP, Launcher
+from recorded import listed, only_recording
+
+
+@pytest.mark.parametrize("steps_per_record", [1, 4])
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        ("return", 0, ""),
+        ("close", 0, ""),
+        ("raise", 1, "ArithmeticError: the loss is not what it should be"),
+        ("exit", 3, ""),
+        ("interrupt", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_every_step_is_there_and_the_step_in_progress_is_marked_incomplete(
+    launcher: Launcher, plain_losses: list[str], how: str, status: int, reason: str, steps_per_record: int
+) -> None:
+    ended = launcher.run("ending.py", how, config=EVERY_STEP | {"step_count_per_record": steps_per_record})
+    assert (ended.status, ended.losses) == (status, plain_losses[:10])
+    assert ended.err.rstrip().endswith(reason)
+    assert ended.warnings == []
+
+    recording = only_recording(launcher.base)
+    assert sorted(recording.kinds["grad_reduced"]) == list(range(10))
+    assert sorted(recording.kinds["actv"]) == list(range(11))
+    manifest = recording.manifest()
+    assert manifest.closed
+    assert listed(manifest.steps.written) == list(range(11))
+    assert listed(manifest.steps.incomplete) == [10]
