@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
+from monitor.pipeline.process import PROCESS
 from monitor.pytorch.clock import Clock, Schedule
 from monitor.pytorch.gradients import GradientCollector
+from monitor.pytorch.hooks import HookSet, ModuleHook
 from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.names import ModelNames, NamedModule
 from monitor.pytorch.optimizer_state import MomentCollector
@@ -26,7 +28,8 @@ from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, Series
 from monitor.stats.rows import Status
 
-LOSS_SCALE = Series("other", 0, "loss_scale")
+LOSS_SCALE: Final = Series("other", 0, "loss_scale")
+FOUND_INF: Final = Series("other", 0, "found_inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,6 @@ class Watch:
         chunks: The model's chunks, one for each virtual pipeline stage.
         optimizer: None: the first optimizer that steps a parameter of the model.
         ops: The statistics to write; asked at every seal, since they may be changed.
-        aggregated: Whether gradients are summed over ranks between backward and step.
     """
 
     chunks: Sequence[nn.Module]
@@ -47,7 +49,6 @@ class Watch:
     ownership: Ownership
     ops: Callable[[], tuple[str, ...]]
     main_grad: bool
-    aggregated: bool
 
 
 class Attachment:
@@ -55,7 +56,9 @@ class Attachment:
 
     Attributes:
         clock: The step and micro-step.
-        on_first_step: Called once, after the first step was sealed; may end the run.
+        begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
+        collected: How many steps were sealed so far.
+        on_first_step: Called once, after the first step, collected or not; may end the run.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Attachment:
         run: Callable[[], Run],
         start_step: int,
         failures: Failures,
+        collected: int = 0,
     ) -> None:
         self.watch = watch
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
@@ -76,8 +80,11 @@ class Attachment:
         self._run = run
         self._failures = failures
         self._schedule = Schedule.of(watch.config)
-        self._collected = 0
-        self._loss_scale = Watched(LOSS_SCALE)
+        self.begun = False
+        self.collected = collected
+        self._loss_scale, self._found_inf = Watched(LOSS_SCALE), Watched(FOUND_INF)
+        self._forks = PROCESS.forks
+        self._hooks = HookSet()
         self._attach()
         self._begin_step()
 
@@ -95,9 +102,16 @@ class Attachment:
             for module in modules:
                 self.structure.watch(_key(module), module.module)
         self._gradients = self._attach_gradients(parameters) if config.wg_distribution else None
-        self._weights = WeightCollector(parameters, self._recorder, self._owns) if config.param_distribution else None
-        self._moments = MomentCollector(parameters, self._recorder, self._owns) if config.mv_distribution else None
+        rest = (parameters, self._recorder, self._owns, self._failures)
+        self._weights = WeightCollector(*rest) if config.param_distribution else None
+        self._moments = MomentCollector(*rest) if config.mv_distribution else None
+        self._attach_beginning()
         self._steps = OptimizerSteps(watch.optimizer, watch.chunks, self, self._failures)
+
+    def _attach_beginning(self) -> None:
+        begins = ModuleHook(self._failures.guarded("beginning a forward", self._forward_begins))
+        for root in self.watch.chunks:
+            self._hooks.add(root.register_forward_pre_hook(begins))
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -125,9 +139,9 @@ class Attachment:
             self.clock,
             self._failures,
             self._owns,
+            self._note,
             each_micro_step=self.watch.config.monitor_mbs_grad,
             main_grad=self.watch.main_grad,
-            aggregated=self.watch.aggregated,
         )
 
     def _owns(self, kind: str, parameter: NamedParameter) -> bool:
@@ -135,7 +149,30 @@ class Attachment:
         sharded = hasattr(parameter.tensor, "_local_tensor")
         return self.watch.ownership.writes(kind, tensor_parallel=split, sharded=sharded)
 
+    def _forward_begins(self, root: nn.Module, _args: Any) -> None:
+        if root.training:
+            self.begun = True
+            if self._recorder.active and self._gradients is not None:
+                self._gradients.hook_thawed()
+
+    def _note(self, key: str, said: str) -> None:
+        self._run().manifest.note(key, said)
+
     # What the optimizer's steps tell, in this order.
+
+    def loss_scale(self, scale: Tensor) -> None:
+        if self._gradients is not None:
+            self._gradients.may_be_unscaled()
+        if self._records_scaled():
+            self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`")
+            self._recorder.record(self._loss_scale, scale, aliases=False)
+
+    def scales_itself(self, found_inf: Tensor, still_scaled: bool) -> None:
+        if self._records_scaled():
+            self._note("found_inf", "the optimizer skips a step on its own where this, in `other`, is not 0")
+            self._recorder.record(self._found_inf, found_inf, aliases=False)
+            if still_scaled:
+                self._note("grad_reduced", "multiplied by loss_scale: the optimizer divides by it inside its step")
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._recorder.active:
@@ -156,13 +193,8 @@ class Attachment:
     def step_skipped(self) -> None:
         self._end_step("skipped")
 
-    def loss_scale(self, scale: Tensor) -> None:
-        config = self.watch.config
-        if self._recorder.active and (config.wg_distribution or config.xy_distribution):
-            self._run().manifest.note(
-                "loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`"
-            )
-            self._recorder.record(self._loss_scale, scale, aliases=False)
+    def _records_scaled(self) -> bool:
+        return self._recorder.active and (self.watch.config.wg_distribution or self.watch.config.xy_distribution)
 
     # The step's end and the next one's beginning.
 
@@ -177,11 +209,17 @@ class Attachment:
             self.modules.end_step()
             self.clock.next_step()
             self._begin_step()
-        if was_active:
-            self._finish_first_step()
+        self._finish_first_step()
 
     def _seal(self, status: Status) -> None:
-        self._collected += 1
+        self.collected += 1
+        try:
+            self._submit(status)
+        except BaseException:
+            self._recorder.discard()  # what this step measured must not stand among the rows of the next
+            raise
+
+    def _submit(self, status: Status) -> None:
         pipeline = self._run().pipeline
         sealed = pipeline.reserve(self.clock.step)
         if sealed is None:
@@ -189,14 +227,14 @@ class Attachment:
             return
         try:
             sealed.step, sealed.status, sealed.ops = self.clock.step, status, self.watch.ops()
-            sealed.micro_step_kinds, sealed.combined_kinds = self._micro_step_kinds()
+            sealed.micro_step_kinds, sealed.combined_kinds = self.micro_step_kinds()
             self._recorder.seal(sealed)
         except BaseException:
             pipeline.give_back(sealed)
             raise
         pipeline.submit(sealed)
 
-    def _micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
+    def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
         """Kinds with a row for each micro-step, and kinds whose micro-steps are combined."""
         config = self.watch.config
         gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
@@ -204,26 +242,38 @@ class Attachment:
         return (activations | gradients, frozenset()) if config.micro_steps == "each" else (gradients, activations)
 
     def _begin_step(self) -> None:
-        self._recorder.activate(self._schedule.collects(self.clock.step, self._collected))
+        self.begun = False
+        wanted = self.watch.ownership.monitored and self._schedule.collects(self.clock.step, self.collected)
+        self._recorder.activate(wanted)
         if self._recorder.active and self._gradients is not None:
             self._gradients.begin_step()
 
     def _finish_first_step(self) -> None:
+        if PROCESS.forks != self._forks:
+            return
         if self._stacks is not None:
-            self._stacks.remove()
-            self._failures.guarded("writing stack_info.csv", self._stacks.write)(self._run().directory)
-            self._stacks = None
+            stacks, self._stacks = self._stacks, None
+            stacks.remove()
+            self._failures.guarded("writing stack_info.csv", stacks.write)(self._run().directory)
         if self.on_first_step is not None:
             finish, self.on_first_step = self.on_first_step, None
             finish()
 
-    def detach(self) -> None:
-        """Take every hook away. A step in progress is written as incomplete: it may be the one people look for."""
+    def detach(self, *, keep: bool = True) -> None:
+        """Take every hook away.
+
+        Args:
+            keep: Write a step in progress, as incomplete: it may be the one people look for. Otherwise it is let go of.
+        """
         self._steps.remove()
         if self._recorder.active and self._recorder.has_rows:
-            self._failures.guarded("sealing the last step", self._seal)("incomplete")
+            if keep:
+                self._failures.guarded("sealing the last step", self._seal)("incomplete")
+            else:
+                self._recorder.discard()
         self._recorder.active = False
         self.modules.remove()
+        self._hooks.remove()
         for collector in (self._gradients, self._stacks, self.structure):
             if collector is not None:
                 collector.remove()

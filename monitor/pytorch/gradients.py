@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -11,7 +13,29 @@ from monitor.failures import Failures
 from monitor.pytorch.clock import Clock
 from monitor.pytorch.hooks import HookSet, Removable
 from monitor.pytorch.parameters import NamedParameter, Owns, ParameterSeries
+from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
+
+NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
+
+
+class _Left:
+    """A gradient as a micro-batch left it, to tell later whether anybody has replaced or changed it since.
+
+    Changes behind the version (``p.grad.data``) are not seen.
+    """
+
+    __slots__ = ("_gradient", "_version")
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = weakref.ref(gradient)
+        self._version = gradient._version
+
+    def stands_in(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self._gradient() is gradient
+
+    def is_intact(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self._gradient() is gradient and gradient._version == self._version
 
 
 class GradientCollector:
@@ -28,72 +52,96 @@ class GradientCollector:
         clock: Clock,
         failures: Failures,
         owns: Owns,
+        note: Callable[[str, str], None],
         *,
         each_micro_step: bool,
         main_grad: bool,
-        aggregated: bool,
     ) -> None:
         self._recorder = recorder
         self._clock = clock
         self._failures = failures
+        self._note = note
         self._each_micro_step = each_micro_step
         self._main_grad = main_grad
-        self._aggregated = aggregated
         micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
-        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, owns, micro_steps)
-        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, owns)
+        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, owns, failures, micro_steps)
+        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, owns, failures)
         self._hooks = HookSet()
-        self._hooked: set[NamedParameter] = set()
-        self._pending: set[NamedParameter] = set()
-        self.begin_step()
+        self._frozen = set(self._unreduced.parameters)
+        self._left: dict[NamedParameter, _Left] = {}
+        self._unscaled = False
+        self.hook_thawed()
 
     def begin_step(self) -> None:
+        self._left.clear()
+        self._unscaled = False
+
+    def hook_thawed(self) -> None:
         """Hook what can be hooked: a frozen parameter can once it is thawed."""
-        self._pending.clear()
-        if len(self._hooked) == len(self._unreduced):
-            return
-        for parameter in self._unreduced.parameters:
-            if parameter not in self._hooked and parameter.tensor.requires_grad:
-                self._hooks.add(self._hook(parameter))
-                self._hooked.add(parameter)
+        for parameter in [frozen for frozen in self._frozen if frozen.tensor.requires_grad]:
+            self._hooks.add(self._hook(parameter))
+            self._frozen.remove(parameter)
+
+    def may_be_unscaled(self) -> None:
+        """From now on gradients are no longer what backward left, even where their version says so."""
+        self._unscaled = True
 
     def before_step(self) -> None:
         """The step pre-hook: aggregation is done, clipping by the optimizer's owner may be."""
-        self._finish_short_accumulation()
+        if not self._each_micro_step:
+            self._finish_short_accumulation()
         self._reduced.record_all(self._gradient)
 
     def remove(self) -> None:
         self._hooks.remove()
 
     def _hook(self, parameter: NamedParameter) -> Removable:
-        read = self._failures.guarded(f"reading the gradient of {parameter.name!r}", partial(self._accumulated, parameter))
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(read)
+        read = self._failures.guarded("reading the gradient", partial(self._accumulated, parameter), of=parameter.name)
+        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(read)  # type: ignore[no-untyped-call]
         return handle
 
     def _accumulated(self, parameter: NamedParameter, tensor: Tensor) -> None:
-        if not self._recorder.active or tensor.grad is None:
+        if not self._recorder.active:
+            return
+        # A framework that keeps main_grad may have moved the gradient there by now.
+        gradient = self._main_grad_of(tensor) if tensor.grad is None else tensor.grad
+        if gradient is None:
             return
         micro_step = self._clock.backward_micro_step(parameter.chunk)
+        if self._clock.micro_steps > 1:
+            self._follow(parameter, gradient)
         if self._each_micro_step:
-            self._unreduced.record(parameter, tensor.grad, micro_step)
+            self._unreduced.record(parameter, gradient, micro_step)
         elif micro_step >= self._clock.micro_steps - 1:
-            self._unreduced.record(parameter, tensor.grad)
-            self._pending.discard(parameter)
-        else:
-            self._pending.add(parameter)
+            self._unreduced.record(parameter, gradient)
+            self._left.pop(parameter, None)
+
+    def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
+        before = self._left.get(parameter)
+        if before is not None and not before.stands_in(gradient):
+            self._note("grad_unreduced", NOT_ACCUMULATED)
+        self._left[parameter] = _Left(gradient)
 
     def _finish_short_accumulation(self) -> None:
-        """The step came after fewer micro-batches than ``grad_acc_steps``: the sums are complete all the same."""
-        if self._pending and self._aggregated:
-            said = f"step {self._clock.step} had fewer micro-batches than grad_acc_steps ({self._clock.micro_steps})"
-            self._failures.warn(
-                "fewer micro-steps", f"{said}: grad_unreduced is missing where gradients were aggregated since."
-            )
-            return
-        for parameter in self._unreduced.parameters:
-            if parameter in self._pending and parameter.tensor.grad is not None:
-                self._unreduced.record(parameter, parameter.tensor.grad)
+        """The last micro-batches did not reach these (there were fewer, or an expert was not called): the sums are complete
+        all the same, if they still are what backward left.
+        """
+        lost = 0
+        for parameter, left in self._left.items():
+            gradient = self._gradient(parameter)
+            if gradient is not None and left.is_intact(gradient) and not self._unscaled and not has_others():
+                self._unreduced.record(parameter, gradient)
+            else:
+                lost += 1
+        self._left.clear()
+        if lost:
+            said = f"In step {self._clock.step} {lost} gradients were complete before the last micro-batch of grad_acc_steps"
+            advice = "and were aggregated, unscaled or clipped before it was known: their grad_unreduced is missing."
+            self._failures.warn("fewer micro-steps", f"{said} ({self._clock.micro_steps}) {advice}")
 
     def _gradient(self, parameter: NamedParameter) -> Tensor | None:
-        main_grad: Tensor | None = getattr(parameter.tensor, "main_grad", None) if self._main_grad else None
+        main_grad = self._main_grad_of(parameter.tensor)
         return parameter.tensor.grad if main_grad is None else main_grad
+
+    def _main_grad_of(self, tensor: Any) -> Tensor | None:
+        return getattr(tensor, "main_grad", None) if self._main_grad else None

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from monitor.pytorch.hooks import Removable
+
 Write = Callable[[Tensor], None]
 Target = tuple[Node, int]
 """A gradient edge: the node that will receive the gradient, and the index of its input."""
@@ -51,33 +53,56 @@ def producers(outputs: Iterable[Tensor], targets: Iterable[Target], start: int) 
     return found
 
 
-def watch(target: Target, edges: list[Edge], write: Write) -> list[Any]:
-    """Call ``write(gradient)`` once in each backward. Returns the hooks' handles.
+def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
+    """Call ``write(gradient)`` once in each backward.
 
-    One edge, the usual case, needs no temporary. The parts of several are summed, and the target's own pre-hook, which runs
-    when all its gradients are there, ends the sum.
+    One edge, the usual case, needs no temporary. The parts of several are summed.
+
+    Returns:
+        The handles of hooks on the target, which may outlive the graph.
     """
     if len(edges) == 1:
         ((node, k),) = edges
-        return [node.register_hook(_passing(k, write))]
-    parts: list[Tensor] = []
-    handles = [node.register_hook(_passing(k, lambda g: _add(parts, g))) for node, k in edges]
-
-    def finish(_gradients: tuple[Tensor | None, ...]) -> None:
-        if parts:
-            write(parts.pop())
-
-    return [*handles, target[0].register_prehook(finish)]
+        node.register_hook(_passing(k, lambda gradient: None if gradient is None else write(gradient)))
+        return []
+    parts = _Sum(len(edges), write)
+    for node, k in edges:
+        node.register_hook(_passing(k, parts.add))
+    return [target[0].register_prehook(parts.finish)] if edges else []
 
 
-def _add(parts: list[Tensor], gradient: Tensor) -> None:
-    parts.append(gradient if not parts else parts.pop() + gradient)
+class _Sum:
+    """What several edges hand to one target in one backward pass.
 
+    It is complete when all of them have been heard, or, where a pass does not run all of them, when the target is reached.
+    """
 
-def _passing(k: int, write: Write) -> Callable[[Any, Any], None]:
-    def hook(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-        gradient = gradients[k]
+    def __init__(self, edges: int, write: Write) -> None:
+        self._edges = edges
+        self._write = write
+        self._pass = -1
+        self._heard = 0
+        self._total: Tensor | None = None
+
+    def add(self, gradient: Tensor | None) -> None:
+        # What an earlier pass left behind belongs to it: it ended before it came to the target.
+        if self._pass != (now := torch._C._current_graph_task_id()):
+            self._pass, self._heard, self._total = now, 0, None
+        self._heard += 1
         if gradient is not None:
-            write(gradient)
+            with torch.no_grad():
+                self._total = gradient if self._total is None else self._total + gradient
+        if self._heard == self._edges:
+            self.finish()
+
+    def finish(self, *_: object) -> None:
+        total, self._total = self._total, None
+        if total is not None and self._pass == torch._C._current_graph_task_id():
+            self._write(total)
+
+
+def _passing(k: int, take: Callable[[Tensor | None], None]) -> Callable[[Any, Any], None]:
+    def hook(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+        take(gradients[k])
 
     return hook

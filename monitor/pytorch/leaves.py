@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 MAX_DEPTH = 16
-"""Deeper nesting is not walked: it is a cycle, or no activation."""
+"""Deeper nesting is not walked: it holds no activations."""
 
 
 class Leaf(NamedTuple):
@@ -26,9 +26,12 @@ class Leaf(NamedTuple):
 
 
 def input_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
-    """The tensors among a call's arguments. Keyword arguments are called by their names and counted after the others."""
+    """The tensors among a call's arguments. Keyword arguments are called by their names and counted after the others.
+
+    Those within a lone argument are called as if each were an argument. Their position is that of the argument, 0.
+    """
     if len(args) == 1 and not kwargs:
-        return output_leaves(args[0])
+        return [leaf._replace(position=0) if leaf.position else leaf for leaf in output_leaves(args[0])]
     return _distinct(_walk([*enumerate(args), *kwargs.items()]))
 
 
@@ -68,16 +71,16 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def _walk(children: Iterable[tuple[Any, Any]]) -> Iterator[Leaf]:
     for position, (key, child) in enumerate(children):
-        for suffix, tensor in _below(child, f"_{key}", 0):
+        for suffix, tensor in _below(child, f"_{key}", ()):
             yield Leaf(suffix, position, tensor)
 
 
-def _below(value: Any, suffix: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+def _below(value: Any, suffix: str, above: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield suffix, value
-    elif depth < MAX_DEPTH:
+    elif len(above) < MAX_DEPTH and id(value) not in above:
         for key, child in _children(value):
-            yield from _below(child, f"{suffix}_{key}", depth + 1)
+            yield from _below(child, f"{suffix}_{key}", (*above, id(value)))
 
 
 def _distinct(leaves: Iterable[Leaf]) -> list[Leaf]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from monitor.failures import Failures
+from monitor.pytorch.calls import Calls, Place, recomputing
 from monitor.pytorch.clock import Clock
 from monitor.pytorch.hooks import HookSet, ModuleHook, Removable
 from monitor.pytorch.input_gradients import Target, gradient_target, producers, sequence_nr, watch
@@ -22,55 +24,20 @@ from monitor.series import Series
 ADVICE = "The rows of this module are missing."
 
 
-def recomputing() -> bool:
-    """Whether this forward repeats an earlier one inside a backward pass (activation checkpointing)."""
-    return torch._C._current_graph_task_id() != -1
-
-
 @dataclass(slots=True)
 class Call:
     """One call of a module, between its pre-hook and its forward hook.
 
     Attributes:
-        index: How many calls of this module the micro-step had before.
         start: Autograd sequence number before the call: nodes made during the call have it or a later one.
-        targets: The gradient edges of the inputs that are watched, with their suffixes.
+        targets: The gradient edges of the inputs that are watched, with their suffixes: several where one tensor was given
+            more than once. It has one gradient, in each of their rows.
     """
 
-    micro_step: int
-    index: int
+    place: Place
     records_forward: bool
     start: int = 0
-    targets: dict[Target, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Calls:
-    """The calls of one module in one micro-step.
-
-    A module under reentrant checkpointing is called without a graph first and again, in backward, with one. Its segments are
-    recomputed last first, each in forward order, so the place of a recomputed call is known once its segment is complete.
-
-    Attributes:
-        begun: Calls so far, recomputed ones left out.
-        with_graph: Whether those calls built a graph: then a recomputation is not the one whose backward will run.
-        segments: For each recomputed segment, by the number of the node that recomputes it, how many calls it held so far.
-    """
-
-    begun: int = 0
-    with_graph: bool = False
-    segments: dict[int, int] = field(default_factory=dict)
-
-    def recomputed(self, segment: int) -> Callable[[], int]:
-        """Count a recomputed call; what is returned says, later, which call of the micro-step it repeats."""
-        position = self.segments.get(segment, 0)
-        self.segments[segment] = position + 1
-        return partial(self._place, segment, position)
-
-    def _place(self, segment: int, position: int) -> int:
-        until = list(self.segments)
-        later = sum(self.segments[other] for other in until[: until.index(segment) + 1])
-        return max(0, self.begun - later + position)
+    targets: dict[Target, list[str]] = field(default_factory=dict)
 
 
 class ModuleWatcher:
@@ -89,7 +56,7 @@ class ModuleWatcher:
         self._recorder = collector.recorder
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], Watched] = {}
-        self._calls: dict[int, Calls] = {}
+        self._calls = Calls()
         self._open: list[Call | None] = []
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
 
@@ -99,105 +66,97 @@ class ModuleWatcher:
         before = ModuleHook(guarded(f"reading the inputs of {self._name!r}", self._before, ADVICE))
         after = ModuleHook(guarded(f"reading the outputs of {self._name!r}", self._after, ADVICE))
         hooks.add(self._module.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.add(self._module.register_forward_hook(after, with_kwargs=True))
+        hooks.add(self._module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def forget_step(self) -> None:
-        """Let go of what belongs to the step that has ended (calls that raised have left theirs open)."""
-        self._calls.clear()
+        """Let go of what belongs to the step that has ended."""
+        self._calls = Calls()
         self._open.clear()
 
+    def restart(self, chunk: int, micro_step: int) -> None:
+        """The root's forward failed: calls of the micro-step are counted anew."""
+        if chunk == self._chunk:
+            self._calls.restart(micro_step)
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._recorder.active:
+        # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.
+        if not self._recorder.active or module is not self._module:
             return
         call = self._begin(module)
         self._open.append(call)
-        if call is None or not (call.records_forward or self._wants_grads):
+        if call is None:
             return
         leaves = input_leaves(args, kwargs)
         found = len(args) + len(kwargs)
         if call.records_forward and self._wanted.input.wanted:
             self._record_forward("input", self._fitting("input", self._wanted.input, found), leaves, call)
-        if self._wanted.input_grad.wanted and torch.is_grad_enabled():
-            choice = self._fitting("input_grad", self._wanted.input_grad, found)
-            call.targets = {gradient_target(leaf.tensor): leaf.suffix for leaf in _differentiable(choice, leaves)}
+        if self._wants_grads and torch.is_grad_enabled():
+            if self._wanted.input_grad.wanted:
+                for leaf in _differentiable(self._fitting("input_grad", self._wanted.input_grad, found), leaves):
+                    call.targets.setdefault(gradient_target(leaf.tensor), []).append("input" + leaf.suffix)
             call.start = sequence_nr()
 
-    def _after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        if not self._open:
+    def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+        """Also called when forward raised, with None for a result."""
+        if not self._open or module is not self._module:
             return
         call = self._open.pop()
-        if call is None or not self._recorder.active:
-            return
         leaves = output_leaves(result)
+        if call is None or not leaves or not self._recorder.active:
+            return
+        found = length(result)
         if call.records_forward and self._wanted.output.wanted:
-            self._record_forward("output", self._fitting("output", self._wanted.output, length(result)), leaves, call)
+            self._record_forward("output", self._fitting("output", self._wanted.output, found), leaves, call)
         if self._wants_grads and torch.is_grad_enabled():
-            self._watch_gradients(call, leaves, length(result))
+            self._watch_gradients(call, leaves, found)
 
     def _begin(self, module: nn.Module) -> Call | None:
         """The call that begins now; None if nothing of it is to be recorded."""
         if not module.training or not self._collector.tracking[self._chunk]:
             return None
-        again = recomputing()
-        micro_step = (self._clock.backward_micro_step if again else self._clock.micro_step)(self._chunk)
-        calls = self._calls.setdefault(micro_step, Calls())
-        if not again:
-            calls.begun += 1
-            return Call(micro_step, calls.begun - 1, records_forward=True)
-        if calls.with_graph:
-            return None
-        return Call(micro_step, -1, records_forward=False)
+        if not recomputing():
+            return Call(self._calls.begin(self._clock.micro_step(self._chunk)), records_forward=True)
+        place = self._calls.repeat()
+        return None if place is None else Call(place, records_forward=False)
 
     def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[Leaf], call: Call) -> None:
         for leaf in leaves:
             if choice.takes(leaf.position):
-                watched = self._series("actv", direction + leaf.suffix, call.index)
-                self._recorder.record(watched, leaf.tensor, call.micro_step)
+                watched = self._series("actv", direction + leaf.suffix, call.place.index)
+                self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
     def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int) -> None:
         outputs = [leaf for leaf in leaves if leaf.tensor.requires_grad]
-        if not outputs:
-            return
-        place = self._place_of(call)
         if self._wanted.output_grad.wanted:
             for leaf in _differentiable(self._fitting("output_grad", self._wanted.output_grad, found), outputs):
-                self._watch_tensor(leaf.tensor, self._writer("output" + leaf.suffix, call, place))
+                self._watch_tensor(leaf.tensor, call.start, self._writer("output" + leaf.suffix, call.place))
         if call.targets:
-            self._watch_inputs(call, [leaf.tensor for leaf in outputs], place)
+            self._watch_inputs(call, [leaf.tensor for leaf in outputs])
 
-    def _place_of(self, call: Call) -> Callable[[], int]:
-        calls = self._calls.setdefault(call.micro_step, Calls())
-        if call.records_forward:
-            calls.with_graph = True
-            return lambda: call.index
-        node = torch._C._current_autograd_node()
-        return calls.recomputed(-1 if node is None else node._sequence_nr())
-
-    def _watch_inputs(self, call: Call, outputs: list[Tensor], place: Callable[[], int]) -> None:
+    def _watch_inputs(self, call: Call, outputs: list[Tensor]) -> None:
         passed = {gradient_target(t): t for t in outputs}
-        through = call.targets.keys() & passed.keys()
-        for target in through:
-            self._watch_tensor(passed[target], self._writer("input" + call.targets[target], call, place))
-        inside = call.targets.keys() - through
-        if not inside:
-            return
-        for target, edges in producers(outputs, inside, call.start).items():
-            if edges:
-                handles = watch(target, edges, self._writer("input" + call.targets[target], call, place))
-                if _outlives_the_graph(target):
-                    self._collector.until_step_ends(handles)
+        inside: list[Target] = []
+        for target, slots in call.targets.items():
+            if target not in passed:
+                inside.append(target)
+                continue
+            for slot in slots:
+                self._watch_tensor(passed[target], call.start, self._writer(slot, call.place))
+        for target, edges in producers(outputs, inside, call.start).items() if inside else ():
+            for slot in call.targets[target]:
+                self._collector.until_step_ends(watch(target, edges, self._writer(slot, call.place)))
 
-    def _watch_tensor(self, tensor: Tensor, write: Callable[[Tensor], None]) -> None:
-        handle: Removable = tensor.register_hook(write)
-        if tensor.grad_fn is None:
+    def _watch_tensor(self, tensor: Tensor, start: int, write: Callable[[Tensor], None]) -> None:
+        handle: Removable = tensor.register_hook(write)  # type: ignore[no-untyped-call]
+        if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() < start:
             self._collector.until_step_ends([handle])
 
-    def _writer(self, slot: str, call: Call, place: Callable[[], int]) -> Callable[[Tensor], None]:
-        step, micro_step = self._clock.step, call.micro_step
+    def _writer(self, slot: str, place: Place) -> Callable[[Tensor], None]:
+        step, (micro_step, index) = self._clock.step, place
 
         def write(gradient: Tensor) -> None:
             if self._collector.belongs(step):
-                self._recorder.record(self._series("actv_grad", slot, place()), gradient, micro_step)
+                self._recorder.record(self._series("actv_grad", slot, index), gradient, micro_step)
 
         guarded: Callable[[Tensor], None] = self._collector.failures.guarded(
             f"reading gradients of {self._name!r}", write, ADVICE
@@ -232,6 +191,7 @@ class ModuleCollector:
         self.clock = clock
         self.failures = failures
         self.tracking = [True] * clock.chunks
+        self._open_roots: list[list[bool]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
         self._root_hooks = HookSet()
         self._hooks = HookSet()
@@ -243,15 +203,15 @@ class ModuleCollector:
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
         after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
         self._root_hooks.add(root.register_forward_pre_hook(ModuleHook(before), with_kwargs=True))
-        self._root_hooks.add(root.register_forward_hook(ModuleHook(after), with_kwargs=True))
+        self._root_hooks.add(root.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
 
     def watch(self, chunk: int, name: str, module: nn.Module, wanted: ModuleSelection) -> None:
         watcher = ModuleWatcher(module, name, chunk, wanted, self)
         watcher.attach(self._hooks)
         self._watchers.append(watcher)
 
-    def until_step_ends(self, handles: list[Any]) -> None:
-        """Hooks on leaves, which outlive the graph."""
+    def until_step_ends(self, handles: list[Removable]) -> None:
+        """Hooks on what was there before the call that placed them, and may be there after the step: leaves above all."""
         for handle in handles:
             self._until_step_ends.add(handle)
 
@@ -264,6 +224,8 @@ class ModuleCollector:
 
     def end_step(self) -> None:
         self._until_step_ends.remove()
+        for calls in self._open_roots:
+            calls.clear()
         for watcher in self._watchers:
             watcher.forget_step()
 
@@ -285,14 +247,30 @@ class ModuleCollector:
         if self.tracking[chunk]:
             self.clock.forward[chunk] += 1
             self._check_micro_step(self.clock.forward[chunk])
+        self._open_roots[chunk].append(self.tracking[chunk])
 
     def _root_ends(self, chunk: int, _root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        if self.tracking[chunk] and torch.is_grad_enabled() and not recomputing():
-            begins = partial(self._backward_begins, chunk, self.clock.forward[chunk])
-            for leaf in output_leaves(result):
-                if leaf.tensor.requires_grad and leaf.tensor.grad_fn is not None:
-                    leaf.tensor.register_hook(begins)
+        """Also called when forward raised, with None for a result."""
+        if recomputing() or not self._open_roots[chunk]:
+            return
+        if self._open_roots[chunk].pop():
+            if result is None and sys.exc_info()[1] is not None:
+                self._restart_micro_step(chunk)
+            self._follow_backward(chunk, result)
         self.tracking[chunk] = True
+
+    def _follow_backward(self, chunk: int, result: Any) -> None:
+        begins = partial(self._backward_begins, chunk, self.clock.forward[chunk])
+        for leaf in output_leaves(result):
+            if leaf.tensor.requires_grad and leaf.tensor.grad_fn is not None:
+                leaf.tensor.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    def _restart_micro_step(self, chunk: int) -> None:
+        """Its forward failed. If the loop goes on, the next one takes its place."""
+        micro_step = self.clock.forward[chunk]
+        self.clock.forward[chunk] -= 1
+        for watcher in self._watchers:
+            watcher.restart(chunk, micro_step)
 
     def _backward_begins(self, chunk: int, micro_step: int, _gradient: Tensor) -> None:
         self.clock.backward[chunk] = micro_step
@@ -305,7 +283,3 @@ class ModuleCollector:
 
 def _differentiable(choice: TensorChoice, leaves: list[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.tensor.requires_grad and choice.takes(leaf.position)]
-
-
-def _outlives_the_graph(target: Target) -> bool:
-    return target[0].name().endswith("AccumulateGrad")

@@ -38,6 +38,14 @@ class StepListener(Protocol):
     def loss_scale(self, scale: Tensor) -> None:
         """Before the step: the gradients of this step were computed from a loss multiplied by ``scale``."""
 
+    def scales_itself(self, found_inf: Tensor, still_scaled: bool) -> None:
+        """Before the step of an optimizer that divides by the loss scale and skips on its own, inside its step.
+
+        Args:
+            found_inf: Shape (1,); not 0 where the step will be skipped.
+            still_scaled: Whether gradients are multiplied by the loss scale until then.
+        """
+
 
 class OptimizerSteps:
     """Tells a listener of the steps of one optimizer.
@@ -50,6 +58,7 @@ class OptimizerSteps:
         self, optimizer: Optimizer | None, chunks: Sequence[nn.Module], listener: StepListener, failures: Failures
     ) -> None:
         self.optimizer: Optimizer | None = None
+        self._chunks = chunks
         self._listener = listener
         self._guarded = failures.guarded
         self._hooks = HookSet()
@@ -57,7 +66,7 @@ class OptimizerSteps:
         if optimizer is not None:
             self._adopt(optimizer)
         else:
-            wait = self._guarded("finding the optimizer", partial(self._adopt_if_of, chunks))
+            wait = self._guarded("finding the optimizer", self._adopt_if_ours)
             self._hooks.add(register_optimizer_step_pre_hook(wait))
         SCALER_PATCH.add(self)
 
@@ -66,11 +75,11 @@ class OptimizerSteps:
         self._hooks.add(optimizer.register_step_pre_hook(self._guarded("reading before the step", self._before)))
         self._hooks.add(optimizer.register_step_post_hook(self._guarded("ending the step", self._after)))
 
-    def _adopt_if_of(self, chunks: Sequence[nn.Module], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _adopt_if_ours(self, optimizer: Optimizer, _args: Any = None, _kwargs: Any = None) -> None:
         """A hook of all optimizers, called ahead of an optimizer's own: what is adopted here is told of this step already."""
         if self.optimizer is None:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(id(p) in stepped for chunk in chunks for p in chunk.parameters()):
+            if any(id(p) in stepped for chunk in self._chunks for p in chunk.parameters()):
                 self._adopt(optimizer)
 
     def remove(self) -> None:
@@ -84,6 +93,7 @@ class OptimizerSteps:
         self._guarded("ending a skipped step", self._scaler_ended)(scaler, optimizer)
 
     def _scaler_begins(self, scaler: GradScaler, optimizer: Any) -> None:
+        self._adopt_if_ours(innermost(optimizer))
         if innermost(optimizer) is self.optimizer:
             self._called = False
             if scaler.is_enabled() and scaler._scale is not None:
@@ -97,6 +107,8 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._called = True
+        if (found_inf := _found_inf(optimizer)) is not None:
+            self._listener.scales_itself(found_inf, getattr(optimizer, "grad_scale", None) is not None)
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         ready = self._guarded("reading gradients", self._listener.gradients_ready)
         if callable(kwargs.get("closure")):
@@ -106,8 +118,23 @@ class OptimizerSteps:
         ready()
         return None
 
-    def _after(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._listener.after_step()
+    def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if _skipped_itself(optimizer):
+            self._listener.step_skipped()
+        else:
+            self._listener.after_step()
+
+
+def _found_inf(optimizer: Optimizer) -> Tensor | None:
+    """What a GradScaler hands to an optimizer that does the scaler's work itself, for the time of its step."""
+    found = getattr(optimizer, "found_inf", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _skipped_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has just skipped inside its step, where that can be known without waiting for a device."""
+    found = _found_inf(optimizer)
+    return found is not None and found.device.type == "cpu" and bool(found.item())
 
 
 def _then(closure: Callable[[], Any], ready: Callable[[], None]) -> Any:

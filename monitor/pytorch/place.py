@@ -21,6 +21,11 @@ def initialized() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
+def has_others() -> bool:
+    """Whether there are other ranks, which may add to what this one has computed."""
+    return initialized() and dist.get_world_size() > 1
+
+
 def place(**groups: Any) -> Place:
     """Where this process stands now.
 

@@ -62,6 +62,7 @@ class Recorder:
         self._host = HostKernel(eps)
         self._eps = eps
         self._open_pages: dict[torch.device, Page] = {}
+        self._slots: dict[tuple[Series, torch.device, tuple[int, ...]], Slot] = {}
         self._seen: dict[int, _Seen] = {}
         # The engine runs the backward of each device on a thread of its own.
         self._lock = threading.Lock()
@@ -123,10 +124,14 @@ class Recorder:
         return late, 0
 
     def _allot(self, series: Series, device: torch.device, micro_steps: tuple[int, ...]) -> Slot:
-        page = self._open_pages.get(device)
-        if page is None or page.used + len(micro_steps) > page.rows:
-            page = self._open_pages[device] = self._new_page(device, max(PAGE_ROWS, len(micro_steps)))
-        return self.table.allot(page, series, micro_steps)
+        """The rows of a series: those it has from an earlier attachment, or new ones."""
+        slot = self._slots.get((series, device, micro_steps))
+        if slot is None:
+            page = self._open_pages.get(device)
+            if page is None or page.used + len(micro_steps) > page.rows:
+                page = self._open_pages[device] = self._new_page(device, max(PAGE_ROWS, len(micro_steps)))
+            slot = self._slots[series, device, micro_steps] = self.table.allot(page, series, micro_steps)
+        return slot
 
     def _new_page(self, device: torch.device, rows: int) -> Page:
         memory = HostPage(rows) if device.type == "cpu" else DevicePage(rows, device)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from monitor.config import MonitorConfig
+from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.attachment import Attachment, Watch
 from monitor.pytorch.names import ModelNames
@@ -20,9 +20,6 @@ from monitor.stats.rows import KindRows, Layout
 
 _ORDINALS: Final = itertools.count()
 """Ranks that begin as many recordings agree on the name of each."""
-
-_OPEN: Final[weakref.WeakSet[Run]] = weakref.WeakSet()
-"""The runs that this process is recording."""
 
 
 class Recording:
@@ -43,6 +40,7 @@ class Recording:
         self._ordinal = next(_ORDINALS)
         self._recorder = Recorder(self.series, config.eps)
         self._opened: Run | None = None
+        self._closed = False
 
     def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
         """Hook the model and the optimizer, in place of what was hooked before."""
@@ -55,11 +53,11 @@ class Recording:
         if self._opened is None:
             here = self._where()
             self._failures.rank = here.rank
-            beside = next(iter(_OPEN), None)
+            beside = next(iter(OPEN.runs()), None)
             self._opened = Run(
                 self._config, self._config_path, here, self._ordinal, beside, self.series, versions(), self._failures
             )
-            _OPEN.add(self._opened)
+            OPEN.add(self)
             LOGGER.info("[rank %d] recording to %s", here.rank, self._opened.directory)
         return self._opened
 
@@ -79,14 +77,25 @@ class Recording:
         self.attachment.structure.write(path)
         return path
 
+    @property
+    def run(self) -> Run | None:
+        """None before the first record, and in a process forked since: there it is another's."""
+        return None if self._opened is None or self._opened.pipeline.inert else self._opened
+
+    def detach(self) -> None:
+        """Take every hook away; the step in progress goes to the pipeline."""
+        self._failures.guarded("detaching", self.attachment.detach)()
+
     def close(self) -> None:
-        """Detach, write what is left, and say what was lost."""
-        self.attachment.detach()
-        if self._opened is None:
+        """Detach, write what is left, and say what was lost. Any number of times."""
+        self.detach()
+        run = self.run
+        if run is None or self._closed:
             return
-        _OPEN.discard(self._opened)
-        complete = self._opened.close()
-        lost = sum(self._opened.pipeline.dropped.values())
+        self._closed = True
+        OPEN.discard(self)
+        complete = run.close()
+        lost = sum(run.pipeline.dropped.values())
         if lost or not complete:
             said = f"{lost} steps were dropped" if lost else "not everything could be written"
-            LOGGER.warning("[rank %d] %s; see %s", self._failures.rank, said, self._opened.directory / "manifest.json")
+            LOGGER.warning("[rank %d] %s; see %s", self._failures.rank, said, run.directory / "manifest.json")

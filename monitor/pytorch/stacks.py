@@ -14,8 +14,8 @@ from typing import Any, Final
 from torch import nn
 
 from monitor.failures import Failures
+from monitor.pytorch.calls import recomputing
 from monitor.pytorch.hooks import HookSet, ModuleHook
-from monitor.pytorch.modules import recomputing
 from monitor.ranks.output import write_whole
 
 MAX_FRAMES: Final = 64

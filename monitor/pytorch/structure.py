@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from monitor.failures import Failures
+from monitor.pytorch.calls import recomputing
 from monitor.pytorch.hooks import HookSet, ModuleHook
 from monitor.pytorch.leaves import Leaf, described, described_result, input_leaves, output_leaves
-from monitor.pytorch.modules import recomputing
 from monitor.ranks.output import write_whole
 
 Description = dict[str, str]

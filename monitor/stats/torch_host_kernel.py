@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import sum as sum_of
 
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import EMPTY, Floats, union
+from monitor.stats.torch_small_tensors import BATCH, is_small, reduce_small
 from monitor.stats.torch_tensors import PLAIN, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 98_304
@@ -92,6 +94,19 @@ class HostKernel:
             return False
         page[row] = numbers
         return True
+
+    def reduce_many(self, tensors: Sequence[Tensor]) -> list[Row | Floats | None]:
+        """The rows of several tensors, as ``reduce`` gives them one by one."""
+        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+            rows: list[Row | Floats | None] = [None] * len(tensors)
+            small = [place for place, x in enumerate(tensors) if is_small(x)]
+            for batch in _batches(small, tensors):
+                found, hold = reduce_small([tensors[place] for place in batch], self._eps[torch.float32].bound)
+                for place, row, holds in zip(batch, found, hold.tolist(), strict=True):
+                    rows[place] = row if holds else self.reduce(tensors[place])
+            for place in set(range(len(tensors))).difference(small):
+                rows[place] = self.reduce(tensors[place])
+            return rows
 
     def reduce(self, x: Tensor) -> Row | Floats | None:
         """The row of ``x``, shape ``(len(COLUMNS),)``; None if it has no data to read."""
@@ -179,6 +194,21 @@ class HostKernel:
 def _is_one_chunk(x: Tensor) -> bool:
     plain = x.dtype is torch.float32 and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
     return plain and 0 < x.numel() <= CHUNK and x.is_contiguous()
+
+
+def _batches(places: list[int], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Runs of ``places`` whose tensors fill a buffer."""
+    batch: list[int] = []
+    room = BATCH
+    for place in places:
+        size = tensors[place].numel()
+        if size > room:
+            yield batch
+            batch, room = [], BATCH
+        batch.append(place)
+        room -= size
+    if batch:
+        yield batch
 
 
 def _exponent(absmax: float) -> int:

@@ -1,0 +1,62 @@
+"""Many small host tensors at once: biases, norms, their gradients and moments.
+
+A reduction of a thousand elements costs less than the call that asks for it, and a model has hundreds of such tensors. So they
+are laid end to end in a buffer, and each statistic of all of them is one segmented reduction in float64, where the squares of
+float32 neither overflow nor vanish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monitor.stats.partials import COLUMNS, COUNT, M2, MAX, MIN, SMALLS, SUM, SUMSQ, WRITES, Floats
+from monitor.stats.torch_tensors import PLAIN
+
+SMALL: Final = 1024
+"""Elements up to which a tensor is cheaper as one of many."""
+
+BATCH: Final = 98_304
+"""Elements of a buffer: what it is reduced to stays in the second-level cache."""
+
+
+def is_small(x: Tensor) -> bool:
+    """Whether ``x`` is a dense float32 host tensor of 1 to ``SMALL`` elements."""
+    plain = x.dtype is torch.float32 and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
+    return plain and 0 < x.numel() <= SMALL and x.is_contiguous()
+
+
+def reduce_small(tensors: Sequence[Tensor], bound: float) -> tuple[Floats, NDArray[np.bool_]]:
+    """The rows of small tensors, ``BATCH`` elements of them at most.
+
+    Args:
+        bound: ``|x| < bound`` is what ``zeros`` counts, exact for float32.
+
+    Returns:
+        Rows, shape ``(len(tensors), len(COLUMNS))``, and which of them hold: not those of tensors with NaN or Inf, nor those
+        whose mean is so large against their spread that even float64 would lose it.
+    """
+    lengths = np.array([x.numel() for x in tensors])
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    narrow = torch.cat([x.view(-1) for x in tensors]).numpy()
+    wide = narrow.astype(np.float64)
+    rows = np.zeros((len(tensors), len(COLUMNS)))
+    rows[:, WRITES] = 1.0
+    rows[:, COUNT] = lengths
+    with np.errstate(invalid="ignore"):
+        rows[:, MIN] = np.minimum.reduceat(narrow, starts)
+        rows[:, MAX] = np.maximum.reduceat(narrow, starts)
+        rows[:, SMALLS] = np.add.reduceat(np.abs(narrow) < np.float32(bound), starts, dtype=np.float64)
+        total = rows[:, SUM] = np.add.reduceat(wide, starts)
+        np.multiply(wide, wide, out=wide)
+        sumsq = rows[:, SUMSQ] = np.add.reduceat(wide, starts)
+        m2 = rows[:, M2] = sumsq - total * total / lengths
+    # A constant tensor (a fresh norm's weight) leaves a difference of rounding errors, which is a spread of zero.
+    constant = rows[:, MIN] == rows[:, MAX]
+    rows[constant, M2] = 0.0
+    return rows, np.isfinite(sumsq) & (constant | (m2 > 1e-8 * sumsq))
