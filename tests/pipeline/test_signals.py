@@ -246,6 +246,8 @@ class TestRestoring:
 
     @pytest.fixture(autouse=True)
     def same_before_and_after(self):
+        for left in PROCESS.live():  # by a test that ran in this process before
+            left.close()
         before = signal.getsignal(signal.SIGTERM)
         yield
         assert signal.getsignal(signal.SIGTERM) is before
