@@ -194,7 +194,7 @@ def beside(work: Callable[[], None]) -> tuple[float, float]:
     other = threading.Thread(target=work)
     done, begun = 0, time.perf_counter()
     other.start()
-    while other.is_alive():
+    while not done or other.is_alive():
         a @ a
         done += 1
     seconds = time.perf_counter() - begun

@@ -64,15 +64,17 @@ class ParameterSeries:
             return
         try:
             self._recorder.record(watched, x, micro_step, aliases=False)
-        except Exception as error:  # one tensor that cannot be read does not hide the others
-            self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=parameter.name)
+        except Exception as error:
+            self._failed(watched, error)
 
     def record_all(self, tensor_of: Callable[[NamedParameter], Tensor | None]) -> None:
         """Record what ``tensor_of`` finds for each parameter; where it finds nothing there is no row."""
-        for parameter in self._watched:
-            x = tensor_of(parameter)
-            if x is not None:
-                self.record(parameter, x)
+        found = ((watched, tensor_of(parameter)) for parameter, watched in self._watched.items())
+        self._recorder.record_all([(watched, x) for watched, x in found if x is not None], self._failed)
+
+    def _failed(self, watched: Watched, error: Exception) -> None:
+        """One tensor that cannot be read does not hide the others."""
+        self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=watched.series.name)
 
 
 class WeightCollector:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from monitor.pipeline.process import PROCESS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_memory import DevicePage, HostPage
@@ -101,6 +103,30 @@ class Recorder:
                 self.table.note(slot.row + offset, layout, NOT_AN_ALIAS)
                 if version is not None:
                     self._remember(x, version, slot.row + offset, layout)
+
+    def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
+        """Reduce tensors that are no aliases into their rows, in this order; small ones are read together.
+
+        Args:
+            failed: Told of a tensor that could not be read. The others are.
+        """
+        together = self._host.small_rows([x for _, x in items])
+        for place, (watched, x) in enumerate(items):
+            try:
+                if place in together:
+                    self._enter(watched, x, together[place])
+                else:
+                    self.record(watched, x, aliases=False)
+            except Exception as error:
+                failed(watched, error)
+
+    def _enter(self, watched: Watched, x: Tensor, numbers: Floats) -> None:
+        with self._lock:
+            slot, _ = self._slot(watched, x.device, 0)
+            memory = slot.page.memory
+            assert isinstance(memory, HostPage)
+            memory.numbers[slot.local_row] = numbers
+            self.table.note(slot.row, self._layout(x), NOT_AN_ALIAS)
 
     def seal(self, into: Sealed) -> None:
         """Copy the table into ``into`` and begin a new step."""

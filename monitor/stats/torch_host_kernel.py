@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -20,8 +20,8 @@ from torch import sum as sum_of
 
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import EMPTY, Floats, union
-from monitor.stats.torch_small_tensors import BATCH, is_small, reduce_small
-from monitor.stats.torch_tensors import PLAIN, Readable, pieces, readable, working_precision
+from monitor.stats.torch_small_tensors import batches, reduce_small
+from monitor.stats.torch_tensors import Readable, is_plain, pieces, readable, working_precision
 
 CHUNK: Final = 98_304
 """Elements of a chunk: with its squares it fits the second-level cache, and the cost of a call is spread thin."""
@@ -95,23 +95,21 @@ class HostKernel:
         page[row] = numbers
         return True
 
-    def reduce_many(self, tensors: Sequence[Tensor]) -> list[Row | Floats | None]:
-        """The rows of several tensors, as ``reduce`` gives them one by one."""
+    def small_rows(self, tensors: Sequence[Tensor]) -> dict[int, Floats]:
+        """The rows of the small ones among ``tensors``, by place. Those that need a closer look are absent, as are large ones:
+        ``reduce`` is for them.
+        """
+        rows: dict[int, Floats] = {}
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
-            rows: list[Row | Floats | None] = [None] * len(tensors)
-            small = [place for place, x in enumerate(tensors) if is_small(x)]
-            for batch in _batches(small, tensors):
+            for batch in batches(tensors):
                 found, hold = reduce_small([tensors[place] for place in batch], self._eps[torch.float32].bound)
-                for place, row, holds in zip(batch, found, hold.tolist(), strict=True):
-                    rows[place] = row if holds else self.reduce(tensors[place])
-            for place in set(range(len(tensors))).difference(small):
-                rows[place] = self.reduce(tensors[place])
-            return rows
+                rows.update((place, row) for place, row, holds in zip(batch, found, hold.tolist(), strict=True) if holds)
+        return rows
 
     def reduce(self, x: Tensor) -> Row | Floats | None:
         """The row of ``x``, shape ``(len(COLUMNS),)``; None if it has no data to read."""
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
-            if _is_one_chunk(x):
+            if x.numel() <= CHUNK and is_plain(x):
                 return self._chunk(x.view(-1))  # most tensors of most models, on the shortest way
             source = readable(x)
             return None if source is None else self._reduce(source)
@@ -189,26 +187,6 @@ class HostKernel:
         centred = scaled - total / len(scaled)
         m2 = max(0.0, centred.square().sum().item() - centred.sum().item() ** 2 / len(scaled))
         return (1.0, n, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, float(exponent))
-
-
-def _is_one_chunk(x: Tensor) -> bool:
-    plain = x.dtype is torch.float32 and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
-    return plain and 0 < x.numel() <= CHUNK and x.is_contiguous()
-
-
-def _batches(places: list[int], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Runs of ``places`` whose tensors fill a buffer."""
-    batch: list[int] = []
-    room = BATCH
-    for place in places:
-        size = tensors[place].numel()
-        if size > room:
-            yield batch
-            batch, room = [], BATCH
-        batch.append(place)
-        room -= size
-    if batch:
-        yield batch
 
 
 def _exponent(absmax: float) -> int:

@@ -7,7 +7,7 @@ float32 neither overflow nor vanish.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.partials import COLUMNS, COUNT, M2, MAX, MIN, SMALLS, SUM, SUMSQ, WRITES, Floats
-from monitor.stats.torch_tensors import PLAIN
+from monitor.stats.torch_tensors import is_plain
 
 SMALL: Final = 1024
 """Elements up to which a tensor is cheaper as one of many."""
@@ -26,9 +26,23 @@ BATCH: Final = 98_304
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether ``x`` is a dense float32 host tensor of 1 to ``SMALL`` elements."""
-    plain = x.dtype is torch.float32 and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
-    return plain and 0 < x.numel() <= SMALL and x.is_contiguous()
+    """Whether ``x`` may be one of many."""
+    return x.numel() <= SMALL and is_plain(x)
+
+
+def batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The places of the small tensors among ``tensors``, in runs that fill a buffer."""
+    batch: list[int] = []
+    room = BATCH
+    for place, x in enumerate(tensors):
+        if is_small(x):
+            if x.numel() > room:
+                yield batch
+                batch, room = [], BATCH
+            batch.append(place)
+            room -= x.numel()
+    if batch:
+        yield batch
 
 
 def reduce_small(tensors: Sequence[Tensor], bound: float) -> tuple[Floats, NDArray[np.bool_]]:

@@ -30,6 +30,12 @@ class Readable:
     repeats: int = 1
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is what most tensors of most models are on the host: float32, contiguous, with elements."""
+    dense = x.dtype is torch.float32 and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
+    return dense and x.numel() > 0 and x.is_contiguous()
+
+
 def readable(x: Tensor) -> Readable | None:
     """The elements of ``x``; None where there are none to read (meta and fake tensors, wrappers without storage)."""
     if type(x) not in PLAIN:
