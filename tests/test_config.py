@@ -132,13 +132,12 @@ class TestFormats:
 class TestTargets:
     def test_a_target_without_sides_selects_everything(self, load: Load) -> None:
         target = load({"targets": {"h.0": {}}}).targets["h.0"]
-        assert all(target.selects(side, 3) for side in ("input", "output", "input_grad", "output_grad"))
+        assert target.named == {}
 
     def test_a_target_with_sides_selects_only_those(self, load: Load) -> None:
         target = load({"targets": {"h.0": {"input": "tuple[2]:0", "output": "tensor"}}}).targets["h.0"]
         assert {"input": TensorSpec(2, 0), "output": TensorSpec()} == target.named
-        assert (target.selects("input", 0), target.selects("input", 1)) == (True, False)
-        assert (target.selects("output", 0), target.selects("output_grad", 0)) == (True, False)
+        assert target.named == {"input": TensorSpec(2, 0), "output": TensorSpec()}
 
     @pytest.mark.parametrize(
         ("text", "spec"),

@@ -80,11 +80,6 @@ class Target(_Strict):
         """The sides that the target names, each with its spec; empty where it names none and so means all."""
         return {side: spec for side, spec in self if spec is not None}
 
-    def selects(self, side: str, index: int) -> bool:
-        """Whether tensor ``index`` of ``side`` (``input``, ``output``, ``input_grad``, ``output_grad``) is to be recorded."""
-        named = self.named
-        return not named or (side in named and named[side].selects(index))
-
     @model_serializer
     def _as_written(self) -> dict[str, str]:
         return {side: str(spec) for side, spec in self.named.items()}

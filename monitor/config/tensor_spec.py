@@ -18,7 +18,7 @@ class TensorSpec:
 
     Attributes:
         length: Number of tensors, or None for a tensor that stands alone.
-        index: The one element to record, or None for all.
+        index: The one element to record, where the spelling names one; without it, a tuple stands for its first.
     """
 
     length: int | None = None
@@ -42,10 +42,6 @@ class TensorSpec:
         if index is not None and index >= length:
             raise ValueError(f"a tuple of {length} has no element {index}, elements are counted from 0")
         return cls(length, index)
-
-    def selects(self, index: int) -> bool:
-        """Whether the element at ``index`` is to be recorded. The declared length does not matter here."""
-        return self.index is None or self.index == index
 
     def __str__(self) -> str:
         if self.length is None:
