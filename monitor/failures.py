@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections import Counter
@@ -55,7 +56,7 @@ class Failures:
             of: What it happened to, for the message alone: the cause is the same for each of ten thousand parameters.
         """
         what = f"{where} of {of!r}" if of else where
-        self._once(f"{where}: {type(error).__name__}", f"{what} failed: {error!r}. Training goes on. {advice}", error)
+        self._once(f"{where}: {_cause(error)}", f"{what} failed: {_told(error)}. Training goes on. {advice}", error)
 
     def warn(self, cause: str, message: str) -> None:
         """Count ``cause`` and log ``message`` the first time."""
@@ -79,3 +80,15 @@ class Failures:
                 return None
 
         return call
+
+
+def _cause(error: BaseException) -> str:
+    """Of the system's errors one each: a full disk is not a limit on open files."""
+    system = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    return f"{type(error).__name__} {system}".strip()
+
+
+def _told(error: BaseException) -> str:
+    """The error as its ``repr``, and where it has to do with a file, that file."""
+    path = error.filename if isinstance(error, OSError) else None
+    return f"{error!r} at {path}" if path else repr(error)

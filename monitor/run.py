@@ -6,7 +6,7 @@ Framework-free: what a framework knows of the rank comes in as a ``Place``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +14,10 @@ from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pipeline.pipeline import Pipeline
 from monitor.ranks.aside import set_aside
-from monitor.ranks.job import Store, agree
+from monitor.ranks.job import JobIdentity, Store, agree
 from monitor.ranks.manifest import Manifest, RankFacts
 from monitor.ranks.names import RankDirectory
-from monitor.ranks.output import base_directory, prepare
+from monitor.ranks.output import prepare
 from monitor.series import SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import Sink, SinkContext
@@ -53,6 +53,7 @@ class Run:
         self,
         config: MonitorConfig,
         config_path: str,
+        base: Path,
         place: Place,
         ordinal: int,
         beside: Run | None,
@@ -63,14 +64,15 @@ class Run:
         """Settle the name of the run with the other ranks and prepare its directory.
 
         Args:
+            base: The directory of all ranks and runs.
             ordinal: How many recordings this process has begun before; ranks that begin as many agree on each.
             beside: The run that this process is recording already, if any: what it has written is not an earlier run's.
 
         Raises:
             OutputError: The output directory cannot be made or written.
         """
-        self.identity = agree(place.store, ordinal, failures)
-        self.base = prepare(base_directory())
+        self.identity = _identity(place, ordinal, failures)
+        self.base = prepare(base)
         for name in LEFT_BY_EARLIER_RUNS:
             set_aside(self.base, name, self.identity if beside is None else beside.identity)
         self.directory = prepare(self.base / str(RankDirectory.new(self.identity.timestamp, place.rank)))
@@ -78,7 +80,6 @@ class Run:
             self.identity, place.rank, place.world_size, place.groups, versions, _as_dict(config), config_path, config.formats
         )
         self.manifest = Manifest(self.directory, facts, series, failures)
-        self._failures = failures
         self.pipeline: Pipeline[Sealed] = Pipeline(
             {name: _sink(name, config, place.rank, self.directory, series) for name in config.formats},
             self.manifest,
@@ -92,15 +93,13 @@ class Run:
 
     def close(self) -> bool:
         """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""
-        if self.pipeline.inert:
-            return True
-        if not self.pipeline.close():
-            return False
-        try:
-            self.manifest.close()
-        except OSError as error:
-            self._failures.report("the last manifest", error, "It says that the run did not end cleanly.")
-        return True
+        return self.pipeline.close()
+
+
+def _identity(place: Place, ordinal: int, failures: Failures) -> JobIdentity:
+    """The job's; this rank's own, and marked so, where there are others that cannot be asked."""
+    identity = agree(place.store, ordinal, failures)
+    return replace(identity, agreed=False) if place.store is None and place.world_size > 1 else identity
 
 
 def _sink(name: str, config: MonitorConfig, rank: int, directory: Path, series: SeriesTable) -> Sink:

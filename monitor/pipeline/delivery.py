@@ -64,17 +64,21 @@ class Delivery(Generic[S]):
         errors.append(self.save(wait=wait))
         return _none_of(errors)
 
-    def close(self, *, wait: bool = True) -> bool:
-        """As ``flush``, and for good: nothing is used after this, whoever delivers."""
+    def close(self, *, wait: bool = True, complete: bool = True) -> bool:
+        """As ``flush``, and for good: nothing is used after this, whoever delivers.
+
+        The journal is closed only if the run is ``complete`` and every sink could be closed; otherwise it is saved.
+        """
         errors = [sink.use(lambda sink: sink.close(), wait=wait, last=True) for sink in self._sinks.values()]
-        errors.append(self._journal.use(self._tell_and_save, wait=wait, last=True))
+        end = self._tell_and_close if complete and _none_of(errors) else self._tell_and_save
+        errors.append(self._journal.use(end, wait=wait, last=True))
         return _none_of(errors)
 
     def leave(self, steps: Sequence[int], reason: str) -> bool:
         """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten."""
         self._gaps.counts[reason] += len(steps)
         self._journal.use(lambda journal: _drop_all(journal, steps, reason), wait=False)
-        return self.close(wait=False)
+        return self.close(wait=False, complete=False)
 
     def save(self, *, wait: bool = True) -> BaseException | None:
         return self._journal.use(self._tell_and_save, wait=wait)
@@ -113,6 +117,10 @@ class Delivery(Generic[S]):
         self._gaps.tell(journal.dropped)
         journal.save()
         self._changed = False
+
+    def _tell_and_close(self, journal: Journal) -> None:
+        self._gaps.tell(journal.dropped)
+        journal.close()
 
 
 def _none_of(errors: Iterable[BaseException | None]) -> bool:

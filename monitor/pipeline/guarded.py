@@ -17,6 +17,9 @@ _ADVICE: Final = {
     errno.EACCES: "Permission is missing: allow this user to write there.",
     errno.EPERM: "Permission is missing: allow this user to write there.",
     errno.EROFS: "The file system is read-only: mount it writable.",
+    errno.ENOTDIR: "A file stands where the directory was: move it away.",
+    errno.EEXIST: "A file stands where the directory was: move it away.",
+    errno.EMFILE: "This process has too many files open: raise its limit (ulimit -n).",
     errno.ENOENT: "The directory may have been removed: it is made again where possible.",
 }
 

@@ -140,8 +140,10 @@ class Pipeline(Generic[S]):
         """
         if self._writer.inert:
             return True
-        self._patience.restore()
-        return self._writer.close()
+        complete = self._writer.close()
+        if complete:
+            self._patience.restore()
+        return complete
 
     def _copy(self) -> S | None:
         if self._ring.mostly_free:

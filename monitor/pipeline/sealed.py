@@ -35,3 +35,6 @@ class Journal(Protocol):
 
     def save(self) -> None:
         """Make what was told so far visible."""
+
+    def close(self) -> None:
+        """Save for the last time: the run has ended, and every sink has closed."""

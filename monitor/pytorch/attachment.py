@@ -75,33 +75,41 @@ class Attachment:
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.structure = StructureCollector(failures) if watch.config.print_struct else None
         self.on_first_step: Callable[[], None] | None = None
+        self.begun = False
+        self.collected = collected
         self._names = names
         self._recorder = recorder
         self._run = run
         self._failures = failures
         self._schedule = Schedule.of(watch.config)
-        self.begun = False
-        self.collected = collected
         self._loss_scale, self._found_inf = Watched(LOSS_SCALE), Watched(FOUND_INF)
         self._forks = PROCESS.forks
         self._hooks = HookSet()
-        self._attach()
+        self.modules = ModuleCollector(recorder, self.clock, failures)
+        self._stacks: StackCollector | None = None
+        self._gradients: GradientCollector | None = None
+        try:
+            self._attach()
+        except BaseException:
+            self._remove_hooks()
+            raise
         self._begin_step()
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
         parameters = list(self._names.parameters())
         modules = list(self._names.modules())
-        self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
         for chunk, root in enumerate(watch.chunks):
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
             self.watch_activations(modules)
-        self._stacks = self._attach_stacks(modules) if config.stack_info else None
+        if config.stack_info and watch.ownership.monitored:
+            self._stacks = self._attach_stacks(modules)
         if self.structure is not None:
             for module in modules:
                 self.structure.watch(_key(module), module.module)
-        self._gradients = self._attach_gradients(parameters) if config.wg_distribution else None
+        if config.wg_distribution:
+            self._gradients = self._attach_gradients(parameters)
         rest = (parameters, self._recorder, self._owns, self._failures)
         self._weights = WeightCollector(*rest) if config.param_distribution else None
         self._moments = MomentCollector(*rest) if config.mv_distribution else None
@@ -204,7 +212,7 @@ class Attachment:
         self._recorder.active = False
         try:
             if was_active:
-                self._seal(status)
+                self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
         finally:
             self.modules.end_step()
             self.clock.next_step()
@@ -272,6 +280,9 @@ class Attachment:
             else:
                 self._recorder.discard()
         self._recorder.active = False
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         self.modules.remove()
         self._hooks.remove()
         for collector in (self._gradients, self._stacks, self.structure):

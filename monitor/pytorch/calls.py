@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint
 
 from monitor.pytorch.input_gradients import sequence_nr
 
@@ -24,11 +27,11 @@ class Place(NamedTuple):
 
     Attributes:
         micro_step: The micro-step of its forward.
-        index: How many calls of the module that micro-step had before.
+        call: How many calls of the module that micro-step had before.
     """
 
     micro_step: int
-    index: int
+    call: int
 
 
 @dataclass(slots=True)
@@ -75,9 +78,9 @@ class Calls:
     def repeat(self) -> Place | None:
         """A call in backward: the one it repeats, None where that has a graph or cannot be told."""
         node = torch._C._current_autograd_node()
-        if not isinstance(node, BackwardCFunction):
+        if not isinstance(node, BackwardCFunction) or _is_unpacking():
             return None
-        number: int = node._sequence_nr()  # type: ignore[attr-defined]
+        number: int = node._sequence_nr()
         segment = torch._C._current_graph_task_id(), number
         position = self._repeated[segment]
         self._repeated[segment] += 1
@@ -96,3 +99,15 @@ class Calls:
         begun = self._begun.setdefault(threading.get_ident(), _Begun())
         begun.numbers.append(sequence_nr())
         begun.places.append(None if torch.is_grad_enabled() else place)
+
+
+def _is_unpacking() -> bool:
+    """Whether the node's own backward has not been reached yet: non-reentrant checkpointing recomputes what a node has saved
+    when the node asks for it, and that may be the node of a reentrant segment within.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False

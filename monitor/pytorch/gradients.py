@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -67,7 +66,8 @@ class GradientCollector:
         self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, owns, failures, micro_steps)
         self._reduced = ParameterSeries("grad_reduced", parameters, recorder, owns, failures)
         self._hooks = HookSet()
-        self._frozen = set(self._unreduced.parameters)
+        self._parameters = self._unreduced.parameters
+        self._frozen = set(range(len(self._parameters)))
         self._left: dict[NamedParameter, _Left] = {}
         self._unscaled = False
         self.hook_thawed()
@@ -78,9 +78,9 @@ class GradientCollector:
 
     def hook_thawed(self) -> None:
         """Hook what can be hooked: a frozen parameter can once it is thawed."""
-        for parameter in [frozen for frozen in self._frozen if frozen.tensor.requires_grad]:
-            self._hooks.add(self._hook(parameter))
-            self._frozen.remove(parameter)
+        for place in [frozen for frozen in self._frozen if self._parameters[frozen].tensor.requires_grad]:
+            self._hooks.add(self._hook(place))
+            self._frozen.remove(place)
 
     def may_be_unscaled(self) -> None:
         """From now on gradients are no longer what backward left, even where their version says so."""
@@ -95,18 +95,26 @@ class GradientCollector:
     def remove(self) -> None:
         self._hooks.remove()
 
-    def _hook(self, parameter: NamedParameter) -> Removable:
-        read = self._failures.guarded("reading the gradient", partial(self._accumulated, parameter), of=parameter.name)
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(read)  # type: ignore[no-untyped-call]
+    def _hook(self, place: int) -> Removable:
+        # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
+        accumulated, parameter = weakref.WeakMethod(self._accumulated), self._parameters[place]
+
+        def read(tensor: Tensor) -> None:
+            if (living := accumulated()) is not None:
+                living(place, tensor)
+
+        guarded = self._failures.guarded("reading the gradient", read, of=parameter.name)
+        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(guarded)
         return handle
 
-    def _accumulated(self, parameter: NamedParameter, tensor: Tensor) -> None:
+    def _accumulated(self, place: int, tensor: Tensor) -> None:
         if not self._recorder.active:
             return
         # A framework that keeps main_grad may have moved the gradient there by now.
         gradient = self._main_grad_of(tensor) if tensor.grad is None else tensor.grad
         if gradient is None:
             return
+        parameter = self._parameters[place]
         micro_step = self._clock.backward_micro_step(parameter.chunk)
         if self._clock.micro_steps > 1:
             self._follow(parameter, gradient)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,18 @@ class Call:
     records_forward: bool
     start: int = 0
     targets: dict[Target, list[str]] = field(default_factory=dict)
+
+
+class OpenRoot(NamedTuple):
+    """A root forward that has begun.
+
+    Attributes:
+        tracked: Whether it trains.
+        handled: The exception that was being handled when it began: a loop may retry in its ``except`` clause.
+    """
+
+    tracked: bool
+    handled: BaseException | None
 
 
 class ModuleWatcher:
@@ -122,7 +134,7 @@ class ModuleWatcher:
     def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[Leaf], call: Call) -> None:
         for leaf in leaves:
             if choice.takes(leaf.position):
-                watched = self._series("actv", direction + leaf.suffix, call.place.index)
+                watched = self._series("actv", direction + leaf.suffix, call.place.call)
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
     def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int) -> None:
@@ -147,16 +159,16 @@ class ModuleWatcher:
                 self._collector.until_step_ends(watch(target, edges, self._writer(slot, call.place)))
 
     def _watch_tensor(self, tensor: Tensor, start: int, write: Callable[[Tensor], None]) -> None:
-        handle: Removable = tensor.register_hook(write)  # type: ignore[no-untyped-call]
+        handle: Removable = tensor.register_hook(write)
         if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() < start:
             self._collector.until_step_ends([handle])
 
     def _writer(self, slot: str, place: Place) -> Callable[[Tensor], None]:
-        step, (micro_step, index) = self._clock.step, place
+        step, (micro_step, number) = self._clock.step, place
 
         def write(gradient: Tensor) -> None:
             if self._collector.belongs(step):
-                self._recorder.record(self._series("actv_grad", slot, index), gradient, micro_step)
+                self._recorder.record(self._series("actv_grad", slot, number), gradient, micro_step)
 
         guarded: Callable[[Tensor], None] = self._collector.failures.guarded(
             f"reading gradients of {self._name!r}", write, ADVICE
@@ -191,7 +203,7 @@ class ModuleCollector:
         self.clock = clock
         self.failures = failures
         self.tracking = [True] * clock.chunks
-        self._open_roots: list[list[bool]] = [[] for _ in range(clock.chunks)]
+        self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
         self._root_hooks = HookSet()
         self._hooks = HookSet()
@@ -247,23 +259,26 @@ class ModuleCollector:
         if self.tracking[chunk]:
             self.clock.forward[chunk] += 1
             self._check_micro_step(self.clock.forward[chunk])
-        self._open_roots[chunk].append(self.tracking[chunk])
+        self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
 
     def _root_ends(self, chunk: int, _root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        """Also called when forward raised, with None for a result."""
+        """Also called when forward raised, while that exception is being handled."""
         if recomputing() or not self._open_roots[chunk]:
             return
-        if self._open_roots[chunk].pop():
-            if result is None and sys.exc_info()[1] is not None:
-                self._restart_micro_step(chunk)
-            self._follow_backward(chunk, result)
+        call = self._open_roots[chunk].pop()
         self.tracking[chunk] = True
+        if not call.tracked:
+            return
+        if sys.exc_info()[1] is call.handled:
+            self._follow_backward(chunk, result)
+        else:
+            self._restart_micro_step(chunk)
 
     def _follow_backward(self, chunk: int, result: Any) -> None:
         begins = partial(self._backward_begins, chunk, self.clock.forward[chunk])
         for leaf in output_leaves(result):
             if leaf.tensor.requires_grad and leaf.tensor.grad_fn is not None:
-                leaf.tensor.register_hook(begins)  # type: ignore[no-untyped-call]
+                leaf.tensor.register_hook(begins)
 
     def _restart_micro_step(self, chunk: int) -> None:
         """Its forward failed. If the loop goes on, the next one takes its place."""

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -17,7 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.grad_scaler import SCALER_PATCH
-from monitor.pytorch.hooks import HookSet
+from monitor.pytorch.hooks import HookSet, Removable
+
+CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
+"""Of the function that torch puts around every ``step``, and that calls the hooks."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -66,8 +72,7 @@ class OptimizerSteps:
         if optimizer is not None:
             self._adopt(optimizer)
         else:
-            wait = self._guarded("finding the optimizer", self._adopt_if_ours)
-            self._hooks.add(register_optimizer_step_pre_hook(wait))
+            self._hooks.add(self._wait_for_ours())
         SCALER_PATCH.add(self)
 
     def _adopt(self, optimizer: Optimizer) -> None:
@@ -75,8 +80,20 @@ class OptimizerSteps:
         self._hooks.add(optimizer.register_step_pre_hook(self._guarded("reading before the step", self._before)))
         self._hooks.add(optimizer.register_step_post_hook(self._guarded("ending the step", self._after)))
 
-    def _adopt_if_ours(self, optimizer: Optimizer, _args: Any = None, _kwargs: Any = None) -> None:
-        """A hook of all optimizers, called ahead of an optimizer's own: what is adopted here is told of this step already."""
+    def _wait_for_ours(self) -> Removable:
+        """A hook of all optimizers. It knows us weakly, or torch would keep the model alive."""
+        adopt_if_ours = weakref.WeakMethod(self._adopt_if_ours)
+
+        def look_at(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            if (living := adopt_if_ours()) is not None:
+                living(optimizer)
+
+        handle: Removable = register_optimizer_step_pre_hook(self._guarded("finding the optimizer", look_at))
+        weakref.finalize(self, handle.remove).atexit = False
+        return handle
+
+    def _adopt_if_ours(self, optimizer: Optimizer) -> None:
+        """Called ahead of the optimizer's own hooks: what is adopted here is told of this step already."""
         if self.optimizer is None:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if any(id(p) in stepped for chunk in self._chunks for p in chunk.parameters()):
@@ -107,8 +124,11 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._called = True
+        if _within_a_step_of(optimizer):
+            return None
         if (found_inf := _found_inf(optimizer)) is not None:
-            self._listener.scales_itself(found_inf, getattr(optimizer, "grad_scale", None) is not None)
+            still_scaled = getattr(optimizer, "grad_scale", None) is not None
+            self._guarded("reading what the scaler found", self._listener.scales_itself)(found_inf, still_scaled)
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         ready = self._guarded("reading gradients", self._listener.gradients_ready)
         if callable(kwargs.get("closure")):
@@ -119,10 +139,25 @@ class OptimizerSteps:
         return None
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if _within_a_step_of(optimizer):
+            return
         if _skipped_itself(optimizer):
             self._listener.step_skipped()
         else:
             self._listener.after_step()
+
+
+def _within_a_step_of(optimizer: Optimizer) -> bool:
+    """Whether a hook is called for a step inside a step: of a class whose ``step`` calls that of its base, torch runs the
+    hooks for both. The stack knows, also after a step that raised.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = 0
+    while frame is not None and found < 2:
+        if frame.f_code is CALLS_HOOKS and frame.f_locals.get("self") is optimizer:
+            found += 1
+        frame = frame.f_back
+    return found == 2
 
 
 def _found_inf(optimizer: Optimizer) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,15 +32,24 @@ def place(**groups: Any) -> Place:
         groups: Process groups by role, None where there is none.
     """
     if not initialized():
-        return Place(_number("RANK", 0), max(1, _number("WORLD_SIZE", 1)))
-    members = {role: tuple(group_ranks(group)) for role, group in groups.items() if group is not None}
+        return _announced()
+    members = {role: ranks for role, group in groups.items() if (ranks := group_ranks(role, group)) is not None}
     return Place(dist.get_rank(), dist.get_world_size(), members, dist.distributed_c10d._get_default_store())
 
 
-def group_ranks(group: Any) -> Sequence[int]:
-    """The global ranks of a process group."""
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    return ranks
+def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
+    """The global ranks of a process group; None where there is none that this rank belongs to.
+
+    Raises:
+        TypeError: It is no process group.
+    """
+    if group is None or (dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER):
+        return None
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (AttributeError, KeyError, TypeError) as error:
+        given = f"{role} is a {type(group).__name__}"
+        raise TypeError(f"{given}: expected a process group of torch.distributed that was not destroyed.") from error
 
 
 def versions() -> dict[str, str]:
@@ -51,6 +59,12 @@ def versions() -> dict[str, str]:
         if version:
             found[name] = str(version)
     return found
+
+
+def _announced() -> Place:
+    """As the environment has it. A rank that its world has no room for was meant for another process, or for nothing."""
+    rank, world_size = _number("RANK", 0), max(1, _number("WORLD_SIZE", 1))
+    return Place(rank if 0 <= rank < world_size else 0, world_size)
 
 
 def _number(variable: str, default: int) -> int:

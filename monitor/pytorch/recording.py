@@ -17,6 +17,7 @@ from monitor.pytorch.recorder import Recorder
 from monitor.run import Place, Run
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
+from monitor.stats.table import combined_micro_steps
 
 _ORDINALS: Final = itertools.count()
 """Ranks that begin as many recordings agree on the name of each."""
@@ -31,10 +32,13 @@ class Recording:
 
     attachment: Attachment
 
-    def __init__(self, config: MonitorConfig, config_path: str, where: Callable[[], Place], failures: Failures) -> None:
+    def __init__(
+        self, config: MonitorConfig, config_path: str, base: Path, where: Callable[[], Place], failures: Failures
+    ) -> None:
         self.series = SeriesTable()
         self._config = config
         self._config_path = config_path
+        self._base = base
         self._where = where
         self._failures = failures
         self._ordinal = next(_ORDINALS)
@@ -44,9 +48,12 @@ class Recording:
 
     def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
         """Hook the model and the optimizer, in place of what was hooked before."""
+        collected = 0
         if hasattr(self, "attachment"):
-            self.attachment.detach()
-        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures)
+            # The step in progress goes on under its number, and would stand twice if what it has so far were kept.
+            self.attachment.detach(keep=False)
+            collected = self.attachment.collected
+        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, collected)
 
     def open(self) -> Run:
         """The run, begun now if it was not: before the first record at the latest, when rank and job are known."""
@@ -55,19 +62,36 @@ class Recording:
             self._failures.rank = here.rank
             beside = next(iter(OPEN.runs()), None)
             self._opened = Run(
-                self._config, self._config_path, here, self._ordinal, beside, self.series, versions(), self._failures
+                self._config,
+                self._config_path,
+                self._base,
+                here,
+                self._ordinal,
+                beside,
+                self.series,
+                versions(),
+                self._failures,
             )
             OPEN.add(self)
             LOGGER.info("[rank %d] recording to %s", here.rank, self._opened.directory)
         return self._opened
 
     def current(self) -> tuple[Mapping[str, KindRows], list[Layout]]:
-        """Rows of the step in progress; of the step just ended while nothing of the next was measured."""
+        """Rows of the step in progress; until the next one begins with a forward, of the step just ended."""
         table = self._recorder.table
         if self._recorder.has_rows:
-            return table.kinds_now(), table.layouts
-        latest = self.open().pipeline.latest(self._config.close_seconds)
-        return (latest.kinds if latest is not None else {}), table.layouts
+            return self._now(), table.layouts
+        return ({} if self.attachment.begun else self._just_ended()), table.layouts
+
+    def _now(self) -> Mapping[str, KindRows]:
+        _, combined = self.attachment.micro_step_kinds()
+        kinds = self._recorder.table.kinds_now()
+        return {kind: combined_micro_steps(rows) if kind in combined else rows for kind, rows in kinds.items()}
+
+    def _just_ended(self) -> Mapping[str, KindRows]:
+        """Nothing where that step was not collected, or was dropped."""
+        latest = self._opened.pipeline.latest(self._config.close_seconds) if self._opened is not None else None
+        return latest.kinds if latest is not None and latest.step >= self.attachment.clock.step - 1 else {}
 
     def write_structure(self) -> Path:
         """Write ``module_struct.json`` of this rank."""

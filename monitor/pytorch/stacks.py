@@ -34,7 +34,7 @@ class StackCollector:
         self._hooks = HookSet()
 
     def watch(self, key: str, module: nn.Module) -> None:
-        hook = self._failures.guarded(f"taking the stack of {key!r}", partial(self._take, key))
+        hook = self._failures.guarded("taking the stack", partial(self._take, key), of=key)
         self._hooks.add(module.register_forward_pre_hook(ModuleHook(hook)))
 
     def remove(self) -> None:

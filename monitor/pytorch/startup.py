@@ -15,7 +15,8 @@ from monitor.series import PARAMETER_KINDS
 def announce(watch: Watch, names: ModelNames, config: MonitorConfig) -> None:
     """Log what a step will come to, once for the job; as a warning above the configured bounds.
 
-    How many tensors a module takes and gives shows only in its first call: one of each is reckoned.
+    How many tensors a module takes and gives shows only in its first call: one of each is reckoned. So is a gradient and
+    moments for each parameter that is not frozen.
     """
     monitored = [rank for rank in range(watch.ownership.world_size) if not config.module_ranks or rank in config.module_ranks]
     if not monitored or watch.ownership.rank != monitored[0]:
@@ -28,25 +29,26 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig) -> None:
     )
     bounds = Bounds(config.warn_rows_per_step, config.warn_bytes_per_step, config.warn_files_per_step)
     exceeded = reckoned.exceeded(bounds)
-    LOGGER.info("%s", reckoned.line())
     if exceeded:
         advice = "Name fewer targets, collect less often, or put more steps into a record."
         LOGGER.warning("%s: %s. %s", reckoned.line(), "; ".join(exceeded), advice)
+    else:
+        LOGGER.info("%s", reckoned.line())
 
 
 def _loads(watch: Watch, names: ModelNames, config: MonitorConfig, ranks: int) -> dict[str, KindLoad]:
-    parameters, steps = len(list(names.parameters())), watch.grad_acc_steps
+    parameters, steps = list(names.parameters()), watch.grad_acc_steps
+    trained, weights = sum(one.tensor.requires_grad for one in parameters), len(parameters)
     each = steps if config.micro_steps == "each" else 1
     loads: dict[str, KindLoad] = {}
     if config.wg_distribution:
         per_micro_step = steps if config.monitor_mbs_grad else 1
-        loads["grad_unreduced"] = KindLoad(parameters, parameters * per_micro_step, ranks)
-        loads["grad_reduced"] = KindLoad(parameters, parameters, ranks)
-    kinds = (
-        *(PARAMETER_KINDS if config.param_distribution else ()),
-        *(("exp_avg", "exp_avg_sq") if config.mv_distribution else ()),
-    )
-    loads.update({kind: KindLoad(parameters, parameters, ranks) for kind in kinds})
+        loads["grad_unreduced"] = KindLoad(trained, trained * per_micro_step, ranks)
+        loads["grad_reduced"] = KindLoad(trained, trained, ranks)
+    if config.param_distribution:
+        loads.update({kind: KindLoad(weights, weights, ranks) for kind in PARAMETER_KINDS})
+    if config.mv_distribution:
+        loads.update({kind: KindLoad(trained, trained, ranks) for kind in ("exp_avg", "exp_avg_sq")})
     if config.xy_distribution:
         wanted = [module.wanted for module in names.modules() if module.wanted is not None]
         forward, backward = sum(map(_forward, wanted)), sum(map(_backward, wanted))

@@ -33,7 +33,7 @@ class StructureCollector:
 
     def watch(self, key: str, module: nn.Module) -> None:
         """Describe ``module`` under ``key`` (``{vpp_stage}:{name}``)."""
-        hook = self._failures.guarded(f"describing {key!r}", partial(self._describe, key))
+        hook = self._failures.guarded("describing the structure", partial(self._describe, key), of=key)
         self._hooks.add(module.register_forward_hook(ModuleHook(hook), with_kwargs=True))
 
     def remove(self) -> None:

@@ -15,12 +15,13 @@ from torch import nn
 from monitor.config import MonitorConfig, load_config
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.process import PROCESS
+from monitor.pytorch.arguments import chunks_of, count
 from monitor.pytorch.attachment import Watch
 from monitor.pytorch.errors import RunEnded
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.metrics import Metrics, of_kinds
 from monitor.pytorch.names import ModelNames
-from monitor.pytorch.place import group_ranks, initialized, is_settled, place
+from monitor.pytorch.place import group_ranks, is_settled, place
 from monitor.pytorch.recording import Recording
 from monitor.pytorch.startup import announce
 from monitor.ranks.output import base_directory, prepare
@@ -60,11 +61,12 @@ class TrainerMon:
             warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
         self._config: MonitorConfig = load_config(config_file_path)
         self._config_path = os.path.abspath(os.path.expanduser(os.fspath(config_file_path)))
-        prepare(base_directory())
+        self._base = prepare(base_directory())
         self._process_group = process_group
         self._main_grad = params_have_main_grad
         self._failures = Failures(place().rank)
         self._ops = self._known(self._config.ops)
+        self._say_if_no_activations()
         self._wrapped_optimizer: Any = None
         self._recordings: list[Recording] = []
         self._closed = False
@@ -105,8 +107,8 @@ class TrainerMon:
             TypeError: An argument is not what it should be.
             ValueError: ``grad_acc_steps`` or ``start_iteration`` is out of range.
         """
-        _check_counts(grad_acc_steps, start_iteration)
-        self._attach(_chunks(model), grad_acc_steps, innermost(optimizer), (dp_group, tp_group), start_iteration)
+        micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
+        self._attach(chunks_of(model), micro_steps, innermost(optimizer), (dp_group, tp_group), start)
 
     def _attach(
         self, chunks: Sequence[nn.Module], grad_acc_steps: int, optimizer: Any, groups: tuple[Any, Any], start: int
@@ -122,37 +124,44 @@ class TrainerMon:
             ownership,
             ops=lambda: self._ops,
             main_grad=self._main_grad_of(chunks),
-            aggregated=initialized() and ownership.world_size > 1,
         )
         shared = next((one for one in self._recordings if one.attachment.shares(chunks, optimizer)), None)
         if not ownership.monitored and not self._config.print_struct:
             self._say_if_nobody(ownership)
         elif shared is not None:
-            self._failures.warn("attached twice", "set_monitor was called again for the same model or optimizer.")
-            shared.attach(watch, ModelNames(chunks, self._config), start or shared.attachment.clock.step)
+            said = "set_monitor was called again for the same model or optimizer: it is attached anew, and the count goes on."
+            self._failures.warn("attached twice", said)
+            self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step)
         else:
             self._begin(watch, groups, start)
 
-    def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int) -> None:
+    def _names(self, watch: Watch) -> ModelNames:
         names = ModelNames(watch.chunks, self._config)
         if (unmatched := names.selection.warning()) is not None:
             LOGGER.warning("[rank %d] %s", watch.ownership.rank, unmatched)
+        return names
+
+    def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int) -> None:
+        names = self._names(watch)
         dp_group, tp_group = groups
         where = partial(place, pp=self._process_group, dp=dp_group, tp=tp_group)
-        recording = Recording(self._config, self._config_path, where, self._failures)
+        recording = Recording(self._config, self._config_path, self._base, where, self._failures)
         if is_settled():
             recording.open()
-        recording.attach(watch, names, start)
-        if recording.attachment.structure is not None:
-            recording.attachment.on_first_step = partial(self._end_with_structure, recording)
+        self._hook(recording, watch, names, start)
         self._recordings.append(recording)
         announce(watch, names, self._config)
+
+    def _hook(self, recording: Recording, watch: Watch, names: ModelNames, start: int) -> None:
+        recording.attach(watch, names, start)
+        if self._config.print_struct:
+            recording.attachment.on_first_step = partial(self._end_with_structure, recording)
 
     def generate_wgrad_metrics(self) -> tuple[Metrics, Metrics]:
         """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
 
-        The current step is the one in progress, or the one just ended while nothing of the next was measured. What is not
-        known yet is absent. May wait for the device.
+        The current step is the one in progress or, until the next one begins with a forward, the one just ended. What is not
+        known yet is absent, and so is all of a step that is not collected. May wait for the device.
         """
         reduced, unreduced = self._metrics(("grad_reduced", "grad_unreduced"))
         return reduced, unreduced
@@ -198,26 +207,31 @@ class TrainerMon:
     ) -> None:
         """Deprecated: ``set_monitor``. Without an optimizer, the first one that steps a parameter of the model is taken."""
         warnings.warn("monitor_gnorm_with_ad is now set_monitor.", DeprecationWarning, stacklevel=2)
-        _check_counts(grad_acc_steps, start_iteration)
+        micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
         given = optimizer if optimizer is not None else self._wrapped_optimizer
         inner = None if given is None else innermost(given)
-        self._attach(_chunks(model), grad_acc_steps, inner, (dp_group, tp_group), start_iteration)
+        self._attach(chunks_of(model), micro_steps, inner, (dp_group, tp_group), start)
 
     def _known(self, ops: Iterable[str]) -> tuple[str, ...]:
-        known, unknown = known_ops(ops)
+        known, unknown = known_ops([ops] if isinstance(ops, str) else ops)
         if unknown:
             LOGGER.warning("ops %s are not known and left out. Recorded: %s.", list(unknown), list(known))
         return known
 
     def _ownership(self, dp_group: Any, tp_group: Any) -> Ownership:
         here = place()
-        members = [None if group is None else tuple(group_ranks(group)) for group in (dp_group, tp_group)]
+        members = group_ranks("dp_group", dp_group), group_ranks("tp_group", tp_group)
+        group_ranks("process_group", self._process_group)
         return Ownership(here.rank, here.world_size, self._config.module_ranks, *members)
 
     def _say_if_nobody(self, ownership: Ownership) -> None:
         warning = nobody_monitored(self._config.module_ranks, ownership.world_size)
         if warning is not None and ownership.rank == 0:
             LOGGER.warning("%s", warning)
+
+    def _say_if_no_activations(self) -> None:
+        if self._config.xy_distribution and self._config.forward_only and self._config.backward_only:
+            LOGGER.warning("forward_only and backward_only are both true: no activations will be recorded.")
 
     def _main_grad_of(self, chunks: Sequence[nn.Module]) -> bool:
         if not self._main_grad:
@@ -228,9 +242,11 @@ class TrainerMon:
         return True
 
     def _end_with_structure(self, recording: Recording) -> None:
-        path = recording.write_structure()
+        """The other ranks end here, too: that this one could not write must not leave it to wait for them."""
+        path = self._failures.guarded("writing the structure", recording.write_structure)()
         self.close()
-        raise RunEnded(f"The structure of the model was written to {path}, as print_struct asks. The run ends here.")
+        told = f"was written to {path}" if path is not None else "could not be written"
+        raise RunEnded(f"The structure of the model {told}; print_struct ends the run here.")
 
     def _metrics(self, kinds: Sequence[str]) -> list[Metrics]:
         merged: list[Metrics] = [{} for _ in kinds]
@@ -252,22 +268,3 @@ def _close_at_exit(monitor: TrainerMon) -> None:
             living.close()
 
     atexit.register(close)
-
-
-def _chunks(model: Any) -> Sequence[nn.Module]:
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    for chunk in chunks:
-        if not isinstance(chunk, nn.Module):
-            raise TypeError(f"model is a {type(chunk).__name__}: expected a torch.nn.Module, or a list of model chunks.")
-    if not chunks:
-        raise ValueError("model is an empty list: expected a torch.nn.Module, or a list of model chunks.")
-    return chunks
-
-
-def _check_counts(grad_acc_steps: Any, start_iteration: Any) -> None:
-    for name, value, least in (("grad_acc_steps", grad_acc_steps, 1), ("start_iteration", start_iteration, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            order = "set_monitor(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)"
-            raise TypeError(f"{name} is a {type(value).__name__} and must be an integer. The order is {order}.")
-        if value < least:
-            raise ValueError(f"{name} is {value} and must be at least {least}.")

@@ -110,6 +110,7 @@ class FileJournal:
         self.path = path
         self.entries: dict[str, list[Any]] = {"written": [], "dropped": [], "lost": []}
         self.threads: set[str] = set()
+        self.closed = False
 
     def written(self, rows: StepRows) -> None:
         self._tell("written", rows.step)
@@ -124,6 +125,10 @@ class FileJournal:
         aside = self.path.with_suffix(".tmp")
         aside.write_text(json.dumps(self.entries))
         aside.replace(self.path)
+
+    def close(self) -> None:
+        self.save()
+        self.closed = True
 
     def _tell(self, what: str, entry: Any) -> None:
         self.threads.add(threading.current_thread().name)

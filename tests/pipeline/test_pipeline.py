@@ -126,6 +126,7 @@ def test_a_full_disk_is_logged_once_and_writing_goes_on_when_space_is_free_again
         assert pipeline.flush(20.0)
     assert pipeline.close()
     assert steps_in(tmp_path / "disk") == journal.entries["written"] == [0, 1, 2, 8, 9, 10, 11]
+    assert journal.closed
     assert steps_in(tmp_path / "other") == list(range(12))
     assert [(step, sink) for step, sink, _ in journal.entries["lost"]] == [(step, "disk") for step in range(3, 8)]
     [record_] = caplog.records
@@ -352,6 +353,18 @@ def test_closing_is_final_and_may_be_repeated_from_any_thread(tmp_path):
     assert pipeline.reserve(1) is None
     assert pipeline.flush(1.0)
     assert steps_in(tmp_path / "steps.txt") == [0]
+
+
+def test_a_journal_is_saved_and_not_closed_if_a_sink_could_not_be(journal):
+    class Unclosable(HangingSink):
+        def close(self):
+            raise OSError
+
+    pipeline = pipeline_of({"sink": Unclosable(hangs_at=-1)}, journal)
+    record(pipeline, 0)
+    assert not pipeline.close()
+    assert journal_in(journal.path)["written"] == [0]
+    assert not journal.closed
 
 
 def test_a_step_submitted_after_closing_is_counted(tmp_path):

@@ -70,6 +70,7 @@ def test_the_other_sinks_are_closed_and_the_journal_tells_of_every_missing_step(
         [7, "queue full"],
     ]
     assert pipeline.dropped == {"queue full": 3, left: 3}
+    assert not journal.closed
 
 
 def test_a_device_that_never_finishes_a_step_keeps_no_sink_from_being_closed(journal, tmp_path):
@@ -87,6 +88,7 @@ def test_a_device_that_never_finishes_a_step_keeps_no_sink_from_being_closed(jou
     record(pipeline, 1)
     assert not pipeline.close()
     assert steps_in(tmp_path / "steps") == journal_in(journal.path)["written"] == [0]
+    assert not journal.closed
     never.set()
 
 

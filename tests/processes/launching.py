@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-TAG = "MONITOR_TESTS_TAG"
 PATIENCE = 120.0
 """Seconds after which a process that should have ended long ago is taken to hang."""
 
@@ -49,82 +48,136 @@ class Ended(NamedTuple):
         return [line for line in self.err.splitlines() if line.startswith("[monitor] WARNING")]
 
 
-class Started:
+class Child(Protocol):
     """A process that may still be running."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], errors: Path, work: Path) -> None:
-        self._errors = errors
-        with open(errors, "wb") as stderr:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=stderr, stdin=subprocess.DEVNULL, cwd=work, text=True
-            )
-        self._said: list[str] = []
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Its exit status, negative if a signal ended it; None while it runs."""
+
+
+class Started:
+    """A script that was started, and what it has said so far."""
+
+    def __init__(self, child: Child, place: Path) -> None:
+        self.child = child
+        self._out, self._errors = place / "out", place / "errors"
 
     def wait_for(self, beginning: str) -> str:
-        """The next line that begins so."""
-        for line in self._lines():
-            self._said.append(line)
-            if line.startswith(beginning):
-                return line
-        raise AssertionError(f"the script never said {beginning!r}:\n{''.join(self._said)}{self._errors.read_text()}")
+        """The first line that begins so."""
+        found: list[str] = []
+
+        def said() -> bool:
+            ended = self.child.poll() is not None
+            found[:] = [line for line in self._out.read_text().splitlines(True) if line.startswith(beginning)]
+            return ended or (bool(found) and found[0].endswith("\n"))
+
+        assert until(said, PATIENCE), f"nothing was said that begins with {beginning!r}"
+        assert found, f"it ended before it said {beginning!r}:\n{self._errors.read_text()}"
+        return found[0].rstrip("\n")
 
     def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        os.kill(self.child.pid, number)
 
     def end(self) -> Ended:
         """Wait for its end."""
-        rest, _ = self.process.communicate(timeout=PATIENCE)
-        return Ended(self.process.returncode, "".join(self._said) + rest, self._errors.read_text())
+        assert until(lambda: self.child.poll() is not None, PATIENCE), f"it hangs:\n{self._errors.read_text()}"
+        status = self.child.poll()
+        assert status is not None
+        return Ended(status, self._out.read_text(), self._errors.read_text())
 
-    def _lines(self) -> Iterator[str]:
-        assert self.process.stdout is not None
-        return iter(self.process.stdout.readline, "")
+
+class Nursery:
+    """A process that forks the scripts from itself; see ``scripts/nursery.py``."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(SCRIPTS / "nursery.py")]
+        self._process = subprocess.Popen(command, env=os.environ | _surroundings(), stdin=subprocess.PIPE, text=True)
+
+    def fork(self, request: dict[str, Any]) -> ForkedChild:
+        place = Path(request["place"])
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        assert until(lambda: (place / "pid").exists() or self._process.poll() is not None, PATIENCE)
+        return ForkedChild(place)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=PATIENCE)
+        assert self._process.returncode == 0
+
+
+class ForkedChild:
+    """A child of the nursery's."""
+
+    def __init__(self, place: Path) -> None:
+        self.pid = int((place / "pid").read_text())
+        self._status = place / "status"
+
+    def poll(self) -> int | None:
+        return int(self._status.read_text()) if self._status.exists() else None
 
 
 class Launcher:
     """Starts scripts that record to ``base``; ``clean_up`` ends what still runs and tells of what should not have been left."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, nursery: Nursery) -> None:
         self.base = directory / "out"
         self._directory = directory
+        self._nursery = nursery
         self._work = directory / "work"
         self._work.mkdir()
-        self._tag = uuid.uuid4().hex
         self._started: list[Started] = []
 
     def start(
+        self, script: str, *arguments: object, config: dict[str, Any] | None = None, base: Path | None = None, **environment: str
+    ) -> Started:
+        """Start a script in a fork of the nursery.
+
+        Args:
+            config: How it is monitored; None: it is not.
+            base: Where it records to, in place of ``base``.
+            environment: Variables beside those of this process.
+        """
+        place = self._place()
+        request = {
+            "place": str(place),
+            "work": str(self._work),
+            "environment": self._environment(place, config, base or self.base, environment),
+            "command": [str(SCRIPTS / script), *map(str, arguments)],
+        }
+        return self._keep(Started(self._nursery.fork(request), place))
+
+    def start_ranks(self, count: int, script: str, *arguments: object, **how: Any) -> list[Started]:
+        """Start a script as each rank of a job."""
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
+        return [self.start(script, *arguments, **how, **job, RANK=str(rank)) for rank in range(count)]
+
+    def start_interpreter(
         self,
         script: str,
         *arguments: object,
         config: dict[str, Any] | None = None,
         prefix: Sequence[str] = (),
         module: Sequence[str] = (),
-        base: Path | None = None,
-        **environment: str,
     ) -> Started:
-        """Start a script.
+        """Start a script in an interpreter of its own.
 
         Args:
             config: How it is monitored; None: it is not.
             prefix: A command that runs the interpreter.
             module: A module that runs the script, with its options.
-            base: Where it records to, in place of ``base``.
-            environment: Variables beside those of this process.
         """
-        own = {
-            "MONITOR_OUTPUT_DIR": str(base or self.base),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": str(ROOT),
-            TAG: self._tag,
-            **environment,
-        }
-        if config is not None:
-            own["MONITOR_CONFIG"] = str(self._config(config))
+        place = self._place()
+        environment = self._environment(place, config, self.base, {})
         command = [*prefix, sys.executable, *module, str(SCRIPTS / script), *map(str, arguments)]
-        errors = self._directory / f"errors-{len(self._started)}"
-        self._started.append(Started(command, os.environ | own, errors, self._work))
-        return self._started[-1]
+        with open(place / "out", "wb") as out, open(place / "errors", "wb") as err:
+            process = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=self._work, start_new_session=True
+            )
+        return self._keep(Started(process, place))
 
     def run(self, script: str, *arguments: object, **how: Any) -> Ended:
         """Start a script and wait for its end."""
@@ -133,32 +186,59 @@ class Launcher:
     def clean_up(self) -> tuple[list[int], list[str]]:
         """The processes that outlived the one that started them, and the files that lie where none should."""
         for one in self._started:
-            if one.process.poll() is None:
-                one.process.kill()
-            one.process.communicate()
-        left = [] if until(lambda: not self._running(), 2.0) else self._running()
+            if one.child.poll() is None:
+                one.send(signal.SIGKILL)
+            one.end()
+        left = [] if until(lambda: not self._running(), 5.0) else self._running()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return left, sorted(os.listdir(self._work))
 
-    def _config(self, config: dict[str, Any]) -> Path:
-        path = self._directory / f"config-{len(self._started)}.json"
-        path.write_text(json.dumps(config))
-        return path
+    def _place(self) -> Path:
+        place = self._directory / f"process-{len(self._started)}"
+        place.mkdir()
+        for said in ("out", "errors"):
+            (place / said).touch()
+        return place
+
+    def _keep(self, started: Started) -> Started:
+        self._started.append(started)
+        return started
+
+    def _environment(
+        self, place: Path, config: dict[str, Any] | None, base: Path, own: dict[str, str]
+    ) -> dict[str, str]:
+        environment = os.environ | _surroundings() | {"MONITOR_OUTPUT_DIR": str(base)} | own
+        if config is not None:
+            (place / "config.json").write_text(json.dumps(config))
+            environment["MONITOR_CONFIG"] = str(place / "config.json")
+        return environment
 
     def _running(self) -> list[int]:
-        return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and self._is_ours(entry)]
+        """Processes that run in our place of work: none but those that were started here, and theirs."""
+        return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and self._works_here(entry)]
 
-    def _is_ours(self, pid: str) -> bool:
+    def _works_here(self, pid: str) -> bool:
         try:
-            return f"{TAG}={self._tag}".encode() in Path("/proc", pid, "environ").read_bytes()
+            return os.readlink(f"/proc/{pid}/cwd") == str(self._work)
         except OSError:  # it has ended, or is another user's
             return False
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _surroundings() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPTS)])}
 
 
 def until(condition: Callable[[], Any], seconds: float) -> bool:
     """Whether ``condition`` came true in time."""
     deadline = time.monotonic() + seconds
     while not (came := bool(condition())) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.005)
     return came

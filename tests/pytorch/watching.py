@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from monitor.pytorch import TrainerMon
 from monitor.sinks.csv import read_csv
@@ -31,6 +38,7 @@ class Row(NamedTuple):
     step: int
     micro_step: int | None
     values: dict[str, Any]
+    chunk: int = 0
 
 
 class Output:
@@ -60,8 +68,8 @@ class Output:
         for path in sorted(files, key=lambda path: int(path.stem[len(kind) + 1 :].split("-")[0])):
             for record in read_csv(path).to_pylist():
                 place = [record.pop(key, None) for key in ("name", "step", "micro_step")]
-                record.pop("vpp_stage")
-                found.append(Row(kind, *place, record))
+                chunk = record.pop("vpp_stage")
+                found.append(Row(kind, *place, record, chunk))
         return found
 
     def table(self, kind: str, op: str) -> dict[tuple[str, int, int | None], Any]:
@@ -70,6 +78,60 @@ class Output:
         found = {(row.name, row.step, row.micro_step): row.values[op] for row in rows}
         assert len(found) == len(rows)
         return found
+
+
+def assert_statistics(values: Mapping[str, Any], x: torch.Tensor, eps: float = 1e-8) -> None:
+    """The ops of one row are those of ``x`` in float64: counts exactly, extremes to the 17 decimals of a file, and sums to
+    1e-6 of their scale.
+    """
+    wide = x.detach().to_dense().double().flatten()
+    scale = 1e-6 * wide.abs().mean().item()
+    for op, expected, relative, absolute in (
+        ("min", wide.min().item(), 1e-13, 1e-17),
+        ("max", wide.max().item(), 1e-13, 1e-17),
+        ("nans", wide.isnan().sum().item(), 0.0, 0.0),
+        ("infs", wide.isinf().sum().item(), 0.0, 0.0),
+        ("zeros", (wide.abs() < eps).double().mean().item(), 1e-13, 0.0),
+        ("norm", wide.norm().item(), 1e-6, 0.0),
+        ("mean", wide.mean().item(), 0.0, scale),
+        ("std", wide.std(correction=0).item(), 2e-6, scale),
+    ):
+        if op in values:
+            same = math.isnan(expected) and math.isnan(values[op])
+            close = math.isclose(expected, values[op], rel_tol=relative, abs_tol=absolute)
+            assert same or close, f"{op}: {expected} and not {values[op]}"
+
+
+def assert_rows(
+    output: Output, kind: str, expected: Mapping[tuple[str, int, int | None], torch.Tensor], directory: Path | None = None
+) -> None:
+    """A kind has exactly these rows, ``{(name, step, micro_step): what was measured}``."""
+    rows = output.rows(kind, directory)
+    found = {(row.name, row.step, row.micro_step): row.values for row in rows}
+    assert sorted(expected, key=str) == sorted(found, key=str)
+    assert len(found) == len(rows)
+    for place, x in expected.items():
+        assert_statistics(found[place], x)
+
+
+def footprint(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """How many hooks stand in every place where one can be."""
+    places: dict[str, Any] = {"before any step": _global_optimizer_pre_hooks, "after any step": _global_optimizer_post_hooks}
+    owners = {"optimizer": optimizer, **{f"module {name!r}": module for name, module in model.named_modules()}}
+    for owner, one in owners.items():
+        places |= {f"{attribute} of {owner}": value for attribute, value in vars(one).items() if "hooks" in attribute}
+    for name, p in model.named_parameters():
+        places |= {f"hooks of {name}": p._backward_hooks, f"later hooks of {name}": p._post_accumulate_grad_hooks}
+    counts = {place: len(hooks) for place, hooks in places.items() if hooks is not None}
+    return {
+        **{place: number for place, number in counts.items() if number},
+        "own step": int("step" in vars(optimizer)),
+        "scaler's step": id(GradScaler.step),
+    }
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def attached(

@@ -1,4 +1,4 @@
-"""Trains for ten steps and ends in the way that is asked for; ``ending.py HOW [STEPS]``."""
+"""Trains for some steps and ends in the middle of the next one; ``ending.py HOW [STEPS]``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import sys
 
 from small_run import SmallRun
 
-how, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10
 
-
-def end() -> None:
+def end(run: SmallRun, how: str) -> None:
     if how == "raise":
         raise ArithmeticError("the loss is not what it should be")
     if how == "exit":
         sys.exit(3)
     if how == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
+    if how == "close" and run.monitor is not None:
+        run.monitor.close()
+        run.monitor.close()
 
 
-run = SmallRun()
-run.train_to(steps)
-loss = run.forward()
-end()
-if how == "close" and run.monitor is not None:
-    run.monitor.close()
-    run.monitor.close()
-print("trained", flush=True)
+def main(how: str, steps: str = "10") -> None:
+    run = SmallRun()
+    run.train_to(int(steps))
+    run.forward()
+    end(run, how)
+
+
+main(*sys.argv[1:])

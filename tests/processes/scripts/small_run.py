@@ -44,7 +44,10 @@ class SmallRun:
         return self.model(torch.randn(4, 8)).square().sum()
 
     def step(self) -> None:
-        loss = self.forward()
+        self.finish(self.forward())
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """The rest of a step, from its backward on."""
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

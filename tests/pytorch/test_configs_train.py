@@ -1,0 +1,90 @@
+"""Every file in ``configs/`` trains a tiny model and leaves the files that it promises."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from watching import Output
+
+from monitor.config import load_config
+from monitor.pytorch import RunEnded, TrainerMon
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+STEPS, MICRO_BATCHES = 3, 2
+PARAMETERS, WEIGHTS = 4, 4 * STEPS
+FORWARD = 2 * 4 * MICRO_BATCHES * STEPS
+"""Rows of activations: input and output of four modules, in each micro-step."""
+
+GRADIENTS = {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS}
+ACTIVATIONS = {"actv": FORWARD, "actv_grad": FORWARD - 2 * MICRO_BATCHES * STEPS}
+"""Nothing asks for the gradient of the model's input, which is also that of its first layer."""
+
+MOMENTS = {"exp_avg": PARAMETERS * (STEPS - 1), "exp_avg_sq": PARAMETERS * (STEPS - 1)}
+
+PROMISED: dict[str, dict[str, int]] = {
+    "activations": ACTIVATIONS,
+    "api": {},
+    "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
+    "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES},
+    "optimizer_moments": MOMENTS,
+    "print_structure": {},
+    "stack_info": {},
+    "weight_gradients": GRADIENTS,
+}
+"""By the file's stem: how many rows of each kind."""
+
+
+def trained(config: Path) -> TrainerMon:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor = TrainerMon(config, params_have_main_grad=False)
+    monitor.set_monitor(model, grad_acc_steps=MICRO_BATCHES, optimizer=optimizer)
+    for _ in range(STEPS):
+        for _ in range(MICRO_BATCHES):
+            model(torch.randn(6, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return monitor
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem != "print_structure"))
+def test_a_ready_file_leaves_the_rows_it_promises(output: Output, name: str) -> None:
+    trained(CONFIGS / f"{name}.json").close()
+    kinds = {path.stem.rpartition("_")[0] for path in output.directory().glob("*_*-*.csv")}
+    assert {kind: len(output.rows(kind)) for kind in kinds} == PROMISED[name]
+    for kind in kinds:
+        assert all(list(row.values) == list(load_config(CONFIGS / f"{name}.json").ops) for row in output.rows(kind))
+    assert output.manifest()["steps"]["written"]["ranges"] == [[0, STEPS - 1, 1]]
+
+
+def test_the_one_for_the_program_itself_answers_it(output: Output) -> None:
+    with trained(CONFIGS / "api.json") as monitor:
+        (reduced, unreduced), (actv, actv_grad) = monitor.generate_wgrad_metrics(), monitor.generate_xy_metrics()
+    assert [len(found) * STEPS for found in (reduced, unreduced, actv, actv_grad)] == [
+        WEIGHTS,
+        WEIGHTS,
+        FORWARD,
+        ACTIVATIONS["actv_grad"],
+    ]
+    assert not list(output.directory().glob("*.csv"))
+
+
+def test_the_one_for_the_structure_ends_the_run_with_it(output: Output) -> None:
+    with pytest.raises(RunEnded):
+        trained(CONFIGS / "print_structure.json")
+    assert (output.base / "module_struct" / "rank0" / "module_struct.json").stat().st_size > 0
+
+
+def test_the_one_for_stacks_leaves_them(output: Output) -> None:
+    trained(CONFIGS / "stack_info.json").close()
+    with open(output.directory() / "stack_info.csv", newline="") as file:
+        assert [row["module_name"] for row in csv.DictReader(file)] == ["0:", "0:0", "0:1", "0:2"]
+
+
+def test_every_file_is_here() -> None:
+    assert sorted(PROMISED) == sorted(path.stem for path in CONFIGS.glob("*.json"))

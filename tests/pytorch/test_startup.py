@@ -1,0 +1,117 @@
+"""What is said when a run begins: once, for the whole job."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from watching import EVERYTHING, Output, attached, footprint, train, warnings_in
+
+X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
+GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "max"]}
+
+
+def small_model(layers: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(layers)), nn.Tanh(), nn.Linear(5, 3))
+
+
+def test_targets_that_match_nothing_are_named_with_the_nearest_names(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    """Peers, fault 18: they were passed over in silence."""
+    model = small_model()
+    model.add_module("decoder", nn.Linear(5, 3))
+    targets = {"decodr": {}, "decoder": {}, "1": {}}
+    attached(output, model, SGD(model.parameters(), lr=0.1), targets=targets, **GRADIENTS).close()
+    (said,) = warnings_in(caplog)
+    assert "'decodr' (nearest: 'decoder'" in said
+
+
+def test_module_ranks_that_match_no_rank_are_named_and_nothing_is_attached(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers, fault 18: as silent."""
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = footprint(model, optimizer)
+    with attached(output, model, optimizer, module_ranks=[3, 5], **EVERYTHING) as monitor:
+        assert footprint(model, optimizer) == before
+        train(model, optimizer, 1, X)
+        assert monitor.generate_wgrad_metrics() == ({}, {})
+    (said,) = warnings_in(caplog)
+    assert "[3, 5]" in said
+    assert output.directories() == []
+
+
+def test_forward_only_and_backward_only_together_are_a_warning_and_the_rest_runs(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    config = {"forward_only": True, "backward_only": True}
+    with attached(output, model, optimizer, **{**EVERYTHING, **config}):
+        train(model, optimizer, 1, X)
+    (said,) = warnings_in(caplog)
+    assert "no activations" in said
+    assert output.rows("actv") == output.rows("actv_grad") == []
+    assert len(output.rows("grad_reduced")) == 4
+
+
+def test_there_are_as_many_lines_for_many_modules_as_for_one(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    """Peers, fault 23: one line for each hooked module."""
+    caplog.set_level(logging.DEBUG, "monitor")
+    lines = []
+    for layers in (1, 30):
+        caplog.clear()
+        model = small_model(layers)
+        attached(output, model, SGD(model.parameters(), lr=0.1), **EVERYTHING).close()
+        lines.append(len(caplog.records))
+    assert lines == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "grad_acc_steps"),
+    [
+        (GRADIENTS, 2),
+        ({**GRADIENTS, "monitor_mbs_grad": True}, 3),
+        ({"param_distribution": True, "mv_distribution": True}, 1),
+        ({"xy_distribution": True, "all_xy": True}, 2),
+        ({"xy_distribution": True, "forward_only": True, "targets": {"0": {}}}, 2),
+        ({"xy_distribution": True, "micro_steps": "combined"}, 2),
+        (EVERYTHING, 1),
+    ],
+    ids=str,
+)
+def test_the_estimate_is_what_a_step_of_a_simple_model_writes(
+    output: Output, caplog: pytest.LogCaptureFixture, config: dict[str, Any], grad_acc_steps: int
+) -> None:
+    model = small_model()
+    model[2].requires_grad_(False)
+    optimizer = Adam(model.parameters())
+    x = X.clone().requires_grad_()
+    with attached(output, model, optimizer, grad_acc_steps, **config):
+        for _ in range(2):
+            for _ in range(grad_acc_steps):
+                model(x).square().sum().backward()
+            optimizer.step()
+    (said,) = [message for message in caplog.messages if "each collected step" in message]
+    rows, series, files = re.search(r"write (\d+) rows? of (\d+) series .* in (\d+) file", said).groups()
+    written = {path.stem.rpartition("_")[0] for path in output.directory().glob("*_1-1.csv")}
+    found = {kind: [row for row in output.rows(kind) if row.step == 1] for kind in written}
+    assert int(rows) == sum(map(len, found.values()))
+    assert int(series) == sum(len({row.name for row in one}) for one in found.values())
+    assert int(files) == len(written)
+
+
+@pytest.mark.parametrize("bound", ["warn_rows_per_step", "warn_bytes_per_step", "warn_files_per_step"])
+def test_above_a_bound_the_line_is_a_warning(output: Output, caplog: pytest.LogCaptureFixture, bound: str) -> None:
+    model = small_model()
+    attached(output, model, SGD(model.parameters(), lr=0.1), **{bound: 1}, **EVERYTHING).close()
+    (said,) = warnings_in(caplog)
+    assert "each collected step" in said
+    assert "more than 1" in said
+    assert len(caplog.records) == 2
