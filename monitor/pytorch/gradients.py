@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from monitor.failures import Failures
@@ -103,8 +104,8 @@ class GradientCollector:
             if (living := accumulated()) is not None:
                 living(place, tensor)
 
-        guarded = self._failures.guarded("reading the gradient", read, of=parameter.name)
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(guarded)
+        uncompiled = torch.compiler.disable(self._failures.guarded("reading the gradient", read, of=parameter.name))
+        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(uncompiled)
         return handle
 
     def _accumulated(self, place: int, tensor: Tensor) -> None:

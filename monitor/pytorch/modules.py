@@ -75,8 +75,8 @@ class ModuleWatcher:
     def attach(self, hooks: HookSet) -> None:
         """Register the forward pre-hook and the forward hook."""
         guarded = self._collector.failures.guarded
-        before = ModuleHook(guarded(f"reading the inputs of {self._name!r}", self._before, ADVICE))
-        after = ModuleHook(guarded(f"reading the outputs of {self._name!r}", self._after, ADVICE))
+        before = ModuleHook(guarded("reading the inputs", self._before, ADVICE, of=self._name))
+        after = ModuleHook(guarded("reading the outputs", self._after, ADVICE, of=self._name))
         hooks.add(self._module.register_forward_pre_hook(before, with_kwargs=True))
         hooks.add(self._module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -171,7 +171,7 @@ class ModuleWatcher:
                 self._recorder.record(self._series("actv_grad", slot, number), gradient, micro_step)
 
         guarded: Callable[[Tensor], None] = self._collector.failures.guarded(
-            f"reading gradients of {self._name!r}", write, ADVICE
+            "reading gradients of activations", write, ADVICE, of=self._name
         )
         return guarded
 

@@ -12,6 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -77,8 +78,13 @@ class OptimizerSteps:
 
     def _adopt(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._hooks.add(optimizer.register_step_pre_hook(self._guarded("reading before the step", self._before)))
-        self._hooks.add(optimizer.register_step_post_hook(self._guarded("ending the step", self._after)))
+        # Where the step is compiled, these two are left out of it and called all the same.
+        before, after = (
+            torch.compiler.disable(self._guarded(where, hook))
+            for where, hook in (("reading before the step", self._before), ("ending the step", self._after))
+        )
+        self._hooks.add(optimizer.register_step_pre_hook(before))
+        self._hooks.add(optimizer.register_step_post_hook(after))
 
     def _wait_for_ours(self) -> Removable:
         """A hook of all optimizers. It knows us weakly, or torch would keep the model alive."""
@@ -88,7 +94,9 @@ class OptimizerSteps:
             if (living := adopt_if_ours()) is not None:
                 living(optimizer)
 
-        handle: Removable = register_optimizer_step_pre_hook(self._guarded("finding the optimizer", look_at))
+        handle: Removable = register_optimizer_step_pre_hook(
+            torch.compiler.disable(self._guarded("finding the optimizer", look_at))
+        )
         weakref.finalize(self, handle.remove).atexit = False
         return handle
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +12,6 @@ from torch import nn
 
 from monitor.config import MonitorConfig, load_config
 from monitor.failures import LOGGER, Failures
-from monitor.pipeline.process import PROCESS
 from monitor.pytorch.arguments import chunks_of, count
 from monitor.pytorch.attachment import Watch
 from monitor.pytorch.errors import RunEnded
@@ -38,6 +35,7 @@ class TrainerMon:
 
     Files go to ``$MONITOR_OUTPUT_DIR`` (``./monitor_output``). After ``set_monitor`` no failure of the monitor reaches the
     training loop: it is logged once and counted. What is left at the end is written when the interpreter exits, at the latest.
+    A monitor that nobody holds records for as long as its model and optimizer live, and keeps neither of them alive.
 
     Args:
         config_file_path: JSON, comments welcome.
@@ -70,7 +68,6 @@ class TrainerMon:
         self._wrapped_optimizer: Any = None
         self._recordings: list[Recording] = []
         self._closed = False
-        _close_at_exit(self)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -251,20 +248,11 @@ class TrainerMon:
     def _metrics(self, kinds: Sequence[str]) -> list[Metrics]:
         merged: list[Metrics] = [{} for _ in kinds]
         for recording in self._recordings:
-            measured, layouts = recording.current()
-            rank = recording.attachment.watch.ownership.rank
-            for into, found in zip(merged, of_kinds(kinds, measured, self._ops, recording.series, layouts, rank), strict=True):
-                into.update(found)
+            self._failures.guarded("reading the current step", self._add_metrics)(recording, kinds, merged)
         return merged
 
-
-def _close_at_exit(monitor: TrainerMon) -> None:
-    """While the interpreter still runs, and ahead of the pipelines: a step in progress is still to be handed to them."""
-    reference, forks = weakref.ref(monitor), PROCESS.forks
-
-    def close() -> None:
-        living = reference()
-        if living is not None and PROCESS.forks == forks:
-            living.close()
-
-    atexit.register(close)
+    def _add_metrics(self, recording: Recording, kinds: Sequence[str], merged: list[Metrics]) -> None:
+        measured, layouts = recording.current()
+        rank = recording.attachment.watch.ownership.rank
+        for into, found in zip(merged, of_kinds(kinds, measured, self._ops, recording.series, layouts, rank), strict=True):
+            into.update(found)

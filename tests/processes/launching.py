@@ -132,7 +132,12 @@ class Launcher:
         self._started: list[Started] = []
 
     def start(
-        self, script: str, *arguments: object, config: dict[str, Any] | None = None, base: Path | None = None, **environment: str
+        self,
+        script: str,
+        *arguments: object,
+        config: dict[str, Any] | None = None,
+        base: Path | None = None,
+        **environment: str,
     ) -> Started:
         """Start a script in a fork of the nursery.
 
@@ -175,7 +180,13 @@ class Launcher:
         command = [*prefix, sys.executable, *module, str(SCRIPTS / script), *map(str, arguments)]
         with open(place / "out", "wb") as out, open(place / "errors", "wb") as err:
             process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=self._work, start_new_session=True
+                command,
+                env=environment,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                cwd=self._work,
+                start_new_session=True,
             )
         return self._keep(Started(process, place))
 
@@ -205,9 +216,7 @@ class Launcher:
         self._started.append(started)
         return started
 
-    def _environment(
-        self, place: Path, config: dict[str, Any] | None, base: Path, own: dict[str, str]
-    ) -> dict[str, str]:
+    def _environment(self, place: Path, config: dict[str, Any] | None, base: Path, own: dict[str, str]) -> dict[str, str]:
         environment = os.environ | _surroundings() | {"MONITOR_OUTPUT_DIR": str(base)} | own
         if config is not None:
             (place / "config.json").write_text(json.dumps(config))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from launching import EVERY_STEP, Launcher
-from recorded import Recorded, listed, only_recording, rank_directories
+from recorded import listed, only_recording, rank_directories
 
 UNTIL_RESTORED = {
     "replaced": "NotADirectoryError",
@@ -40,7 +40,6 @@ def test_a_place_that_never_comes_back_changes_neither_training_nor_its_exit_sta
     launcher: Launcher, plain_losses: list[str], fault: str
 ) -> None:
     ended = launcher.run("faulty_disk.py", fault, "for-good", config=EVERY_STEP)
-    print(ended.err)
     assert (ended.status, ended.losses) == (0, plain_losses[:12])
     assert len(ended.warnings) == len(set(ended.warnings)) <= 4, ended.err
     if fault == "out-of-reach":

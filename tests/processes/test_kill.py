@@ -13,7 +13,7 @@ from recorded import Recorded, rank_directories
 
 from monitor.ranks.records import read_manifest
 
-STEPS = 200
+STEPS = 150
 """More than a run gets to before it is killed, as a rule."""
 
 WAVES = 13
@@ -33,7 +33,7 @@ def test_every_visible_file_is_whole_and_only_the_open_record_is_missing(launche
         runs = [launcher.start("killed.py", STEPS, "wait", config=config, base=base) for base in bases]
         for run, base in zip(runs, bases, strict=True):
             kill(run, moments)
-            assert_no_more_is_missing(base, whole, delivered(run), steps_per_record)
+            assert_no_more_is_missing(base, whole, delivered(run))
 
 
 def kill(run: Started, moments: random.Random) -> None:
@@ -51,7 +51,7 @@ def delivered(run: Started) -> int:
     return int(said[-1].split()[1]) if said else 0
 
 
-def assert_no_more_is_missing(base: Path, whole: Path, delivered: int, steps_per_record: int) -> None:
+def assert_no_more_is_missing(base: Path, whole: Path, delivered: int) -> None:
     """What is visible is what a run that nobody killed has written."""
     visible = {path.name: path for directory in rank_directories(base) for path in directory.glob("*.csv")}
     for name, path in visible.items():

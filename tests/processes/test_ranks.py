@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ class Job(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Job]:
+def job(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Job:
     directory = tmp_path_factory.mktemp("ranks")
     launcher = Launcher(directory, nursery)
     results = [directory / "plain", directory / "monitored"]
@@ -48,7 +47,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[
     assert [ended.status for ended in ends] == [0, 0, 0], ends[0].err
     assert launcher.clean_up() == ([], [])
     plain, monitored = ([json.loads((result / f"rank{rank}.json").read_text()) for rank in range(2)] for result in results)
-    yield Job(plain, monitored, directory, ends[0].err)
+    return Job(plain, monitored, directory, ends[0].err)
 
 
 def test_losses_and_gradients_are_those_of_the_job_that_is_not_monitored(job: Job) -> None:

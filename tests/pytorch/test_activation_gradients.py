@@ -31,6 +31,8 @@ from observing import (
 from torch import Tensor, nn
 from watching import Output, attached
 
+from monitor.pytorch import input_gradients
+
 WIDE = torch.float64
 
 
@@ -127,6 +129,28 @@ def test_each_consumer_of_a_tensor_hands_back_its_own_part(output: Output) -> No
 
     expected = statistics("q.input", q.grad) | statistics("kv.input", kv.grad) | statistics("gate.input", gate.grad)
     expected |= statistics(".input", q.grad + kv.grad + gate.grad)
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+
+
+class AddsStored(nn.Module):
+    """x plus what somebody else made of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.stored
+
+
+def test_what_was_computed_before_the_call_is_not_counted_into_it(output: Output) -> None:
+    module, direct, elsewhere = AddsStored(), leaf(3, 4), leaf(3, 4)
+    backward(direct + torch.tanh(elsewhere))
+
+    def run() -> None:
+        x = leaf(3, 4)
+        module.stored = torch.tanh(x)
+        backward(module(x))
+
+    found = observed(output, module, run).numbers("actv_grad")
+
+    expected = statistics(".input", direct.grad)
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-12)
 
 
@@ -468,19 +492,19 @@ def test_a_graph_that_outlives_its_steps_gathers_no_hooks(output: Output) -> Non
     weight = leaf(3, 4)
     kept = weight * 2
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    runs: list[int] = []
+    counts: list[tuple[int, int]] = []
     with attached(output, model, optimizer, **ACTIVATIONS):
         for _ in range(4):
             model(kept).sum().backward(retain_graph=True)
             optimizer.step()
-            runs.append(hook_count(kept))
+            counts.append((hook_count(kept), living(input_gradients._Sum)))
 
-    assert runs == [0] * 4
+    assert counts == [(0, 0)] * 4
     assert [row.step for row in output.rows("actv_grad") if row.name == "1.input"] == [0, 1, 2, 3]
 
 
-def living_tensors() -> int:
-    return sum(isinstance(one, Tensor) for one in gc.get_objects())
+def living(wanted: type) -> int:
+    return sum(issubclass(type(one), wanted) for one in gc.get_objects())
 
 
 def tensors_after_each_step(build: Callable[[], nn.Module], output: Output | None) -> list[int]:
@@ -496,7 +520,7 @@ def tensors_after_each_step(build: Callable[[], nn.Module], output: Output | Non
             backward(model(leaf(3, 4)))
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(living_tensors())
+            counts.append(living(Tensor))
     finally:
         gc.enable()
     if monitor is not None:

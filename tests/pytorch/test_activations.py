@@ -545,7 +545,7 @@ def test_forward_only_and_backward_only_together_leave_no_activations_and_say_so
 
     assert found.rows("actv") == found.rows("actv_grad") == []
     assert len(found.rows("grad_reduced")) == 6
-    assert sum("forward_only" in record.message for record in caplog.records) == 1
+    assert sum("forward_only and backward_only are both true" in record.message for record in caplog.records) == 1
 
 
 # Copies of a model that is monitored.

@@ -35,6 +35,14 @@ class Bare:
     """Neither an optimizer nor a wrapper of one."""
 
 
+class Circle:
+    """Wraps itself."""
+
+    @property
+    def optimizer(self) -> Circle:
+        return Circle()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"grad_acc_steps": "2"}, TypeError, "grad_acc_steps is a str and must be an integer"),
     "float": ({"grad_acc_steps": 2.0}, TypeError, "grad_acc_steps is a float and must be an integer"),
@@ -48,6 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no chunk": ({"model": []}, ValueError, "model is an empty list"),
     "no optimizer": ({"optimizer": None}, TypeError, "optimizer is a NoneType: expected a torch.optim.Optimizer"),
     "a bare optimizer": ({"optimizer": Bare()}, TypeError, "optimizer is a Bare: expected a torch.optim.Optimizer"),
+    "a circle of wrappers": ({"optimizer": Circle()}, TypeError, "optimizer is a Circle: expected a torch.optim.Optimizer"),
     "no group": ({"dp_group": [0, 1]}, TypeError, "dp_group is a list: expected a process group"),
     "no group of tensors": ({"tp_group": "tp"}, TypeError, "tp_group is a str: expected a process group"),
 }

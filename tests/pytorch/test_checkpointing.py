@@ -264,15 +264,47 @@ def test_a_network_that_recomputes_by_itself_is_recorded_once(output: Output) ->
     assert_same_rows(found, observed(output, twin, lambda: backward(twin(leaf()))))
 
 
-def test_a_module_first_called_in_backward_is_not_recorded(output: Output) -> None:
-    """It repeats no call of a forward."""
-    model = seeded(lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+class CallsInBackward(torch.autograd.Function):
+    """Uses a module in its backward, which is no repetition: its forward did not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        train_in_backward(ctx.module, gradient)
+        return 2 * gradient, None
+
+
+def train_in_backward(module: nn.Module, gradient: Tensor) -> None:
+    with torch.enable_grad():
+        for _ in range(2):
+            module(gradient.detach().requires_grad_()).sum().backward()
+
+
+def by_function(module: nn.Module, x: Tensor) -> Tensor:
+    return CallsInBackward.apply(x, module)
+
+
+def by_hook(module: nn.Module, x: Tensor) -> Tensor:
+    result = 2 * x
+    result.register_hook(partial(train_in_backward, module))
+    return result
+
+
+@pytest.mark.parametrize("called", [by_function, by_hook])
+def test_a_call_in_backward_that_repeats_none_is_not_recorded(called: Callable[..., Tensor], output: Output) -> None:
+    model = seeded(lambda: nn.ModuleList([nn.Linear(4, 4)]))
 
     def run() -> None:
-        result = model[0](leaf())
-        result.register_hook(lambda gradient: gradient + 0 * model[1](torch.ones_like(gradient)).detach())
-        backward(result)
+        x = model[0](called(model[0], leaf()))
+        with torch.no_grad():
+            model[0](x)
+        backward(x)
 
     found = observed(output, model, run)
 
-    assert {name.split(".")[0] for kind in ("actv", "actv_grad") for name in found.names(kind)} == {"0"}
+    assert found.names("actv") == ["0.input", "0.output", "0.input#1", "0.output#1"]
+    assert found.names("actv_grad") == ["0.output", "0.input"]

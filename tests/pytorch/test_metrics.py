@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from watching import EVERYTHING, Output, assert_statistics, attached, train
+from watching import EVERYTHING, Output, assert_statistics, attached, train, warnings_in
 
 from monitor.pytorch import TrainerMon
+from monitor.stats.table import StatsTable
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "max"]}
@@ -169,3 +170,17 @@ def test_asking_changes_no_row(output: Output) -> None:
     asked, not_asked = output.directories()
     for kind in ("actv", "actv_grad", "grad_unreduced", "grad_reduced"):
         assert output.rows(kind, asked) == output.rows(kind, not_asked) != []
+
+
+def test_what_cannot_be_read_is_absent_and_said_once(
+    output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: StatsTable) -> None:
+        raise MemoryError("no room")
+
+    model = nn.Linear(5, 3)
+    monkeypatch.setattr(StatsTable, "kinds_now", fail)
+    with attached(output, model, SGD(model.parameters(), lr=0.1), format="api", **GRADIENTS) as monitor:
+        model(X).square().sum().backward()
+        assert [monitor.generate_wgrad_metrics() for _ in range(3)] == [({}, {})] * 3
+    assert len(warnings_in(caplog)) == 1

@@ -313,6 +313,40 @@ class TestClosures:
             optimizer.step(closure)
 
 
+class TestCompiledCode:
+    """Hooks are left out of what is compiled, and called all the same."""
+
+    @pytest.mark.parametrize("what", ["the optimizer's step", "the whole step"])
+    def test_a_compiled_step_is_counted_and_read_and_the_same_bit_for_bit(self, output: Output, what: str) -> None:
+        def trained(model: nn.Module, optimizer: Optimizer, found: dict[tuple[str, int, None], torch.Tensor]) -> None:
+            optimizer_step = torch.compile(optimizer.step, backend="eager") if "optimizer" in what else optimizer.step
+
+            def step() -> None:
+                model(X).square().sum().backward()
+                optimizer_step()
+
+            run = torch.compile(step, backend="eager") if "whole" in what else step
+            for number in range(3):
+                optimizer.zero_grad()
+                run()
+                found.update({(name, number, None): p.grad.clone() for name, p in model.named_parameters()})
+
+        model = small_model()
+        twin = copy.deepcopy(model)
+        expected: dict[tuple[str, int, None], torch.Tensor] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = Adam(model.parameters(), lr=0.1)
+            with attached(output, model, optimizer, **GRADIENTS, param_distribution=True):
+                trained(model, optimizer, expected)
+            trained(twin, Adam(twin.parameters(), lr=0.1), {})
+        torch._dynamo.reset()
+        assert_rows(output, "grad_unreduced", expected)
+        assert_rows(output, "grad_reduced", expected)
+        assert steps(output, "param_updated") == [0, 1, 2]
+        assert same_weights(model, twin)
+
+
 class TestSchedulers:
     """Peers, fault 7: a scheduler made after the monitor crashed."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch.optim import Optimizer
+
+MAX_WRAPPERS: Final = 16
+"""More are a circle."""
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -14,7 +17,9 @@ def innermost(optimizer: Any) -> Optimizer:
         TypeError: There is none.
     """
     inner = optimizer
-    while (wrapped := getattr(inner, "optimizer", None)) is not None and wrapped is not inner:
+    for _ in range(MAX_WRAPPERS):
+        if (wrapped := getattr(inner, "optimizer", None)) is None:
+            break
         inner = wrapped
     if isinstance(inner, Optimizer):
         return inner

@@ -6,9 +6,10 @@ import sys
 import threading
 from typing import Any
 
+from small_run import SmallRun
+
 import monitor.sinks
 from monitor.stats.rows import StepRows
-from small_run import SmallRun
 
 
 class Raising:

@@ -8,10 +8,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from small_run import monitored
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from small_run import monitored
 
 if sys.argv[1] == "handler":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 
 import torch
+from small_run import monitored
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-from small_run import monitored
 
 
 class Table(Dataset[torch.Tensor]):

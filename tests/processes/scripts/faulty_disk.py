@@ -1,6 +1,6 @@
-"""Trains twelve steps, of which the place of the recording cannot be used from the fifth to the eighth; ``faulty_disk.py FAULT``.
+"""Trains twelve steps; from the fifth to the eighth there is something wrong with the place of the recording.
 
-``for-good`` as a second argument leaves it so.
+``faulty_disk.py FAULT [for-good]``: for good it stays wrong after the eighth, too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the first step of an optimizer would
+import torch._dynamo  # noqa: F401  (the first step of an optimizer would)
 
 import monitor.pytorch  # noqa: F401  (not what writes: Arrow brings a thread of its own)
 

@@ -7,7 +7,6 @@ import sys
 from types import FrameType
 
 import torch
-
 from small_run import SmallRun
 
 
