@@ -118,8 +118,11 @@ class Attachment:
 
     def _attach_beginning(self) -> None:
         begins = ModuleHook(self._failures.guarded("beginning a forward", self._forward_begins))
+        ends = ModuleHook(self._failures.guarded("ending a forward", self._forward_ends))
         for root in self.watch.chunks:
             self._hooks.add(root.register_forward_pre_hook(begins))
+            if self._gradients is not None:
+                self._hooks.add(root.register_forward_hook(ends))
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -158,10 +161,11 @@ class Attachment:
         return self.watch.ownership.writes(kind, tensor_parallel=split, sharded=sharded)
 
     def _forward_begins(self, root: nn.Module, _args: Any) -> None:
-        if root.training:
-            self.begun = True
-            if self._recorder.active and self._gradients is not None:
-                self._gradients.hook_thawed()
+        self.begun = self.begun or root.training
+
+    def _forward_ends(self, *_: Any) -> None:
+        if self._recorder.active and self._gradients is not None:
+            self._gradients.hook_thawed()
 
     def _note(self, key: str, said: str) -> None:
         self._run().manifest.note(key, said)
@@ -259,13 +263,16 @@ class Attachment:
     def _finish_first_step(self) -> None:
         if PROCESS.forks != self._forks:
             return
-        if self._stacks is not None:
-            stacks, self._stacks = self._stacks, None
-            stacks.remove()
-            self._failures.guarded("writing stack_info.csv", stacks.write)(self._run().directory)
+        self._finish_stacks()
         if self.on_first_step is not None:
             finish, self.on_first_step = self.on_first_step, None
             finish()
+
+    def _finish_stacks(self) -> None:
+        if self._stacks is not None:
+            stacks, self._stacks = self._stacks, None
+            stacks.remove()
+            self._failures.guarded("writing stack_info.csv", lambda: stacks.write(self._run().directory))()
 
     def detach(self, *, keep: bool = True) -> None:
         """Take every hook away.
@@ -280,6 +287,8 @@ class Attachment:
             else:
                 self._recorder.discard()
         self._recorder.active = False
+        if keep and self.begun and PROCESS.forks == self._forks:
+            self._finish_stacks()
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from monitor.failures import Failures
 from monitor.pytorch.clock import Clock
@@ -36,6 +37,10 @@ class _Left:
 
     def is_intact(self, gradient: Tensor | None) -> bool:
         return gradient is not None and self._gradient() is gradient and gradient._version == self._version
+
+
+def _can_be_hooked(parameter: Tensor) -> bool:
+    return parameter.requires_grad and not is_lazy(parameter)
 
 
 class GradientCollector:
@@ -78,8 +83,8 @@ class GradientCollector:
         self._unscaled = False
 
     def hook_thawed(self) -> None:
-        """Hook what can be hooked: a frozen parameter can once it is thawed."""
-        for place in [frozen for frozen in self._frozen if self._parameters[frozen].tensor.requires_grad]:
+        """Hook what can be hooked: a frozen parameter can once it is thawed, a lazy one once it has a shape."""
+        for place in [frozen for frozen in self._frozen if _can_be_hooked(self._parameters[frozen].tensor)]:
             self._hooks.add(self._hook(place))
             self._frozen.remove(place)
 

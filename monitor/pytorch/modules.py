@@ -203,6 +203,7 @@ class ModuleCollector:
         self.clock = clock
         self.failures = failures
         self.tracking = [True] * clock.chunks
+        self._roots: dict[int, nn.Module] = {}
         self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
         self._root_hooks = HookSet()
@@ -212,6 +213,7 @@ class ModuleCollector:
     def watch_root(self, chunk: int, root: nn.Module) -> None:
         """Count the micro-steps of a chunk by its root's forwards. To be called before ``watch`` of the same root."""
         advice = "Micro-steps may be miscounted."
+        self._roots[chunk] = root
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
         after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
         self._root_hooks.add(root.register_forward_pre_hook(ModuleHook(before), with_kwargs=True))
@@ -253,7 +255,7 @@ class ModuleCollector:
         self._root_hooks.remove()
 
     def _root_begins(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if not self.recorder.active or recomputing():
+        if not self.recorder.active or recomputing() or root is not self._roots[chunk]:
             return
         self.tracking[chunk] = root.training and torch.is_grad_enabled()
         if self.tracking[chunk]:
@@ -261,9 +263,9 @@ class ModuleCollector:
             self._check_micro_step(self.clock.forward[chunk])
         self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
 
-    def _root_ends(self, chunk: int, _root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+    def _root_ends(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, while that exception is being handled."""
-        if recomputing() or not self._open_roots[chunk]:
+        if not self._open_roots[chunk] or recomputing() or root is not self._roots[chunk]:
             return
         call = self._open_roots[chunk].pop()
         self.tracking[chunk] = True

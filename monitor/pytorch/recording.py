@@ -89,9 +89,10 @@ class Recording:
         return {kind: combined_micro_steps(rows) if kind in combined else rows for kind, rows in kinds.items()}
 
     def _just_ended(self) -> Mapping[str, KindRows]:
-        """Nothing where that step was not collected, or was dropped."""
+        """Nothing where that step was not collected, or was dropped. One that closing cut short still has its number."""
+        step = self.attachment.clock.step
         latest = self._opened.pipeline.latest(self._config.close_seconds) if self._opened is not None else None
-        return latest.kinds if latest is not None and latest.step >= self.attachment.clock.step - 1 else {}
+        return latest.kinds if latest is not None and latest.step in (step - 1, step) else {}
 
     def write_structure(self) -> Path:
         """Write ``module_struct.json`` of this rank."""
@@ -108,7 +109,8 @@ class Recording:
 
     def detach(self) -> None:
         """Take every hook away; the step in progress goes to the pipeline."""
-        self._failures.guarded("detaching", self.attachment.detach)()
+        if hasattr(self, "attachment"):
+            self._failures.guarded("detaching", self.attachment.detach)()
 
     def close(self) -> None:
         """Detach, write what is left, and say what was lost. Any number of times."""

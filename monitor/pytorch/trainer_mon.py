@@ -58,7 +58,7 @@ class TrainerMon:
         if opt_ty is not None:
             warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
         self._config: MonitorConfig = load_config(config_file_path)
-        self._config_path = os.path.abspath(os.path.expanduser(os.fspath(config_file_path)))
+        self._config_path = _spelled(config_file_path)
         self._base = prepare(base_directory())
         self._process_group = process_group
         self._main_grad = params_have_main_grad
@@ -145,7 +145,11 @@ class TrainerMon:
         recording = Recording(self._config, self._config_path, self._base, where, self._failures)
         if is_settled():
             recording.open()
-        self._hook(recording, watch, names, start)
+        try:
+            self._hook(recording, watch, names, start)
+        except BaseException:
+            recording.close()
+            raise
         self._recordings.append(recording)
         announce(watch, names, self._config)
 
@@ -243,7 +247,9 @@ class TrainerMon:
         path = self._failures.guarded("writing the structure", recording.write_structure)()
         self.close()
         told = f"was written to {path}" if path is not None else "could not be written"
-        raise RunEnded(f"The structure of the model {told}; print_struct ends the run here.")
+        reason = f"The structure of the model {told}; print_struct ends the run here."
+        LOGGER.info("[rank %d] %s", self._failures.rank, reason)
+        raise RunEnded(reason)
 
     def _metrics(self, kinds: Sequence[str]) -> list[Metrics]:
         merged: list[Metrics] = [{} for _ in kinds]
@@ -256,3 +262,8 @@ class TrainerMon:
         rank = recording.attachment.watch.ownership.rank
         for into, found in zip(merged, of_kinds(kinds, measured, self._ops, recording.series, layouts, rank), strict=True):
             into.update(found)
+
+
+def _spelled(path: str | os.PathLike[str]) -> str:
+    """The absolute path, as text that every file can hold."""
+    return os.path.abspath(os.path.expanduser(os.fsdecode(path))).encode("utf-8", "backslashreplace").decode()

@@ -65,18 +65,14 @@ class Started:
         self.child = child
         self._out, self._errors = place / "out", place / "errors"
 
-    def wait_for(self, beginning: str) -> str:
-        """The first line that begins so."""
-        found: list[str] = []
+    def wait_for(self, line: str) -> None:
+        """Wait until it has said ``line``."""
 
         def said() -> bool:
-            ended = self.child.poll() is not None
-            found[:] = [line for line in self._out.read_text().splitlines(True) if line.startswith(beginning)]
-            return ended or (bool(found) and found[0].endswith("\n"))
+            return f"{line}\n" in self._out.read_text().splitlines(keepends=True)
 
-        assert until(said, PATIENCE), f"nothing was said that begins with {beginning!r}"
-        assert found, f"it ended before it said {beginning!r}:\n{self._errors.read_text()}"
-        return found[0].rstrip("\n")
+        assert until(lambda: said() or self.child.poll() is not None, PATIENCE), f"it never said {line!r}"
+        assert said(), f"it ended before it said {line!r}:\n{self._errors.read_text()}"
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.child.pid, number)
@@ -94,7 +90,7 @@ class Nursery:
 
     def __init__(self) -> None:
         command = [sys.executable, str(SCRIPTS / "nursery.py")]
-        self._process = subprocess.Popen(command, env=os.environ | _surroundings(), stdin=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, env=_surroundings(), stdin=subprocess.PIPE, text=True)
 
     def fork(self, request: dict[str, Any]) -> ForkedChild:
         place = Path(request["place"])
@@ -217,7 +213,7 @@ class Launcher:
         return started
 
     def _environment(self, place: Path, config: dict[str, Any] | None, base: Path, own: dict[str, str]) -> dict[str, str]:
-        environment = os.environ | _surroundings() | {"MONITOR_OUTPUT_DIR": str(base)} | own
+        environment = _surroundings() | {"MONITOR_OUTPUT_DIR": str(base)} | own
         if config is not None:
             (place / "config.json").write_text(json.dumps(config))
             environment["MONITOR_CONFIG"] = str(place / "config.json")
@@ -242,7 +238,10 @@ def _free_port() -> int:
 
 
 def _surroundings() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPTS)])}
+    """The environment without what would tell a script of another job than its own."""
+    others = {name: value for name, value in os.environ.items() if name not in ("MONITOR_CONFIG", "RANK", "WORLD_SIZE")}
+    path = os.pathsep.join([str(ROOT), str(SCRIPTS)])
+    return others | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}
 
 
 def until(condition: Callable[[], Any], seconds: float) -> bool:

@@ -30,12 +30,13 @@ class Recorded:
         return read_manifest(self.directory / MANIFEST_FILE)
 
     def steps(self) -> list[int]:
-        """The steps of which there are rows, the same of each kind."""
+        """The steps of which there are rows: of every kind the same steps, and in every step as many rows."""
         assert tuple(sorted(self.kinds)) == KINDS
-        steps = {tuple(sorted(rows)) for rows in self.kinds.values()}
-        assert len(steps) == 1, {kind: sorted(rows) for kind, rows in self.kinds.items()}
-        (only,) = steps
-        return list(only)
+        for steps in self.kinds.values():
+            assert len({len(rows) for rows in steps.values()}) == 1
+        first, *others = (sorted(steps) for steps in self.kinds.values())
+        assert all(other == first for other in others)
+        return first
 
     def _read(self) -> dict[str, Rows]:
         """Every visible file, each of which must be whole and hold nothing but what its name says."""
@@ -63,7 +64,6 @@ class Recorded:
         assert listed(manifest.steps.written) == self.steps() == [step for step in steps if step not in missing]
         assert set(missing) <= set(steps)
         assert hidden(self.directory) == []
-        assert len({len(rows) for kind in self.kinds.values() for rows in kind.values()} - {0}) <= len(KINDS)
 
 
 def listed(*records: StepsRecord) -> list[int]:

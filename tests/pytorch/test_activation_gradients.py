@@ -20,6 +20,7 @@ from observing import (
     Residual,
     SelfAttention,
     Twice,
+    Witness,
     backward,
     convolutions,
     observed,
@@ -34,6 +35,8 @@ from watching import Output, attached
 from monitor.pytorch import input_gradients
 
 WIDE = torch.float64
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 
 def values(*shape: int) -> Tensor:
@@ -536,14 +539,6 @@ def test_activations_are_freed_as_soon_as_without_a_monitor(build, output: Outpu
     # The monitor holds a few tensors of its own: they are there after the first step and never grow.
     assert later == [first] * 2
     assert unmonitored[1:] == unmonitored[:1] * 2
-
-
-class Witness:
-    """Something that lives as long as the node it is fastened to."""
-
-    @classmethod
-    def of(cls, result: Tensor) -> weakref.ref[Witness]:
-        return weakref.ref(result.grad_fn.metadata.setdefault("witness", cls()))
 
 
 @pytest.mark.parametrize("run_backward", [True, False])

@@ -83,8 +83,7 @@ def test_a_process_group_that_is_none_is_named(tmp_path: Path) -> None:
         monitor.set_monitor(model, 1, SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.usefixtures("output")
-def test_what_fails_while_it_attaches_leaves_no_hook(tmp_path: Path) -> None:
+def test_what_fails_while_it_attaches_leaves_no_hook_and_a_run_that_has_ended(output: Output, tmp_path: Path) -> None:
     class Refusing(nn.Linear):
         def register_forward_hook(self, *_: Any, **__: Any) -> Any:
             raise RuntimeError("no hooks here")
@@ -96,7 +95,7 @@ def test_what_fails_while_it_attaches_leaves_no_hook(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no hooks here"):
         monitor.set_monitor(model, 1, optimizer)
     assert footprint(model, optimizer) == before
-    monitor.close()
+    assert output.manifest()["closed"] is True
 
 
 def test_integers_of_numpy_are_integers(output: Output, tmp_path: Path) -> None:

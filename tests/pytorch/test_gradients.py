@@ -264,6 +264,20 @@ def test_frozen_weights_have_rows_from_the_step_in_which_they_are_thawed(output:
     assert [len(rows) for rows in names(output, "grad_reduced").values()] == [2, 4, 4, 2]
 
 
+def test_lazy_parameters_have_rows_from_the_step_in_which_they_get_their_shape(output: Output) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    optimizer = optimizer_of(model)
+    expected: Rows = {}
+    with attached(output, model, optimizer, **GRADIENTS):
+        for step in range(2):
+            backward(model, step)
+            expected |= gradients(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_rows(output, "grad_unreduced", expected)
+    assert_rows(output, "grad_reduced", expected)
+
+
 def test_a_weight_that_two_modules_share_has_one_row_with_the_gradient_of_both(output: Output) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))

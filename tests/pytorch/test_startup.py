@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import EVERYTHING, Output, attached, footprint, train, warnings_in
+
+from monitor.pytorch import TrainerMon
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "max"]}
@@ -115,3 +120,34 @@ def test_above_a_bound_the_line_is_a_warning(output: Output, caplog: pytest.LogC
     assert "each collected step" in said
     assert "more than 1" in said
     assert len(caplog.records) == 2
+
+
+def test_the_estimate_is_for_the_whole_job_and_said_by_one_rank(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two data-parallel pairs each holds its reduced gradients once, and every rank its own unreduced ones."""
+    said = []
+    for rank in (0, 1):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        try:
+            model = small_model()
+            optimizer = SGD(model.parameters(), lr=0.1)
+            monitor = attached(output, model, optimizer, **GRADIENTS)
+            caplog.clear()
+            monitor.set_monitor(small_model(), 1, SGD(small_model().parameters()), dp_group=dist.new_group([0, 1]))
+            monitor.close()
+        finally:
+            dist.destroy_process_group()
+        said.append([message for message in caplog.messages if "each collected step" in message])
+    assert "24 rows of 24 series on 4 ranks" in said[0][0]
+    assert said[1] == []
+
+
+def test_a_configuration_may_have_a_path_that_is_no_text(output: Output) -> None:
+    path = os.fsencode(output.base.parent) + b"/\xff.json"
+    with open(path, "w") as file:
+        file.write('{"format": "api"}')
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with TrainerMon(path, params_have_main_grad=False) as monitor:
+        monitor.set_monitor(model, 1, optimizer)
+        train(model, optimizer, 1, X)
+    assert output.manifest()["config_path"].endswith("/\\udcff.json")

@@ -218,6 +218,7 @@ def test_the_end_of_the_run_passes_through_a_script_that_catches_exceptions(outp
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
     assert "Traceback" not in ran.stderr
+    assert "print_struct ends the run here" in ran.stderr
     assert set(structure(output)) == {"0:"}
 
 
@@ -253,6 +254,12 @@ class TestStacks:
             train(model, optimizer, 1, X)
             assert set(stacks(output)) == {"0:"}
             assert len(model._forward_pre_hooks) == hooks - 1
+
+    def test_a_run_that_is_closed_within_its_first_step_has_them_too(self, output: Output) -> None:
+        model = nn.Linear(5, 3)
+        with attached(output, model, SGD(model.parameters(), lr=0.1), stack_info=True):
+            forward_from_here(model)
+        assert set(stacks(output)) == {"0:"}
 
     def test_they_are_taken_once(self, output: Output) -> None:
         model = nn.Linear(5, 3)

@@ -1,4 +1,4 @@
-"""Trains while children are forked from it that end in one way or another; ``forking.py HOW``."""
+"""Trains while children are forked from it that end in one way or another; ``forking.py WAY CHILD``."""
 
 from __future__ import annotations
 
