@@ -14,7 +14,7 @@ from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.pytorch.clock import Clock, Schedule
 from monitor.pytorch.gradients import GradientCollector
-from monitor.pytorch.hooks import HookSet, ModuleHook
+from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
 from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.names import ModelNames, NamedModule
 from monitor.pytorch.optimizer_state import MomentCollector
@@ -119,7 +119,7 @@ class Attachment:
     def _attach_beginning(self) -> None:
         begins = ModuleHook(self._failures.guarded("beginning a forward", self._forward_begins))
         ends = ModuleHook(self._failures.guarded("ending a forward", self._forward_ends))
-        for root in self.watch.chunks:
+        for root in filter(takes_hooks, self.watch.chunks):
             self._hooks.add(root.register_forward_pre_hook(begins))
             if self._gradients is not None:
                 self._hooks.add(root.register_forward_hook(ends))

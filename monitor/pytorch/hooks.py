@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 
 class Removable(Protocol):
@@ -24,12 +25,18 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        # What compiled code computes is not observed yet: no row is better than a graph broken at every module.
-        if not torch.compiler.is_compiling():
+        # What compiled code computes is not observed yet: no row is better than a graph broken at every module. A trace would
+        # take what is done here for the model's own work.
+        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
             self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether there can be hooks on ``module``: scripted ones refuse them."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class HookSet:

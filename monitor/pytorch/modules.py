@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from monitor.failures import Failures
 from monitor.pytorch.calls import Calls, Place, recomputing
 from monitor.pytorch.clock import Clock
-from monitor.pytorch.hooks import HookSet, ModuleHook, Removable
+from monitor.pytorch.hooks import HookSet, ModuleHook, Removable, takes_hooks
 from monitor.pytorch.input_gradients import Target, gradient_target, producers, sequence_nr, watch
 from monitor.pytorch.leaves import Leaf, input_leaves, length, output_leaves
 from monitor.pytorch.recorder import Recorder, Watched
@@ -56,6 +56,9 @@ class ModuleWatcher:
     """The hooks of one module.
 
     Its series are named when a tensor is first seen, since nobody knows before how many there are.
+
+    Attributes:
+        is_attached: Whether gradients are still wanted: the hooks of a graph go with the graph.
     """
 
     def __init__(self, module: nn.Module, name: str, chunk: int, wanted: ModuleSelection, collector: ModuleCollector) -> None:
@@ -70,6 +73,7 @@ class ModuleWatcher:
         self._watched: dict[tuple[str, str, int], Watched] = {}
         self._calls = Calls()
         self._open: list[Call | None] = []
+        self.is_attached = True
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
 
     def attach(self, hooks: HookSet) -> None:
@@ -124,7 +128,7 @@ class ModuleWatcher:
 
     def _begin(self, module: nn.Module) -> Call | None:
         """The call that begins now; None if nothing of it is to be recorded."""
-        if not module.training or not self._collector.tracking[self._chunk]:
+        if not module.training or not self._collector.tracking[self._chunk] or _transforming():
             return None
         if not recomputing():
             return Call(self._calls.begin(self._clock.micro_step(self._chunk)), records_forward=True)
@@ -167,7 +171,7 @@ class ModuleWatcher:
         step, (micro_step, number) = self._clock.step, place
 
         def write(gradient: Tensor) -> None:
-            if self._collector.belongs(step):
+            if self.is_attached and self._collector.belongs(step):
                 self._recorder.record(self._series("actv_grad", slot, number), gradient, micro_step)
 
         guarded: Callable[[Tensor], None] = self._collector.failures.guarded(
@@ -212,6 +216,8 @@ class ModuleCollector:
 
     def watch_root(self, chunk: int, root: nn.Module) -> None:
         """Count the micro-steps of a chunk by its root's forwards. To be called before ``watch`` of the same root."""
+        if not takes_hooks(root):
+            return
         advice = "Micro-steps may be miscounted."
         self._roots[chunk] = root
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
@@ -220,6 +226,9 @@ class ModuleCollector:
         self._root_hooks.add(root.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
 
     def watch(self, chunk: int, name: str, module: nn.Module, wanted: ModuleSelection) -> None:
+        if not takes_hooks(module):
+            self.failures.warn("scripted modules", f"{name!r} is a ScriptModule, which takes no hooks: it is not recorded.")
+            return
         watcher = ModuleWatcher(module, name, chunk, wanted, self)
         watcher.attach(self._hooks)
         self._watchers.append(watcher)
@@ -247,6 +256,8 @@ class ModuleCollector:
         """Take the hooks of all modules away; micro-steps are still counted."""
         self._hooks.remove()
         self.end_step()
+        for watcher in self._watchers:
+            watcher.is_attached = False
         self._watchers.clear()
 
     def remove(self) -> None:
@@ -257,7 +268,7 @@ class ModuleCollector:
     def _root_begins(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any) -> None:
         if not self.recorder.active or recomputing() or root is not self._roots[chunk]:
             return
-        self.tracking[chunk] = root.training and torch.is_grad_enabled()
+        self.tracking[chunk] = root.training and torch.is_grad_enabled() and not _transforming()
         if self.tracking[chunk]:
             self.clock.forward[chunk] += 1
             self._check_micro_step(self.clock.forward[chunk])
@@ -300,3 +311,8 @@ class ModuleCollector:
 
 def _differentiable(choice: TensorChoice, leaves: list[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.tensor.requires_grad and choice.takes(leaf.position)]
+
+
+def _transforming() -> bool:
+    """Whether this runs inside a transform of ``torch.func``, whose tensors stand for others and hold no numbers."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -84,12 +84,14 @@ class Recorder:
         self._inert, self.active = True, False
 
     def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
-        """Reduce ``x`` into the row of ``watched`` for ``micro_step``.
+        """Reduce ``x`` into the row of ``watched`` for ``micro_step``. Without data there is no row.
 
         Args:
             aliases: A tensor read before under another name, and unchanged since by its version, is not read again. Off
                 for parameters and their gradients, which loops do change behind the version (``p.data.clamp_()``).
         """
+        if not _has_data(x):
+            return
         with self._lock:
             slot, offset = self._slot(watched, x.device, micro_step)
             version = _version(x) if aliases else None
@@ -110,7 +112,10 @@ class Recorder:
         Args:
             failed: Told of a tensor that could not be read. The others are.
         """
-        together = self._host.small_rows([x for _, x in items])
+        try:
+            together = self._host.small_rows([x for _, x in items])
+        except Exception:  # then each is read alone, and the one that cannot be is told of by itself
+            together = {}
         for place, (watched, x) in enumerate(items):
             try:
                 if place in together:
@@ -136,7 +141,9 @@ class Recorder:
 
     def discard(self) -> None:
         """Begin a new step without keeping this one."""
-        self.seal(Sealed())
+        with self._lock:
+            self.table.discard()
+            self._seen.clear()
 
     def _slot(self, watched: Watched, device: torch.device, micro_step: int) -> tuple[Slot, int]:
         slot = watched.slots.get(device)
@@ -181,6 +188,12 @@ class Recorder:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[id(x)] = _Seen(x, version, row, layout)
+
+
+def _has_data(x: Tensor) -> bool:
+    """False for meta and fake tensors, whose devices need not even exist here."""
+    local = x if type(x) in PLAIN else local_shard(x)
+    return local is not None and not local.is_meta
 
 
 def _version(x: Tensor) -> int | None:

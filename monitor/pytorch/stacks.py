@@ -15,7 +15,7 @@ from torch import nn
 
 from monitor.failures import Failures
 from monitor.pytorch.calls import recomputing
-from monitor.pytorch.hooks import HookSet, ModuleHook
+from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
 from monitor.ranks.output import write_whole
 
 MAX_FRAMES: Final = 64
@@ -34,8 +34,9 @@ class StackCollector:
         self._hooks = HookSet()
 
     def watch(self, key: str, module: nn.Module) -> None:
-        hook = self._failures.guarded("taking the stack", partial(self._take, key), of=key)
-        self._hooks.add(module.register_forward_pre_hook(ModuleHook(hook)))
+        if takes_hooks(module):
+            hook = self._failures.guarded("taking the stack", partial(self._take, key), of=key)
+            self._hooks.add(module.register_forward_pre_hook(ModuleHook(hook)))
 
     def remove(self) -> None:
         self._hooks.remove()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from monitor.failures import Failures
 from monitor.pytorch.calls import recomputing
-from monitor.pytorch.hooks import HookSet, ModuleHook
+from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
 from monitor.pytorch.leaves import Leaf, described, described_result, input_leaves, output_leaves
 from monitor.ranks.output import write_whole
 
@@ -33,8 +33,9 @@ class StructureCollector:
 
     def watch(self, key: str, module: nn.Module) -> None:
         """Describe ``module`` under ``key`` (``{vpp_stage}:{name}``)."""
-        hook = self._failures.guarded("describing the structure", partial(self._describe, key), of=key)
-        self._hooks.add(module.register_forward_hook(ModuleHook(hook), with_kwargs=True))
+        if takes_hooks(module):
+            hook = self._failures.guarded("describing the structure", partial(self._describe, key), of=key)
+            self._hooks.add(module.register_forward_hook(ModuleHook(hook), with_kwargs=True))
 
     def remove(self) -> None:
         self._hooks.remove()

@@ -32,6 +32,9 @@ class PageMemory(Protocol):
     def new_copy(self) -> PageCopy:
         """Memory for one sealed copy of this page."""
 
+    def clear(self) -> None:
+        """Clear ``writes``, in the stream of the training thread. Does not wait."""
+
     def rows_now(self) -> Floats:
         """A copy of the live rows, on the host. Waits for the device."""
 
@@ -183,6 +186,15 @@ class StatsTable:
     def seal(self, into: Sealed) -> None:
         """Copy everything into ``into`` and begin anew. Does not wait for the device."""
         into.take(self)
+        self._begin_anew()
+
+    def discard(self) -> None:
+        """Begin anew without keeping anything."""
+        for page in self.pages:
+            page.memory.clear()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.columns.order[:] = 0
         self.writes = 0
 

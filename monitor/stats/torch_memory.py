@@ -29,6 +29,9 @@ class HostPage:
     def new_copy(self) -> PageCopy:
         return HostPageCopy(self.numbers)
 
+    def clear(self) -> None:
+        self.numbers[:, WRITES] = 0.0
+
     def rows_now(self) -> Floats:
         return self.numbers.copy()
 
@@ -62,6 +65,9 @@ class DevicePage:
 
     def new_copy(self) -> PageCopy:
         return DevicePageCopy(self.tensor, self._side)
+
+    def clear(self) -> None:
+        self.tensor[:, WRITES].zero_()
 
     def rows_now(self) -> Floats:
         return self.tensor.cpu().numpy()

@@ -17,7 +17,7 @@ def test_one_that_raises_loses_its_own_steps_and_is_given_every_later_one(
     launcher: Launcher, plain_losses: list[str], how: str, error: str
 ) -> None:
     ended = launcher.run("bad_sink.py", how, config=BOTH)
-    assert (ended.status, ended.losses) == (0, plain_losses[:12])
+    assert (ended.status, ended.losses) == (0, plain_losses[:12]), ended.err
 
     recording = only_recording(launcher.base)
     assert recording.steps() == list(range(12))
@@ -32,7 +32,7 @@ def test_one_that_raises_loses_its_own_steps_and_is_given_every_later_one(
 
 def test_one_that_hangs_costs_the_steps_that_the_queue_has_no_room_for(launcher: Launcher, plain_losses: list[str]) -> None:
     ended = launcher.run("bad_sink.py", "hangs", config=SMALL_QUEUE | {"close_seconds": 0.5})
-    assert (ended.status, ended.losses) == (0, plain_losses[:40])
+    assert (ended.status, ended.losses) == (0, plain_losses[:40]), ended.err
     assert "caught up" not in ended.err
     recording = only_recording(launcher.base)
     assert recording.steps()[:4] == [0, 1, 2, 3]
@@ -47,7 +47,7 @@ def test_steps_that_a_slow_format_held_up_beyond_the_bound_are_dropped_and_the_o
     launcher: Launcher, plain_losses: list[str]
 ) -> None:
     ended = launcher.run("bad_sink.py", "hangs-for-a-while", config=SMALL_QUEUE)
-    assert (ended.status, ended.losses) == (0, plain_losses[:60])
+    assert (ended.status, ended.losses) == (0, plain_losses[:60]), ended.err
     recording = only_recording(launcher.base)
     recording.assert_accounts_for(range(60))
     [(reason, dropped)] = recording.manifest().dropped.items()

@@ -12,7 +12,7 @@ def test_ten_processes_that_know_nothing_of_each_other_do_not_meet(launcher: Lau
     together = [launcher.start("ending.py", "return", 10, config=EVERY_STEP) for _ in range(10)]
     for one in together:
         ended = one.end()
-        assert (ended.status, ended.losses, ended.warnings) == (0, plain_losses[:10], [])
+        assert (ended.status, ended.losses, ended.warnings) == (0, plain_losses[:10], []), ended.err
 
     recordings = [Recorded(directory) for directory in rank_directories(launcher.base)]
     assert len(recordings) == len({recording.manifest().job_id for recording in recordings}) == 10

@@ -32,7 +32,7 @@ def test_every_step_is_there_and_the_step_in_progress_is_marked_incomplete(
     launcher: Launcher, plain_losses: list[str], how: str, status: int, reason: str, steps_per_record: int
 ) -> None:
     ended = launcher.run("ending.py", how, config=EVERY_STEP | {"step_count_per_record": steps_per_record})
-    assert (ended.status, ended.losses) == (status, plain_losses[:10])
+    assert (ended.status, ended.losses) == (status, plain_losses[:10]), ended.err
     assert ended.err.rstrip().endswith(reason)
     assert ended.warnings == []
 
@@ -41,5 +41,5 @@ def test_every_step_is_there_and_the_step_in_progress_is_marked_incomplete(
 
 def test_an_interpreter_of_its_own_ends_in_the_same_way(launcher: Launcher, plain_losses: list[str]) -> None:
     ended = launcher.start_interpreter("ending.py", "exit", config=EVERY_STEP).end()
-    assert (ended.status, ended.losses, ended.warnings) == (3, plain_losses[:10], [])
+    assert (ended.status, ended.losses, ended.warnings) == (3, plain_losses[:10], []), ended.err
     assert_ten_steps_and_the_eleventh_begun(only_recording(launcher.base))

@@ -23,7 +23,7 @@ def test_while_nothing_can_be_written_training_goes_on_and_afterwards_writing_do
     launcher: Launcher, plain_losses: list[str], fault: str
 ) -> None:
     ended = launcher.run("faulty_disk.py", fault, config=EVERY_STEP)
-    assert (ended.status, ended.losses) == (0, plain_losses[:12])
+    assert (ended.status, ended.losses) == (0, plain_losses[:12]), ended.err
 
     recording = only_recording(launcher.base)
     recording.assert_accounts_for(range(12))
@@ -40,7 +40,7 @@ def test_a_place_that_never_comes_back_changes_neither_training_nor_its_exit_sta
     launcher: Launcher, plain_losses: list[str], fault: str
 ) -> None:
     ended = launcher.run("faulty_disk.py", fault, "for-good", config=EVERY_STEP)
-    assert (ended.status, ended.losses) == (0, plain_losses[:12])
+    assert (ended.status, ended.losses) == (0, plain_losses[:12]), ended.err
     assert len(ended.warnings) == len(set(ended.warnings)) <= 4, ended.err
     if fault == "out-of-reach":
         rank_directories(launcher.base)[0].chmod(0o700)
@@ -54,7 +54,7 @@ def test_a_directory_that_is_removed_is_made_again(
     launcher: Launcher, plain_losses: list[str], fault: str, steps_per_record: int, lost: list[int]
 ) -> None:
     ended = launcher.run("faulty_disk.py", fault, config=EVERY_STEP | {"step_count_per_record": steps_per_record})
-    assert (ended.status, ended.losses) == (0, plain_losses[:12])
+    assert (ended.status, ended.losses) == (0, plain_losses[:12]), ended.err
 
     recording = only_recording(launcher.base)
     assert recording.steps() == [step for step in range(4, 12) if step not in lost]

@@ -16,7 +16,7 @@ def test_a_child_that_ends_leaves_its_parents_recording_as_it_is(
 ) -> None:
     """The record is open while the children end; one of them closing it would show."""
     ended = launcher.run("forking.py", way, child, config=EVERY_STEP | {"step_count_per_record": 5})
-    assert (ended.status, ended.losses) == (0, plain_losses[:12])
+    assert (ended.status, ended.losses) == (0, plain_losses[:12]), ended.err
     assert [line for line in ended.out.splitlines() if line.startswith("child")] == [f"child {STATUS[child]}"] * 3
     assert ended.warnings == []
     only_recording(launcher.base).assert_complete(range(12))
@@ -36,7 +36,7 @@ def test_a_child_with_a_monitor_of_its_own_that_multiprocessing_ends_has_written
 ) -> None:
     """Such a child ends without the usual end of an interpreter."""
     ended = launcher.run("own_child.py", how, config=EVERY_STEP | {"step_count_per_record": 4})
-    assert (ended.status, ended.losses) == (status, plain_losses[:10])
+    assert (ended.status, ended.losses) == (status, plain_losses[:10]), ended.err
     manifest = only_recording(launcher.base).manifest()
     assert manifest.closed
     assert listed(manifest.steps.written) == list(range(11))

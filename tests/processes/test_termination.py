@@ -17,7 +17,7 @@ def test_every_step_that_ended_is_visible(launcher: Launcher, how: str, status: 
     started.wait_for("training")
     started.send(signal.SIGTERM)
     ended = started.end()
-    assert ended.status == status
+    assert ended.status == status, ended.err
     recording = only_recording(launcher.base)
     steps = len(ended.losses)
     assert steps >= 22
@@ -32,7 +32,7 @@ def test_a_handler_of_the_users_that_exits_also_gets_the_step_in_progress_writte
     started.wait_for("training")
     started.send(signal.SIGTERM)
     ended = started.end()
-    assert ended.status == 3
+    assert ended.status == 3, ended.err
     manifest = only_recording(launcher.base).manifest()
     assert manifest.closed
     incomplete = listed(manifest.steps.incomplete)

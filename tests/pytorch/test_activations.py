@@ -18,7 +18,9 @@ import pytest
 import torch
 from observing import ACTIVATIONS, Observed, Residual, Twice, Witness, backward, observed, seeded, statistics
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.func import functional_call
 from watching import Output, attached
 
 from monitor.pytorch import recorder
@@ -340,6 +342,62 @@ def test_evaluation_in_the_middle_of_training_disturbs_nothing(output: Output) -
 
     assert found.numbers("actv") == expected.numbers("actv")
     assert found.numbers("actv_grad") == expected.numbers("actv_grad")
+
+
+# What there are no numbers of.
+
+
+def test_tensors_without_data_have_no_rows_and_hold_up_no_others(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    found = activations(output, Returns(torch.empty(3, device="meta"), torch.ones(4)), ops=["norm"])
+
+    assert found.norms("actv") == {".output_1": 2.0}
+    with FakeTensorMode():
+        fake = torch.empty(3, device="cuda")
+    assert activations(output, Returns(fake, torch.ones(4))).names("actv") == [".output_1"]
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_transforms_of_torch_func_are_undisturbed_and_not_recorded(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(Residual)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, parameters, (x,)).square().sum()
+
+    def transformed() -> tuple[dict[str, Tensor], Tensor]:
+        return torch.func.grad(loss)(parameters, values(3, 4)), torch.vmap(loss, (None, 0))(parameters, values(5, 3, 4))
+
+    expected, results = transformed(), []
+
+    found = observed(output, model, lambda: results.append(transformed()))
+
+    assert all(torch.equal(expected[0][name], gradient) for name, gradient in results[0][0].items())
+    assert torch.equal(expected[1], results[0][1])
+    assert found.rows("actv") == found.rows("actv_grad") == []
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_left_out_with_a_warning(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), nn.Linear(4, 2))
+
+    found = activations(output, model, torch.ones(2, 4), stack_info=True)
+
+    assert found.names("actv") == [".input", "1.input", "1.output", ".output"]
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "'0' is a ScriptModule" in said
+    assert activations(output, torch.jit.script(nn.Linear(4, 4)), torch.ones(2, 4)).rows("actv") == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_trace_holds_nothing_of_the_monitor(output: Output) -> None:
+    model, traces = seeded(Residual), []
+    expected = torch.jit.trace(model, values(3, 4)).graph
+
+    found = observed(output, model, lambda: traces.append(torch.jit.trace(model, values(3, 4)).graph))
+
+    assert [node.kind() for node in traces[0].nodes()] == [node.kind() for node in expected.nodes()]
+    assert found.rows("actv") == []
 
 
 # What goes wrong in the user's code.

@@ -442,6 +442,19 @@ def test_a_main_grad_that_took_the_gradient_over_in_backward_is_the_unreduced_on
     assert_rows(output, "grad_reduced", expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_part_which_takes_no_hooks_has_its_gradients(output: Output) -> None:
+    model = small_model()
+    model[0] = torch.jit.script(model[0])
+    optimizer = optimizer_of(model)
+    with attached(output, model, optimizer, **GRADIENTS):
+        backward(model, 0)
+        expected = gradients(model, 0)
+        optimizer.step()
+    assert_rows(output, "grad_unreduced", expected)
+    assert_rows(output, "grad_reduced", expected)
+
+
 def test_targets_select_the_parameters_below_them(output: Output) -> None:
     model = small_model()
     optimizer = optimizer_of(model)

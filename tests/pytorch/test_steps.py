@@ -17,6 +17,7 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.recorder import Recorder
+from monitor.stats.torch_host_kernel import HostKernel
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "min", "max"], "ndigits": 17}
@@ -55,6 +56,23 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways into the kernel that are taken, as they are."""
+    taken: list[str] = []
+
+    def counting(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            taken.append(name)
+            return inner(*args)
+
+        return call
+
+    for name in ("reduce_into", "small_rows"):
+        monkeypatch.setattr(HostKernel, name, counting(name, getattr(HostKernel, name)))
+    return taken
+
+
 class TestWhichStepsAreCollected:
     @pytest.mark.parametrize(
         ("schedule", "collected"),
@@ -79,25 +97,30 @@ class TestWhichStepsAreCollected:
         assert steps(output) == collected
         assert output.manifest()["steps"]["written"]["count"] == len(collected)
 
-    def test_collect_times_0_collects_nothing(self, output: Output, readings: list[str]) -> None:
+    def test_collect_times_0_collects_nothing(self, output: Output, kernel_calls: list[str]) -> None:
         """Peers, fault 9: it still collected a step."""
         model = small_model()
         optimizer = Adam(model.parameters())
         with attached(output, model, optimizer, collect_times=0, **EVERYTHING):
             train(model, optimizer, 3, X)
-        assert readings == []
+        assert kernel_calls == []
         assert list(output.directory().glob("*.csv")) == []
         assert output.manifest()["steps"]["written"]["count"] == 0
 
-    def test_a_step_that_is_not_collected_reads_nothing(self, output: Output, readings: list[str]) -> None:
+    def test_a_step_that_is_not_collected_computes_nothing(
+        self, output: Output, readings: list[str], kernel_calls: list[str]
+    ) -> None:
         model = small_model()
         optimizer = Adam(model.parameters())
-        read = []
+        read, computed = [], []
         with attached(output, model, optimizer, step_interval=3, **EVERYTHING):
             for _ in range(5):
                 readings.clear()
+                kernel_calls.clear()
                 train(model, optimizer, 1, X)
                 read.append(set(readings))
+                computed.append(len(kernel_calls) > 0)
+        assert computed == [True, False, False, True, False]
         activations = {"actv", "actv_grad"}
         weights = {"grad_unreduced", "grad_reduced", "param_origin", "param_updated"}
         assert read == [activations | weights, set(), set(), activations | weights | {"exp_avg", "exp_avg_sq"}, set()]

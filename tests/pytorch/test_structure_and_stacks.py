@@ -151,6 +151,13 @@ class TestStructure:
             optimizer.step()
         assert {entry["input"]["0"] for entry in structure(output).values()} == {"size=(6, 5), dtype=torch.float32"}
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+    def test_scripted_parts_which_take_no_hooks_are_left_out(self, output: Output) -> None:
+        model = nn.Sequential(nn.Linear(5, 5), torch.jit.script(nn.Linear(5, 3)))
+        ended(output, model, stack_info=True)
+        assert set(structure(output)) == {"0:", "0:0"}
+        assert set(stacks(output)) == {"0:", "0:0"}
+
     def test_chunks_are_told_apart(self, output: Output) -> None:
         chunks = [nn.Sequential(nn.Linear(5, 5)), nn.Sequential(nn.Linear(5, 5))]
         optimizer = SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)

@@ -160,6 +160,15 @@ def test_the_step_in_progress_can_be_looked_at_without_ending_it() -> None:
     assert names(live, live.sealed()) == [("a", 0, 1.0)]
 
 
+def test_a_step_that_is_let_go_of_leaves_nothing_to_the_next() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    live.write(a, 1.0)
+    live.table.discard()
+    live.write(b, 2.0)
+    assert names(live, live.sealed()) == [("b", 0, 2.0)]
+
+
 def test_layouts_are_numbered_once() -> None:
     table = StatsTable(SeriesTable())
     assert [table.layout_of((2, 3), "f"), table.layout_of((3,), "f"), table.layout_of((2, 3), "f")] == [0, 1, 0]
