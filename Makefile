@@ -28,7 +28,7 @@ demo: environment
 	@.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 tools/demo/train.py $(ARGS)
 
 test: environment
-	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 lint: environment
 	.venv/bin/python -m ruff check .

@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout")
-of_the_readme = pytest.mark.xdist_group("readme")
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -110,7 +109,6 @@ def example(readme: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@of_the_readme
 def test_the_example_records_exactly_the_files_that_the_readme_shows(readme: str, example: Path) -> None:
     (directory,) = example.glob("monitor_output/*-rank0-*")
     shown = set(re.findall(r"\b[\w-]+\.\w+\b", block(readme, "text").partition("\n")[2]))
@@ -119,7 +117,6 @@ def test_the_example_records_exactly_the_files_that_the_readme_shows(readme: str
     assert shown <= recorded
 
 
-@of_the_readme
 def test_the_rows_that_the_readme_shows_are_the_rows_recorded(readme: str, example: Path) -> None:
     (path,) = example.glob("monitor_output/*/grad_reduced_0-4.csv")
     header, *shown = (line.split(",") for line in block(readme, "csv").splitlines())
@@ -131,7 +128,6 @@ def test_the_rows_that_the_readme_shows_are_the_rows_recorded(readme: str, examp
     assert values == [pytest.approx([float(cell) for cell in row[3:]], rel=1e-3) for row in shown]
 
 
-@of_the_readme
 def test_the_way_to_read_the_files_reads_every_step_of_every_parameter(example: Path) -> None:
     reading = run("read.py", cwd=example)
     assert reading.returncode == 0, reading.stderr

@@ -48,10 +48,11 @@ class Delivery(Generic[S]):
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
         self.in_hand: int | None = None
+        self._served: dict[str, BaseException | None] = {}
 
     def step(self, step: int, sealed: S) -> None:
         """Rules come before sinks, so that a slow format delays no alert."""
-        self.in_hand = step
+        self.in_hand, self._served = step, {}
         rows = self._read(step, sealed)
         if rows is not None:
             self._hand_on(rows)
@@ -75,9 +76,17 @@ class Delivery(Generic[S]):
         return _none_of(errors)
 
     def leave(self, steps: Sequence[int], reason: str) -> bool:
-        """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten."""
-        self._gaps.counts[reason] += len(steps)
-        self._journal.use(lambda journal: _drop_all(journal, steps, reason), wait=False)
+        """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten.
+
+        The step in hand is lost only to the sinks that have not been served; those before them have it.
+        """
+        half_way = self.in_hand if any(error is None for error in self._served.values()) else None
+        unwritten = [step for step in steps if step != half_way]
+        self._gaps.counts[reason] += len(unwritten)
+        self._journal.use(lambda journal: _drop_all(journal, unwritten, reason), wait=False)
+        if half_way is not None:
+            rest = [name for name in self._sinks if name not in self._served]
+            self._journal.use(lambda journal: _lose(journal, half_way, rest, reason), wait=False)
         return self.close(wait=False, complete=False)
 
     def save(self, *, wait: bool = True) -> BaseException | None:
@@ -109,8 +118,9 @@ class Delivery(Generic[S]):
         self.latest = rows
         for rule in self._rules:
             rule.use(lambda look: look(rows))
-        errors = {name: sink.use(lambda sink: sink.write(rows)) for name, sink in self._sinks.items()}
-        self._journal.use(lambda journal: _enter(journal, rows, errors))
+        for name, sink in self._sinks.items():
+            self._served[name] = sink.use(lambda sink: sink.write(rows))
+        self._journal.use(lambda journal: _enter(journal, rows, self._served))
 
     def _tell_and_save(self, journal: Journal) -> None:
         self._save_at = monotonic() + self._save_seconds
@@ -138,6 +148,11 @@ def _enter(journal: Journal, rows: StepRows, errors: Mapping[str, BaseException 
 def _drop_all(journal: Journal, steps: Iterable[int], reason: str) -> None:
     for step in steps:
         journal.dropped(step, reason)
+
+
+def _lose(journal: Journal, step: int, sinks: Iterable[str], reason: str) -> None:
+    for sink in sinks:
+        journal.lost(step, sink, reason)
 
 
 def _name_of(rule: Rule) -> str:

@@ -30,8 +30,8 @@ class Call:
 
     Attributes:
         start: Autograd sequence number before the call: nodes made during the call have it or a later one.
-        targets: The gradient edges of the inputs that are watched, with their suffixes: several where one tensor was given
-            more than once. It has one gradient, in each of their rows.
+        targets: The gradient edges of the inputs that are watched, and what these are called: by several names where one
+            tensor was given more than once. It has one gradient, in each of their rows.
     """
 
     place: Place
@@ -71,7 +71,7 @@ class ModuleWatcher:
         self._recorder = collector.recorder
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], Watched] = {}
-        self._calls = Calls()
+        self._calls: Calls | None = None
         self._open: list[Call | None] = []
         self.is_attached = True
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
@@ -86,12 +86,12 @@ class ModuleWatcher:
 
     def forget_step(self) -> None:
         """Let go of what belongs to the step that has ended."""
-        self._calls = Calls()
+        self._calls = None
         self._open.clear()
 
     def restart(self, chunk: int, micro_step: int) -> None:
         """The root's forward failed: calls of the micro-step are counted anew."""
-        if chunk == self._chunk:
+        if chunk == self._chunk and self._calls is not None:
             self._calls.restart(micro_step)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class ModuleWatcher:
             call.start = sequence_nr()
 
     def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        """Also called when forward raised, with None for a result."""
+        """Also called when forward raised, then without a result."""
         if not self._open or module is not self._module:
             return
         call = self._open.pop()
@@ -130,6 +130,9 @@ class ModuleWatcher:
         """The call that begins now; None if nothing of it is to be recorded."""
         if not module.training or not self._collector.tracking[self._chunk] or _transforming():
             return None
+        if self._calls is None:
+            self._calls = Calls()
+            self._collector.remember(self)
         if not recomputing():
             return Call(self._calls.begin(self._clock.micro_step(self._chunk)), records_forward=True)
         place = self._calls.repeat()
@@ -210,6 +213,7 @@ class ModuleCollector:
         self._roots: dict[int, nn.Module] = {}
         self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
+        self._called: list[ModuleWatcher] = []
         self._root_hooks = HookSet()
         self._hooks = HookSet()
         self._until_step_ends = HookSet()
@@ -238,6 +242,10 @@ class ModuleCollector:
         for handle in handles:
             self._until_step_ends.add(handle)
 
+    def remember(self, watcher: ModuleWatcher) -> None:
+        """The first call of a module in this step."""
+        self._called.append(watcher)
+
     def belongs(self, step: int) -> bool:
         """Whether a gradient of ``step`` arrives in time. One that comes after its step was sealed has no row any more."""
         if self.clock.step != step:
@@ -249,8 +257,9 @@ class ModuleCollector:
         self._until_step_ends.remove()
         for calls in self._open_roots:
             calls.clear()
-        for watcher in self._watchers:
+        for watcher in self._called:
             watcher.forget_step()
+        self._called.clear()
 
     def unwatch(self) -> None:
         """Take the hooks of all modules away; micro-steps are still counted."""
@@ -297,7 +306,7 @@ class ModuleCollector:
         """Its forward failed. If the loop goes on, the next one takes its place."""
         micro_step = self.clock.forward[chunk]
         self.clock.forward[chunk] -= 1
-        for watcher in self._watchers:
+        for watcher in self._called:
             watcher.restart(chunk, micro_step)
 
     def _backward_begins(self, chunk: int, micro_step: int, _gradient: Tensor) -> None:

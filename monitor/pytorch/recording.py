@@ -19,8 +19,8 @@ from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
 from monitor.stats.table import combined_micro_steps
 
-_ORDINALS: Final = itertools.count()
-"""Ranks that begin as many recordings agree on the name of each."""
+ORDINALS: Final = itertools.count()
+"""Ranks that call set_monitor as often agree on a name for each call."""
 
 
 class Recording:
@@ -33,7 +33,7 @@ class Recording:
     attachment: Attachment
 
     def __init__(
-        self, config: MonitorConfig, config_path: str, base: Path, where: Callable[[], Place], failures: Failures
+        self, config: MonitorConfig, config_path: str, base: Path, where: Callable[[], Place], ordinal: int, failures: Failures
     ) -> None:
         self.series = SeriesTable()
         self._config = config
@@ -41,7 +41,7 @@ class Recording:
         self._base = base
         self._where = where
         self._failures = failures
-        self._ordinal = next(_ORDINALS)
+        self._ordinal = ordinal
         self._recorder = Recorder(self.series, config.eps)
         self._opened: Run | None = None
         self._closed = False

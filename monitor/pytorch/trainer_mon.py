@@ -19,7 +19,7 @@ from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.metrics import Metrics, of_kinds
 from monitor.pytorch.names import ModelNames
 from monitor.pytorch.place import group_ranks, is_settled, place
-from monitor.pytorch.recording import Recording
+from monitor.pytorch.recording import ORDINALS, Recording
 from monitor.pytorch.startup import announce
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
@@ -112,6 +112,8 @@ class TrainerMon:
     ) -> None:
         if self._closed:
             raise RuntimeError("This TrainerMon was closed. Make a new one.")
+        # Drawn on every rank, also on one that is not monitored: ranks agree on a name for each call of set_monitor.
+        ordinal = next(ORDINALS)
         ownership = self._ownership(*groups)
         watch = Watch(
             chunks,
@@ -130,7 +132,7 @@ class TrainerMon:
             self._failures.warn("attached twice", said)
             self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step)
         else:
-            self._begin(watch, groups, start)
+            self._begin(watch, groups, start, ordinal)
 
     def _names(self, watch: Watch) -> ModelNames:
         names = ModelNames(watch.chunks, self._config)
@@ -138,11 +140,11 @@ class TrainerMon:
             LOGGER.warning("[rank %d] %s", watch.ownership.rank, unmatched)
         return names
 
-    def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int) -> None:
+    def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int, ordinal: int) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
         where = partial(place, pp=self._process_group, dp=dp_group, tp=tp_group)
-        recording = Recording(self._config, self._config_path, self._base, where, self._failures)
+        recording = Recording(self._config, self._config_path, self._base, where, ordinal, self._failures)
         if is_settled():
             recording.open()
         try:

@@ -38,7 +38,8 @@ def test_one_that_hangs_costs_the_steps_that_the_queue_has_no_room_for(launcher:
     assert recording.steps()[:4] == [0, 1, 2, 3]
     manifest = recording.manifest()
     assert listed(manifest.steps.written) == [0, 1, 2, 3]
-    assert listed(*manifest.dropped.values()) == list(range(4, 40))
+    assert {sink: listed(*by.values()) for sink, by in manifest.lost.items()} == {"api": [4]}
+    assert listed(*manifest.dropped.values()) == list(range(5, 40))
     assert sorted(manifest.dropped) == ["left behind when the monitor was closed", "queue full"]
     assert not manifest.closed
 

@@ -10,7 +10,6 @@ import pytest
 from launching import EVERY_STEP, Launcher, Nursery
 from recorded import Recorded, rank_directories
 
-pytestmark = pytest.mark.xdist_group("ranks")
 CONFIG: dict[str, Any] = EVERY_STEP | {"mv_distribution": True, "ndigits": 17}
 AVERAGED = ["early", "views", "accumulated", "accumulated-views"]
 """Sections in which every rank writes everything."""

@@ -344,6 +344,26 @@ def test_evaluation_in_the_middle_of_training_disturbs_nothing(output: Output) -
     assert found.numbers("actv_grad") == expected.numbers("actv_grad")
 
 
+def test_switching_off_and_on_again_goes_on_in_the_same_rows(output: Output) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(output, model, optimizer, **ACTIVATIONS) as monitor:
+        before_it_was_off = model[0](values(3, 4))
+        for wanted in (False, True):
+            with pytest.deprecated_call():
+                monitor.reload_xy(wanted)
+        model[0](2 * values(3, 4))
+        before_it_was_off.sum().backward()
+        optimizer.step()
+
+    norms = [(row.name, row.values["norm"]) for row in output.rows("actv")]
+    assert norms == [
+        ("0.input", pytest.approx((2 * values(3, 4)).norm().item())),
+        ("0.output", pytest.approx(model[0](2 * values(3, 4)).norm().item())),
+    ]
+    assert output.rows("actv_grad") == []
+
+
 # What there are no numbers of.
 
 

@@ -170,6 +170,7 @@ def test_around_what_is_compiled_everything_is_recorded(output: Output) -> None:
     } - {(kind, f"block.{side}") for kind in ("actv", "actv_grad") for side in ("input", "output")}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_trains_as_without_a_monitor(output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

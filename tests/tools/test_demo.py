@@ -15,7 +15,6 @@ from monitor.sinks.csv import read_csv
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "tools" / "demo"
-of_the_run = pytest.mark.xdist_group("demo")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -40,7 +39,6 @@ def run_python(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=base, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@of_the_run
 def test_both_ranks_record_every_kind_at_the_configured_steps(demo: tuple[str, Path]) -> None:
     kinds = {"actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"}
     for rank in (0, 1):
@@ -50,7 +48,6 @@ def test_both_ranks_record_every_kind_at_the_configured_steps(demo: tuple[str, P
         assert {path.name for path in directory.glob("*.csv")} == first | {f"{kind}_4-4.csv" for kind in kinds}
 
 
-@of_the_run
 def test_reduced_gradients_agree_between_the_ranks_and_unreduced_ones_do_not(demo: tuple[str, Path]) -> None:
     def norms(kind: str, rank: int) -> list[float]:
         (path,) = demo[1].glob(f"*-rank{rank}-*/{kind}_0-0.csv")
@@ -60,7 +57,6 @@ def test_reduced_gradients_agree_between_the_ranks_and_unreduced_ones_do_not(dem
     assert norms("grad_unreduced", 0) != norms("grad_unreduced", 1)
 
 
-@of_the_run
 def test_it_ends_with_the_places_and_the_first_rows_and_what_it_cannot_say(demo: tuple[str, Path]) -> None:
     printed, base = demo
     for directory in base.glob("*-rank*-*"):

@@ -75,11 +75,11 @@ def main(result: str) -> None:
     dist.init_process_group("gloo")
     found = {
         "early": early.train(),
+        "second-rank": Section("second-rank", module_ranks=[1]).train(),
         "views": Section("views").train(gradient_as_bucket_view=True),
         "accumulated": Section("accumulated").train(micro_steps=2),
         "accumulated-views": Section("accumulated-views").train(micro_steps=2, gradient_as_bucket_view=True),
         "grouped": Section("grouped").train(dp_group=dist.group.WORLD),
-        "second-rank": Section("second-rank", module_ranks=[1]).train(),
         "second-rank-grouped": Section("second-rank-grouped", module_ranks=[1]).train(dp_group=dist.group.WORLD),
     }
     Path(result, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
