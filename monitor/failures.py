@@ -36,6 +36,7 @@ def _logger() -> logging.Logger:
 
 
 LOGGER: Final = _logger()
+MOST_CHARACTERS: Final = 500
 
 
 class Failures:
@@ -91,4 +92,7 @@ def _cause(error: BaseException) -> str:
 def _told(error: BaseException) -> str:
     """The error as its ``repr``, and where it has to do with a file, that file."""
     path = error.filename if isinstance(error, OSError) else None
-    return f"{error!r} at {path}" if path else repr(error)
+    said = repr(error)
+    if len(said) > MOST_CHARACTERS:  # torch's dispatcher lists every kernel it has
+        said = said[:MOST_CHARACTERS] + "…"
+    return f"{said} at {path}" if path else said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -75,11 +76,13 @@ class GradientCollector:
         self._parameters = self._unreduced.parameters
         self._frozen = set(range(len(self._parameters)))
         self._left: dict[NamedParameter, _Left] = {}
+        self._backwards: Counter[int] = Counter()
         self._unscaled = False
         self.hook_thawed()
 
     def begin_step(self) -> None:
         self._left.clear()
+        self._backwards.clear()
         self._unscaled = False
 
     def hook_thawed(self) -> None:
@@ -121,7 +124,7 @@ class GradientCollector:
         if gradient is None:
             return
         parameter = self._parameters[place]
-        micro_step = self._clock.backward_micro_step(parameter.chunk)
+        micro_step = self._micro_step(place, parameter.chunk)
         if self._clock.micro_steps > 1:
             self._follow(parameter, gradient)
         if self._each_micro_step:
@@ -129,6 +132,15 @@ class GradientCollector:
         elif micro_step >= self._clock.micro_steps - 1:
             self._unreduced.record(parameter, gradient)
             self._left.pop(parameter, None)
+
+    def _micro_step(self, place: int, chunk: int) -> int:
+        """The micro-step of this backward: where no root forward was seen (compiled, scripted, or only parts of the model are
+        called), as many as reached the parameter before.
+        """
+        if self._clock.forward[chunk] >= 0:
+            return self._clock.backward_micro_step(chunk)
+        self._backwards[place] += 1
+        return self._backwards[place] - 1
 
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)

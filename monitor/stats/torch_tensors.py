@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ def _stored(x: Tensor) -> Readable:
         # Values of an uncoalesced tensor are terms of sums. The norm of the terms is not the norm of the tensor.
         values = (x if x.is_coalesced() else x.coalesce())._values()
     elif x.layout is torch.jagged:
-        return Readable(x.values())
+        buffer: Any = x  # whose attribute this is, and no operation that a dispatch below Python would miss
+        return Readable(buffer._values)
     elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         values = x.values()
     else:

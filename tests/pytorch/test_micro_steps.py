@@ -245,3 +245,14 @@ def test_chunks_of_a_virtual_pipeline_count_each_for_itself(output: Output) -> N
     sides = [("actv", 0, ".input"), ("actv", 0, ".output"), ("actv", 1, ".input"), ("actv", 1, ".output")]
     sides += [("actv_grad", 0, ".output"), ("actv_grad", 1, ".input"), ("actv_grad", 1, ".output")]
     assert norms == {(*side, number): 2.0 * (number + 1) for side in sides for number in range(2)}
+
+
+def test_micro_batches_whose_root_forward_is_not_seen_are_counted_by_their_backwards(output: Output) -> None:
+    """Only a part of the model is called, so that no root forward tells the micro-batches apart."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, grad_acc_steps=2, wg_distribution=True, monitor_mbs_grad=True, ops=["max"]):
+        for _ in range(2):
+            model[0](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert output.table("grad_unreduced", "max") == {("0.weight", 0, 0): 1.0, ("0.weight", 0, 1): 2.0}

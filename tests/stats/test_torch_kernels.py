@@ -226,6 +226,11 @@ def test_terms_of_an_uncoalesced_sparse_tensor_are_summed_first(reduce: Reduce) 
     assert not x.is_coalesced()
 
 
+def test_jagged_nested_tensors_are_their_elements(reduce: Reduce) -> None:
+    parts = [normal(3, 4), normal(5, 4, seed=1)]
+    assert_agrees(reduce(torch.nested.nested_tensor(parts, layout=torch.jagged)), torch.cat(parts), EPS)
+
+
 def test_inference_tensors_are_read(reduce: Reduce) -> None:
     with torch.inference_mode():
         x = normal(100)
