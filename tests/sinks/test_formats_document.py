@@ -58,8 +58,6 @@ def test_the_file_that_is_shown_is_the_file_that_is_written() -> None:
 @pytest.mark.usefixtures("_recorded")
 @pytest.mark.parametrize("example", blocks("python"))
 def test_an_example_runs(example: str) -> None:
-    if "pandas" in example:
-        pytest.importorskip("pandas")
     found: dict[str, object] = {}
     exec(example, found)
     if "frame" in found:
