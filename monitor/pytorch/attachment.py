@@ -20,6 +20,7 @@ from monitor.pytorch.names import ModelNames, NamedModule
 from monitor.pytorch.optimizer_state import MomentCollector
 from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.parameters import NamedParameter, WeightCollector
+from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder, Watched
 from monitor.pytorch.stacks import StackCollector
 from monitor.pytorch.structure import StructureCollector
@@ -28,6 +29,10 @@ from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, Series
 from monitor.stats.rows import Status
 
+AGGREGATED_EARLY: Final = (
+    "gradients are aggregated after every micro-batch: a row holds the mean over the ranks so far and the last micro-batch of "
+    "this rank; no_sync would keep them apart"
+)
 LOSS_SCALE: Final = Series("other", 0, "loss_scale")
 FOUND_INF: Final = Series("other", 0, "found_inf")
 
@@ -162,6 +167,14 @@ class Attachment:
 
     def _forward_begins(self, root: nn.Module, _args: Any) -> None:
         self.begun = self.begun or root.training
+        if root.training and self._recorder.active and self._gradients is not None:
+            self._check_aggregation(root)
+
+    def _check_aggregation(self, root: nn.Module) -> None:
+        """DistributedDataParallel aggregates after the backward of this forward, unless ``no_sync`` holds it back."""
+        early = max(self.clock.forward) < self.clock.micro_steps - 1
+        if early and getattr(root, "require_backward_grad_sync", False) and has_others():
+            self._note("grad_unreduced", AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:
         if self._recorder.active and self._gradients is not None:

@@ -72,6 +72,16 @@ def test_every_recording_of_a_job_has_an_id_of_its_own(job: Job) -> None:
     assert len({job.recordings(section)[0].manifest().job_id for section in AVERAGED}) == len(AVERAGED)
 
 
+def test_gradients_that_are_aggregated_after_every_micro_batch_are_marked_and_others_are_not(job: Job) -> None:
+    noted = {
+        section: [
+            "after every micro-batch" in str(one.manifest().notes.get("grad_unreduced")) for one in job.recordings(section)
+        ]
+        for section in ("aggregated-early", "accumulated", "views")
+    }
+    assert noted == {"aggregated-early": [True, True], "accumulated": [False, False], "views": [False, False]}
+
+
 def values(recording: Recorded, kind: str, op: str) -> dict[tuple[int, str], float]:
     return {(step, row["name"]): row[op] for step, rows in recording.kinds[kind].items() for row in rows}
 

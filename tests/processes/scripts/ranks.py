@@ -42,7 +42,7 @@ class Section:
         os.environ["MONITOR_OUTPUT_DIR"] = str(Path(os.environ["MONITOR_OUTPUT_DIR"]).with_name(self.name))
         return TrainerMon(own, params_have_main_grad=False)
 
-    def train(self, dp_group: Any = None, micro_steps: int = 1, **options: Any) -> dict[str, Any]:
+    def train(self, dp_group: Any = None, micro_steps: int = 1, sync_each: bool = False, **options: Any) -> dict[str, Any]:
         """Train for three steps on data that differs between the ranks."""
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), **options)
@@ -52,14 +52,14 @@ class Section:
         torch.manual_seed(dist.get_rank() + 1)
         for _ in range(3):
             for micro_step in range(micro_steps):
-                self._backward(model, last=micro_step == micro_steps - 1)
+                self._backward(model, sync=sync_each or micro_step == micro_steps - 1)
             self._gradients.append({name: _norm(p.grad) for name, p in model.named_parameters()})
             optimizer.step()
             optimizer.zero_grad()
         return {"losses": self._losses, "gradients": self._gradients}
 
-    def _backward(self, model: DistributedDataParallel, last: bool) -> None:
-        with nullcontext() if last else model.no_sync():
+    def _backward(self, model: DistributedDataParallel, sync: bool) -> None:
+        with nullcontext() if sync else model.no_sync():
             loss = model(torch.randn(4, 8)).square().mean()
             loss.backward()
         self._losses.append(loss.item().hex())
@@ -79,6 +79,7 @@ def main(result: str) -> None:
         "views": Section("views").train(gradient_as_bucket_view=True),
         "accumulated": Section("accumulated").train(micro_steps=2),
         "accumulated-views": Section("accumulated-views").train(micro_steps=2, gradient_as_bucket_view=True),
+        "aggregated-early": Section("aggregated-early").train(micro_steps=2, sync_each=True),
         "grouped": Section("grouped").train(dp_group=dist.group.WORLD),
         "second-rank-grouped": Section("second-rank-grouped", module_ranks=[1]).train(dp_group=dist.group.WORLD),
     }
