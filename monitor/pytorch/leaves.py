@@ -51,7 +51,7 @@ def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 def described_result(value: Any) -> str:
     """The shape of a result as targets spell it: ``tensor`` or ``tuple[2]``."""
-    return "tensor" if isinstance(value, Tensor) else f"tuple[{len(list(_children(value)))}]"
+    return "tensor" if isinstance(value, Tensor) else f"tuple[{length(value)}]"
 
 
 def length(value: Any) -> int:

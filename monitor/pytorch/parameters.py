@@ -72,8 +72,11 @@ class ParameterSeries:
         found = ((watched, tensor_of(parameter)) for parameter, watched in self._watched.items())
         self._recorder.record_all([(watched, x) for watched, x in found if x is not None], self._failed)
 
-    def _failed(self, watched: Watched, error: Exception) -> None:
+    def _failed(self, watched: Watched | None, error: Exception) -> None:
         """One tensor that cannot be read does not hide the others."""
+        if watched is None:
+            self._failures.report("reading small tensors together", error, "Each is read alone.")
+            return
         self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=watched.series.name)
 
 

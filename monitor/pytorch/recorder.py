@@ -17,7 +17,7 @@ from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, Sta
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_memory import DevicePage, HostPage
 from monitor.stats.torch_op import reduce_into
-from monitor.stats.torch_tensors import PLAIN, local_shard
+from monitor.stats.torch_tensors import local_shard
 
 MAX_SEEN: Final = 8192
 """Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
@@ -106,15 +106,16 @@ class Recorder:
                 if version is not None:
                     self._remember(x, version, slot.row + offset, layout)
 
-    def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
+    def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched | None, Exception], None]) -> None:
         """Reduce tensors that are no aliases into their rows, in this order; small ones are read together.
 
         Args:
-            failed: Told of a tensor that could not be read. The others are.
+            failed: Told of a tensor that could not be read; of none (None) where small ones could only not be read together.
         """
         try:
             together = self._host.small_rows([x for _, x in items])
-        except Exception:  # then each is read alone, and the one that cannot be is told of by itself
+        except Exception as error:
+            failed(None, error)
             together = {}
         for place, (watched, x) in enumerate(items):
             try:
@@ -175,13 +176,13 @@ class Recorder:
         if isinstance(memory, HostPage):
             return self._host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, DevicePage)
-        source = x if type(x) in PLAIN else local_shard(x)
+        source = local_shard(x)
         if source is not None:
             reduce_into(source, memory.tensor, local_row, None, self._eps)
         return source is not None
 
     def _layout(self, x: Tensor) -> int:
-        local = x if type(x) in PLAIN else local_shard(x)
+        local = local_shard(x)
         return self.table.layout_of(x.shape if local is None else local.shape, x.dtype)
 
     def _remember(self, x: Tensor, version: int, row: int, layout: int) -> None:
@@ -192,7 +193,7 @@ class Recorder:
 
 def _has_data(x: Tensor) -> bool:
     """False for meta and fake tensors, whose devices need not even exist here."""
-    local = x if type(x) in PLAIN else local_shard(x)
+    local = local_shard(x)
     return local is not None and not local.is_meta
 
 

@@ -39,9 +39,6 @@ COLUMNS: Final = ("writes", "count", "nans", "posinfs", "neginfs", "smalls", "mi
 """The columns of a table row, float64 each. ``writes`` says whether the row was written since the last seal; the rest are
 the partials. Counts are exact up to 2^53."""
 
-PARTIALS: Final = COLUMNS[1:]
-COUNTS: Final = ("count", "nans", "posinfs", "neginfs", "smalls")
-
 Floats = NDArray[np.float64]
 
 EMPTY: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0)

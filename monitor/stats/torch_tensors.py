@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 PLAIN: Final = (Tensor, torch.nn.Parameter)
-WIDE: Final = frozenset({torch.float64, torch.complex128})
 NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 
 
@@ -38,23 +37,21 @@ def is_plain(x: Tensor) -> bool:
 
 def readable(x: Tensor) -> Readable | None:
     """The elements of ``x``; None where there are none to read (meta and fake tensors, wrappers without storage)."""
-    if type(x) not in PLAIN:
-        local = local_shard(x)
-        if local is None:
-            return None
-        x = local
-    if x.is_meta:
+    local = local_shard(x)
+    if local is None or local.is_meta:
         return None
-    if x.layout is not torch.strided or x.is_quantized:
-        return _stored(x)
-    return _without_repeats(x)
+    if local.layout is not torch.strided or local.is_quantized:
+        return _stored(local)
+    return _without_repeats(local)
 
 
 def local_shard(x: Tensor) -> Tensor | None:
-    """The local part of a DTensor, the data of a plain subclass; None for tensors that only pretend to have data."""
+    """The tensor itself, of a DTensor its local part; None for tensors that only pretend to have data."""
+    if type(x) in PLAIN:
+        return x
     local = getattr(x, "_local_tensor", None)
     if local is not None:
-        return local_shard(local) if type(local) not in PLAIN else local
+        return local_shard(local)
     pretends = isinstance(x, torch._subclasses.FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
     wrapper = hasattr(type(x), "__tensor_flatten__") and not x.is_nested
     return None if pretends or wrapper else x
