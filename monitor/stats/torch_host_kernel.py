@@ -1,9 +1,10 @@
 """The kernel for tensors in host memory: a chunk at a time, so that every pass after the first reads from cache.
 
 Passes over a chunk of normal numbers: min and max, sum, squares into a scratch buffer, their sum, their minimum (which proves
-that no element is below eps). A finite sum of squares proves that there is no NaN and no Inf. Only where a proof fails is the
-chunk looked at again: smalls are counted, a chunk whose squares leave the range of its precision is redone in float64, a
-chunk whose mean is large against its spread is centred first.
+that no element is below eps; where the spread says that some will be, they are counted at once). A finite sum of squares
+proves that there is no NaN and no Inf. Only where a proof fails is the chunk looked at again: smalls are counted, a chunk
+whose squares leave the range of its precision is redone in float64, a chunk whose mean is large against its spread is
+centred first.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class HostKernel:
         if not n * _LEAST_SQUARE[precision] <= sumsq < math.inf:
             return self._zeros(n) if lo == hi == 0.0 else self._difficult(v)
         eps = self._eps[precision]
-        smalls = 0.0 if lo >= eps.bound or hi <= -eps.bound else self._smalls(v, squares, eps)
+        smalls = 0.0 if lo >= eps.bound or hi <= -eps.bound else self._smalls(v, squares, sumsq, eps)
         m2 = sumsq - total * total / n
         if m2 < 0.25 * sumsq:
             m2 = self._centred(v, total / n)
@@ -157,13 +158,21 @@ class HostKernel:
         exact = piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece
         return torch.abs(exact, out=buffer)
 
-    def _smalls(self, v: Tensor, squares: Tensor, eps: Epsilon) -> float:
-        """How many |x| are below eps. Overwrites ``squares``, in place because that comparison is vectorised."""
+    def _smalls(self, v: Tensor, squares: Tensor, sumsq: float, eps: Epsilon) -> float:
+        """How many |x| are below eps. May overwrite ``squares``."""
+        n = v.numel()
         if eps.square is None:
-            return torch.abs(v, out=squares).lt_(eps.bound).sum().item()
-        if amin(squares).item() >= eps.square:
+            return self._below(torch.abs(v, out=squares), eps.bound)
+        # Where that many elements of such a size have one near zero anyway, the proof that none is would be a wasted pass.
+        if n * eps.bound < math.sqrt(sumsq / n) and amin(squares).item() >= eps.square:
             return 0.0
-        return squares.lt_(eps.square).sum().item()
+        return self._below(squares, eps.square)
+
+    def _below(self, magnitudes: Tensor, bound: float) -> float:
+        """How many ``magnitudes`` are below ``bound``: by numpy, whose comparison into bytes is vectorised; torch's is not."""
+        below = self._scratch.like(magnitudes, torch.bool, "below").numpy()
+        numbers = magnitudes.numpy()
+        return float(np.count_nonzero(np.less(numbers, numbers.dtype.type(bound), out=below)))
 
     def _centred(self, v: Tensor, mean: float) -> float:
         """Σ (x - mean)², corrected for the rounding of the mean."""
