@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from monitor.placement import LOCAL, Placement
+
 ACTIVATION_KINDS = ("actv", "actv_grad")
 GRADIENT_KINDS = ("grad_unreduced", "grad_reduced")
 PARAMETER_KINDS = ("param_origin", "param_updated")
 MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-KINDS = (*ACTIVATION_KINDS, *GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS, "other")
+REPLICA_KIND = "replica"
+KINDS = (*ACTIVATION_KINDS, *GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS, "other", REPLICA_KIND)
 
 NO_MICRO_STEP = -1
 """The micro-step of a row that belongs to the step as a whole."""
@@ -26,7 +29,8 @@ class Series:
     Attributes:
         kind: One of ``KINDS``; also the stem of its CSV files.
         vpp_stage: Index of the model chunk (virtual pipeline stage), 0 for an ordinary model.
-        name: A parameter's name, or ``{module}.{input|output}[_{i}][#{call}]``.
+        name: A parameter's name, or ``{module}.{input|output}[_{i}][#{call}]``; of a ``replica``, what another rank writes in
+            full: ``{kind}/{name}``.
     """
 
     kind: str
@@ -43,11 +47,13 @@ class SeriesTable:
     """Every series of a rank, numbered in the order in which they were first seen.
 
     Append-only: the training thread adds, the writer thread reads what it was told of; a number never changes its meaning.
+    Beside them stands how what the rank holds of a series relates to what others hold.
     """
 
     def __init__(self, series: Iterable[Series] = ()) -> None:
         self._series: list[Series] = []
         self._index: dict[Series, int] = {}
+        self._placements: dict[Series, Placement] = {}
         for one in series:
             self.index_of(one)
 
@@ -58,6 +64,15 @@ class SeriesTable:
             index = self._index[series] = len(self._series)
             self._series.append(series)
         return index
+
+    def place(self, series: Series, placement: Placement) -> None:
+        """Say how what this rank holds of ``series`` relates to what others hold; before it is recorded."""
+        if placement != LOCAL:  # which goes without saying
+            self._placements[series] = placement
+
+    def placement(self, series: Series) -> Placement:
+        """``LOCAL`` where nobody has said anything."""
+        return self._placements.get(series, LOCAL)
 
     def __getitem__(self, index: int) -> Series:
         return self._series[index]

@@ -272,6 +272,14 @@ class MonitorConfig(Settings):
     on_alert: Annotated[OnAlert | None, ALERTS] = None
     """What to switch on, on all ranks, for some steps when an alert rule fires on any of them. Null: nothing."""
 
+    @field_validator("replica_check")
+    @classmethod
+    def _has_what_to_compare(cls, wanted: bool, fields: ValidationInfo) -> bool:
+        ops = fields.data.get("ops", ())
+        if wanted and ops and "norm" not in ops:
+            raise ValueError('replica_check compares norms and needs "norm" among the ops')
+        return wanted
+
     @field_validator("format")
     @classmethod
     def _can_hold_histograms(cls, formats: tuple[str, ...], fields: ValidationInfo) -> tuple[str, ...]:

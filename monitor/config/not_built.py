@@ -24,7 +24,6 @@ NOT_BUILT: Final[Mapping[str, Asked]] = {
     "alert.rules": lambda config, _: bool(config.alert.rules),
     "recording_l2_features": lambda config, _: config.recording_l2_features,
     "append_output": lambda config, _: bool(config.append_output),
-    "replica_check": lambda config, _: config.replica_check,
     "on_alert": lambda config, _: config.on_alert is not None,
     f"environment variable {DYNAMIC_VARIABLE}": lambda _, dynamic: dynamic,
 }

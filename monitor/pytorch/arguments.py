@@ -25,6 +25,18 @@ def chunks_of(model: Any) -> Sequence[nn.Module]:
     return chunks
 
 
+def given(optimizer: Any) -> Any:
+    """The optimizer, which has to be passed.
+
+    Raises:
+        TypeError: It was not.
+    """
+    if optimizer is None:
+        expected = "a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`"
+        raise TypeError(f"optimizer is a NoneType: expected {expected}.")
+    return optimizer
+
+
 def count(name: str, value: Any, least: int) -> int:
     """An integer of any kind (numpy's too), as a plain one.
 

@@ -12,21 +12,23 @@ from torch.optim import Optimizer
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
+from monitor.placement import LOCAL, Placement
 from monitor.pytorch.clock import Clock, Schedule
+from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.gradients import GradientCollector
 from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
 from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.names import ModelNames, NamedModule
 from monitor.pytorch.optimizer_state import MomentCollector
-from monitor.pytorch.optimizer_steps import OptimizerSteps
-from monitor.pytorch.parameters import NamedParameter, WeightCollector
+from monitor.pytorch.parameter_series import NamedParameter
+from monitor.pytorch.parameters import WeightCollector
 from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder, Watched
 from monitor.pytorch.stacks import StackCollector
 from monitor.pytorch.structure import StructureCollector
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
-from monitor.series import ACTIVATION_KINDS, Series
+from monitor.series import ACTIVATION_KINDS, REPLICA_KIND, Series
 from monitor.stats.rows import Status
 
 AGGREGATED_EARLY: Final = (
@@ -43,17 +45,16 @@ class Watch:
 
     Attributes:
         chunks: The model's chunks, one for each virtual pipeline stage.
-        optimizer: None: the first optimizer that steps a parameter of the model.
+        framework: Where gradients, weights and moments are.
         ops: The statistics to write; asked at every seal, since they may be changed.
     """
 
     chunks: Sequence[nn.Module]
-    optimizer: Optimizer | None
+    framework: Framework
     grad_acc_steps: int
     config: MonitorConfig
     ownership: Ownership
     ops: Callable[[], tuple[str, ...]]
-    main_grad: bool
 
 
 class Attachment:
@@ -115,11 +116,11 @@ class Attachment:
                 self.structure.watch(_key(module), module.module)
         if config.wg_distribution:
             self._gradients = self._attach_gradients(parameters)
-        rest = (parameters, self._recorder, self._owns, self._failures)
+        rest = (parameters, self._recorder, self._series_of, self._failures, watch.framework)
         self._weights = WeightCollector(*rest) if config.param_distribution else None
         self._moments = MomentCollector(*rest) if config.mv_distribution else None
         self._attach_beginning()
-        self._steps = OptimizerSteps(watch.optimizer, watch.chunks, self, self._failures)
+        self._steps = watch.framework.steps(self, self._failures)
 
     def _attach_beginning(self) -> None:
         begins = ModuleHook(self._failures.guarded("beginning a forward", self._forward_begins))
@@ -154,16 +155,31 @@ class Attachment:
             self._recorder,
             self.clock,
             self._failures,
-            self._owns,
+            self._series_of,
+            self.watch.framework,
             self._note,
             each_micro_step=self.watch.config.monitor_mbs_grad,
-            main_grad=self.watch.main_grad,
         )
 
-    def _owns(self, kind: str, parameter: NamedParameter) -> bool:
+    def _series_of(self, kind: str, parameter: NamedParameter) -> Series | None:
+        """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare."""
+        ownership, placement = self.watch.ownership, self._placement(kind, parameter)
+        if ownership.writes(placement):
+            series = Series(kind, parameter.chunk, parameter.name)
+        elif self.watch.config.replica_check and ownership.monitored:
+            series = Series(REPLICA_KIND, parameter.chunk, f"{kind}/{parameter.name}")
+        else:
+            return None
+        self._recorder.table.series.place(series, placement)
+        return series
+
+    def _placement(self, kind: str, parameter: NamedParameter) -> Placement:
+        """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
+        find = self._failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
-        sharded = hasattr(parameter.tensor, "_local_tensor")
-        return self.watch.ownership.writes(kind, tensor_parallel=split, sharded=sharded)
+        # Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later.
+        term = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
+        return self.watch.ownership.placed(kind, find(kind, parameter) or LOCAL, tensor_parallel=split or term)
 
     def _forward_begins(self, root: nn.Module, _args: Any) -> None:
         self.begun = self.begun or root.training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from monitor.failures import Failures
 from monitor.pytorch.clock import Clock
+from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.hooks import HookSet, Removable
-from monitor.pytorch.parameters import NamedParameter, Owns, ParameterSeries
+from monitor.pytorch.parameter_series import NamedParameter, ParameterSeries, SeriesOf
 from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
 
@@ -57,27 +58,31 @@ class GradientCollector:
         recorder: Recorder,
         clock: Clock,
         failures: Failures,
-        owns: Owns,
+        series_of: SeriesOf,
+        framework: Framework,
         note: Callable[[str, str], None],
         *,
         each_micro_step: bool,
-        main_grad: bool,
     ) -> None:
         self._recorder = recorder
         self._clock = clock
         self._failures = failures
         self._note = note
         self._each_micro_step = each_micro_step
-        self._main_grad = main_grad
+        self._framework = framework
         micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
-        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, owns, failures, micro_steps)
-        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, owns, failures)
+        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, micro_steps)
+        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures)
         self._hooks = HookSet()
         self._parameters = self._unreduced.parameters
-        self._frozen = set(range(len(self._parameters)))
+        self._frozen = set(self._parameters)
         self._left: dict[NamedParameter, _Left] = {}
-        self._backwards: Counter[int] = Counter()
+        self._backwards: Counter[NamedParameter] = Counter()
         self._unscaled = False
+        caught = framework.catch_unreduced(self._parameters, self._caught, failures)
+        if caught is not None:
+            self._hooks.add(caught)
+            self._frozen.clear()
         self.hook_thawed()
 
     def begin_step(self) -> None:
@@ -87,9 +92,9 @@ class GradientCollector:
 
     def hook_thawed(self) -> None:
         """Hook what can be hooked: a frozen parameter can once it is thawed, a lazy one once it has a shape."""
-        for place in [frozen for frozen in self._frozen if _can_be_hooked(self._parameters[frozen].tensor)]:
-            self._hooks.add(self._hook(place))
-            self._frozen.remove(place)
+        for parameter in [frozen for frozen in self._frozen if _can_be_hooked(frozen.tensor)]:
+            self._hooks.add(self._hook(parameter))
+            self._frozen.remove(parameter)
 
     def may_be_unscaled(self) -> None:
         """From now on gradients are no longer what backward left, even where their version says so."""
@@ -99,32 +104,42 @@ class GradientCollector:
         """The step pre-hook: aggregation is done, clipping by the optimizer's owner may be."""
         if not self._each_micro_step:
             self._finish_short_accumulation()
-        self._reduced.record_all(self._gradient)
+        self._reduced.record_all(self._framework.reduced)
 
     def remove(self) -> None:
         self._hooks.remove()
 
-    def _hook(self, place: int) -> Removable:
+    def _hook(self, parameter: NamedParameter) -> Removable:
         # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
-        accumulated, parameter = weakref.WeakMethod(self._accumulated), self._parameters[place]
+        found, name = weakref.WeakMethod(self._found), parameter.name
+        known = weakref.ref(parameter)
 
         def read(tensor: Tensor) -> None:
-            if (living := accumulated()) is not None:
-                living(place, tensor)
+            living, watched = found(), known()
+            if living is not None and watched is not None:
+                living(watched, tensor)
 
-        uncompiled = torch.compiler.disable(self._failures.guarded("reading the gradient", read, of=parameter.name))
+        uncompiled = torch.compiler.disable(self._failures.guarded("reading the gradient", read, of=name))
         handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(uncompiled)
         return handle
 
-    def _accumulated(self, place: int, tensor: Tensor) -> None:
+    def _found(self, parameter: NamedParameter, tensor: Tensor) -> None:
+        """Backward has accumulated into a parameter."""
+        gradient = self._framework.local_gradient(tensor) if self._recorder.active else None
+        if gradient is not None:
+            self._arrived(parameter, gradient)
+
+    def _caught(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
+        """A framework has told of a gradient."""
         if not self._recorder.active:
             return
-        # A framework that keeps main_grad may have moved the gradient there by now.
-        gradient = self._main_grad_of(tensor) if tensor.grad is None else tensor.grad
-        if gradient is None:
-            return
-        parameter = self._parameters[place]
-        micro_step = self._micro_step(place, parameter.chunk)
+        if complete and not self._each_micro_step:
+            self._unreduced.record(parameter, gradient)
+        else:
+            self._arrived(parameter, gradient)
+
+    def _arrived(self, parameter: NamedParameter, gradient: Tensor) -> None:
+        micro_step = self._micro_step(parameter)
         if self._clock.micro_steps > 1:
             self._follow(parameter, gradient)
         if self._each_micro_step:
@@ -133,14 +148,14 @@ class GradientCollector:
             self._unreduced.record(parameter, gradient)
             self._left.pop(parameter, None)
 
-    def _micro_step(self, place: int, chunk: int) -> int:
+    def _micro_step(self, parameter: NamedParameter) -> int:
         """The micro-step of this backward: where no root forward was seen (compiled, scripted, or only parts of the model are
         called), as many as reached the parameter before.
         """
-        if self._clock.forward[chunk] >= 0:
-            return self._clock.backward_micro_step(chunk)
-        self._backwards[place] += 1
-        return self._backwards[place] - 1
+        if self._clock.forward[parameter.chunk] >= 0:
+            return self._clock.backward_micro_step(parameter.chunk)
+        self._backwards[parameter] += 1
+        return self._backwards[parameter] - 1
 
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
@@ -154,7 +169,7 @@ class GradientCollector:
         """
         lost = 0
         for parameter, left in self._left.items():
-            gradient = self._gradient(parameter)
+            gradient = self._framework.reduced(parameter)
             if gradient is not None and left.is_intact(gradient) and not self._unscaled and not has_others():
                 self._unreduced.record(parameter, gradient)
             else:
@@ -164,10 +179,3 @@ class GradientCollector:
             said = f"In step {self._clock.step} {lost} gradients were complete before the last micro-batch of grad_acc_steps"
             advice = "and were aggregated, unscaled or clipped before it was known: their grad_unreduced is missing."
             self._failures.warn("fewer micro-steps", f"{said} ({self._clock.micro_steps}) {advice}")
-
-    def _gradient(self, parameter: NamedParameter) -> Tensor | None:
-        main_grad = self._main_grad_of(parameter.tensor)
-        return parameter.tensor.grad if main_grad is None else main_grad
-
-    def _main_grad_of(self, tensor: Any) -> Tensor | None:
-        return getattr(tensor, "main_grad", None) if self._main_grad else None

@@ -10,7 +10,7 @@ from torch import nn
 
 from monitor.config import MonitorConfig
 from monitor.names import clean_name, squashed
-from monitor.pytorch.parameters import NamedParameter
+from monitor.pytorch.parameter_series import NamedParameter
 from monitor.selection import ChunkNames, ModuleSelection, Selection
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +26,17 @@ def has_others() -> bool:
     return initialized() and dist.get_world_size() > 1
 
 
-def place(**groups: Any) -> Place:
+def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, **groups: Any) -> Place:
     """Where this process stands now.
 
     Args:
-        groups: Process groups by role, None where there is none.
+        found: Ranks of groups that show in the model, by role.
+        groups: Process groups that were passed, by role, None where there is none. They come first.
     """
     if not initialized():
         return _announced()
     members = {role: ranks for role, group in groups.items() if (ranks := group_ranks(role, group)) is not None}
-    return Place(dist.get_rank(), dist.get_world_size(), members, dist.distributed_c10d._get_default_store())
+    return Place(dist.get_rank(), dist.get_world_size(), {**found(), **members}, dist.distributed_c10d._get_default_store())
 
 
 def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:

@@ -12,10 +12,11 @@ from torch import nn
 
 from monitor.config import MonitorConfig, load_config
 from monitor.failures import LOGGER, Failures
-from monitor.pytorch.arguments import chunks_of, count
+from monitor.pytorch.arguments import chunks_of, count, given
 from monitor.pytorch.attachment import Watch
 from monitor.pytorch.errors import RunEnded
-from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.frameworks.recognition import framework_of
 from monitor.pytorch.metrics import Metrics, of_kinds
 from monitor.pytorch.names import ModelNames
 from monitor.pytorch.place import group_ranks, is_settled, place
@@ -105,26 +106,17 @@ class TrainerMon:
             ValueError: ``grad_acc_steps`` or ``start_iteration`` is out of range.
         """
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
-        self._attach(chunks_of(model), micro_steps, innermost(optimizer), (dp_group, tp_group), start)
+        chunks = chunks_of(model)
+        self._attach(self._framework(chunks, given(optimizer)), micro_steps, (dp_group, tp_group), start)
 
-    def _attach(
-        self, chunks: Sequence[nn.Module], grad_acc_steps: int, optimizer: Any, groups: tuple[Any, Any], start: int
-    ) -> None:
+    def _attach(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
         if self._closed:
             raise RuntimeError("This TrainerMon was closed. Make a new one.")
         # Drawn on every rank, also on one that is not monitored: ranks agree on a name for each call of set_monitor.
         ordinal = next(ORDINALS)
         ownership = self._ownership(*groups)
-        watch = Watch(
-            chunks,
-            optimizer,
-            grad_acc_steps,
-            self._config,
-            ownership,
-            ops=lambda: self._ops,
-            main_grad=self._main_grad_of(chunks),
-        )
-        shared = next((one for one in self._recordings if one.attachment.shares(chunks, optimizer)), None)
+        watch = Watch(framework.chunks, framework, grad_acc_steps, self._config, ownership, ops=lambda: self._ops)
+        shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizer)), None)
         if not ownership.monitored and not self._config.print_struct:
             self._say_if_nobody(ownership)
         elif shared is not None:
@@ -133,6 +125,9 @@ class TrainerMon:
             self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step)
         else:
             self._begin(watch, groups, start, ordinal)
+
+    def _framework(self, chunks: Sequence[nn.Module], optimizer: Any) -> Framework:
+        return framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
 
     def _names(self, watch: Watch) -> ModelNames:
         names = ModelNames(watch.chunks, self._config)
@@ -143,7 +138,7 @@ class TrainerMon:
     def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int, ordinal: int) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
-        where = partial(place, pp=self._process_group, dp=dp_group, tp=tp_group)
+        where = partial(place, watch.framework.groups, pp=self._process_group, dp=dp_group, tp=tp_group)
         recording = Recording(self._config, self._config_path, self._base, where, ordinal, self._failures)
         if is_settled():
             recording.open()
@@ -211,9 +206,8 @@ class TrainerMon:
         """Deprecated: ``set_monitor``. Without an optimizer, the first one that steps a parameter of the model is taken."""
         warnings.warn("monitor_gnorm_with_ad is now set_monitor.", DeprecationWarning, stacklevel=2)
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
-        given = optimizer if optimizer is not None else self._wrapped_optimizer
-        inner = None if given is None else innermost(given)
-        self._attach(chunks_of(model), micro_steps, inner, (dp_group, tp_group), start)
+        framework = self._framework(chunks_of(model), self._wrapped_optimizer if optimizer is None else optimizer)
+        self._attach(framework, micro_steps, (dp_group, tp_group), start)
 
     def _known(self, ops: Iterable[str]) -> tuple[str, ...]:
         known, unknown = known_ops([ops] if isinstance(ops, str) else ops)

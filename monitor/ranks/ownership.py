@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
+from monitor.placement import Placement, Ranks, ranks_of
 from monitor.series import MOMENT_KINDS, PARAMETER_KINDS
 
 SAME_AFTER_REDUCTION: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS})
@@ -36,25 +37,35 @@ class Ownership:
         """Whether this rank records anything."""
         return not self.module_ranks or self.rank in self.module_ranks
 
-    def writes(self, kind: str, *, tensor_parallel: bool = False, sharded: bool = False) -> bool:
-        """Whether this rank writes a series.
+    def placed(self, kind: str, known: Placement, *, tensor_parallel: bool = False) -> Placement:
+        """What is known of a series, with what follows from the groups that the user passed.
 
         Args:
             kind: The series' kind.
-            tensor_parallel: Whether the parameter is split among the tensor-parallel ranks (``tensor_model_parallel``).
-            sharded: Whether this rank's tensor is a part of the whole (a shard, a partial sum) and no replica.
+            known: What its tensor and the framework say.
+            tensor_parallel: Whether the tensor-parallel ranks hold different numbers (``tensor_model_parallel``).
         """
-        if not self.monitored or sharded:
-            return self.monitored
-        dp_replica = kind in SAME_AFTER_REDUCTION
-        tp_replica = kind in OF_PARAMETERS and not tensor_parallel
-        return (not dp_replica or self._first_of(self.dp_group)) and (not tp_replica or self._first_of(self.tp_group))
+        if known.partial:
+            return known
+        groups = [known.replicas, self.dp_group if kind in SAME_AFTER_REDUCTION else None]
+        groups.append(self.tp_group if kind in OF_PARAMETERS and not tensor_parallel else None)
+        others = set(known.shard.ranks if known.shard else ()) - {self.rank}
+        # Over ranks that the tensor is cut among there are no replicas, whatever group they form.
+        alike = alike_over(self.rank, [group for group in groups if group and not others.intersection(group)])
+        replicas = tuple(rank for rank in alike if 0 <= rank < self.world_size) if alike else ()
+        return replace(known, replicas=replicas, unclaimed=() if set(known.unclaimed) <= set(replicas) else known.unclaimed)
 
-    def _first_of(self, group: Collection[int] | None) -> bool:
-        """Whether this rank is the group's first monitored one: the lowest, so that no two ranks defer to each other."""
-        if group is None or self.rank not in group:
-            return True
-        return self.rank == min(rank for rank in group if not self.module_ranks or rank in self.module_ranks)
+    def writes(self, placement: Placement) -> bool:
+        """Whether this rank writes a series: the first monitored one of those that could."""
+        return self.monitored and (not placement.replicas or self.rank == self.owner(placement))
+
+    def owner(self, placement: Placement) -> int | None:
+        """The rank that writes a replicated series; None where there are no replicas, or none of them is monitored.
+
+        The lowest, so that no two ranks defer to each other.
+        """
+        monitored = (rank for rank in placement.replicas if not self.module_ranks or rank in self.module_ranks)
+        return min(monitored, default=None)
 
 
 def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | None:
@@ -65,3 +76,20 @@ def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | No
         f"module_ranks {sorted(module_ranks)} names no rank of this job, whose ranks are 0 to {world_size - 1}: "
         "nothing will be recorded"
     )
+
+
+def alike_over(rank: int, groups: Sequence[Iterable[int]]) -> Ranks:
+    """The ranks that hold what ``rank`` holds, when the ranks within each of ``groups`` do.
+
+    A rank of the data-parallel group has tensor-parallel mates of its own, which this rank has no group with. In a grid of
+    ranks they stand where this rank's mates would, were they moved along: r + (d - r) + (t - r).
+
+    Returns:
+        Empty where there is no other.
+    """
+    alike = {rank}
+    for group in map(set, groups):
+        if rank not in group or group <= alike:
+            continue
+        alike = group if alike <= group else {held + mate - rank for held in alike for mate in group}
+    return ranks_of(alike) if len(alike) > 1 else ()

@@ -2,7 +2,8 @@
 
 Gzipped JSON of columns, one entry a series, in the order of their numbers. ``kind`` and ``layout`` index ``kinds`` and
 ``layouts``; a layout of -1 is that of a series not measured yet; ``varies`` lists the series whose shape or dtype has changed
-since it was first measured.
+since it was first measured. ``placement`` indexes ``placements``, -1 for what only this rank has, and these index ``groups``,
+in which each set of ranks stands once: a job of thousands of ranks has few different ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from monitor.placement import LOCAL, Placement, Ranks, Shard
 from monitor.ranks.records import SCHEMA_VERSION, ManifestError, ManifestRecord, Natural, Record, known_version, parsed
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows, Layout, StepRows
@@ -28,6 +30,7 @@ SERIES_LIMIT: Final = 256 * 2**20
 """Bytes of a series file once unpacked."""
 
 NOT_MEASURED: Final = -1
+LOCAL_PLACEMENT: Final = -1
 
 T = TypeVar("T", bound=Hashable)
 
@@ -39,11 +42,13 @@ class MeasuredSeries:
     Attributes:
         layout: Shape and dtype when it was first measured; None if it has not been.
         varies: Whether it has been measured in another layout since.
+        placement: How it relates to what other ranks hold.
     """
 
     series: Series
     layout: Layout | None
     varies: bool
+    placement: Placement = LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,62 @@ class Measured:
             "name": [one.name for one in series],
             "layout": (layout - (len(used) - len(measured))).tolist(),
             "varies": np.flatnonzero(self._varies).tolist(),
+            **self._placed(series),
         }
+
+    def _placed(self, series: Sequence[Series]) -> dict[str, object]:
+        """The columns of placements."""
+        each = [self._series.placement(one) for one in series]
+        placements, _ = _coded(one for one in each if one != LOCAL)
+        number = {one: index for index, one in enumerate(placements)}
+        groups, _ = _coded(group for one in placements for group in _groups_of(one))
+        return {
+            "groups": groups,
+            "placements": [_spelled(one, {group: index for index, group in enumerate(groups)}) for one in placements],
+            "placement": [number.get(one, LOCAL_PLACEMENT) for one in each],
+        }
+
+
+def _groups_of(placement: Placement) -> tuple[Ranks, ...]:
+    return (placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ())
+
+
+def _spelled(placement: Placement, number: Mapping[Ranks, int]) -> dict[str, object]:
+    shard = placement.shard
+    cut = (
+        {"ranks": number[shard.ranks], "global_shape": shard.global_shape, "offset": shard.offset, "flat": shard.flat}
+        if shard
+        else None
+    )
+    return {
+        "replicas": number[placement.replicas],
+        "unclaimed": number[placement.unclaimed],
+        "partial": placement.partial,
+        "shard": cut,
+    }
+
+
+class ShardRecord(Record):
+    """``monitor.placement.Shard``, its ranks by number."""
+
+    ranks: Natural
+    global_shape: tuple[Natural, ...]
+    offset: tuple[Natural, ...]
+    flat: bool
+
+
+class PlacementRecord(Record):
+    """``monitor.placement.Placement``, groups of ranks by number."""
+
+    replicas: Natural
+    unclaimed: Natural
+    partial: bool
+    shard: ShardRecord | None
+
+    def placement(self, groups: Sequence[Ranks]) -> Placement:
+        cut = self.shard
+        shard = Shard(groups[cut.ranks], cut.global_shape, cut.offset, cut.flat) if cut else None
+        return Placement(groups[self.replicas], groups[self.unclaimed], shard, self.partial)
 
 
 class SeriesColumns(Record):
@@ -125,28 +185,46 @@ class SeriesColumns(Record):
     name: tuple[str, ...]
     layout: tuple[int, ...]
     varies: tuple[Natural, ...]
+    groups: tuple[tuple[Natural, ...], ...] = ()
+    placements: tuple[PlacementRecord, ...] = ()
+    placement: tuple[int, ...] = ()
 
     @model_validator(mode="after")
     def _aligned(self) -> SeriesColumns:
         known_version(self.schema_version)
         if not len(self.kind) == len(self.vpp_stage) == len(self.name) == len(self.layout):
             raise ValueError("the columns differ in length")
-        for column, below in ((self.kind, self.kinds), (self.layout, self.layouts), (self.varies, self.name)):
+        if self.placement and len(self.placement) != len(self.name):
+            raise ValueError("the columns differ in length")
+        for column, below in self._pointers():
             if max(column, default=-1) >= len(below):
                 raise ValueError("an entry points beyond the end of what it points into")
-        if min(self.layout, default=0) < NOT_MEASURED:
-            raise ValueError("a layout below -1")
+        if min(self.layout, default=0) < NOT_MEASURED or min(self.placement, default=0) < LOCAL_PLACEMENT:
+            raise ValueError("a layout or placement below -1")
         return self
+
+    def _pointers(self) -> Iterator[tuple[Sequence[int], Sequence[object]]]:
+        yield self.kind, self.kinds
+        yield self.layout, self.layouts
+        yield self.varies, self.name
+        yield self.placement, self.placements
+        for one in self.placements:
+            yield [one.replicas, one.unclaimed, one.shard.ranks if one.shard else 0], self.groups
 
     def series(self) -> tuple[MeasuredSeries, ...]:
         layouts = [Layout(shape, dtype) for shape, dtype in self.layouts]
         varies = frozenset(self.varies)
-        columns = zip(self.kind, self.vpp_stage, self.name, self.layout, strict=True)
+        placed = [one.placement(self.groups) for one in self.placements]
+        placement = self.placement or (LOCAL_PLACEMENT,) * len(self.name)
+        columns = zip(self.kind, self.vpp_stage, self.name, self.layout, placement, strict=True)
         return tuple(
             MeasuredSeries(
-                Series(self.kinds[kind], vpp_stage, name), None if layout == NOT_MEASURED else layouts[layout], index in varies
+                Series(self.kinds[kind], vpp_stage, name),
+                None if layout == NOT_MEASURED else layouts[layout],
+                index in varies,
+                LOCAL if where == LOCAL_PLACEMENT else placed[where],
             )
-            for index, (kind, vpp_stage, name, layout) in enumerate(columns)
+            for index, (kind, vpp_stage, name, layout, where) in enumerate(columns)
         )
 
 

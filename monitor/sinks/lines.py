@@ -34,7 +34,7 @@ T_co = TypeVar("T_co", covariant=True)
 def header(rows: StepRows, kind: str) -> bytes:
     """The first line of a file of ``kind``."""
     micro_step = ("micro_step",) if kind in rows.micro_step_kinds else ()
-    return (",".join(("vpp_stage", "name", "step", *micro_step, *rows.ops)) + "\n").encode()
+    return (",".join(("vpp_stage", "name", "step", *micro_step, *rows.ops_of(kind))) + "\n").encode()
 
 
 def quoted(cell: str) -> str:
@@ -69,7 +69,7 @@ class Lines:
         with_micro_step = np.repeat([p.kind in rows.micro_step_kinds for p in block], [len(p.rows) for p in block])
         micro_step = np.concatenate([piece.rows.micro_step for piece in block])
         moment = np.where(with_micro_step, micro_step + 2, 0)
-        return [self._series.take(series), when.take(pa.array(moment)), *self._op_columns(rows.ops, block)]
+        return [self._series.take(series), when.take(pa.array(moment)), *self._op_columns(rows.ops_of(block[0].kind), block)]
 
     def _op_columns(self, ops: tuple[str, ...], block: list[Piece]) -> list[pa.StringArray]:
         layout = np.concatenate([piece.rows.layout for piece in block])
@@ -129,10 +129,13 @@ class Piece(NamedTuple):
 
 
 def _blocks(rows: StepRows) -> Iterator[list[Piece]]:
-    """The rows of the step in blocks of at most ``BLOCK_ROWS``; small kinds share one."""
+    """The rows of the step in blocks of at most ``BLOCK_ROWS``; small kinds with the same columns share one."""
     block: list[Piece] = []
     room = BLOCK_ROWS
     for kind, of_kind in rows.kinds.items():
+        if block and rows.ops_of(kind) != rows.ops_of(block[0].kind):
+            yield block
+            block, room = [], BLOCK_ROWS
         start = 0
         while start < len(of_kind):
             piece = _part(of_kind, slice(start, start + room))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.series import REPLICA_KIND
 from monitor.stats.partials import Partials
 
 Status = Literal["complete", "skipped", "incomplete"]
 """``skipped``: the optimizer's step was skipped (overflow). ``incomplete``: the run ended in the middle of the step."""
+
+
+REPLICA_OPS: Final = ("norm",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ class StepRows:
     status: Status = "complete"
     micro_step_kinds: frozenset[str] = field(default_factory=frozenset)
     """Kinds whose rows carry a micro-step, decided by the configuration and not by what happens to be there."""
+
+    def ops_of(self, kind: str) -> tuple[str, ...]:
+        """The statistics to write of a kind. Of replicas the norm, whatever was asked for: it is there to be compared."""
+        return REPLICA_OPS if kind == REPLICA_KIND else self.ops
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.kinds.values())

@@ -1,21 +1,25 @@
-from itertools import product
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.ranks.ownership import Ownership, nobody_monitored
+from monitor.placement import LOCAL, Placement, Shard
+from monitor.ranks.ownership import Ownership, alike_over, nobody_monitored
 from monitor.series import KINDS
 
 REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-OF_THE_RANK = {"actv", "actv_grad", "other"}
+OF_THE_RANK = {"actv", "actv_grad", "other", "replica"}
 
 
-def writers(groups, kind, module_ranks=(), **tensor):
+def writers(groups, kind, module_ranks=(), known=lambda _: LOCAL, **tensor):
     """Ranks that write a series, of a job whose ranks have these (dp, tp) groups."""
     world = len(groups)
     owners = [Ownership(rank, world, module_ranks, dp, tp) for rank, (dp, tp) in enumerate(groups)]
-    return {owner.rank for owner in owners if owner.writes(kind, **tensor)}
+    return {owner.rank for owner in owners if owner.writes(owner.placed(kind, known(owner.rank), **tensor))}
+
+
+def cut_among(*groups):
+    """What each rank knows of a tensor that the ranks of each of these groups hold parts of."""
+    return lambda rank: Placement(shard=next(Shard(group, (8,)) for group in groups if rank in group))
 
 
 def grid(dp, tp):
@@ -57,8 +61,39 @@ def test_of_what_belongs_to_no_parameter_every_rank_of_the_tp_group_writes(kind)
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(KINDS), st.booleans())
 def test_a_shard_is_never_dropped(dp, tp, kind, tensor_parallel):
-    everybody = set(range(dp * tp))
-    assert writers(grid(dp, tp), kind, sharded=True, tensor_parallel=tensor_parallel) == everybody
+    everybody = tuple(range(dp * tp))
+    assert writers(grid(dp, tp), kind, known=cut_among(everybody), tensor_parallel=tensor_parallel) == set(everybody)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(REPLICAS_AFTER_REDUCTION)))
+def test_a_tensor_that_is_cut_in_one_direction_is_written_once_in_the_other(dp, tp, kind):
+    groups = grid(dp, tp)
+    assert writers(groups, kind, known=cut_among(*(mates for _, mates in groups))) == set(range(tp))
+    assert writers(groups, kind, known=cut_among(*(peers for peers, _ in groups))) == {peers * tp for peers in range(dp)}
+
+
+def test_a_term_of_a_sum_is_no_replica():
+    assert writers([((0, 1), None)] * 2, "grad_reduced", known=lambda _: Placement(partial=True)) == {0, 1}
+
+
+def test_replicas_that_the_tensor_knows_of_and_those_of_the_groups_make_one_set():
+    replicas = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    owner = Ownership(3, 4, dp_group=(0, 1, 2, 3))
+    assert owner.placed("grad_reduced", Placement(replicas=replicas[3])).replicas == (0, 1, 2, 3)
+    assert owner.placed("grad_unreduced", Placement(replicas=replicas[3])).replicas == (1, 3)
+
+
+def test_replicas_that_nobody_passed_a_group_for_are_written_by_all_and_known():
+    known = Placement(unclaimed=(0, 1))
+    assert writers([(None, None)] * 2, "grad_reduced", known=lambda _: known) == {0, 1}
+    assert Ownership(0, 2, dp_group=(0, 1)).placed("grad_reduced", known) == Placement(replicas=(0, 1))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_in_a_grid_those_alike_over_both_groups_are_all_ranks(dp, tp, data):
+    rank = data.draw(st.integers(0, dp * tp - 1))
+    everybody = tuple(range(dp * tp)) if dp * tp > 1 else ()
+    assert alike_over(rank, grid(dp, tp)[rank]) == everybody
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(REPLICAS_AFTER_REDUCTION)))
@@ -70,30 +105,32 @@ def test_in_a_grid_each_number_is_written_once(dp, tp, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_is_not_monitored_writes_nothing_not_even_a_shard(kind):
     assert writers([(None, None)] * 4, kind, module_ranks=[1, 3]) == {1, 3}
-    assert writers([(None, None)] * 4, kind, module_ranks=[1, 3], sharded=True) == {1, 3}
+    assert writers([(None, None)] * 4, kind, module_ranks=[1, 3], known=cut_among((0, 1, 2, 3))) == {1, 3}
 
 
 def test_the_owner_is_the_first_monitored_rank_whatever_the_order():
     assert writers([((3, 2, 1, 0), None)] * 4, "grad_reduced", module_ranks=[3, 1]) == {1}
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.sets(st.integers(0, 8), min_size=1), st.sampled_from(KINDS), st.booleans())
-def test_whatever_ranks_are_monitored_somebody_writes(dp, tp, module_ranks, kind, tensor_parallel):
+@given(st.integers(1, 3), st.integers(1, 3), st.sets(st.integers(0, 8)), st.sampled_from(sorted(REPLICAS_AFTER_REDUCTION)))
+def test_whatever_ranks_of_a_grid_are_monitored_one_of_them_writes(dp, tp, module_ranks, kind):
     monitored = module_ranks & set(range(dp * tp))
-    assert bool(writers(grid(dp, tp), kind, module_ranks, tensor_parallel=tensor_parallel)) == bool(monitored)
+    assert writers(grid(dp, tp), kind, monitored or [9]) == ({min(monitored)} if monitored else set())
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from(sorted(REPLICAS_AFTER_REDUCTION)), st.data())
-def test_whole_groups_that_are_monitored_write_each_number_once(dp, tp, kind, data):
-    """Ranks chosen as rows and columns of the grid."""
-    rows, columns = (sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))) for n in (dp, tp))
-    monitored = [row * tp + column for row, column in product(rows, columns)]
-    assert writers(grid(dp, tp), kind, monitored) == {monitored[0]}
-    assert writers(grid(dp, tp), kind, monitored, tensor_parallel=True) == set(monitored[: len(columns)])
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sets(st.integers(0, 8), min_size=1),
+    st.sampled_from(sorted(REPLICAS_AFTER_REDUCTION)),
+)
+def test_of_split_parameters_each_part_that_is_monitored_is_written_once(dp, tp, module_ranks, kind):
+    written = writers(grid(dp, tp), kind, module_ranks, tensor_parallel=True)
+    assert sorted(rank % tp for rank in written) == sorted({rank % tp for rank in module_ranks if rank < dp * tp})
 
 
 def test_a_group_that_this_rank_is_not_in_decides_nothing():
-    assert Ownership(5, 8, dp_group=(0, 1)).writes("grad_reduced")
+    assert Ownership(5, 8, dp_group=(0, 1)).placed("grad_reduced", LOCAL) == LOCAL
 
 
 def test_ranks_that_are_not_in_the_job_are_told_of():

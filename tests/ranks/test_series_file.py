@@ -185,7 +185,7 @@ def test_a_file_that_unpacks_without_end_is_refused(on_disk, monkeypatch):
         ("name", [], "the columns differ in length"),
         ("kind", [1], "an entry points beyond the end"),
         ("layout", [1], "an entry points beyond the end"),
-        ("layout", [-2], "a layout below -1"),
+        ("layout", [-2], "a layout or placement below -1"),
         ("varies", [1], "an entry points beyond the end"),
         ("vpp_stage", ["0"], "vpp_stage.0: Input should be a valid integer"),
         ("schema_version", 2, "schema version 2 is not known"),

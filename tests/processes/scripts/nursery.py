@@ -56,6 +56,7 @@ def settle(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv = request["command"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
     for number, path in enumerate((os.devnull, f"{request['place']}/out", f"{request['place']}/errors")):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(descriptor, number)

@@ -1,0 +1,161 @@
+"""Where gradients, weights and moments of a parameter are, and what other ranks hold of them: plain PyTorch's answers.
+
+A framework that keeps them elsewhere is a subclass that overrides what differs, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from monitor.failures import Failures
+from monitor.placement import LOCAL, Placement, ranks_of
+from monitor.pytorch.frameworks.dtensor import mesh_groups, placement_of
+from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.pytorch.hooks import Removable
+from monitor.pytorch.optimizer_steps import OptimizerSteps, StepListener
+from monitor.pytorch.parameter_series import NamedParameter
+from monitor.pytorch.place import group_ranks
+from monitor.ranks.ownership import SAME_AFTER_REDUCTION
+
+STATE_NAMES: Final = {
+    "exp_avg": ("exp_avg", "momentum_buffer"),
+    "exp_avg_sq": ("exp_avg_sq",),
+    "max_exp_avg_sq": ("max_exp_avg_sq",),
+}
+"""What torch optimizers call the state behind each kind."""
+
+
+class Arrived(Protocol):
+    """Takes a local gradient at the moment when it is complete, before any rank adds to it."""
+
+    def __call__(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
+        """Read ``gradient``, which may change or go as soon as this returns. Never raises.
+
+        Args:
+            complete: Whether it is the sum over the whole step, so that its row can be written without counting
+                micro-batches. Otherwise it is what one backward left.
+        """
+
+
+class Steps(Protocol):
+    """What tells a ``StepListener`` of the steps of an optimizer.
+
+    Attributes:
+        optimizer: The torch optimizer that was found; None until it shows itself.
+    """
+
+    optimizer: Optimizer | None
+
+    def remove(self) -> None:
+        """Tell nobody any more, and undo every patch."""
+
+
+class Framework:
+    """Plain PyTorch, with DistributedDataParallel or without, and tensors that are DTensors.
+
+    Every answer concerns this rank alone: no collective is issued, and nothing waits for a device.
+
+    Attributes:
+        name: As messages and the manifest have it.
+        chunks: The model as given to ``set_monitor``.
+        optimizer: The torch optimizer that does the work; None where the first that steps the model is to be found.
+    """
+
+    name = "torch"
+
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
+        """Take a model and its optimizer, as the user passed them.
+
+        Args:
+            main_grad: Whether the user says that gradients are kept in ``main_grad``.
+
+        Raises:
+            TypeError: The optimizer is none that this framework knows.
+            ValueError: The model is set up in a way that cannot be observed. The message says what to change.
+        """
+        self.chunks = chunks
+        self.optimizer: Optimizer | None = None if optimizer is None else innermost(optimizer)
+        self._main_grad = main_grad
+        self._reducers = {id(p): ranks for chunk in chunks for p, ranks in _reduced_by(chunk)}
+
+    def groups(self) -> Mapping[str, Sequence[int]]:
+        """The groups of this rank that show in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's own
+        names. Those that the user passed come on top.
+        """
+        return mesh_groups(p for chunk in self.chunks for p in chunk.parameters())
+
+    def notes(self) -> Mapping[str, str]:
+        """What a reader of the numbers must know, for the manifest; by kind where it concerns one."""
+        return {}
+
+    def placement(self, kind: str, parameter: NamedParameter) -> Placement:
+        """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
+        found = placement_of(parameter.tensor)
+        if found is not None:
+            return found
+        alike = self._reducers.get(id(parameter.tensor), ()) if kind in SAME_AFTER_REDUCTION else ()
+        return Placement(unclaimed=alike) if alike else LOCAL
+
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable | None:
+        """Have ``arrived`` told of every local gradient.
+
+        Returns:
+            What ends it. None where hooks on the parameters themselves serve, which is the caller's work.
+        """
+        del parameters, arrived, failures
+        return None
+
+    def local_gradient(self, tensor: Any) -> Tensor | None:
+        """Where the hook of a parameter finds what backward has left."""
+        # A framework that keeps main_grad may have moved the gradient there by now.
+        return self._main_grad_of(tensor) if tensor.grad is None else tensor.grad
+
+    def reduced(self, parameter: NamedParameter) -> Tensor | None:
+        """What this rank holds of the aggregated gradient, when the step begins; None where it holds nothing."""
+        main_grad = self._main_grad_of(parameter.tensor)
+        return parameter.tensor.grad if main_grad is None else main_grad
+
+    def weight(self, parameter: NamedParameter) -> Tensor | None:
+        """What this rank holds of the weight that the optimizer steps: the master weight where there is one."""
+        return parameter.tensor
+
+    def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
+        """What this rank holds of a moment.
+
+        Args:
+            optimizer: The torch optimizer that is about to step.
+        """
+        return in_state(kind, optimizer, parameter.tensor)
+
+    def steps(self, listener: StepListener, failures: Failures) -> Steps:
+        """Tell ``listener`` of every step from now on."""
+        return OptimizerSteps(self.optimizer, self.chunks, listener, failures)
+
+    def _main_grad_of(self, tensor: Any) -> Tensor | None:
+        return getattr(tensor, "main_grad", None) if self._main_grad else None
+
+
+def in_state(kind: str, optimizer: Optimizer, key: Tensor) -> Tensor | None:
+    """The moment that an optimizer keeps for ``key``, which is the parameter as the optimizer knows it."""
+    # `state` is a defaultdict: asking for a parameter that has none yet would make one, and change training.
+    state = optimizer.state.get(key)
+    if state is None:
+        return None
+    found = (state.get(name) for name in STATE_NAMES[kind])
+    return next((x for x in found if isinstance(x, Tensor)), None)
+
+
+def _reduced_by(chunk: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+    """The parameters whose gradients DistributedDataParallel averages, each with the ranks that hold the same then."""
+    found = []
+    for module in chunk.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = ranks_of(group_ranks("the group of DistributedDataParallel", module.process_group) or ())
+            left_out = set(getattr(module, "parameters_to_ignore", ()))
+            found += [(p, ranks) for name, p in module.module.named_parameters() if name not in left_out and len(ranks) > 1]
+    return found
