@@ -14,6 +14,8 @@ from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.placement import LOCAL, Placement
 from monitor.pytorch.clock import Clock, Schedule
+from monitor.pytorch.flow import observed
+from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.gradients import GradientCollector
 from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
@@ -89,6 +91,7 @@ class Attachment:
         self._failures = failures
         self._schedule = Schedule.of(watch.config)
         self._loss_scale, self._found_inf = Watched(LOSS_SCALE), Watched(FOUND_INF)
+        self._introduced = False
         self._forks = PROCESS.forks
         self._hooks = HookSet()
         self.modules = ModuleCollector(recorder, self.clock, failures)
@@ -161,9 +164,9 @@ class Attachment:
             each_micro_step=self.watch.config.monitor_mbs_grad,
         )
 
-    def _series_of(self, kind: str, parameter: NamedParameter) -> Series | None:
+    def _series_of(self, kind: str, parameter: NamedParameter, seen: Tensor | None = None) -> Series | None:
         """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare."""
-        ownership, placement = self.watch.ownership, self._placement(kind, parameter)
+        ownership, placement = self.watch.ownership, self._placement(kind, parameter, seen)
         if ownership.writes(placement):
             series = Series(kind, parameter.chunk, parameter.name)
         elif self.watch.config.replica_check and ownership.monitored:
@@ -173,13 +176,14 @@ class Attachment:
         self._recorder.table.series.place(series, placement)
         return series
 
-    def _placement(self, kind: str, parameter: NamedParameter) -> Placement:
+    def _placement(self, kind: str, parameter: NamedParameter, seen: Tensor | None) -> Placement:
         """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
         find = self._failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         # Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later.
         term = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
-        return self.watch.ownership.placed(kind, find(kind, parameter) or LOCAL, tensor_parallel=split or term)
+        known = (None if seen is None else placement_of(seen)) or find(kind, parameter) or LOCAL
+        return self.watch.ownership.placed(kind, known, tensor_parallel=split or term)
 
     def _forward_begins(self, root: nn.Module, _args: Any) -> None:
         self.begun = self.begun or root.training
@@ -187,9 +191,8 @@ class Attachment:
             self._check_aggregation(root)
 
     def _check_aggregation(self, root: nn.Module) -> None:
-        """DistributedDataParallel aggregates after the backward of this forward, unless ``no_sync`` holds it back."""
         early = max(self.clock.forward) < self.clock.micro_steps - 1
-        if early and getattr(root, "require_backward_grad_sync", False) and has_others():
+        if early and has_others() and self.watch.framework.aggregates(root):
             self._note("grad_unreduced", AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:
@@ -197,7 +200,17 @@ class Attachment:
             self._gradients.hook_thawed()
 
     def _note(self, key: str, said: str) -> None:
-        self._run().manifest.note(key, said)
+        self._opened().manifest.note(key, said)
+
+    def _opened(self) -> Run:
+        """The run. What the framework has to say of all steps is in its manifest first."""
+        run = self._run()
+        if not self._introduced:
+            self._introduced = True
+            notes = self._failures.guarded("asking the framework for notes", self.watch.framework.notes)() or {}
+            for key, said in notes.items():
+                run.manifest.note(key, said)
+        return run
 
     # What the optimizer's steps tell, in this order.
 
@@ -212,8 +225,8 @@ class Attachment:
         if self._records_scaled():
             self._note("found_inf", "the optimizer skips a step on its own where this, in `other`, is not 0")
             self._recorder.record(self._found_inf, found_inf, aliases=False)
-            if still_scaled:
-                self._note("grad_reduced", "multiplied by loss_scale: the optimizer divides by it inside its step")
+            if still_scaled and self._gradients is not None:
+                self._gradients.are_still_scaled()
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._recorder.active:
@@ -254,14 +267,20 @@ class Attachment:
 
     def _seal(self, status: Status) -> None:
         self.collected += 1
+        if self.collected == 1:
+            self._failures.guarded("following the flow of data", self._tell_flow, "The manifest has none of it.")()
         try:
             self._submit(status)
         except BaseException:
             self._recorder.discard()  # what this step measured must not stand among the rows of the next
             raise
 
+    def _tell_flow(self) -> None:
+        """Of one step: the others repeat it, or nearly."""
+        self._run().manifest.flows(observed(self._recorder.table, self.modules.seen()))
+
     def _submit(self, status: Status) -> None:
-        pipeline = self._run().pipeline
+        pipeline = self._opened().pipeline
         sealed = pipeline.reserve(self.clock.step)
         if sealed is None:
             self._recorder.discard()

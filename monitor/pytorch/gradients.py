@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from monitor.failures import Failures
+from monitor.pytorch.after_backward import AfterBackward, LeftGradient
 from monitor.pytorch.clock import Clock
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.hooks import HookSet, Removable
@@ -20,25 +21,12 @@ from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
-
-
-class _Left:
-    """A gradient as a micro-batch left it, to tell later whether anybody has replaced or changed it since.
-
-    Changes behind the version (``p.grad.data``) are not seen.
-    """
-
-    __slots__ = ("_gradient", "_version")
-
-    def __init__(self, gradient: Tensor) -> None:
-        self._gradient = weakref.ref(gradient)
-        self._version = gradient._version
-
-    def stands_in(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self._gradient() is gradient
-
-    def is_intact(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self._gradient() is gradient and gradient._version == self._version
+CHANGED: Final = (
+    "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "
+    "row holds what the optimizer was given"
+)
+UNSCALED: Final = "divided by loss_scale"
+STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
 
 
 def _can_be_hooked(parameter: Tensor) -> bool:
@@ -76,19 +64,21 @@ class GradientCollector:
         self._hooks = HookSet()
         self._parameters = self._unreduced.parameters
         self._frozen = set(self._parameters)
-        self._left: dict[NamedParameter, _Left] = {}
+        self._left: dict[NamedParameter, LeftGradient] = {}
         self._backwards: Counter[NamedParameter] = Counter()
-        self._unscaled = False
+        self._after_backward = AfterBackward(failures)
+        self._scaling = ""
         caught = framework.catch_unreduced(self._parameters, self._caught, failures)
         if caught is not None:
             self._hooks.add(caught)
-            self._frozen.clear()
+            self._frozen = {one for one in self._frozen if not framework.catches(one)}
         self.hook_thawed()
 
     def begin_step(self) -> None:
         self._left.clear()
         self._backwards.clear()
-        self._unscaled = False
+        self._after_backward.begin_step()
+        self._scaling = ""
 
     def hook_thawed(self) -> None:
         """Hook what can be hooked: a frozen parameter can once it is thawed, a lazy one once it has a shape."""
@@ -98,13 +88,18 @@ class GradientCollector:
 
     def may_be_unscaled(self) -> None:
         """From now on gradients are no longer what backward left, even where their version says so."""
-        self._unscaled = True
+        self._scaling = UNSCALED
+
+    def are_still_scaled(self) -> None:
+        """The optimizer has been left to unscale them, inside its step."""
+        self._scaling = STILL_SCALED
 
     def before_step(self) -> None:
         """The step pre-hook: aggregation is done, clipping by the optimizer's owner may be."""
         if not self._each_micro_step:
             self._finish_short_accumulation()
         self._reduced.record_all(self._framework.reduced)
+        self._note_changes()
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -123,18 +118,28 @@ class GradientCollector:
         handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(uncompiled)
         return handle
 
+    def _note_changes(self) -> None:
+        """Say in what the gradients just read differ from what backward has left."""
+        may_be_clipped = len(self._reduced) > 0 and not self._framework.reads_before_clipping
+        changed = may_be_clipped and self._after_backward.changed(self._framework.reduced)
+        if changed or self._scaling == STILL_SCALED:
+            self._note("grad_reduced", "; ".join(filter(None, [self._scaling, CHANGED if changed else ""])))
+
     def _found(self, parameter: NamedParameter, tensor: Tensor) -> None:
         """Backward has accumulated into a parameter."""
         gradient = self._framework.local_gradient(tensor) if self._recorder.active else None
         if gradient is not None:
+            self._after_backward.arrived(parameter)
             self._arrived(parameter, gradient)
 
     def _caught(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
         """A framework has told of a gradient."""
-        if not self._recorder.active:
+        if not self._recorder.active or (self._framework.tells_twice and complete is self._each_micro_step):
             return
+        self._after_backward.arrived(parameter)
         if complete and not self._each_micro_step:
             self._unreduced.record(parameter, gradient)
+            self._left.pop(parameter, None)
         else:
             self._arrived(parameter, gradient)
 
@@ -161,7 +166,7 @@ class GradientCollector:
         before = self._left.get(parameter)
         if before is not None and not before.stands_in(gradient):
             self._note("grad_unreduced", NOT_ACCUMULATED)
-        self._left[parameter] = _Left(gradient)
+        self._left[parameter] = LeftGradient(gradient)
 
     def _finish_short_accumulation(self) -> None:
         """The last micro-batches did not reach these (there were fewer, or an expert was not called): the sums are complete
@@ -170,7 +175,7 @@ class GradientCollector:
         lost = 0
         for parameter, left in self._left.items():
             gradient = self._framework.reduced(parameter)
-            if gradient is not None and left.is_intact(gradient) and not self._unscaled and not has_others():
+            if gradient is not None and left.is_intact(gradient) and not self._scaling and not has_others():
                 self._unreduced.record(parameter, gradient)
             else:
                 lost += 1

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from monitor.failures import Failures
 from monitor.pytorch.calls import Calls, Place, recomputing
 from monitor.pytorch.clock import Clock
+from monitor.pytorch.flow import SeenModule
+from monitor.pytorch.frameworks.dtensor import activation_placement
+from monitor.pytorch.frameworks.pipelining import rehearsing
 from monitor.pytorch.hooks import HookSet, ModuleHook, Removable, takes_hooks
 from monitor.pytorch.input_gradients import Target, gradient_target, producers, sequence_nr, watch
 from monitor.pytorch.leaves import Leaf, input_leaves, length, output_leaves
@@ -89,6 +92,9 @@ class ModuleWatcher:
         self._calls = None
         self._open.clear()
 
+    def seen(self) -> SeenModule:
+        return SeenModule(self._chunk, self._name, self._watched)
+
     def restart(self, chunk: int, micro_step: int) -> None:
         """The root's forward failed: calls of the micro-step are counted anew."""
         if chunk == self._chunk and self._calls is not None:
@@ -141,7 +147,7 @@ class ModuleWatcher:
     def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[Leaf], call: Call) -> None:
         for leaf in leaves:
             if choice.takes(leaf.position):
-                watched = self._series("actv", direction + leaf.suffix, call.place.call)
+                watched = self._series("actv", direction + leaf.suffix, call.place.call, leaf.tensor)
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
     def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int) -> None:
@@ -175,18 +181,19 @@ class ModuleWatcher:
 
         def write(gradient: Tensor) -> None:
             if self.is_attached and self._collector.belongs(step):
-                self._recorder.record(self._series("actv_grad", slot, number), gradient, micro_step)
+                self._recorder.record(self._series("actv_grad", slot, number, gradient), gradient, micro_step)
 
         guarded: Callable[[Tensor], None] = self._collector.failures.guarded(
             "reading gradients of activations", write, ADVICE, of=self._name
         )
         return guarded
 
-    def _series(self, kind: str, slot: str, call: int) -> Watched:
+    def _series(self, kind: str, slot: str, call: int, seen: Tensor) -> Watched:
         watched = self._watched.get((kind, slot, call))
         if watched is None:
             name = f"{self._name}.{slot}" + (f"#{call}" if call else "")
             watched = self._watched[kind, slot, call] = Watched(Series(kind, self._chunk, name), self._micro_steps)
+            self._recorder.table.series.place(watched.series, activation_placement(seen))
         return watched
 
     def _fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
@@ -202,7 +209,8 @@ class ModuleCollector:
     """All watched modules of one attachment, and the root hooks that tell micro-steps apart.
 
     Attributes:
-        tracking: For each chunk, whether calls count: off during a root forward that trains nothing (evaluation, no_grad).
+        tracking: For each chunk, whether calls count: off during a root forward that trains nothing (evaluation, no_grad,
+            the rehearsal of a pipeline stage).
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures) -> None:
@@ -253,6 +261,10 @@ class ModuleCollector:
             return False
         return self.recorder.active
 
+    def seen(self) -> list[SeenModule]:
+        """The modules that were called in this step, in the order of their first calls, with all of their series."""
+        return [watcher.seen() for watcher in self._called]
+
     def end_step(self) -> None:
         self._until_step_ends.remove()
         for calls in self._open_roots:
@@ -277,23 +289,30 @@ class ModuleCollector:
     def _root_begins(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any) -> None:
         if not self.recorder.active or recomputing() or root is not self._roots[chunk]:
             return
-        self.tracking[chunk] = root.training and torch.is_grad_enabled() and not _transforming()
-        if self.tracking[chunk]:
+        trains = root.training and torch.is_grad_enabled() and not _transforming()
+        self.tracking[chunk] = trains and not rehearsing()
+        if self.tracking[chunk] and not self._in_tracked_root(chunk):
             self.clock.forward[chunk] += 1
             self._check_micro_step(self.clock.forward[chunk])
         self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
+
+    def _in_tracked_root(self, chunk: int) -> bool:
+        """A root that calls itself is in one micro-step: Lightning runs a whole training step as the forward of its module, and
+        that calls the module.
+        """
+        return any(call.tracked for call in self._open_roots[chunk])
 
     def _root_ends(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, while that exception is being handled."""
         if not self._open_roots[chunk] or recomputing() or root is not self._roots[chunk]:
             return
         call = self._open_roots[chunk].pop()
-        self.tracking[chunk] = True
+        self.tracking[chunk] = self._open_roots[chunk][-1].tracked if self._open_roots[chunk] else True
         if not call.tracked:
             return
         if sys.exc_info()[1] is call.handled:
             self._follow_backward(chunk, result)
-        else:
+        elif not self._in_tracked_root(chunk):
             self._restart_micro_step(chunk)
 
     def _follow_backward(self, chunk: int, result: Any) -> None:

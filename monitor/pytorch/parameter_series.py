@@ -9,8 +9,9 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from monitor.failures import Failures
+from monitor.pytorch.frameworks.dtensor import layout_of
 from monitor.pytorch.recorder import Recorder, Watched
-from monitor.series import NO_MICRO_STEP, Series
+from monitor.series import GRADIENT_KINDS, NO_MICRO_STEP, Series
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,20 @@ class NamedParameter:
 class SeriesOf(Protocol):
     """Says what this rank records of a kind of a parameter."""
 
-    def __call__(self, kind: str, parameter: NamedParameter) -> Series | None:
-        """The series; None where the rank leaves it to another one that holds the same numbers."""
+    def __call__(self, kind: str, parameter: NamedParameter, seen: Tensor | None = None) -> Series | None:
+        """The series; None where the rank leaves it to another one that holds the same numbers.
+
+        Args:
+            seen: A tensor that says itself what other ranks hold, where the parameter does not tell.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _AsSeen:
+    """What became of a series when its first tensor was seen."""
+
+    layout: object
+    watched: Watched | None
 
 
 class ParameterSeries:
@@ -48,48 +61,80 @@ class ParameterSeries:
     ) -> None:
         self._kind = kind
         self._recorder = recorder
+        self._series_of = series_of
         self._failures = failures
-        self._watched = {
-            parameter: Watched(series, micro_steps if series.kind == kind else (NO_MICRO_STEP,))
-            for parameter in parameters
-            if (series := series_of(kind, parameter)) is not None
-        }
+        self._micro_steps = micro_steps
+        every = list(parameters)
+        self._undecided = {one for one in every if _shows_when_seen(kind, one)}
+        self._seen: dict[NamedParameter, _AsSeen] = {}
+        decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}
+        self._watched = decided
+        self._parameters = tuple(one for one in every if one in decided or one in self._undecided)
 
     @property
     def parameters(self) -> Sequence[NamedParameter]:
-        return tuple(self._watched)
+        """Those whose tensors this rank records, or may: what the gradient of a DTensor is shows when it is there."""
+        return self._parameters
 
     def __len__(self) -> int:
-        return len(self._watched)
+        return len(self._parameters)
 
     def record(self, parameter: NamedParameter, x: Tensor, micro_step: int = 0) -> None:
         """Record one parameter's tensor, if this rank does. Of a replica the last micro-step stands for all."""
-        watched = self._watched.get(parameter)
-        if watched is None:
-            return
-        if watched.micro_steps == (NO_MICRO_STEP,):
-            micro_step = 0
         try:
-            self._recorder.record(watched, x, micro_step, aliases=False)
+            watched = self._series_for(parameter, x)
+            if watched is not None:
+                place = 0 if watched.micro_steps == (NO_MICRO_STEP,) else micro_step
+                self._recorder.record(watched, x, place, aliases=False)
         except Exception as error:
-            self._failed(watched, error)
+            self._missing(parameter.name, error)
 
     def record_all(self, tensor_of: Callable[[NamedParameter], Tensor | None]) -> None:
         """Record what ``tensor_of`` finds for each parameter; where it finds nothing there is no row."""
         found: list[tuple[Watched, Tensor]] = []
-        for parameter, watched in self._watched.items():
+        for parameter in self._parameters:
             try:
                 x = tensor_of(parameter)
+                watched = None if x is None else self._series_for(parameter, x)
             except Exception as error:
-                self._failed(watched, error)
+                self._missing(parameter.name, error)
                 continue
-            if x is not None:
+            if x is not None and watched is not None:
                 found.append((watched, x))
         self._recorder.record_all(found, self._failed)
+
+    def _watch(self, parameter: NamedParameter, seen: Tensor | None = None) -> Watched | None:
+        series = self._series_of(self._kind, parameter, seen)
+        if series is None:
+            return None
+        return Watched(series, self._micro_steps if series.kind == self._kind else (NO_MICRO_STEP,))
+
+    def _series_for(self, parameter: NamedParameter, x: Tensor) -> Watched | None:
+        """The series that ``x`` belongs to; None where this rank has none of it."""
+        if parameter not in self._undecided:
+            return self._watched.get(parameter)
+        layout = layout_of(x)
+        if parameter not in self._seen:
+            self._seen[parameter] = _AsSeen(layout, self._watch(parameter, x))
+        if self._seen[parameter].layout == layout:
+            return self._seen[parameter].watched
+        said = f"{self._kind} of {parameter.name!r} is laid out over the ranks in another way than when it was first seen"
+        self._failures.warn(f"layout of {self._kind}", f"{said}. The rows of such tensors are missing.")
+        return None
 
     def _failed(self, watched: Watched | None, error: Exception) -> None:
         """One tensor that cannot be read does not hide the others."""
         if watched is None:
             self._failures.report("reading small tensors together", error, "Each is read alone.")
-            return
-        self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=watched.series.name)
+        else:
+            self._missing(watched.series.name, error)
+
+    def _missing(self, name: str, error: Exception) -> None:
+        self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=name)
+
+
+def _shows_when_seen(kind: str, parameter: NamedParameter) -> bool:
+    """Whether only the tensor tells what other ranks hold: the gradient of a replicated parameter may be a term of a sum, and
+    that of one that is cut may be whole on every rank.
+    """
+    return kind in GRADIENT_KINDS and layout_of(parameter.tensor) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,17 +27,19 @@ def has_others() -> bool:
     return initialized() and dist.get_world_size() > 1
 
 
-def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, **groups: Any) -> Place:
+def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> Place:
     """Where this process stands now.
 
     Args:
         found: Ranks of groups that show in the model, by role.
+        chunks: How many parts of the model this rank trains.
         groups: Process groups that were passed, by role, None where there is none. They come first.
     """
     if not initialized():
-        return _announced()
+        return replace(_announced(), chunks=chunks)
     members = {role: ranks for role, group in groups.items() if (ranks := group_ranks(role, group)) is not None}
-    return Place(dist.get_rank(), dist.get_world_size(), {**found(), **members}, dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    return Place(dist.get_rank(), dist.get_world_size(), {**found(), **members}, store, chunks)
 
 
 def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+from torch import nn
+
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
+from monitor.placement import Ranks
 from monitor.pytorch.attachment import Watch
 from monitor.pytorch.names import ModelNames
+from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.estimate import Bounds, KindLoad, estimate
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 from monitor.selection import ModuleSelection
-from monitor.series import PARAMETER_KINDS
+from monitor.series import PARAMETER_KINDS, Series, SeriesTable
+
+NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict)
 
 
-def announce(watch: Watch, names: ModelNames, config: MonitorConfig) -> None:
+def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: SeriesTable) -> None:
     """Log what a step will come to, once for the job; as a warning above the configured bounds.
 
     How many tensors a module takes and gives shows only in its first call: one of each is reckoned. So is a gradient and
-    moments for each parameter that is not frozen.
+    moments for each parameter that is not frozen, and on every other rank what there is on this one.
+
+    Args:
+        series: Of this rank, attached: it knows of what the others hold.
     """
-    monitored = [rank for rank in range(watch.ownership.world_size) if not config.module_ranks or rank in config.module_ranks]
-    if not monitored or watch.ownership.rank != monitored[0]:
+    monitored = frozenset(
+        rank for rank in range(watch.ownership.world_size) if not config.module_ranks or rank in config.module_ranks
+    )
+    if not monitored or watch.ownership.rank != min(monitored):
         return
     reckoned = estimate(
-        _loads(watch, names, config, len(monitored)),
+        _Job(monitored, list(names.parameters()), series).loads(names, config, watch.grad_acc_steps),
         config.formats,
         config.steps_per_record(config.formats[0]),
         config.step_interval,
@@ -36,32 +50,45 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig) -> None:
         LOGGER.info("%s", reckoned.line())
 
 
-def _loads(watch: Watch, names: ModelNames, config: MonitorConfig, ranks: int) -> dict[str, KindLoad]:
-    parameters, steps = list(names.parameters()), watch.grad_acc_steps
-    trained, weights = sum(one.tensor.requires_grad for one in parameters), len(parameters)
-    each = steps if config.micro_steps == "each" else 1
-    loads: dict[str, KindLoad] = {}
-    if config.wg_distribution:
-        per_micro_step = steps if config.monitor_mbs_grad else 1
-        loads["grad_unreduced"] = KindLoad(trained, trained * per_micro_step, ranks)
-        loads["grad_reduced"] = KindLoad(trained, trained, ranks)
-    if config.param_distribution:
-        loads.update({kind: KindLoad(weights, weights, ranks) for kind in PARAMETER_KINDS})
-    if config.mv_distribution:
-        loads.update({kind: KindLoad(trained, trained, ranks) for kind in ("exp_avg", "exp_avg_sq")})
-    if config.xy_distribution:
-        wanted = [module.wanted for module in names.modules() if module.wanted is not None]
-        forward, backward = sum(map(_forward, wanted)), sum(map(_backward, wanted))
-        loads["actv"] = KindLoad(forward, forward * each, ranks)
-        loads["actv_grad"] = KindLoad(backward, backward * each, ranks)
-    return {kind: _owned(kind, load, watch) for kind, load in loads.items()}
+class _Job:
+    """What the monitored ranks write between them, reckoned from what this one does."""
 
+    def __init__(self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable) -> None:
+        self._monitored = monitored
+        self._parameters = parameters
+        self._series = series
+        self._writers = cache(self._writing)
 
-def _owned(kind: str, load: KindLoad, watch: Watch) -> KindLoad:
-    """Replicas are written by one rank of each data-parallel group."""
-    if kind not in SAME_AFTER_REDUCTION or watch.ownership.dp_group is None:
-        return load
-    return KindLoad(load.series, load.rows, max(1, load.ranks // max(1, len(watch.ownership.dp_group))))
+    def loads(self, names: ModelNames, config: MonitorConfig, micro_steps: int) -> dict[str, KindLoad]:
+        each = micro_steps if config.micro_steps == "each" else 1
+        loads: dict[str, KindLoad] = {}
+        if config.wg_distribution:
+            loads["grad_unreduced"] = self._of_parameters("grad_unreduced", micro_steps if config.monitor_mbs_grad else 1)
+            loads["grad_reduced"] = self._of_parameters("grad_reduced")
+        if config.param_distribution:
+            loads.update({kind: self._of_parameters(kind, frozen=True) for kind in PARAMETER_KINDS})
+        if config.mv_distribution:
+            loads.update({kind: self._of_parameters(kind) for kind in ("exp_avg", "exp_avg_sq")})
+        if config.xy_distribution:
+            called = [module for module in names.modules() if not isinstance(module.module, NEVER_CALLED)]
+            wanted = [module.wanted for module in called if module.wanted is not None]
+            loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
+            loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
+        return loads
+
+    def _of_modules(self, series: int, rows_each: int) -> KindLoad:
+        ranks = len(self._monitored)
+        return KindLoad(series * ranks, series * rows_each * ranks, ranks)
+
+    def _of_parameters(self, kind: str, rows_each: int = 1, *, frozen: bool = False) -> KindLoad:
+        there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
+        writers = [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
+        series = round(sum(writers))
+        return KindLoad(series, series * rows_each, round(max(writers, default=0)))
+
+    def _writing(self, replicas: Ranks) -> float:
+        """How many ranks write a series that is replicated like this one: of each set of replicas one."""
+        return len(self._monitored) / max(1, len(self._monitored & set(replicas)))
 
 
 def _forward(wanted: ModuleSelection) -> int:

@@ -138,7 +138,8 @@ class TrainerMon:
     def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int, ordinal: int) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
-        where = partial(place, watch.framework.groups, pp=self._process_group, dp=dp_group, tp=tp_group)
+        groups_of = watch.framework.groups
+        where = partial(place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
         recording = Recording(self._config, self._config_path, self._base, where, ordinal, self._failures)
         if is_settled():
             recording.open()
@@ -148,7 +149,7 @@ class TrainerMon:
             recording.close()
             raise
         self._recordings.append(recording)
-        announce(watch, names, self._config)
+        announce(watch, names, self._config, recording.series)
 
     def _hook(self, recording: Recording, watch: Watch, names: ModelNames, start: int) -> None:
         recording.attach(watch, names, start)

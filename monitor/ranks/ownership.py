@@ -47,13 +47,15 @@ class Ownership:
         """
         if known.partial:
             return known
-        groups = [known.replicas, self.dp_group if kind in SAME_AFTER_REDUCTION else None]
+        dp_group = known.data_parallel if known.data_parallel and self.dp_group else self.dp_group
+        groups = [known.replicas, dp_group if kind in SAME_AFTER_REDUCTION else None]
         groups.append(self.tp_group if kind in OF_PARAMETERS and not tensor_parallel else None)
-        others = set(known.shard.ranks if known.shard else ()) - {self.rank}
+        others = {*(known.shard.ranks if known.shard else ()), *known.differing} - {self.rank}
         # Over ranks that the tensor is cut among there are no replicas, whatever group they form.
         alike = alike_over(self.rank, [group for group in groups if group and not others.intersection(group)])
         replicas = tuple(rank for rank in alike if 0 <= rank < self.world_size) if alike else ()
-        return replace(known, replicas=replicas, unclaimed=() if set(known.unclaimed) <= set(replicas) else known.unclaimed)
+        unclaimed = () if set(known.unclaimed) <= set(replicas) else known.unclaimed
+        return replace(known, replicas=replicas, unclaimed=unclaimed, differing=(), data_parallel=())
 
     def writes(self, placement: Placement) -> bool:
         """Whether this rank writes a series: the first monitored one of those that could."""

@@ -46,15 +46,26 @@ def readable(x: Tensor) -> Readable | None:
 
 
 def local_shard(x: Tensor) -> Tensor | None:
-    """The tensor itself, of a DTensor its local part; None for tensors that only pretend to have data."""
+    """The tensor itself, of a DTensor its local part, of the result of a collective what it stands for; None for tensors that
+    only pretend to have data.
+    """
     if type(x) in PLAIN:
         return x
     local = getattr(x, "_local_tensor", None)
     if local is not None:
         return local_shard(local)
+    if hasattr(x, "trigger_wait"):
+        return _when_there(x)
     pretends = isinstance(x, torch._subclasses.FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
     wrapper = hasattr(type(x), "__tensor_flatten__") and not x.is_nested
     return None if pretends or wrapper else x
+
+
+def _when_there(x: Any) -> Tensor | None:
+    """What an ``AsyncCollectiveTensor`` stands for. The current stream waits for it, as the first operation on it would."""
+    with torch.no_grad():
+        arrived: Tensor = x.trigger_wait()
+    return local_shard(arrived)
 
 
 def _stored(x: Tensor) -> Readable:

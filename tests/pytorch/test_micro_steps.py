@@ -256,3 +256,39 @@ def test_micro_batches_whose_root_forward_is_not_seen_are_counted_by_their_backw
             model[0](torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert output.table("grad_unreduced", "max") == {("0.weight", 0, 0): 1.0, ("0.weight", 0, 1): 2.0}
+
+
+class CallsItself(nn.Module):
+    """Its forward is a training step, which calls the model: Lightning makes this of every module it trains with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Scaled()
+        self.within = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.within:
+            return self.layer(x)
+        self.within = True
+        try:
+            return self(x).sum()
+        finally:
+            self.within = False
+
+
+def test_a_root_that_calls_itself_is_in_one_micro_step(output: Output) -> None:
+    model = CallsItself()
+
+    def two_batches() -> None:
+        for number in range(2):
+            ((number + 1) * model(batch(number))).backward()
+
+    found = observed(output, model, two_batches, grad_acc_steps=2)
+
+    for kind in ("actv", "actv_grad"):
+        rows = {(row.name, row.micro_step): row.values["norm"] for row in found.rows(kind)}
+        assert {place: norm for place, norm in rows.items() if place[0] == "layer.output"} == {
+            ("layer.output", 0): 2.0,
+            ("layer.output", 1): 4.0,
+        }
+    assert found.names("actv") == [".input", ".input#1", "layer.input", "layer.output", ".output#1", ".output"] * 2

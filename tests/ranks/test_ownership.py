@@ -76,6 +76,34 @@ def test_a_term_of_a_sum_is_no_replica():
     assert writers([((0, 1), None)] * 2, "grad_reduced", known=lambda _: Placement(partial=True)) == {0, 1}
 
 
+@pytest.mark.parametrize("kind", sorted(REPLICAS_AFTER_REDUCTION))
+def test_what_is_known_to_differ_is_written_by_every_rank_of_a_group_and_is_nothing_to_keep(kind):
+    differing = Placement(differing=(0, 1))
+    assert writers([((0, 1), None)] * 2, kind, known=lambda _: differing) == {0, 1}
+    assert Ownership(0, 2, dp_group=(0, 1)).placed(kind, differing) == LOCAL
+
+
+@pytest.mark.parametrize("kind", sorted(REPLICAS_AFTER_REDUCTION))
+def test_what_differs_over_one_group_is_still_the_same_over_another(kind):
+    groups = grid(2, 2)
+    peers = [Placement(differing=data) for data, _ in groups]
+    assert writers(groups, kind, known=lambda rank: peers[rank]) == {0, 2}
+
+
+@pytest.mark.parametrize("kind", sorted(REPLICAS_AFTER_REDUCTION))
+def test_a_data_parallel_group_that_is_passed_stands_for_the_one_of_the_parameter(kind):
+    """Of an expert: four data-parallel ranks have two of them, each on two."""
+    own = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    others = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+
+    def known(rank):
+        return Placement(unclaimed=own[rank], differing=others[rank], data_parallel=own[rank])
+
+    assert writers([((0, 1, 2, 3), None)] * 4, kind, known=known) == {0, 1}
+    assert writers([(None, None)] * 4, kind, known=known) == {0, 1, 2, 3}
+    assert Ownership(3, 4, dp_group=(0, 1, 2, 3)).placed(kind, known(3)) == Placement(replicas=(1, 3))
+
+
 def test_replicas_that_the_tensor_knows_of_and_those_of_the_groups_make_one_set():
     replicas = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
     owner = Ownership(3, 4, dp_group=(0, 1, 2, 3))

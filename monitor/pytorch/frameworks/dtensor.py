@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.placement import Placement, Ranks, Shard, ranks_of
+from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
+
+Indices = NDArray[np.int64]
+
+
+def layout_of(tensor: Any) -> tuple[Any, Any] | None:
+    """The mesh of a DTensor and its placements, which compare; None for any other tensor."""
+    if not hasattr(tensor, "_local_tensor"):
+        return None
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+    return None if mesh is None or placements is None else (mesh, tuple(placements))
 
 
 def placement_of(tensor: Tensor) -> Placement | None:
     """How the local part of a DTensor relates to the parts of other ranks; None for any other tensor."""
-    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
-    if mesh is None or placements is None or not hasattr(tensor, "_local_tensor"):
-        return None
-    if any(one.is_partial() for one in placements):
-        return Placement(partial=True)
-    alike = [place for place, one in enumerate(placements) if one.is_replicate()]
-    cut = [place for place, one in enumerate(placements) if not one.is_replicate()]
-    replicas = _along(mesh, alike)
-    shard = Shard(_along(mesh, cut), tuple(tensor.shape), _offset(tensor)) if cut else None
-    return Placement(replicas=replicas if len(replicas) > 1 else (), shard=shard if shard and len(shard.ranks) > 1 else None)
+    layout = layout_of(tensor)
+    return None if layout is None else placed(*layout, tuple(tensor.shape))
+
+
+def activation_placement(tensor: Tensor) -> Placement:
+    """The same for an activation or its gradient, which every rank writes, replica or not: that it has computed it, too, may be
+    what people look for.
+    """
+    found = placement_of(tensor)
+    return LOCAL if found is None else replace(found, replicas=(), unclaimed=found.replicas)
+
+
+def placed(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], apart: Collection[int] = ()) -> Placement:
+    """How the local part of a tensor relates to the parts of other ranks.
+
+    Args:
+        shape: Of the whole tensor.
+        apart: Dimensions of the mesh in which each rank has numbers of its own, whatever its placements say.
+    """
+    places = [place for place in range(len(placements)) if place not in apart]
+    replicas = _along(mesh, [place for place in places if placements[place].is_replicate()])
+    cuts = {place: placements[place] for place in places if _is_cut(placements[place])}
+    parts = _along(mesh, tuple(cuts))
+    return Placement(
+        replicas=replicas if len(replicas) > 1 else (),
+        shard=Shard(parts, shape, _offset(mesh, cuts, shape)) if len(parts) > 1 else None,
+        partial=any(placements[place].is_partial() for place in places),
+    )
 
 
 def mesh_groups(tensors: Iterable[Tensor]) -> Mapping[str, Sequence[int]]:
@@ -36,6 +66,10 @@ def mesh_groups(tensors: Iterable[Tensor]) -> Mapping[str, Sequence[int]]:
     return found
 
 
+def _is_cut(placement: Any) -> bool:
+    return not (placement.is_replicate() or placement.is_partial())
+
+
 def _along(mesh: Any, places: Sequence[int]) -> Ranks:
     """The ranks that differ from this one in these dimensions of the mesh only."""
     here = mesh.get_coordinate()
@@ -45,12 +79,29 @@ def _along(mesh: Any, places: Sequence[int]) -> Ranks:
     return ranks_of(mesh.mesh[at].flatten().tolist())
 
 
-def _offset(tensor: Any) -> tuple[int, ...]:
-    """Where the local part begins; empty where it is not one piece (strided shards)."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def _offset(mesh: Any, cuts: Mapping[int, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the local part begins; empty where it does not lie in one piece, or has no element.
 
-    if any(type(one).__name__ == "_StridedShard" for one in tensor.placements):
+    Args:
+        cuts: Dimensions of the mesh, in order, and how the tensor is cut over each.
+    """
+    here, sizes = mesh.get_coordinate(), mesh.shape
+    held = {cut.dim: np.arange(shape[cut.dim]) for cut in cuts.values()}
+    for place, cut in cuts.items():
+        held[cut.dim] = _part(held[cut.dim], sizes[place], here[place], getattr(cut, "split_factor", 1))
+    if any(len(indices) == 0 or indices[-1] - indices[0] >= len(indices) for indices in held.values()):
         return ()
-    with torch._C._DisableTorchDispatch():
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset)
+    return tuple(int(held[dim][0]) if dim in held else 0 for dim in range(len(shape)))
+
+
+def _part(indices: Indices, ranks: int, rank: int, runs: int) -> Indices:
+    """The indices that one of ``ranks`` holds. A strided shard is one of each of ``runs`` runs: what is cut over this dimension
+    of the mesh is what a later one has cut before.
+    """
+    return np.concatenate([_chunk(run, ranks, rank) for run in (_chunk(indices, runs, place) for place in range(runs))])
+
+
+def _chunk(indices: Indices, chunks: int, chunk: int) -> Indices:
+    """As ``torch.chunk`` cuts: all but the last of the same length, and those behind it empty."""
+    length = -(-len(indices) // chunks)
+    return indices[chunk * length : (chunk + 1) * length]

@@ -5,7 +5,7 @@ A framework that keeps them elsewhere is a subclass that overrides what differs,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
@@ -64,9 +64,14 @@ class Framework:
         name: As messages and the manifest have it.
         chunks: The model as given to ``set_monitor``.
         optimizer: The torch optimizer that does the work; None where the first that steps the model is to be found.
+        tells_twice: Whether ``catch_unreduced`` tells of a gradient after each backward, and once again when it is complete.
+        reads_before_clipping: Whether a step begins before anybody clips, so that gradients which changed since backward were
+            aggregated, and no more.
     """
 
     name = "torch"
+    tells_twice = False
+    reads_before_clipping = False
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         """Take a model and its optimizer, as the user passed them.
@@ -81,7 +86,7 @@ class Framework:
         self.chunks = chunks
         self.optimizer: Optimizer | None = None if optimizer is None else innermost(optimizer)
         self._main_grad = main_grad
-        self._reducers = {id(p): ranks for chunk in chunks for p, ranks in _reduced_by(chunk)}
+        self._data_parallel = {id(p): alike for chunk in chunks for p, alike in _data_parallel(chunk)}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that show in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's own
@@ -98,8 +103,7 @@ class Framework:
         found = placement_of(parameter.tensor)
         if found is not None:
             return found
-        alike = self._reducers.get(id(parameter.tensor), ()) if kind in SAME_AFTER_REDUCTION else ()
-        return Placement(unclaimed=alike) if alike else LOCAL
+        return self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable | None:
         """Have ``arrived`` told of every local gradient.
@@ -109,6 +113,20 @@ class Framework:
         """
         del parameters, arrived, failures
         return None
+
+    def catches(self, parameter: NamedParameter) -> bool:
+        """Whether ``catch_unreduced``, where it returns anything, tells of this parameter; the others are hooked."""
+        del parameter
+        return True
+
+    def aggregates(self, root: nn.Module) -> bool:
+        """Whether local gradients are replaced by the aggregated ones after the backward of the forward that begins now.
+
+        DistributedDataParallel does so unless ``no_sync`` holds it back.
+        """
+        # The one in whose forward this is: who trains with Lightning or accelerate may have passed what it wraps.
+        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        return any(getattr(one, "require_backward_grad_sync", False) for one in (root, around))
 
     def local_gradient(self, tensor: Any) -> Tensor | None:
         """Where the hook of a parameter finds what backward has left."""
@@ -150,12 +168,14 @@ def in_state(kind: str, optimizer: Optimizer, key: Tensor) -> Tensor | None:
     return next((x for x in found if isinstance(x, Tensor)), None)
 
 
-def _reduced_by(chunk: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-    """The parameters whose gradients DistributedDataParallel averages, each with the ranks that hold the same then."""
-    found = []
+def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]:
+    """The parameters inside DistributedDataParallel, each with where its numbers are after the reduction.
+
+    Those that it was told to ignore are each rank's own.
+    """
     for module in chunk.modules():
         if isinstance(module, DistributedDataParallel):
             ranks = ranks_of(group_ranks("the group of DistributedDataParallel", module.process_group) or ())
-            left_out = set(getattr(module, "parameters_to_ignore", ()))
-            found += [(p, ranks) for name, p in module.module.named_parameters() if name not in left_out and len(ranks) > 1]
-    return found
+            ignored = set(getattr(module, "parameters_to_ignore", ()))
+            for name, parameter in module.module.named_parameters() if len(ranks) > 1 else ():
+                yield parameter, Placement(differing=ranks) if name in ignored else Placement(unclaimed=ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,4 +20,34 @@ def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool
         TypeError: The optimizer is none that can be observed.
         ValueError: The model is set up in a way that cannot be observed.
     """
+    if "deepspeed.runtime.engine" in sys.modules:
+        from monitor.pytorch.frameworks.deepspeed.recognition import deepspeed_of
+
+        if (found := deepspeed_of(chunks, optimizer, main_grad=main_grad)) is not None:
+            return found
+    if _any_is(chunks, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"):
+        from monitor.pytorch.frameworks.fsdp1 import Fsdp1
+
+        return Fsdp1(chunks, optimizer, main_grad=main_grad)
+    if _any_is(chunks, "torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"):
+        from monitor.pytorch.frameworks.fsdp2 import Fsdp2
+
+        return Fsdp2(chunks, optimizer, main_grad=main_grad)
+    if _any_is(chunks, "torch.distributed._composable.fsdp.fully_shard", "FSDPModule"):
+        raise ValueError("fully_shard of this version of torch is not known here: use torch 2.6 or later.")
+    if _any_is(chunks, "megatron.core.distributed", "DistributedDataParallel") or _is_megatrons(optimizer):
+        from monitor.pytorch.frameworks.megatron import Megatron
+
+        return Megatron(chunks, optimizer, main_grad=main_grad)
     return Framework(chunks, optimizer, main_grad=main_grad)
+
+
+def _is_megatrons(optimizer: Any) -> bool:
+    of = getattr(sys.modules.get("megatron.core.optimizer"), "MegatronOptimizer", None)
+    return of is not None and isinstance(optimizer, of)
+
+
+def _any_is(chunks: Sequence[nn.Module], imported: str, name: str) -> bool:
+    """Whether there is a module of a class that some module of Python, if it has been imported, calls ``name``."""
+    of = getattr(sys.modules.get(imported), name, None)
+    return of is not None and any(isinstance(module, of) for chunk in chunks for module in chunk.modules())

@@ -84,3 +84,13 @@ def start(launcher: Launcher, directory: Path, script: str, ranks: int, *argumen
     told = [json.loads((results / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     plain, monitored = ([one[how] for one in told] for how in ("plain", "monitored"))
     return Job(launcher.base, plain, monitored, [ended.err for ended in ends])
+
+
+def shape_of(row: Row) -> tuple[int, ...]:
+    """What the rank that wrote it held; a file spells it as JSON."""
+    return tuple(json.loads(row.values["shape"]))
+
+
+def sum_of(row: Row) -> float:
+    """Of the elements that the rank held; of none, 0, and the mean is an empty cell."""
+    return row.values["mean"] * math.prod(shape_of(row)) if math.prod(shape_of(row)) else 0.0

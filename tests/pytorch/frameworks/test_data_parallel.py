@@ -2,46 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
+import torch
 from jobs import Job
 
-HOW = ["plain", "views", "no-sync", "hook"]
+from monitor.pytorch.attachment import AGGREGATED_EARLY
+from monitor.pytorch.gradients import CHANGED
+
+STEPS = 3
+HOW = ["plain", "views", "no-sync", "no-sync-views", "fp16-hook", "own-hook", "static", "unused", "linear"]
+SAME_ON_BOTH = ("grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
+Statistics = Mapping[str, Any]
 
 
 @pytest.fixture(scope="module", params=HOW)
-def job(request: pytest.FixtureRequest, run_job: Callable[..., Job]) -> Job:
-    return run_job("data_parallel.py", 2, request.param)
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def job(how: str, run_job: Callable[..., Job]) -> Job:
+    return run_job("data_parallel.py", 2, how)
+
+
+def statistics(job: Job, kind: str, rank: int, step: int) -> dict[str, Statistics]:
+    """By name of the parameter."""
+    return {row.name: row.values for row in job.rows(kind, rank) if row.step == step}
+
+
+def mean_and_bound(values: Statistics) -> tuple[float, float]:
+    """The mean over the elements of a tensor, and a bound for that of their magnitudes."""
+    return values["mean"], values["norm"] / math.sqrt(math.prod(map(int, values["shape"].strip("()[]").split(","))))
 
 
 def test_training_has_the_same_bits(job: Job) -> None:
     assert job.plain == job.monitored
 
 
-def test_nothing_is_warned_of(job: Job) -> None:
+def test_nothing_is_warned_of_and_nothing_needs_a_note(job: Job) -> None:
     assert job.warnings == []
+    assert [job.manifest(rank).notes for rank in (0, 1)] == [{}, {}]
 
 
-@pytest.mark.parametrize("step", range(3))
-def test_the_norm_of_all_reduced_gradients_is_what_clipping_reports(job: Job, step: int) -> None:
+@pytest.mark.parametrize("step", range(STEPS))
+def test_the_norm_of_all_reduced_gradients_is_what_torch_reports(job: Job, step: int) -> None:
     assert job.plain[0]["gradients"][step] == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
 
 
-@pytest.mark.parametrize("step", range(3))
+@pytest.mark.parametrize("step", range(STEPS))
 def test_the_norm_of_all_weights_is_that_of_the_model(job: Job, step: int) -> None:
     assert job.plain[0]["before"][step] == pytest.approx(job.total_norm("param_origin", step), rel=1e-5)
     assert job.plain[0]["after"][step] == pytest.approx(job.total_norm("param_updated", step), rel=1e-5)
 
 
 def test_the_norm_of_all_moments_is_that_of_the_optimizer(job: Job) -> None:
-    for step in (1, 2):
-        for kind, expected in zip(("exp_avg", "exp_avg_sq"), job.plain[0]["moments"][step], strict=True):
+    """A step begins with those that the one before has left."""
+    for step in range(1, STEPS):
+        for kind, expected in zip(("exp_avg", "exp_avg_sq"), job.plain[0]["moments"][step - 1], strict=True):
             assert expected == pytest.approx(job.total_norm(kind, step), rel=1e-5)
 
 
 def test_replicas_are_written_by_the_first_rank_and_local_gradients_by_both(job: Job) -> None:
-    for kind in ("grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"):
+    for kind in SAME_ON_BOTH:
         assert job.rows(kind, 0)
         assert not job.rows(kind, 1)
         placements = {one.placement.replicas for (of, _), one in job.series(0).items() if of == kind}
@@ -50,16 +76,87 @@ def test_replicas_are_written_by_the_first_rank_and_local_gradients_by_both(job:
     assert job.rows("grad_unreduced", 1)
 
 
-def test_local_gradients_average_to_the_reduced_one(job: Job) -> None:
-    if "hook" in job.said:
-        return
-    for step in range(3):
-        local = [{row.name: row.values for row in job.rows("grad_unreduced", rank) if row.step == step} for rank in (0, 1)]
-        reduced = {row.name: row.values for row in job.rows("grad_reduced", 0) if row.step == step}
+def test_local_gradients_average_to_the_reduced_one(job: Job, how: str) -> None:
+    """As far as the type allows in which they are exchanged: each term is rounded to it, and so is their sum."""
+    rounding = torch.finfo(torch.float16 if how == "fp16-hook" else torch.float32).eps
+    for step in range(STEPS):
+        local = [statistics(job, "grad_unreduced", rank, step) for rank in (0, 1)]
+        reduced = statistics(job, "grad_reduced", 0, step)
         assert sorted(local[0]) == sorted(local[1]) == sorted(reduced)
         for name, values in reduced.items():
-            mean = (local[0][name]["mean"] + local[1][name]["mean"]) / 2
-            assert values["mean"] == pytest.approx(mean, rel=1e-2 if "hook" in str(job.base) else 1e-4, abs=1e-6)
+            (mean, bound), (other_mean, other_bound) = (mean_and_bound(one[name]) for one in local)
+            assert values["mean"] == pytest.approx((mean + other_mean) / 2, rel=1e-5, abs=rounding * (bound + other_bound))
+
+
+@pytest.mark.parametrize("how", ["linear"], indirect=True)
+def test_of_gradients_that_are_multiples_every_statistic_averages(job: Job) -> None:
+    for step in range(STEPS):
+        local = [statistics(job, "grad_unreduced", rank, step) for rank in (0, 1)]
+        for name, values in statistics(job, "grad_reduced", 0, step).items():
+            for op in ("min", "max", "mean", "norm"):
+                assert local[1][name][op] == pytest.approx(2 * local[0][name][op], rel=1e-5)
+                assert values[op] == pytest.approx((local[0][name][op] + local[1][name][op]) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["unused"], indirect=True)
+def test_a_parameter_that_no_rank_uses_has_no_gradient_and_no_moment(job: Job) -> None:
+    for rank in (0, 1):
+        of = {kind for kind, name in job.series(rank) if "spare" in name}
+        assert of == ({"param_origin", "param_updated"} if rank == 0 else set())
+
+
+def test_a_parameter_that_one_rank_uses_has_its_local_gradient_there_alone(run_job: Callable[..., Job]) -> None:
+    job = run_job("data_parallel.py", 2, "one-rank")
+    assert job.plain == job.monitored
+    assert job.warnings == []
+    for step in range(STEPS):
+        local = [statistics(job, "grad_unreduced", rank, step) for rank in (0, 1)]
+        reduced = statistics(job, "grad_reduced", 0, step)
+        assert {name for name in reduced if name not in local[0]} == {"module.spare.weight", "module.spare.bias"}
+        assert sorted(local[1]) == sorted(reduced)
+        for name in ("module.spare.weight", "module.spare.bias"):
+            for op in ("min", "max", "mean", "norm"):
+                assert reduced[name][op] == pytest.approx(local[1][name][op] / 2, rel=1e-5)
+        assert job.plain[0]["gradients"][step] == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
+
+
+def test_a_parameter_that_it_ignores_is_written_by_every_rank(run_job: Callable[..., Job]) -> None:
+    job = run_job("data_parallel.py", 2, "ignored")
+    assert job.plain == job.monitored
+    assert job.warnings == []
+    ignored = "module.first.bias"
+    for kind in SAME_ON_BOTH:
+        assert {row.name for row in job.rows(kind, 1)} == {ignored}
+        assert ignored in {row.name for row in job.rows(kind, 0)}
+        assert job.series(0)[kind, ignored].placement.replicas == ()
+    for step in range(STEPS):
+        for rank in (0, 1):
+            local, reduced = (statistics(job, kind, rank, step)[ignored] for kind in ("grad_unreduced", "grad_reduced"))
+            for op in ("min", "max", "mean", "norm"):
+                assert local[op] == pytest.approx(reduced[op], rel=1e-6)
+            assert job.plain[rank]["ignored"][step] == pytest.approx(reduced["norm"], rel=1e-5)
+        both = math.hypot(job.plain[0]["gradients"][step], job.plain[1]["ignored"][step])
+        assert both == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
+
+
+def test_without_no_sync_the_manifest_says_that_ranks_are_mixed(run_job: Callable[..., Job]) -> None:
+    job = run_job("data_parallel.py", 2, "synced")
+    assert job.plain == job.monitored
+    assert job.warnings == []
+    assert [job.manifest(rank).notes for rank in (0, 1)] == [{"grad_unreduced": AGGREGATED_EARLY}] * 2
+    for step in range(STEPS):
+        assert job.plain[0]["gradients"][step] == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["clipped", "not-bound"])
+def test_what_clipping_has_written_to_is_marked(run_job: Callable[..., Job], how: str) -> None:
+    job = run_job("data_parallel.py", 2, how)
+    assert job.plain == job.monitored
+    assert job.manifest(0).notes == {"grad_reduced": CHANGED}
+    assert job.manifest(1).notes == {}
+    for step in range(STEPS):
+        expected = 1e-3 if how == "clipped" else job.plain[0]["gradients"][step]
+        assert expected == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
 
 
 def test_without_a_group_every_rank_writes_and_the_manifest_knows_the_replicas(run_job: Callable[..., Job]) -> None:
@@ -72,10 +169,6 @@ def test_without_a_group_every_rank_writes_and_the_manifest_knows_the_replicas(r
 def test_the_replica_check_keeps_the_norm_of_what_is_not_written(run_job: Callable[..., Job]) -> None:
     job = run_job("data_parallel.py", 2, "plain", replica_check=True)
     assert not job.rows("replica", 0)
-    written = {
-        (f"{kind}/{row.name}", row.step): row.values["norm"]
-        for kind in ("grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
-        for row in job.rows(kind, 0)
-    }
+    written = {(f"{kind}/{row.name}", row.step): row.values["norm"] for kind in SAME_ON_BOTH for row in job.rows(kind, 0)}
     kept = {(row.name, row.step): row.values for row in job.rows("replica", 1)}
     assert kept == {place: {"norm": norm} for place, norm in written.items()}

@@ -66,6 +66,10 @@ class Attached:
         monitor.set_monitor(model, grad_acc_steps, optimizer, **options)
         self._monitors.append(monitor)
 
+    def release(self) -> None:
+        """Hold the monitors no longer: they record on, and keep nothing alive."""
+        self._monitors.clear()
+
     def __enter__(self) -> Attached:
         return self
 

@@ -1,0 +1,235 @@
+"""FSDP2 (``fully_shard``), with HSDP and ``replicate``: each rank keeps its part of every parameter, as a DTensor.
+
+Reduced gradients, weights and moments are DTensors, too, and say themselves where they are. The whole gradient of a parameter
+exists on each rank from the backward of its module to the reduction that follows, and torch has no public hook there that
+serves every model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import wraps
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+from monitor.failures import Failures
+from monitor.placement import LOCAL, Placement
+from monitor.pytorch.frameworks.dtensor import layout_of, placed
+from monitor.pytorch.frameworks.framework import Arrived, Framework
+from monitor.pytorch.hooks import Removable
+from monitor.pytorch.parameter_series import NamedParameter
+
+OF_A_PARAMETER: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")
+
+
+class Fsdp2(Framework):
+    """Any mesh, and tensor parallelism below it; parameters that FSDP does not manage are plain ones.
+
+    ``grad_unreduced`` is read whole (its tensor-parallel part, of a parameter that is cut so), before it is divided by the
+    number of ranks and cast for the reduction. What was accumulated while ``set_requires_gradient_sync(False)`` held is read
+    once, when the last micro-batch has been added.
+    """
+
+    name = "fsdp2"
+
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
+        super().__init__(chunks, optimizer, main_grad=main_grad)
+        self._managed = {id(_parameter_of(one)): one for chunk in chunks for one in _managed_in(chunk)}
+
+    def placement(self, kind: str, parameter: NamedParameter) -> Placement:
+        managed = self._managed.get(id(parameter.tensor))
+        if managed is None or kind != "grad_unreduced":
+            return super().placement(kind, parameter)
+        spec = _tensor_parallel(managed)
+        return LOCAL if spec is None else placed(spec.mesh, spec.placements, tuple(spec.shape), _data_parallel(managed))
+
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable:
+        return _Catch([one for one in parameters if self.catches(one)], arrived, failures)
+
+    def catches(self, parameter: NamedParameter) -> bool:
+        return id(parameter.tensor) in self._managed
+
+
+def _managed_in(chunk: nn.Module) -> Iterator[Any]:
+    """What torch keeps of each parameter that FSDP manages; once each, though modules may share a group."""
+    states = {id(state): state for module in chunk.modules() if (state := _get_module_fsdp_state(module)) is not None}
+    for state in states.values():
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for managed in group.fsdp_params:
+                _check(managed)
+                yield managed
+
+
+def _check(managed: Any) -> None:
+    """Refuse what cannot be observed.
+
+    Raises:
+        ValueError: The parameter is not in place now, or kept in a way that is not known.
+    """
+    known = all(hasattr(managed, name) for name in OF_A_PARAMETER) and REDUCED.fits() and KEPT.fits()
+    if not known or (managed.is_dtensor and not hasattr(managed, "_unsharded_dtensor_spec")):
+        raise ValueError(
+            f"torch {torch.__version__} keeps the parameters of fully_shard in a way that is not known here: use a version of "
+            "torch that this one was tested with."
+        )
+    if managed.sharded_state is not _fsdp_param.ShardedState.SHARDED:
+        raise ValueError(
+            "A forward without its backward has left parameters of fully_shard gathered: call reshard() on the modules that it "
+            "was applied to, or attach the monitor before the forward or after the backward."
+        )
+
+
+def _parameter_of(managed: Any) -> Any:
+    """The parameter as the model has it: what FSDP keeps of one that was loaded anew is stale until the next forward."""
+    return getattr(managed._module_info.module, managed._module_info.param_name)
+
+
+def _tensor_parallel(managed: Any) -> Any:
+    """How the parameter was laid out when FSDP cut it; None for one that was whole."""
+    return managed._unsharded_dtensor_spec if managed.is_dtensor else None
+
+
+def _data_parallel(managed: Any) -> frozenset[int]:
+    """The dimensions of that layout's mesh over which FSDP reduces, where it has such."""
+    return getattr(managed, "_dp_dim_indices", frozenset())
+
+
+class _Catch:
+    """Tells of the gradients of the parameters that are watched, and which of them are sums over several micro-batches.
+
+    Attributes:
+        reduced: Takes what ``foreach_reduce`` takes.
+        kept: Takes what torch keeps of a parameter.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> None:
+        self._parameters = {id(one.tensor): one for one in parameters}
+        self._arrived = arrived
+        self._accumulated: set[NamedParameter] = set()
+        # What FSDP does at these points is left out of compiled code, and so is this.
+        self.reduced = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._reduced))
+        self.kept = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._kept))
+        REDUCED.add(self)
+        KEPT.add(self)
+
+    def remove(self) -> None:
+        REDUCED.remove(self)
+        KEPT.remove(self)
+
+    def _reduced(self, fsdp_params: Sequence[Any], unsharded_grads: Sequence[Tensor], *_: Any, **__: Any) -> None:
+        for managed, gradient in zip(fsdp_params, unsharded_grads, strict=True):
+            parameter = self._parameters.get(id(managed.sharded_param))
+            if parameter is not None:
+                complete = parameter in self._accumulated
+                self._accumulated.discard(parameter)
+                self._arrived(parameter, gradient, complete=complete)
+
+    def _kept(self, managed: Any) -> None:
+        parameter, gradient = self._parameters.get(id(managed.sharded_param)), _local_sum(managed)
+        if parameter is None or gradient is None:
+            return
+        self._accumulated.add(parameter)
+        if (local := _laid_out_as_parameter(managed, gradient)) is not None:
+            self._arrived(parameter, local, complete=False)
+
+
+def _local_sum(managed: Any) -> Tensor | None:
+    """The local sum so far of a gradient that is not to be reduced yet."""
+    accumulated: Tensor | None = managed.unsharded_accumulated_grad
+    return getattr(getattr(managed, "_unsharded_param", None), "grad", None) if accumulated is None else accumulated
+
+
+def _laid_out_as_parameter(managed: Any, gradient: Any) -> Tensor | None:
+    """The local part of a gradient that is laid out as its parameter is; None otherwise: FSDP lays it out when it reduces."""
+    spec, layout = _tensor_parallel(managed), layout_of(gradient)
+    if spec is None or layout is None:
+        return gradient if spec is None and layout is None else None
+    apart = _data_parallel(managed)
+    same = all(a == b for place, (a, b) in enumerate(zip(layout[1], spec.placements, strict=True)) if place not in apart)
+    return gradient._local_tensor if same else None
+
+
+class _Patch:
+    """One function of torch that tells listeners of its calls, patched while there are any.
+
+    It knows them weakly: a model that is let go of while it is monitored is not kept alive by a module of torch.
+
+    Args:
+        owner: Where callers look the function up.
+        parameters: The first that it takes, by which it is known.
+        listen: The method of a listener that takes the arguments. Must not raise.
+        before: Whether listeners are told before the call; otherwise after it.
+    """
+
+    def __init__(self, owner: Any, name: str, parameters: Sequence[str], listen: str, *, before: bool) -> None:
+        self._owner = owner
+        self._name = name
+        self._parameters = tuple(parameters)
+        self._listen = listen
+        self._before = before
+        self._listeners: tuple[weakref.ref[_Catch], ...] = ()
+        self._original: Any = None
+        self._ours: Any = None
+
+    def fits(self) -> bool:
+        """Whether the function takes what is expected here."""
+        function = getattr(self._owner, self._name, None)
+        taken = () if function is None else tuple(inspect.signature(function).parameters)
+        return taken[: len(self._parameters)] == self._parameters
+
+    def add(self, listener: _Catch) -> None:
+        self._install()
+        self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
+
+    def remove(self, listener: _Catch) -> None:
+        for known in self._listeners:
+            if known() is listener:
+                self._forget(known)
+
+    def _forget(self, gone: weakref.ref[_Catch]) -> None:
+        self._listeners = tuple(known for known in self._listeners if known is not gone)
+        # Somebody may have patched it since. Then ours stays in the chain, and has nobody to tell.
+        if not self._listeners and self._ours is not None and getattr(self._owner, self._name) is self._ours:
+            setattr(self._owner, self._name, self._original)
+
+    def _install(self) -> None:
+        original = getattr(self._owner, self._name)
+        if original is self._ours:
+            return
+
+        @wraps(original)
+        def patched(*args: Any, **named: Any) -> Any:
+            # One that was left below another patch, and then replaced by a new one above it, has nobody to tell either.
+            tell = self._tell if self._ours is patched else _nobody
+            if self._before:
+                tell(*args, **named)
+                return original(*args, **named)
+            result = original(*args, **named)
+            tell(*args, **named)
+            return result
+
+        self._original, self._ours = original, patched
+        setattr(self._owner, self._name, patched)
+
+    def _tell(self, *args: Any, **named: Any) -> None:
+        for known in self._listeners:
+            if (listener := known()) is not None:
+                getattr(listener, self._listen)(*args, **named)
+
+
+def _nobody(*_args: Any, **_named: Any) -> None:
+    pass
+
+
+REDUCED: Final = _Patch(_fsdp_param_group, "foreach_reduce", ("fsdp_params", "unsharded_grads"), "reduced", before=True)
+"""Of a group of parameters, the gradients that are about to be reduced; it takes them out of the list."""
+
+KEPT: Final = _Patch(_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed", ("self",), "kept", before=False)
+"""Of one parameter, at the end of a backward whose gradients are not reduced."""

@@ -1,0 +1,66 @@
+"""When an optimizer of Megatron steps, and when it has skipped one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from monitor.failures import Failures
+from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, members
+from monitor.pytorch.frameworks.megatron_patches import STEPS
+from monitor.pytorch.optimizer_steps import StepListener
+
+
+class MegatronSteps:
+    """Tells a listener of the steps of Megatron's optimizer: of a chained one, of its members' together.
+
+    Gradients are ready when ``prepare_grads`` has returned: reduced, divided by the loss scale, and not yet clipped.
+
+    Attributes:
+        optimizer: The first torch optimizer inside it.
+    """
+
+    def __init__(self, weights: MasterWeights, listener: StepListener, failures: Failures) -> None:
+        self.optimizer: Optimizer | None = weights.optimizer
+        self._weights = weights
+        self._listener = listener
+        self._guarded = failures.guarded
+        self._stepping: Any = None
+        for patch in STEPS:
+            patch.add(self)
+
+    def remove(self) -> None:
+        for patch in STEPS:
+            patch.remove(self)
+
+    def call_begins(self, method: str, of: Any) -> None:
+        if method == "step" and self._stepping is None:
+            self._guarded("reading before the step", self._begin)(of)
+
+    def call_ended(self, method: str, of: Any, result: Any) -> None:
+        if of is not self._stepping:
+            return
+        if method == "prepare_grads" and result is not None:
+            self._guarded("reading gradients", self._listener.gradients_ready)()
+        elif method == "step":
+            self._guarded("ending the step", self._end)(result)
+
+    def _begin(self, optimizer: Any) -> None:
+        if not self._weights.belong_to(optimizer):
+            return
+        self._stepping = optimizer
+        if any(getattr(member, "grad_scaler", None) is not None for member in members(optimizer)):
+            self._listener.loss_scale(optimizer.get_loss_scale())
+        if self.optimizer is not None:
+            self._listener.before_step(self.optimizer)
+
+    def _end(self, result: Any) -> None:
+        """Take the result of ``step``, whose first element is whether it was done; of one that raised, nothing is told."""
+        self._stepping = None
+        if result is None:
+            return
+        if result[0]:
+            self._listener.after_step()
+        else:
+            self._listener.step_skipped()
