@@ -85,6 +85,7 @@ class Attachment:
         self.on_first_step: Callable[[], None] | None = None
         self.begun = False
         self.collected = collected
+        self._flow_told = collected > 0
         self._names = names
         self._recorder = recorder
         self._run = run
@@ -267,20 +268,18 @@ class Attachment:
 
     def _seal(self, status: Status) -> None:
         self.collected += 1
-        if self.collected == 1:
-            self._failures.guarded("following the flow of data", self._tell_flow, "The manifest has none of it.")()
         try:
             self._submit(status)
         except BaseException:
             self._recorder.discard()  # what this step measured must not stand among the rows of the next
             raise
 
-    def _tell_flow(self) -> None:
-        """Of one step: the others repeat it, or nearly."""
-        self._run().manifest.flows(observed(self._recorder.table, self.modules.seen()))
-
     def _submit(self, status: Status) -> None:
-        pipeline = self._opened().pipeline
+        run = self._opened()
+        if not self._flow_told:
+            self._flow_told = True
+            self._failures.guarded("following the flow of data", self._tell_flow, "The manifest has none of it.")(run)
+        pipeline = run.pipeline
         sealed = pipeline.reserve(self.clock.step)
         if sealed is None:
             self._recorder.discard()
@@ -293,6 +292,10 @@ class Attachment:
             pipeline.give_back(sealed)
             raise
         pipeline.submit(sealed)
+
+    def _tell_flow(self, run: Run) -> None:
+        """Of one step: the others repeat it, or nearly."""
+        run.manifest.flows(observed(self._recorder.table, self.modules.seen()))
 
     def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
         """Kinds with a row for each micro-step, and kinds whose micro-steps are combined."""

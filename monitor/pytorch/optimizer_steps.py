@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -22,6 +22,7 @@ from monitor.failures import Failures
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.grad_scaler import SCALER_PATCH
 from monitor.pytorch.hooks import HookSet, Removable
+from monitor.pytorch.patches import CallListener, CallPatch
 
 CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
 """Of the function that torch puts around every ``step``, and that calls the hooks."""
@@ -54,7 +55,7 @@ class StepListener(Protocol):
         """
 
 
-class OptimizerSteps:
+class OptimizerSteps(CallListener):
     """Tells a listener of the steps of one optimizer.
 
     Attributes:
@@ -111,20 +112,21 @@ class OptimizerSteps:
         self._hooks.remove()
         SCALER_PATCH.remove(self)
 
-    def scaler_begins(self, scaler: GradScaler, optimizer: Any) -> None:
-        self._guarded("reading the loss scale", self._scaler_begins)(scaler, optimizer)
+    def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._guarded("reading the loss scale", self._scaler_begins)(*args, **kwargs)
 
-    def scaler_ended(self, scaler: GradScaler, optimizer: Any) -> None:
-        self._guarded("ending a skipped step", self._scaler_ended)(scaler, optimizer)
+    def call_ended(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del result
+        self._guarded("ending a skipped step", self._scaler_ended)(*args, **kwargs)
 
-    def _scaler_begins(self, scaler: GradScaler, optimizer: Any) -> None:
+    def _scaler_begins(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
         self._adopt_if_ours(innermost(optimizer))
         if innermost(optimizer) is self.optimizer:
             self._called = False
             if scaler.is_enabled() and scaler._scale is not None:
                 self._listener.loss_scale(scaler._scale)
 
-    def _scaler_ended(self, scaler: GradScaler, optimizer: Any) -> None:
+    def _scaler_ended(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
         if innermost(optimizer) is self.optimizer and scaler.is_enabled() and not self._called:
             self._listener.before_step(innermost(optimizer))
             self._listener.gradients_ready()

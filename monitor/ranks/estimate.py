@@ -20,9 +20,9 @@ class KindLoad:
     """What one kind brings.
 
     Attributes:
-        series: Series on a rank that writes the kind.
-        rows: Rows that such a rank writes in a collected step: series times micro-steps where each has its own row.
-        ranks: How many ranks of the job write it.
+        series: Series that all ranks of the job write: one of each set of replicas, every shard.
+        rows: Rows that they write in a collected step: series times micro-steps where each has its own row.
+        ranks: How many ranks write any.
     """
 
     series: int
@@ -87,11 +87,11 @@ def estimate(
         step_interval: Every how many steps one is collected.
         bytes_per_row: By format; one that is not listed counts as none.
     """
-    rows = sum(load.rows * load.ranks for load in loads.values())
+    rows = sum(load.rows for load in loads.values())
     ranks = max((load.ranks for load in loads.values()), default=0)
     per_record = sum(_files_per_record(one, loads, ranks) for one in formats)
     return Estimate(
-        series=sum(load.series * load.ranks for load in loads.values()),
+        series=sum(load.series for load in loads.values()),
         rows=rows,
         bytes=rows * sum(bytes_per_row.get(one, 0.0) for one in formats),
         files=per_record / max(1.0, step_count_per_record / step_interval),

@@ -3,7 +3,8 @@
 Gzipped JSON of columns, one entry a series, in the order of their numbers. ``kind`` and ``layout`` index ``kinds`` and
 ``layouts``; a layout of -1 is that of a series not measured yet; ``varies`` lists the series whose shape or dtype has changed
 since it was first measured. ``placement`` indexes ``placements``, -1 for what only this rank has, and these index ``groups``,
-in which each set of ranks stands once: a job of thousands of ranks has few different ones.
+in which each set of ranks stands once: a job of thousands of ranks has few different ones. ``flow_from`` and ``flow_to`` are
+the ends of edges between series, and ``passes`` the order of micro-batches, see ``monitor.ranks.flow``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from monitor.placement import LOCAL, Placement, Ranks, Shard
+from monitor.ranks.flow import NO_FLOW, Edge, Flow, Pass, edges_of_parameters
 from monitor.ranks.records import SCHEMA_VERSION, ManifestError, ManifestRecord, Natural, Record, known_version, parsed
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows, Layout, StepRows
@@ -68,7 +70,12 @@ class Measured:
         self._layouts: list[Layout] = []
         self._layout: NDArray[np.int64] = np.empty(0, np.int64)
         self._varies: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._flow = NO_FLOW
         self._file: SeriesFile | None = None
+
+    def flows(self, flow: Flow) -> None:
+        """Take in how data ran through the series of the table, also through those that have yet to be seen here."""
+        self._flow, self._file = flow, None
 
     def see(self, rows: StepRows) -> None:
         """Take in one step. Of a step that brings nothing new, one comparison a kind."""
@@ -117,6 +124,18 @@ class Measured:
             "layout": (layout - (len(used) - len(measured))).tolist(),
             "varies": np.flatnonzero(self._varies).tolist(),
             **self._placed(series),
+            **self._flowing(series),
+        }
+
+    def _flowing(self, series: Sequence[Series]) -> dict[str, object]:
+        """The columns of the flow, as far as the series are there."""
+        edges = [edge for edge in self._flow.edges if max(edge) < len(series)]
+        edges = list(dict.fromkeys([*edges, *edges_of_parameters(series)]))
+        return {
+            "flow_from": [edge.source for edge in edges],
+            "flow_to": [edge.target for edge in edges],
+            "flow_cut": self._flow.cut,
+            "passes": self._flow.passes,
         }
 
     def _placed(self, series: Sequence[Series]) -> dict[str, object]:
@@ -188,13 +207,17 @@ class SeriesColumns(Record):
     groups: tuple[tuple[Natural, ...], ...] = ()
     placements: tuple[PlacementRecord, ...] = ()
     placement: tuple[int, ...] = ()
+    flow_from: tuple[Natural, ...] = ()
+    flow_to: tuple[Natural, ...] = ()
+    flow_cut: bool = False
+    passes: tuple[tuple[bool, Natural, Natural], ...] = ()
 
     @model_validator(mode="after")
     def _aligned(self) -> SeriesColumns:
         known_version(self.schema_version)
         if not len(self.kind) == len(self.vpp_stage) == len(self.name) == len(self.layout):
             raise ValueError("the columns differ in length")
-        if self.placement and len(self.placement) != len(self.name):
+        if (self.placement and len(self.placement) != len(self.name)) or len(self.flow_from) != len(self.flow_to):
             raise ValueError("the columns differ in length")
         for column, below in self._pointers():
             if max(column, default=-1) >= len(below):
@@ -208,6 +231,7 @@ class SeriesColumns(Record):
         yield self.layout, self.layouts
         yield self.varies, self.name
         yield self.placement, self.placements
+        yield [*self.flow_from, *self.flow_to], self.name
         for one in self.placements:
             yield [one.replicas, one.unclaimed, one.shard.ranks if one.shard else 0], self.groups
 
@@ -227,6 +251,10 @@ class SeriesColumns(Record):
             for index, (kind, vpp_stage, name, layout, where) in enumerate(columns)
         )
 
+    def flow(self) -> Flow:
+        edges = map(Edge, self.flow_from, self.flow_to)
+        return Flow(tuple(edges), tuple(map(Pass._make, self.passes)), self.flow_cut)
+
 
 def read_series(directory: Path, manifest: ManifestRecord) -> tuple[MeasuredSeries, ...]:
     """The series that the manifest in ``directory`` points at, in the order of their numbers.
@@ -236,13 +264,28 @@ def read_series(directory: Path, manifest: ManifestRecord) -> tuple[MeasuredSeri
     Raises:
         ManifestError: the file is missing, too large, damaged, or not the one that its name stands for.
     """
+    columns = _read(directory, manifest)
+    return columns.series() if columns else ()
+
+
+def read_flow(directory: Path, manifest: ManifestRecord) -> Flow:
+    """How data ran through this rank, its edges by the places of series in what ``read_series`` returns.
+
+    Raises:
+        ManifestError: as ``read_series`` does.
+    """
+    columns = _read(directory, manifest)
+    return columns.flow() if columns else NO_FLOW
+
+
+def _read(directory: Path, manifest: ManifestRecord) -> SeriesColumns | None:
     if manifest.series is None:
-        return ()
+        return None
     path = directory / manifest.series.file
     content = _unpacked(path)
     if path.name != _name(content):
         raise ManifestError(f"{path} is damaged: its content is not what its name stands for")
-    return parsed(SeriesColumns, content, path).series()
+    return parsed(SeriesColumns, content, path)
 
 
 def _unpacked(path: Path) -> bytes:

@@ -4,10 +4,10 @@ from hypothesis import strategies as st
 
 from monitor.ranks.estimate import Bounds, Estimate, KindLoad, estimate
 
-GRADIENTS_AND_ACTIVATIONS = {"grad_reduced": KindLoad(100, 100, 1), "actv": KindLoad(50, 200, 8)}
+GRADIENTS_AND_ACTIVATIONS = {"grad_reduced": KindLoad(100, 100, 1), "actv": KindLoad(400, 1600, 8)}
 
 
-def test_a_replica_counts_for_the_ranks_that_write_it():
+def test_kinds_add_up_and_the_kind_that_most_ranks_write_says_how_many_do():
     both = estimate(GRADIENTS_AND_ACTIVATIONS, ["csv"], 1)
     assert (both.series, both.rows, both.ranks) == (500, 1700, 8)
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.ranks import series_file
+from monitor.ranks.flow import NO_FLOW, Edge, Flow, Pass
 from monitor.ranks.records import ManifestError, ManifestRecord, SeriesReference
-from monitor.ranks.series_file import Measured, MeasuredSeries, read_series
+from monitor.ranks.series_file import Measured, MeasuredSeries, read_flow, read_series
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
@@ -188,13 +189,64 @@ def test_a_file_that_unpacks_without_end_is_refused(on_disk, monkeypatch):
         ("layout", [-2], "a layout or placement below -1"),
         ("varies", [1], "an entry points beyond the end"),
         ("vpp_stage", ["0"], "vpp_stage.0: Input should be a valid integer"),
+        ("flow_from", [0], "the columns differ in length"),
+        ("passes", [[1, 0, 0]], "passes.0.0: Input should be a valid boolean"),
         ("schema_version", 2, "schema version 2 is not known"),
     ],
 )
 def test_columns_that_do_not_fit_together_are_refused(on_disk, column, value, wrong):
+    with pytest.raises(ManifestError, match=wrong):
+        read_series(*changed(on_disk, lambda columns: columns | {column: value}))
+
+
+def changed(on_disk, change):
+    """The directory, and a manifest that points at the columns as ``change`` makes them."""
     path, _ = on_disk
-    content = json.dumps(json.loads(gzip.decompress(path.read_bytes())) | {column: value}).encode()
+    content = json.dumps(change(json.loads(gzip.decompress(path.read_bytes())))).encode()
     name = series_file._name(content)
     (path.parent / name).write_bytes(gzip.compress(content))
-    with pytest.raises(ManifestError, match=wrong):
-        read_series(path.parent, manifest_of(SeriesReference(file=name, count=1)))
+    return path.parent, manifest_of(SeriesReference(file=name, count=1))
+
+
+def test_an_edge_beyond_the_last_series_is_refused(on_disk):
+    with pytest.raises(ManifestError, match="an entry points beyond the end"):
+        read_flow(*changed(on_disk, lambda columns: columns | {"flow_from": [0], "flow_to": [1]}))
+
+
+def test_a_file_from_before_there_were_edges_reads_as_having_none(on_disk):
+    def old(columns):
+        return {name: column for name, column in columns.items() if not name.startswith("flow") and name != "passes"}
+
+    place = changed(on_disk, old)
+    assert [one.series for one in read_series(*place)] == [WEIGHT]
+    assert read_flow(*place) == NO_FLOW
+
+
+def test_a_manifest_without_series_has_no_flow(tmp_path):
+    assert read_flow(tmp_path, manifest_of(None)) == NO_FLOW
+
+
+def test_edges_and_passes_read_back(seen, tmp_path):
+    table, measured = seen
+    measured.see(step_of((WEIGHT, MATRIX), (BIAS, VECTOR), (INPUT, MATRIX), table=table, layouts=[MATRIX, VECTOR]))
+    flow = Flow((Edge(2, 0), Edge(2, 1)), (Pass(True, 0, 0), Pass(False, 0, 0)), cut=True)
+    measured.flows(flow)
+    assert read_flow(tmp_path, manifest_of(saved(tmp_path, measured))) == flow
+
+
+def test_an_edge_waits_until_both_of_its_series_were_seen(seen, tmp_path):
+    table, measured = seen
+    measured.flows(Flow((Edge(0, 1), Edge(1, 2))))
+    for series, edges in ((WEIGHT, ()), (BIAS, (Edge(0, 1),)), (INPUT, (Edge(0, 1), Edge(1, 2)))):
+        measured.see(step_of((series, MATRIX), table=table, layouts=[MATRIX]))
+        assert read_flow(tmp_path, manifest_of(saved(tmp_path, measured))).edges == edges
+
+
+def test_the_kinds_of_a_parameter_are_joined_as_soon_as_they_are_there(tmp_path):
+    kinds = ["grad_unreduced", "exp_avg", "param_origin", "grad_reduced", "param_updated"]
+    table = SeriesTable(Series(kind, 0, name) for name in ("weight", "bias") for kind in kinds)
+    measured = Measured(table)
+    measured.see(step_of(*((series, VECTOR) for series in table), table=table, layouts=[VECTOR]))
+    found = read_flow(tmp_path, manifest_of(saved(tmp_path, measured))).edges
+    one = {Edge(0, 3), Edge(1, 4), Edge(2, 4), Edge(3, 4)}
+    assert set(found) == one | {Edge(source + 5, target + 5) for source, target in one}

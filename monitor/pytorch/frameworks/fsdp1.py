@@ -6,12 +6,9 @@ whole gradient exists for a moment only, at the end of the unit's backward, and 
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,10 +22,15 @@ from monitor.pytorch.frameworks.dtensor import placed
 from monitor.pytorch.frameworks.framework import Arrived, Framework
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
+from monitor.pytorch.patches import CallListener, CallPatch
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import alike_over
 
 GROUP: Final = "the process group of FullyShardedDataParallel"
+POST_BACKWARD: Final = CallPatch(_runtime_utils, "_post_backward_hook", ("state", "handle", "flat_param"))
+"""Aggregates the gradient of a unit. A backward takes the function that stood there in its forward: one in progress while the
+patch comes or goes ends as it began."""
+
 OF_A_HANDLE: Final = ("_use_orig_params", "_get_unflat_views", "uses_sharded_strategy", "_skipped_use_sharded_views")
 OF_A_FLAT_PARAMETER: Final = ("_params", "_shapes", "_contiguities", "_shard_param_infos", "_param_extensions")
 
@@ -185,7 +187,7 @@ def _check(handle: Any) -> None:
     """
     known = all(hasattr(handle, name) for name in OF_A_HANDLE)
     known = known and all(hasattr(handle.flat_param, name) for name in OF_A_FLAT_PARAMETER)
-    if not known or not POST_BACKWARD_PATCH.fits():
+    if not known or not POST_BACKWARD.fits:
         raise ValueError(
             f"torch {torch.__version__} keeps the parameters of FullyShardedDataParallel in a way that is not known here: use "
             "a version of torch that this one was tested with, or fully_shard."
@@ -202,20 +204,23 @@ def _check(handle: Any) -> None:
         )
 
 
-class _Catch:
+class _Catch(CallListener):
     """Tells of the gradients of the parameters that are watched, when a unit's backward ends."""
 
     def __init__(self, wanted: _Wanted, arrived: Arrived, failures: Failures) -> None:
         self._wanted = wanted
         self._arrived = arrived
         # What FSDP does at this point is left out of compiled code, and so is this.
-        self.backward_ended = torch.compiler.disable(failures.guarded("reading gradients of a unit of FSDP", self._tell))
-        POST_BACKWARD_PATCH.add(self)
+        self._told = torch.compiler.disable(failures.guarded("reading gradients of a unit of FSDP", self._tell))
+        POST_BACKWARD.add(self)
 
     def remove(self) -> None:
-        POST_BACKWARD_PATCH.remove(self)
+        POST_BACKWARD.remove(self)
 
-    def _tell(self, handle: Any) -> None:
+    def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._told(*args, **kwargs)
+
+    def _tell(self, _state: Any, handle: Any, *_: Any, **__: Any) -> None:
         wanted, gradient = self._wanted.get(id(handle)), handle.flat_param.grad
         if wanted is None or gradient is None:
             return
@@ -225,65 +230,3 @@ class _Catch:
             # A frozen parameter of a unit has zeros here, and no gradient.
             if parameter.tensor.requires_grad:
                 self._arrived(parameter, views[index], complete=False)
-
-
-class _Listener(Protocol):
-    """Whoever wants to know of the end of a unit's backward. Must not raise."""
-
-    def backward_ended(self, handle: Any) -> None: ...
-
-
-class _PostBackwardPatch:
-    """The patch of torch's function that aggregates the gradient of a unit, in place while there are listeners.
-
-    It knows them weakly: a model that is let go of while it is monitored is not kept alive by a module of torch. A backward
-    takes the function that stood there in its forward, so one in progress ends as it began.
-    """
-
-    PARAMETERS: Final = ("state", "handle", "flat_param")
-
-    def __init__(self) -> None:
-        self._listeners: tuple[weakref.ref[_Listener], ...] = ()
-        self._original: Any = None
-        self._ours: Any = None
-
-    def fits(self) -> bool:
-        """Whether the function takes what is expected here."""
-        function = getattr(_runtime_utils, "_post_backward_hook", None)
-        return function is not None and tuple(inspect.signature(function).parameters)[:3] == self.PARAMETERS
-
-    def add(self, listener: _Listener) -> None:
-        self._install()
-        self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
-
-    def remove(self, listener: _Listener) -> None:
-        for known in self._listeners:
-            if known() is listener:
-                self._forget(known)
-
-    def _forget(self, gone: weakref.ref[_Listener]) -> None:
-        self._listeners = tuple(known for known in self._listeners if known is not gone)
-        # Somebody may have patched it since. Then ours stays in the chain, and has nobody to tell.
-        if not self._listeners and _runtime_utils._post_backward_hook is self._ours:
-            _runtime_utils._post_backward_hook = self._original
-
-    def _install(self) -> None:
-        if self._ours is not None and _runtime_utils._post_backward_hook is self._ours:
-            return
-        original = self._original = _runtime_utils._post_backward_hook
-
-        @wraps(original)
-        def post_backward(state: Any, handle: Any, *rest: Any, **named: Any) -> Any:
-            # One that was left below another patch, and then replaced by a new one above it, has nobody to tell either.
-            for listener in self._living() if self._ours is post_backward else ():
-                listener.backward_ended(handle)
-            return original(state, handle, *rest, **named)
-
-        self._ours = post_backward
-        _runtime_utils._post_backward_hook = post_backward
-
-    def _living(self) -> tuple[_Listener, ...]:
-        return tuple(listener for known in self._listeners if (listener := known()) is not None)
-
-
-POST_BACKWARD_PATCH: Final = _PostBackwardPatch()

@@ -7,10 +7,7 @@ serves every model.
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections.abc import Iterator, Sequence
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,8 +21,15 @@ from monitor.pytorch.frameworks.dtensor import layout_of, placed
 from monitor.pytorch.frameworks.framework import Arrived, Framework
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
+from monitor.pytorch.patches import CallListener, CallPatch
 
 OF_A_PARAMETER: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")
+
+REDUCED: Final = CallPatch(_fsdp_param_group, "foreach_reduce", ("fsdp_params", "unsharded_grads"))
+"""Reduces the gradients of a group of parameters."""
+
+KEPT: Final = CallPatch(_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed", ("self",))
+"""Of one parameter, at the end of a backward whose gradients are not reduced."""
 
 
 class Fsdp2(Framework):
@@ -73,7 +77,7 @@ def _check(managed: Any) -> None:
     Raises:
         ValueError: The parameter is not in place now, or kept in a way that is not known.
     """
-    known = all(hasattr(managed, name) for name in OF_A_PARAMETER) and REDUCED.fits() and KEPT.fits()
+    known = all(hasattr(managed, name) for name in OF_A_PARAMETER) and REDUCED.fits and KEPT.fits
     if not known or (managed.is_dtensor and not hasattr(managed, "_unsharded_dtensor_spec")):
         raise ValueError(
             f"torch {torch.__version__} keeps the parameters of fully_shard in a way that is not known here: use a version of "
@@ -101,27 +105,31 @@ def _data_parallel(managed: Any) -> frozenset[int]:
     return getattr(managed, "_dp_dim_indices", frozenset())
 
 
-class _Catch:
-    """Tells of the gradients of the parameters that are watched, and which of them are sums over several micro-batches.
-
-    Attributes:
-        reduced: Takes what ``foreach_reduce`` takes.
-        kept: Takes what torch keeps of a parameter.
-    """
+class _Catch(CallListener):
+    """Tells of the gradients of the parameters that are watched, and which of them are sums over several micro-batches."""
 
     def __init__(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> None:
         self._parameters = {id(one.tensor): one for one in parameters}
         self._arrived = arrived
         self._accumulated: set[NamedParameter] = set()
         # What FSDP does at these points is left out of compiled code, and so is this.
-        self.reduced = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._reduced))
-        self.kept = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._kept))
+        self._on_reduced = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._reduced))
+        self._on_kept = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._kept))
         REDUCED.add(self)
         KEPT.add(self)
 
     def remove(self) -> None:
         REDUCED.remove(self)
         KEPT.remove(self)
+
+    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if patch is REDUCED:  # which takes the gradients out of the list
+            self._on_reduced(*args, **kwargs)
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del result
+        if patch is KEPT:
+            self._on_kept(*args, **kwargs)
 
     def _reduced(self, fsdp_params: Sequence[Any], unsharded_grads: Sequence[Tensor], *_: Any, **__: Any) -> None:
         for managed, gradient in zip(fsdp_params, unsharded_grads, strict=True):
@@ -154,82 +162,3 @@ def _laid_out_as_parameter(managed: Any, gradient: Any) -> Tensor | None:
     apart = _data_parallel(managed)
     same = all(a == b for place, (a, b) in enumerate(zip(layout[1], spec.placements, strict=True)) if place not in apart)
     return gradient._local_tensor if same else None
-
-
-class _Patch:
-    """One function of torch that tells listeners of its calls, patched while there are any.
-
-    It knows them weakly: a model that is let go of while it is monitored is not kept alive by a module of torch.
-
-    Args:
-        owner: Where callers look the function up.
-        parameters: The first that it takes, by which it is known.
-        listen: The method of a listener that takes the arguments. Must not raise.
-        before: Whether listeners are told before the call; otherwise after it.
-    """
-
-    def __init__(self, owner: Any, name: str, parameters: Sequence[str], listen: str, *, before: bool) -> None:
-        self._owner = owner
-        self._name = name
-        self._parameters = tuple(parameters)
-        self._listen = listen
-        self._before = before
-        self._listeners: tuple[weakref.ref[_Catch], ...] = ()
-        self._original: Any = None
-        self._ours: Any = None
-
-    def fits(self) -> bool:
-        """Whether the function takes what is expected here."""
-        function = getattr(self._owner, self._name, None)
-        taken = () if function is None else tuple(inspect.signature(function).parameters)
-        return taken[: len(self._parameters)] == self._parameters
-
-    def add(self, listener: _Catch) -> None:
-        self._install()
-        self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
-
-    def remove(self, listener: _Catch) -> None:
-        for known in self._listeners:
-            if known() is listener:
-                self._forget(known)
-
-    def _forget(self, gone: weakref.ref[_Catch]) -> None:
-        self._listeners = tuple(known for known in self._listeners if known is not gone)
-        # Somebody may have patched it since. Then ours stays in the chain, and has nobody to tell.
-        if not self._listeners and self._ours is not None and getattr(self._owner, self._name) is self._ours:
-            setattr(self._owner, self._name, self._original)
-
-    def _install(self) -> None:
-        original = getattr(self._owner, self._name)
-        if original is self._ours:
-            return
-
-        @wraps(original)
-        def patched(*args: Any, **named: Any) -> Any:
-            # One that was left below another patch, and then replaced by a new one above it, has nobody to tell either.
-            tell = self._tell if self._ours is patched else _nobody
-            if self._before:
-                tell(*args, **named)
-                return original(*args, **named)
-            result = original(*args, **named)
-            tell(*args, **named)
-            return result
-
-        self._original, self._ours = original, patched
-        setattr(self._owner, self._name, patched)
-
-    def _tell(self, *args: Any, **named: Any) -> None:
-        for known in self._listeners:
-            if (listener := known()) is not None:
-                getattr(listener, self._listen)(*args, **named)
-
-
-def _nobody(*_args: Any, **_named: Any) -> None:
-    pass
-
-
-REDUCED: Final = _Patch(_fsdp_param_group, "foreach_reduce", ("fsdp_params", "unsharded_grads"), "reduced", before=True)
-"""Of a group of parameters, the gradients that are about to be reduced; it takes them out of the list."""
-
-KEPT: Final = _Patch(_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed", ("self",), "kept", before=False)
-"""Of one parameter, at the end of a backward whose gradients are not reduced."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from monitor.pytorch.frameworks.framework import Arrived
 from monitor.pytorch.frameworks.megatron_patches import START_GRAD_SYNC
 from monitor.pytorch.hooks import HookSet, Removable
 from monitor.pytorch.parameter_series import NamedParameter
+from monitor.pytorch.patches import CallListener, CallPatch
 
 
-class MainGradients:
+class MainGradients(CallListener):
     """Tells of ``main_grad`` after each backward, and of the local sum when its reduction begins.
 
     Megatron adds in a hook behind the accumulation of each parameter's gradient; ours is called after it. With
@@ -41,13 +42,10 @@ class MainGradients:
         START_GRAD_SYNC.remove(self)
         self._hooks.remove()
 
-    def call_begins(self, _method: str, of: Any) -> None:
-        self._failures.guarded("reading gradients before they are reduced", self._sync_begins)(of)
+    def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._failures.guarded("reading gradients before they are reduced", self._sync_begins)(*args, **kwargs)
 
-    def call_ended(self, _method: str, of: Any, result: Any) -> None:
-        """Then there is nothing left to read."""
-
-    def _sync_begins(self, group: Any) -> None:
+    def _sync_begins(self, group: Any, *_: Any, **__: Any) -> None:
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # it has begun before, and this call is to do nothing
         within_backward = torch._C._current_graph_task_id() != -1

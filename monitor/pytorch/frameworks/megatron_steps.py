@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,9 +11,10 @@ from monitor.failures import Failures
 from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, members
 from monitor.pytorch.frameworks.megatron_patches import STEPS
 from monitor.pytorch.optimizer_steps import StepListener
+from monitor.pytorch.patches import CallListener, CallPatch
 
 
-class MegatronSteps:
+class MegatronSteps(CallListener):
     """Tells a listener of the steps of Megatron's optimizer: of a chained one, of its members' together.
 
     Gradients are ready when ``prepare_grads`` has returned: reduced, divided by the loss scale, and not yet clipped.
@@ -34,17 +36,24 @@ class MegatronSteps:
         for patch in STEPS:
             patch.remove(self)
 
-    def call_begins(self, method: str, of: Any) -> None:
-        if method == "step" and self._stepping is None:
-            self._guarded("reading before the step", self._begin)(of)
+    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del kwargs
+        if patch.name == "step" and self._stepping is None:
+            self._guarded("reading before the step", self._begin)(args[0])
 
-    def call_ended(self, method: str, of: Any, result: Any) -> None:
-        if of is not self._stepping:
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del kwargs
+        if args[0] is not self._stepping:
             return
-        if method == "prepare_grads" and result is not None:
+        if patch.name == "prepare_grads":
             self._guarded("reading gradients", self._listener.gradients_ready)()
-        elif method == "step":
+        else:
             self._guarded("ending the step", self._end)(result)
+
+    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del kwargs
+        if patch.name == "step" and args[0] is self._stepping:
+            self._stepping = None
 
     def _begin(self, optimizer: Any) -> None:
         if not self._weights.belong_to(optimizer):
@@ -56,10 +65,8 @@ class MegatronSteps:
             self._listener.before_step(self.optimizer)
 
     def _end(self, result: Any) -> None:
-        """Take the result of ``step``, whose first element is whether it was done; of one that raised, nothing is told."""
+        """Take the result of ``step``, whose first element is whether it was done."""
         self._stepping = None
-        if result is None:
-            return
         if result[0]:
             self._listener.after_step()
         else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -17,6 +17,8 @@ from monitor.pytorch.frameworks.framework import Arrived
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
 
+IN_A_PIPELINE: Final = "missing: the engine of a pipeline adds up and aggregates gradients in one go"
+
 
 class Bf16Zero1(Repacked):
     """``grad_unreduced`` is the local sum in float32: what backward leaves in ``grad`` is bfloat16 and one micro-batch's."""
@@ -27,6 +29,10 @@ class Bf16Zero1(Repacked):
         self._sums = {
             id(p): _Sum(self._wrapper, i, j, p) for i, of in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(of)
         }
+
+    def notes(self) -> Mapping[str, str]:
+        missing = {"grad_unreduced": IN_A_PIPELINE} if self._engine.pipeline_parallelism else {}
+        return {**super().notes(), **missing}
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         return DeepSpeed.placement(self, kind, parameter) if kind == "grad_reduced" else super().placement(kind, parameter)

@@ -14,8 +14,6 @@ from monitor.pytorch.frameworks.optimizers import MAX_WRAPPERS
 from monitor.pytorch.place import group_ranks
 
 DEFINES_ENGINE: Final = "deepspeed.runtime.engine"
-OF_ZERO: Final = ("_hp_mapping", "ds_id")
-"""What ZeRO sets on the parameters that it has taken over."""
 
 
 def engine_class() -> Any:
@@ -75,4 +73,6 @@ def _is_deepspeeds(wrapper: Any) -> bool:
 
 
 def _is_partitioned(chunks: Sequence[nn.Module]) -> bool:
-    return any(hasattr(p, name) for chunk in chunks for p in chunk.parameters() for name in OF_ZERO)
+    """Whether ZeRO has taken over parameters, and not been destroyed since."""
+    parameters = (p for chunk in chunks for p in chunk.parameters())
+    return any(hasattr(p, "ds_id") or getattr(p, "_hp_mapping", None) is not None for p in parameters)

@@ -57,10 +57,8 @@ class DeepSpeed(Framework):
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         if kind not in SAME_AFTER_REDUCTION:
             return super().placement(kind, parameter)
-        everybody = ranks_in(self._engine.seq_data_parallel_group)
-        alike = _ranks_of_expert(parameter.tensor) or everybody
-        differing = tuple(rank for rank in everybody if rank not in alike)
-        return Placement(unclaimed=alike if len(alike) > 1 else (), differing=differing)
+        alike = _ranks_of_expert(parameter.tensor) or ranks_in(self._engine.seq_data_parallel_group)
+        return Placement(unclaimed=alike if len(alike) > 1 else (), data_parallel=alike)
 
     def steps(self, listener: StepListener, failures: Failures) -> EngineSteps:
         assert self.optimizer is not None
@@ -83,11 +81,10 @@ class Repacked(DeepSpeed):
         raise NotImplementedError
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
-        found = super().placement(kind, parameter)
         piece = self._pieces.get(id(parameter.tensor))
         if piece is None or piece.shard is None or kind not in SAME_AFTER_REDUCTION:
-            return found
-        return Placement(shard=piece.shard, differing=found.differing)
+            return super().placement(kind, parameter)
+        return Placement(shard=piece.shard)
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
         piece = self._pieces.get(id(parameter.tensor))

@@ -45,8 +45,9 @@ class Zero12(Repacked):
     def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
         if piece.numel == 0 or self._copies_late or self._is_orthogonalised(parameter):
             return None
-        held = self._wrapper.offload_gradient_dict if self._wrapper.cpu_offload else self._wrapper.averaged_gradients
-        of_group = [one for one in held.get(piece.group) or () if not getattr(one, "_zero_padding", False)]
+        if self._wrapper.cpu_offload:
+            return piece.of(piece.stepped.grad)
+        of_group = self._wrapper.averaged_gradients.get(piece.group)
         return piece.shaped(of_group[piece.index]) if of_group else None
 
     @property
@@ -72,14 +73,17 @@ def laid_out(
         begins: Where in its group each parameter begins.
     """
     for group, (parameters, part) in enumerate(zip(groups, parts, strict=True)):
-        ranks = wrapper.real_dp_process_group[group]
-        first, index = get_rank(ranks) * part.numel(), 0
+        process_group = wrapper.real_dp_process_group[group]
+        ranks, first = ranks_in(process_group), get_rank(process_group) * part.numel()
+        end, index = 0, 0
         for parameter, begin in zip(parameters, begins[group], strict=True):
             left, right = max(begin, first), min(begin + parameter.numel(), first + part.numel())
-            numel, shape = max(0, right - left), tuple(parameter.shape)
-            shard = flat_shard(ranks_in(ranks), shape, left - begin, numel)
-            yield parameter, Piece(part, left - first, numel, shape, shard, group, index)
-            index += numel > 0
+            start, numel, shape = left - first, max(0, right - left), tuple(parameter.shape)
+            if numel > 0 and start > end:
+                index += 1  # gradients that lie in a gap are numbered, too
+            yield parameter, Piece(part, start, numel, shape, flat_shard(ranks, shape, left - begin, numel), group, index)
+            if numel > 0:
+                end, index = start + numel, index + 1
 
 
 def end_to_end(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:

@@ -34,7 +34,7 @@ class Zero3(Repacked):
         if kind not in SAME_AFTER_REDUCTION or found.shard is not None or not hasattr(parameter.tensor, "ds_id"):
             return found
         shard, _ = _part_of(parameter.tensor)  # of one that is not trained
-        return found if shard is None else Placement(shard=shard, differing=found.differing)
+        return found if shard is None else Placement(shard=shard)
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable:
         return _BeforeZero([one for one in parameters if self.catches(one)], arrived, failures)
