@@ -37,7 +37,7 @@ from monitor.sinks.csv import CsvSink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.ops import derive
 from monitor.stats.partials import COUNT, MAX, MIN, SMALLS, SUM, SUMSQ, Partials
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.rows import KindRows, Layout, StepRows
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 NDIGITS = 6
@@ -51,7 +51,7 @@ Way = Callable[[Path, SeriesTable], Write]
 
 def with_sink(directory: Path, series: SeriesTable) -> Write:
     """The project's own way."""
-    return CsvSink(SinkContext(directory, 0, series, NDIGITS, step_count_per_record=1)).write
+    return CsvSink(SinkContext(directory, 0, series, NDIGITS, step_count_per_record=1, eps=1e-8)).write
 
 
 def with_csv_writer(directory: Path, series: SeriesTable) -> Write:
@@ -130,7 +130,8 @@ def training(rows: int, steps: int) -> tuple[SeriesTable, list[StepRows]]:
         for kind in KINDS
         for i in range(rows // len(KINDS))
     )
-    return series, [StepRows(step, OPS, dict(kinds(rng, len(series))), []) for step in range(steps)]
+    layouts = [Layout((ELEMENTS,), "torch.float32")]
+    return series, [StepRows(step, OPS, dict(kinds(rng, len(series))), layouts) for step in range(steps)]
 
 
 def kinds(rng: np.random.Generator, rows: int) -> Iterator[tuple[str, KindRows]]:

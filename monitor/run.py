@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
+from monitor.home import home
 from monitor.pipeline.pipeline import Pipeline
 from monitor.ranks.aside import set_aside
 from monitor.ranks.job import JobIdentity, Store, agree
 from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.names import RankDirectory
 from monitor.ranks.output import prepare
 from monitor.series import SeriesTable
 from monitor.sinks import make_sink
@@ -33,12 +33,14 @@ class Place:
     Attributes:
         groups: Ranks of the groups that this rank belongs to, by role (``dp``, ``tp``, ``pp``).
         store: The process group's store, through which ranks agree on one name; None for a process on its own.
+        chunks: How many parts of the model this rank trains: its virtual pipeline stages.
     """
 
     rank: int = 0
     world_size: int = 1
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     store: Store | None = None
+    chunks: int = 1
 
 
 class Run:
@@ -75,11 +77,21 @@ class Run:
         self.base = prepare(base)
         for name in LEFT_BY_EARLIER_RUNS:
             set_aside(self.base, name, self.identity if beside is None else beside.identity)
-        self.directory = prepare(self.base / str(RankDirectory.new(self.identity.timestamp, place.rank)))
+        mine = home(self.base, place.rank, self.identity.timestamp, ordinal, config.append_output, failures)
+        self.directory = mine.directory
         facts = RankFacts(
-            self.identity, place.rank, place.world_size, place.groups, versions, _as_dict(config), config_path, config.formats
+            self.identity,
+            place.rank,
+            place.world_size,
+            place.groups,
+            versions,
+            _as_dict(config),
+            config_path,
+            config.formats,
+            place.chunks,
+            ordinal,
         )
-        self.manifest = Manifest(self.directory, facts, series, failures)
+        self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.claim)
         self.pipeline: Pipeline[Sealed] = Pipeline(
             {name: _sink(name, config, place.rank, self.directory, series) for name in config.formats},
             self.manifest,
@@ -103,7 +115,7 @@ def _identity(place: Place, ordinal: int, failures: Failures) -> JobIdentity:
 
 
 def _sink(name: str, config: MonitorConfig, rank: int, directory: Path, series: SeriesTable) -> Sink:
-    return make_sink(name, SinkContext(directory, rank, series, config.ndigits, config.steps_per_record(name)))
+    return make_sink(name, SinkContext(directory, rank, series, config.ndigits, config.steps_per_record(name), config.eps))
 
 
 def _as_dict(config: MonitorConfig) -> dict[str, Any]:

@@ -506,14 +506,11 @@ class TestAcrossFields:
 
 
 ASKS_FOR: dict[str, dict[str, Any]] = {
-    'format: "hdf5"': {"format": "hdf5"},
-    'format: "tensorboard"': {"format": ["csv", "tensorboard"]},
     "ur_distribution": {"ur_distribution": True, "format": "hdf5"},
     "mg_direction": {"mg_direction": True},
     "cc_distribution.enable": {"cc_distribution": {"enable": True}},
     "alert.rules": {"alert": {"rules": [{"rule_name": "AnomalyNan"}]}},
     "recording_l2_features": {"recording_l2_features": True},
-    "append_output": {"append_output": ["Dec03_21-34-40", "Dec03_21-34-41"]},
     "replica_check": {"replica_check": True},
     "on_alert": {"on_alert": {"set": {"xy_distribution": True}, "steps": 5}},
     "environment variable DYNAMIC_MONITOR": {"dynamic_on": True},

@@ -21,10 +21,12 @@ ASKED_FOR = {
     "activations": {"xy_distribution", "all_xy"},
     "api": {"xy_distribution", "all_xy", "wg_distribution"},
     "everything": {"xy_distribution", "all_xy", "wg_distribution", "mv_distribution", "param_distribution"},
+    "hdf5": {"wg_distribution", "mv_distribution", "param_distribution"},
     "micro_batch_gradients": {"wg_distribution", "monitor_mbs_grad"},
     "optimizer_moments": {"mv_distribution"},
     "print_structure": {"print_struct"},
     "stack_info": {"stack_info"},
+    "tensorboard": {"wg_distribution", "param_distribution"},
     "weight_gradients": {"wg_distribution"},
 }
 

@@ -16,14 +16,11 @@ Asked = Callable[[MonitorConfig, bool], bool]
 """Whether a configuration asks for the capability; the second argument says whether dynamic monitoring was asked for."""
 
 NOT_BUILT: Final[Mapping[str, Asked]] = {
-    'format: "hdf5"': lambda config, _: "hdf5" in config.formats,
-    'format: "tensorboard"': lambda config, _: "tensorboard" in config.formats,
     "ur_distribution": lambda config, _: config.ur_distribution,
     "mg_direction": lambda config, _: config.mg_direction,
     "cc_distribution.enable": lambda config, _: config.cc_distribution.enable,
     "alert.rules": lambda config, _: bool(config.alert.rules),
     "recording_l2_features": lambda config, _: config.recording_l2_features,
-    "append_output": lambda config, _: bool(config.append_output),
     "on_alert": lambda config, _: config.on_alert is not None,
     f"environment variable {DYNAMIC_VARIABLE}": lambda _, dynamic: dynamic,
 }

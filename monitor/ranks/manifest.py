@@ -10,6 +10,7 @@ import json
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +20,18 @@ from threading import Lock
 from typing import Any, Final
 
 from monitor.failures import Failures
+from monitor.ranks.claims import Claim
+from monitor.ranks.flow import MOST_EDGES, Flow
+from monitor.ranks.history import Earlier, Timeline
 from monitor.ranks.job import JobIdentity
 from monitor.ranks.output import write_whole
-from monitor.ranks.ranges import StepRanges, StepsByCause
-from monitor.ranks.records import MANIFEST_FILE, SCHEMA_VERSION, ManifestRecord, RecordedSteps, SeriesReference, StepsRecord
+from monitor.ranks.records import (
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    ManifestRecord,
+    PipelineRecord,
+    SeriesReference,
+)
 from monitor.ranks.series_file import Measured, SeriesFile
 from monitor.series import SeriesTable
 from monitor.stats.rows import StepRows
@@ -41,6 +50,8 @@ class RankFacts:
 
     Attributes:
         groups: Ranks of the groups that this rank belongs to, by role: ``{"dp": [0, 1]}``.
+        chunks: Of the model, on this rank.
+        recording: How many recordings the process had begun before this one.
         versions: Of what computes and what records: ``{"torch": "2.13.0"}``.
         config: The configuration as used. What JSON cannot hold is spelled by ``str``.
     """
@@ -53,21 +64,37 @@ class RankFacts:
     config: Mapping[str, Any]
     config_path: str
     formats: Sequence[str]
+    chunks: int = 1
+    recording: int = 0
 
 
 class Manifest:
     """The journal of one rank. Only ``save`` and ``close`` raise (``OSError``); a forked child's are without effect.
 
     Its size is bounded by that of the configuration and the groups, not by the length of the run.
+
+    Args:
+        earlier: What was recorded to ``directory`` before, to be carried on; None: nothing.
+        claim: What keeps others out of ``directory``; let go of when the manifest is closed.
     """
 
-    def __init__(self, directory: Path, facts: RankFacts, series: SeriesTable, failures: Failures) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        facts: RankFacts,
+        series: SeriesTable,
+        failures: Failures,
+        earlier: Earlier | None = None,
+        claim: Claim | None = None,
+    ) -> None:
         self._directory = directory
         self._failures = failures
         self._pid = os.getpid()
         self._fixed = _fixed(facts)
-        self._notes: dict[str, Note] = {}
-        self._recorded = _Recorded(series)
+        self._earlier = Earlier() if earlier is None else earlier
+        self._claim = claim
+        self._notes: dict[str, Note] = dict(self._earlier.notes)
+        self._recorded = _Recorded(series, self._earlier.timeline)
         self._closed = False
         self._series_on_disk = ""
 
@@ -82,6 +109,12 @@ class Manifest:
     def lost(self, step: int, sink: str, reason: str) -> None:
         """One sink does not have the step."""
         self._recorded.lose(step, sink, reason)
+
+    def flows(self, flow: Flow) -> None:
+        """How data ran through this rank in a step."""
+        self._recorded.flows(flow)
+        if flow.cut:
+            self.note("flow", f"only the first {MOST_EDGES} edges between series are kept")
 
     def note(self, key: str, value: Note) -> None:
         """Leave word of what the numbers do not say; a later note under the same key replaces it. Any thread; never waits."""
@@ -99,9 +132,14 @@ class Manifest:
         self._save(durable=False)
 
     def close(self) -> None:
-        """Save for the last time, marked as ended cleanly, and wait for the disk. Raises like ``save``."""
+        """Save for the last time, marked as ended cleanly, wait for the disk, and let others have the directory.
+
+        Raises like ``save``.
+        """
         self._closed = True
         self._save(durable=True)
+        if self._claim is not None:
+            self._claim.release()
 
     def _save(self, *, durable: bool) -> None:
         if os.getpid() != self._pid:
@@ -118,7 +156,7 @@ class Manifest:
         """Series are still being found in the first steps; only the last table is kept. No manifest points at the others."""
         if table is None or table.name == self._series_on_disk:
             return
-        if self._series_on_disk:
+        if self._series_on_disk and self._series_on_disk not in self._earlier.series_files:
             with suppress(OSError):
                 (self._directory / self._series_on_disk).unlink()
         self._series_on_disk = table.name
@@ -130,48 +168,45 @@ class Manifest:
             saved=_now(),
             closed=self._closed,
             series=SeriesReference(file=table.name, count=table.count) if table else None,
-            failures=_most_frequent(self._failures),
+            failures=_most_frequent(Counter(self._earlier.failures) + self._counted()),
             notes=dict(self._notes),
+            resumed=self._earlier.runs,
         )
+
+    def _counted(self) -> Counter[str]:
+        """``dict`` copies in one step, so that a failure reported meanwhile does no harm."""
+        return Counter(dict(self._failures.counts))
 
 
 class _Recorded:
     """What became of each step, and which series have been measured. Safe across threads."""
 
-    def __init__(self, series: SeriesTable) -> None:
+    def __init__(self, series: SeriesTable, timeline: Timeline) -> None:
         self._lock = Lock()
-        self._written, self._skipped, self._incomplete = StepRanges(), StepRanges(), StepRanges()
-        self._dropped = StepsByCause()
-        self._lost: dict[str, StepsByCause] = {}
+        self._timeline = timeline
         self._measured = Measured(series)
 
     def add(self, rows: StepRows) -> None:
         with self._lock:
-            self._written.add(rows.step)
-            if rows.status == "skipped":
-                self._skipped.add(rows.step)
-            elif rows.status == "incomplete":
-                self._incomplete.add(rows.step)
+            self._timeline.write(rows.step, rows.status)
             self._measured.see(rows)
+
+    def flows(self, flow: Flow) -> None:
+        with self._lock:
+            self._measured.flows(flow)
 
     def drop(self, step: int, reason: str) -> None:
         with self._lock:
-            self._dropped.add(step, reason)
+            self._timeline.drop(step, reason)
 
     def lose(self, step: int, sink: str, reason: str) -> None:
         with self._lock:
-            self._lost.setdefault(sink, StepsByCause()).add(step, reason)
+            self._timeline.lose(step, sink, reason)
 
     def copy(self) -> tuple[dict[str, Any], SeriesFile | None]:
         """Fields of the record as they are now, and the series table."""
         with self._lock:
-            written, skipped, incomplete = (StepsRecord.of(s) for s in (self._written, self._skipped, self._incomplete))
-            told = {
-                "steps": RecordedSteps(written=written, skipped=skipped, incomplete=incomplete),
-                "dropped": _by_cause(self._dropped),
-                "lost": {sink: _by_cause(causes) for sink, causes in self._lost.items()},
-            }
-            return told, self._measured.file()
+            return self._timeline.told(), self._measured.file()
 
 
 def _fixed(facts: RankFacts) -> dict[str, Any]:
@@ -184,22 +219,19 @@ def _fixed(facts: RankFacts) -> dict[str, Any]:
         "rank": facts.rank,
         "world_size": facts.world_size,
         "groups": {role: tuple(ranks) for role, ranks in facts.groups.items()},
+        "pipeline": PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "versions": dict(facts.versions),
         "config_path": facts.config_path,
         "config": json.loads(json.dumps(facts.config, default=str)),
         "formats": tuple(facts.formats),
+        "recording": facts.recording,
     }
 
 
-def _by_cause(steps: StepsByCause) -> dict[str, StepsRecord]:
-    return {cause: StepsRecord.of(ranges) for cause, ranges in steps.items()}
-
-
-def _most_frequent(failures: Failures) -> dict[str, int]:
-    """``dict`` copies in one step, so that a failure reported meanwhile does no harm."""
-    counts = sorted(dict(failures.counts).items(), key=lambda item: -item[1])
+def _most_frequent(failures: Counter[str]) -> dict[str, int]:
+    counts = sorted(failures.items(), key=lambda item: -item[1])
     return {cause[:MOST_CHARACTERS]: count for cause, count in counts[:MOST_FAILURES]}
 
 

@@ -110,6 +110,9 @@ class PipelineOrder:
 
         What nothing is known of stands where it would if every pass took as long as every other.
 
+        Args:
+            spots: Of the ranks that this order is of.
+
         Raises:
             ValueError: They cannot all have been measured in the order that their rank says.
         """
@@ -117,10 +120,12 @@ class PipelineOrder:
         for spot in sorted(spots, key=lambda spot: spot.call_id):
             by_rank.setdefault(spot.rank, []).append(spot)
         passes = self._passes_with(by_rank)
-        placed = [(turn, spot) for own in by_rank.values() for turn, spot in self._in_turn(own, passes)]
-        return [
-            spot for _, spot in sorted(placed, key=lambda one: (one[0], self._ranks[one[1].rank].stages[0], one[1].call_id))
+        placed = [
+            (turn, self._ranks[rank].stages[0], spot.call_id, spot)
+            for rank, own in by_rank.items()
+            for turn, spot in self._in_turn(own, passes)
         ]
+        return [spot for *_, spot in sorted(placed)]
 
     def _passes_with(self, by_rank: Mapping[int, Sequence[Spot]]) -> _Passes:
         """With what the rows themselves tell of ranks whose passes are not known."""

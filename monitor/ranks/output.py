@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 OUTPUT_VARIABLE: Final = "MONITOR_OUTPUT_DIR"
+_DRAFT: Final = re.compile(r"\..+\.[0-9a-f]{8}")
 DEFAULT_OUTPUT: Final = "./monitor_output"
 
 
@@ -75,3 +77,14 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         with suppress(OSError):
             draft.unlink()
         raise
+
+
+def remove_drafts(directory: Path) -> None:
+    """Remove what ``write_whole`` leaves when its process is killed: what was to be replaced still stands.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for path in directory.iterdir():
+        if _DRAFT.fullmatch(path.name):
+            path.unlink()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+LAST_STEP: Final = 2**63 - 1
 MOST_RANGES: Final = 1000
 MOST_RANGES_OF_A_CAUSE: Final = 200
 MOST_CAUSES: Final = 16
@@ -58,6 +59,15 @@ class StepRanges:
         for step in steps:
             self.add(step)
 
+    @classmethod
+    def restored(cls, ranges: Iterable[tuple[int, int, int]], rest: Rest | None, most: int = MOST_RANGES) -> StepRanges:
+        """As they were read from a manifest: in order, and apart from each other."""
+        steps = cls(most=most)
+        steps._ranges = [StepRange(*one) for one in ranges]
+        steps._rest = rest
+        steps._held = sum(one.size for one in steps._ranges)
+        return steps
+
     @property
     def ranges(self) -> tuple[StepRange, ...]:
         return tuple(self._ranges)
@@ -85,6 +95,30 @@ class StepRanges:
         self._ranges[begin:end] = joined
         self._held += 1
 
+    def take(self, first: int, last: int = LAST_STEP) -> list[StepRange]:
+        """Remove the steps from ``first`` to ``last``, both included, and return them. Those of ``rest`` are not known."""
+        taken = [cut for one in self._ranges if (cut := _between(one, first, last)) is not None]
+        below = [cut for one in self._ranges if (cut := _between(one, 0, first - 1)) is not None]
+        above = [cut for one in self._ranges if (cut := _between(one, last + 1, LAST_STEP)) is not None]
+        if taken:
+            self._ranges = below + above
+            self._held -= sum(one.size for one in taken)
+        return taken
+
+    def add_all(self, ranges: Iterable[StepRange]) -> None:
+        """As ``add`` for each step; of a range that stands clear of the others, in one go."""
+        for one in ranges:
+            at = bisect_right(self._ranges, one.first, key=_first)
+            clear = (not at or self._ranges[at - 1].last < one.first) and all(
+                one.last < following.first for following in self._ranges[at : at + 1]
+            )
+            if clear and len(self._ranges) < self._most:
+                self._ranges[at:at] = [one]
+                self._held += one.size
+            else:
+                for step in one.steps():
+                    self.add(step)
+
 
 class StepsByCause:
     """Steps, set by set, under the cause of what happened to them. The number of causes and their length are bounded."""
@@ -98,8 +132,25 @@ class StepsByCause:
             cause = OTHER_CAUSES
         self._sets.setdefault(cause, StepRanges(most=MOST_RANGES_OF_A_CAUSE)).add(step)
 
+    def restore(self, cause: str, steps: StepRanges) -> None:
+        """As they were read from a manifest."""
+        self._sets[cause] = steps
+
+    def take(self, first: int, last: int = LAST_STEP) -> None:
+        """Remove the steps from ``first`` to ``last``, both included, and the causes that have none left."""
+        for steps in self._sets.values():
+            steps.take(first, last)
+        self._sets = {cause: steps for cause, steps in self._sets.items() if steps.count}
+
     def items(self) -> Iterable[tuple[str, StepRanges]]:
         return self._sets.items()
+
+
+def _between(steps: StepRange, first: int, last: int) -> StepRange | None:
+    """Those of ``steps`` from ``first`` to ``last``; None if there are none."""
+    low = steps.first + max(-((steps.first - first) // steps.interval), 0) * steps.interval
+    high = steps.first + (min(last, steps.last) - steps.first) // steps.interval * steps.interval
+    return _plain(low, high, steps.interval) if low <= high else None
 
 
 def _first(steps: StepRange) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -72,12 +72,44 @@ class StepsRecord(Record):
             yield from StepRange(*one).steps()
 
 
+NO_STEPS: Final = StepsRecord(count=0, ranges=())
+
+
 class RecordedSteps(Record):
-    """Steps that every sink took in, and which of them the optimizer skipped or the end of the run cut short."""
+    """Steps that every sink took in, and which of them the optimizer skipped or the end of the run cut short.
+
+    Attributes:
+        abandoned: Steps that are not among those written: an earlier run wrote them, a later one was resumed before them and
+            has not come that far. Files may hold them still.
+    """
 
     written: StepsRecord
     skipped: StepsRecord
     incomplete: StepsRecord
+    abandoned: StepsRecord = NO_STEPS
+
+
+class PipelineRecord(Record):
+    """Where a rank stands in its pipeline.
+
+    Attributes:
+        ranks: Of the pipeline group, in the order in which data goes through them.
+        stage: Index of this rank in ``ranks``.
+        stages: For each chunk of the model on this rank its place among the chunks of all ranks, which take turns: chunk
+            ``c`` follows chunk ``c - 1`` of the last rank.
+    """
+
+    ranks: tuple[Natural, ...]
+    stage: Natural
+    stages: tuple[Natural, ...]
+
+    @classmethod
+    def of(cls, rank: int, ranks: Sequence[int], chunks: int) -> PipelineRecord | None:
+        """None for a rank that is in no pipeline."""
+        if rank not in ranks:
+            return None
+        stage = ranks.index(rank)
+        return cls(ranks=tuple(ranks), stage=stage, stages=tuple(stage + chunk * len(ranks) for chunk in range(chunks)))
 
 
 class SeriesReference(Record):
@@ -87,6 +119,23 @@ class SeriesReference(Record):
     count: Natural
 
 
+class EarlierRun(Record):
+    """A run that recorded to the same directory before.
+
+    Attributes:
+        first_step: As in ``ManifestRecord``: the steps from here on are this run's, up to the first step of the next one.
+        series: What it measured. The file stays.
+    """
+
+    job_id: str
+    timestamp: str
+    started: str
+    saved: str
+    closed: bool
+    first_step: Natural | None
+    series: SeriesReference | None
+
+
 class ManifestRecord(Record):
     """What one rank says of what it wrote.
 
@@ -94,6 +143,7 @@ class ManifestRecord(Record):
         job_agreed: False where the job id and the timestamp are this rank's own and other ranks may have others.
         started: ISO 8601 with the offset from UTC; ``timestamp`` has no year. So has ``saved``, when this was written.
         groups: Ranks of the groups that this rank belongs to, by their role (``dp``, ``tp``, ``pp``), in the group's order.
+        pipeline: None where no pipeline group is known, and where an earlier version of the monitor wrote the manifest.
         config: The configuration as used, every default filled in.
         series: The series measured so far; None before the first.
         dropped: Steps that never reached a sink, by reason.
@@ -101,6 +151,10 @@ class ManifestRecord(Record):
         failures: How often each cause of failure was met.
         notes: What a reader must know of the numbers that the numbers do not say.
         closed: True once the run has ended and everything was written.
+        recording: How many recordings the process had begun before this one.
+        first_step: The first step that this run has written or lost; None before. Steps before it are of the runs in
+            ``resumed``.
+        resumed: The runs that this one carries on, oldest first; of many the latest.
     """
 
     schema_version: int
@@ -113,13 +167,17 @@ class ManifestRecord(Record):
     rank: Natural
     world_size: Positive
     groups: dict[str, tuple[Natural, ...]]
+    pipeline: PipelineRecord | None = None
     host: str
     pid: Natural
     versions: dict[str, str]
     config_path: str
     config: dict[str, Any]
     formats: tuple[str, ...]
+    recording: Natural = 0
     series: SeriesReference | None
+    resumed: tuple[EarlierRun, ...] = ()
+    first_step: Natural | None = None
     steps: RecordedSteps
     dropped: dict[str, StepsRecord]
     lost: dict[str, dict[str, StepsRecord]]

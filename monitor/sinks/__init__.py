@@ -17,13 +17,27 @@ def _csv(context: SinkContext) -> Sink:
     return CsvSink(context)
 
 
+def _hdf5(context: SinkContext) -> Sink:
+    from monitor.sinks.hdf5 import Hdf5Sink  # and h5py
+
+    return Hdf5Sink(context)
+
+
+def _tensorboard(context: SinkContext) -> Sink:
+    from monitor.sinks.tensorboard import TensorBoardSink  # and protobuf
+
+    return TensorBoardSink(context)
+
+
 def _api(context: SinkContext) -> Sink:
     from monitor.sinks.memory import MemorySink
 
     return MemorySink(context)
 
 
-FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType({"csv": _csv, "api": _api})
+FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType(
+    {"csv": _csv, "hdf5": _hdf5, "tensorboard": _tensorboard, "api": _api}
+)
 """What makes the sink of each format, by the name that the configuration uses."""
 
 

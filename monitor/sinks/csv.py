@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Final
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
-from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
+from pyarrow.csv import ConvertOptions, ParseOptions  # type: ignore[attr-defined]
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.sinks.lines import Lines, header
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.shards import Carried, Shards
+from monitor.sinks.shards import Shards
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS
 from monitor.stats.rows import StepRows
 
@@ -31,8 +28,6 @@ COLUMN_TYPES: Final = {
 
 _DIALECT: Final = ParseOptions(newlines_in_values=True)
 _CELLS: Final = ConvertOptions(column_types=COLUMN_TYPES, null_values=[""], strings_can_be_null=False)
-_STEPS: Final = ConvertOptions(column_types=COLUMN_TYPES, include_columns=["step"])
-_ONE_THREAD: Final = ReadOptions(use_threads=False)
 
 
 class CsvSink:
@@ -47,10 +42,12 @@ class CsvSink:
 
     def __init__(self, context: SinkContext) -> None:
         self._lines = Lines(context.series, context.ndigits)
-        self._shards = Shards(context.directory, context.step_count_per_record, _earlier_rows)
+        self._shards = Shards(context.directory, context.step_count_per_record)
 
     def write(self, rows: StepRows) -> None:
-        """Add one step to the files of its kinds. Rows of a step that was written before take the place of the old ones."""
+        """Add one step to the files of its kinds. Rows of a step that was written before take the place of the old ones, and
+        of those after it in its record.
+        """
         headers = {kind: header(rows, kind) for kind in rows.kinds}
         with self._shards.step(rows.step, headers) as write:
             for kind, text in self._lines.of(rows):
@@ -73,31 +70,3 @@ def read_csv(path: str | PathLike[str]) -> pa.Table:
         pyarrow.ArrowInvalid: if it is not one of these files.
     """
     return read_arrow(path, parse_options=_DIALECT, convert_options=_CELLS)
-
-
-def _earlier_rows(path: Path, head: bytes, step: int) -> Carried | None:
-    """What the file holds of the steps before ``step``; None if it has other columns or is not one of ours."""
-    try:
-        text = path.read_bytes()
-        steps = _steps_of(text) if text.startswith(head) else None
-    except (FileNotFoundError, IsADirectoryError, PermissionError, pa.ArrowInvalid):
-        return None
-    ends = _line_ends(text)
-    if steps is None or len(ends) != 1 + len(steps) or ends[-1] != len(text):
-        return None
-    kept = steps < step
-    rows = np.frombuffer(text, dtype=np.uint8)[len(head) :][np.repeat(kept, np.diff(ends))]
-    return Carried(head + rows.tobytes(), int(steps[kept].min()) if kept.any() else None)
-
-
-def _steps_of(text: bytes) -> NDArray[np.int64]:
-    table = read_arrow(pa.BufferReader(text), _ONE_THREAD, _DIALECT, _STEPS)
-    steps: NDArray[np.int64] = table["step"].to_numpy()
-    return steps
-
-
-def _line_ends(text: bytes) -> NDArray[np.int64]:
-    """Where each line ends, one past its newline. A newline after an odd number of quotes is part of a name."""
-    characters = np.frombuffer(text, dtype=np.uint8)
-    within_quotes = np.bitwise_xor.accumulate(characters == ord('"'))
-    return np.flatnonzero((characters == ord("\n")) & ~within_quotes) + 1

@@ -6,14 +6,15 @@ the name of a series, a layout, a micro-step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.series import Series, SeriesTable
+from monitor.sinks.cells import Cells
 from monitor.sinks.decimals import spell, spell_counts
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, derive
 from monitor.stats.partials import Partials
@@ -27,8 +28,6 @@ _COMMA: Final = pa.scalar(",", type=pa.string())
 _NEWLINE: Final = pa.scalar("\n", type=pa.string())
 _NO_LINE: Final = pa.array([""], type=pa.string())
 _STRUCTURAL: Final = frozenset(',"\r\n')
-
-T_co = TypeVar("T_co", covariant=True)
 
 
 def header(rows: StepRows, kind: str) -> bytes:
@@ -91,36 +90,6 @@ class Lines:
         return columns
 
 
-class Growing(Protocol[T_co]):
-    """A sequence that is only ever added to."""
-
-    def __len__(self) -> int:
-        """How many there are by now."""
-
-    def __getitem__(self, index: int, /) -> T_co:
-        """One of them."""
-
-
-T = TypeVar("T")
-
-
-class Cells(Generic[T]):
-    """The CSV text of each item of a growing sequence, spelled when it is first asked for."""
-
-    def __init__(self, of: Growing[T], spelled: Callable[[T], str]) -> None:
-        self.of = of
-        self._spelled = spelled
-        self._texts = pa.array([], type=pa.string())
-
-    def take(self, index: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> pa.StringArray:
-        """The texts of the items numbered ``index``."""
-        known, now = len(self._texts), len(self.of)
-        if now > known:
-            new = pa.array([_encodable(self._spelled(self.of[i])) for i in range(known, now)], type=pa.string())
-            self._texts = pa.concat_arrays([self._texts, new])
-        return self._texts.take(pa.array(index))
-
-
 class Piece(NamedTuple):
     """Some of the rows of a kind."""
 
@@ -181,8 +150,3 @@ def _dtype_cell(layout: Layout) -> str:
 
 
 _LAYOUT_CELLS: Final = {"shape": _shape_cell, "dtype": _dtype_cell}
-
-
-def _encodable(text: str) -> str:
-    """``text`` with halves of surrogate pairs, which UTF-8 has no bytes for, written as escapes."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -3,88 +3,57 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+from monitor.sinks.growing import GrowingFile, opened
+from monitor.sinks.shard_names import part_name
+
+UNFINISHED: Final = 0x80
+"""Set in the first byte of a step until the step is whole. No line of ours begins with such a byte, so whoever finds the file
+of a process that was killed sees where the whole steps end."""
 
 
-class Part:
-    """The hidden file ``.{name}.part``, which begins with ``text``.
+class Part(GrowingFile):
+    """The hidden file ``.{name}.part``.
 
-    Every method but ``forget`` and ``discard`` may raise OSError. What was kept before stays as it was; a part that could not
-    be begun is gone.
+    A step is written in two phases, so that it can be told of all parts whether it was finished: ``write`` of every part,
+    then ``finish`` of every part.
     """
 
-    def __init__(self, directory: Path, name: str, text: bytes) -> None:
-        self.path = directory / f".{name}.part"
-        self._kept = self._end = 0
-        self._file: int | None = _opened(self.path)
+    def __init__(self, path: Path, file: int, kept: int = 0, end: int = 0, first: bytes = b"") -> None:
+        super().__init__(path, file, kept, end)
+        self._first = first
+
+    @classmethod
+    def begin(cls, directory: Path, name: str, text: bytes) -> Part:
+        """A new one, which begins with ``text``. One that could not be begun is gone."""
+        path = directory / part_name(name)
+        part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC))
         try:
-            self.write(text)
+            part.write(text)
         except OSError:
-            self.discard()
+            part.discard()
             raise
+        return part
 
-    @property
-    def released(self) -> bool:
-        return self._file is None
+    @classmethod
+    def left_behind(cls, path: Path, kept: int, end: int, first: bytes) -> Part:
+        """The part of a process that ended: ``kept`` bytes of whole steps, and a step that begins with ``first`` and ends at
+        ``end``.
+        """
+        return cls(path, opened(path), kept, end, first)
 
-    def gone(self) -> bool:
-        """Whether somebody has removed it, or its directory."""
-        try:
-            self.path.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:  # out of reach for now
-            return False
-        return False
+    def write(self, content: bytes | memoryview) -> None:
+        """Add ``content``, for the time being. The operating system has it on return."""
+        rest = memoryview(content)
+        if rest and self._end == self._kept:
+            self._first = bytes(rest[:1])
+            super().write(bytes([self._first[0] | UNFINISHED]))
+            rest = rest[1:]
+        super().write(rest)
 
-    def write(self, text: bytes | memoryview) -> None:
-        """Add ``text``, for the time being. The operating system has it on return."""
-        if self._file is None:
-            raise ValueError(f"{self.path} was released")
-        rest = memoryview(text)
-        while rest:
-            written = os.pwrite(self._file, rest, self._end)
-            self._end += written
-            rest = rest[written:]
-
-    def keep(self) -> None:
-        """What was written stays."""
-        self._kept = self._end
-
-    def forget(self) -> None:
-        """Take back what was written since the last ``keep``."""
-        self._end = self._kept
-        if self._file is not None:
-            with suppress(OSError):  # it is overwritten, or cut off in ``release``
-                os.ftruncate(self._file, self._kept)
-
-    def release(self) -> None:
-        """Let go of the file, which then holds what was kept and nothing else."""
-        if self._file is None:
-            return
-        os.ftruncate(self._file, self._kept)
-        file, self._file = self._file, None
-        try:
-            os.close(file)
-        except OSError:  # a network file system may say only now that it lost what it had taken
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Let go of the file and remove it, as far as that can be done."""
-        file, self._file = self._file, None
-        with suppress(OSError):
-            if file is not None:
-                os.close(file)
-        with suppress(OSError):
-            self.path.unlink()
-
-
-def _opened(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o666)
+    def finish(self) -> None:
+        """The step is whole, here and in every other part. Taken back by ``forget`` nonetheless."""
+        if self._end > self._kept:
+            os.pwrite(self._open_file(), self._first, self._kept)

@@ -17,6 +17,7 @@ class SinkContext:
     Attributes:
         directory: The rank's directory. It may not exist yet, and may vanish while training runs.
         series: The rank's series, growing while training runs.
+        eps: What the partial ``smalls`` counts is below this.
     """
 
     directory: Path
@@ -24,6 +25,7 @@ class SinkContext:
     series: SeriesTable
     ndigits: int
     step_count_per_record: int
+    eps: float
 
 
 class Sink(Protocol):

@@ -3,55 +3,29 @@
 A file of a kind holds the steps of a record and is called after them. It takes its name when the record is complete, so a
 reader never meets a torn one, and a process that is killed loses at most the record that it had open. Steps that were there
 before, from a flush or from an earlier process, are carried over if their columns are the same. If not, the record is shared
-by several files, each called after the steps that it really holds. Nothing that cannot be carried over is replaced.
+by several files, each called after the steps that it really holds. Of a record that is written again, all that was there from
+the first step on goes, whatever file of whatever kind has it: no step is there twice, and none is a mixture of what was
+measured then and now. What is not ours is never touched.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from monitor.sinks.parts import Part
+from monitor.sinks.shard_names import Named, Steps, draft_name, shard_name, shards_in
+from monitor.sinks.written import Written
 
-_SHARD_NAME: Final = re.compile(r"(?P<kind>.+)_(?P<first>\d+)-(?P<last>\d+)(?:\.\d+)?\.csv")
-
-
-class Steps(NamedTuple):
-    """The steps from ``first`` to ``last``, both included."""
-
-    first: int
-    last: int
-
-    @classmethod
-    def of_record(cls, step: int, steps_per_record: int) -> Steps:
-        """The record that ``step`` falls in."""
-        first = step - step % steps_per_record
-        return cls(first, first + steps_per_record - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """What a file holds of the steps before a certain one.
-
-    Attributes:
-        text: Its header and the rows of these steps.
-        first: The first of these steps, None if there are no rows.
-    """
-
-    text: bytes
-    first: int | None
-
-
-Carry = Callable[[Path, bytes, int], Carried | None]
-"""From a file, a header and a step: what the file holds of earlier steps; None if rows below that header cannot join it."""
+MOST_RECORDS: Final = 1000
+"""A file that is called after more steps than so many records have is not looked up by its records."""
 
 Write = Callable[[str, bytes | memoryview], None]
 """Takes a kind and some of its rows in the step at hand."""
@@ -96,17 +70,17 @@ class Shard:
 
 
 class Shards:
-    """The shards of a directory, one open a kind at most.
+    """The shards of a directory, one open a kind at most, all of one record.
 
     Every method may raise OSError: every shard then holds whole steps, and the next step can be tried.
     """
 
-    def __init__(self, directory: Path, steps_per_record: int, carry: Carry) -> None:
+    def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
         self._steps_per_record = steps_per_record
-        self._carry = carry
         self._open: dict[str, Shard] = {}
-        self._others: dict[tuple[str, Steps], set[Path]] | None = None
+        self._since: int | None = None  # the first step that was written since the files were last made visible
+        self._there: _Files | None = None
 
     @contextmanager
     def step(self, step: int, headers: Mapping[str, bytes]) -> Iterator[Write]:
@@ -126,16 +100,18 @@ class Shards:
 
         try:
             yield write
+            for kind in touched:
+                self._open[kind].part.finish()
         except BaseException:
             self._forget(touched)
             raise
-        for kind in touched:
-            self._open[kind].keep(step)
-        self._publish(shard for shard in self._open.values() if shard.record.last == step)
+        self._keep(step, touched)
+        if step == self._record_of(step).last:
+            self.flush()
 
     def flush(self) -> None:
         """Give every shard its name."""
-        self._publish(self._open.values())
+        self._publish(list(self._open.values()))
 
     def close(self) -> None:
         """Give every shard its name, and let go of all files, also of those that could not be named."""
@@ -147,23 +123,50 @@ class Shards:
                     shard.part.release()
             self._open.clear()
 
+    def carried_on(self, named: Named, header: bytes) -> Written:
+        """What is visible of the record that a file in the making belongs to, in the columns of ``header``."""
+        return _joined(self._files().of(named.kind, named.steps), header)[1]
+
+    def take_up(self, since: int, left: Mapping[Named, tuple[Part, Written]], written_before: Callable[[Path], bool]) -> None:
+        """Make visible what another process had in the making: parts of one record that hold whole steps.
+
+        Args:
+            since: The first step that it had written since it last made files visible.
+            written_before: Whether a file is from before that process, which may have made some of them visible.
+        """
+        for named, (part, rows) in left.items():
+            files = self._files().of(named.kind, named.steps)
+            replaces, _ = _joined(files, rows.header)
+            shares = any(one.path != replaces for one in files)
+            shard = Shard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
+            self._open[named.kind] = shard
+        self._take_out(Steps(since, self._record_of(since).last), written_before)
+        self.close()
+
+    def _record_of(self, step: int) -> Steps:
+        return Steps.of_record(step, self._steps_per_record)
+
     def _make_way(self, step: int, headers: Mapping[str, bytes]) -> None:
-        """Finish the shards that rows of ``step`` cannot be added to."""
+        """Finish the shards if rows of ``step`` cannot be added to them."""
         self._miss_removed()
-        record = Steps.of_record(step, self._steps_per_record)
-        for shard in self._open.values():
+        record, shards = self._record_of(step), self._open.values()
+        for shard in shards:
             shard.shares_record |= shard.record == record and shard.header != headers.get(shard.kind, shard.header)
-        self._publish(
-            shard
-            for shard in self._open.values()
-            if shard.record != record or (shard.kind in headers and not shard.takes(step, headers[shard.kind]))
-        )
+        if any(shard.record != record or not shard.takes(step, headers.get(shard.kind, shard.header)) for shard in shards):
+            self.flush()
+        if not self._open:
+            self._since = None
 
     def _miss_removed(self) -> None:
         removed = [kind for kind, shard in self._open.items() if shard.part.gone()]
         if removed:
             paths = [self._drop(kind).path for kind in removed]
             raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(paths[0]))
+
+    def _keep(self, step: int, kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            self._open[kind].keep(step)
+        self._since = step if self._since is None else self._since
 
     def _forget(self, kinds: Iterable[str]) -> None:
         for kind in kinds:
@@ -179,25 +182,28 @@ class Shards:
         return part
 
     def _new(self, kind: str, header: bytes, step: int) -> Shard:
-        record = Steps.of_record(step, self._steps_per_record)
-        files = self._files_of(kind, record)
-        replaces, carried = self._carried(files, header, step)
-        part = Part(self._directory, _name(kind, record), carried.text)
-        return Shard(kind, record, header, part, replaces, any(path != replaces for path in files), carried.first)
+        record = self._record_of(step)
+        files = self._files().of(kind, record)
+        replaces, rows = _joined(files, header)
+        carried = rows.before(step if self._since is None else self._since)
+        part = Part.begin(self._directory, shard_name(kind, record), carried.text())
+        return Shard(kind, record, header, part, replaces, any(one.path != replaces for one in files), carried.first())
 
-    def _carried(self, files: Iterable[Path], header: bytes, step: int) -> tuple[Path | None, Carried]:
-        """The first of these files that rows of ``step`` can join, and what to carry over from it."""
-        for path in files:
-            carried = self._carry(path, header, step)
-            if carried is not None:
-                return path, carried
-        return None, Carried(header, None)
-
-    def _publish(self, shards: Iterable[Shard]) -> None:
+    def _publish(self, shards: list[Shard]) -> None:
         """Give each shard its name; of several errors raise the first, when all were tried."""
-        errors = [error for error in map(self._publish_one, list(shards)) if error is not None]
+        if shards and self._since is not None:
+            self._take_out(Steps(self._since, shards[0].record.last))
+            self._since = None
+        errors = [error for error in map(self._publish_one, shards) if error is not None]
         if errors:
             raise errors[0]
+
+    def _take_out(self, steps: Steps, among: Callable[[Path], bool] = os.path.lexists) -> None:
+        """Rid the files that no shard replaces of what they hold of these steps: they were written again."""
+        replaced = {shard.replaces for shard in self._open.values()}
+        for one in self._files().with_some_of(self._record_of(steps.first)):
+            if one.path not in replaced and one.steps.meets(steps) and among(one.path):
+                _take_out(one.path, steps)
 
     def _publish_one(self, shard: Shard) -> OSError | None:
         try:
@@ -216,42 +222,90 @@ class Shards:
         os.replace(shard.part.path, shard.replaces or path)
         if shard.replaces:
             os.replace(shard.replaces, path)
-        if path.name != _name(shard.kind, shard.record):
-            self._other_files()[shard.kind, shard.record].add(path)
+        self._files().add(Named(shard.kind, shard.called_after, path))
 
     def _free_path(self, shard: Shard) -> Path:
-        names = (_name(shard.kind, shard.called_after, copy) for copy in count(1))
+        names = (shard_name(shard.kind, shard.called_after, copy) for copy in count(1))
         paths = (self._directory / name for name in names)
         return next(path for path in paths if path == shard.replaces or not os.path.lexists(path))
 
-    def _files_of(self, kind: str, record: Steps) -> list[Path]:
-        """The files that hold steps of this record: the one called after it first."""
-        others = self._other_files().get((kind, record), ())
-        paths = chain([self._directory / _name(kind, record)], sorted(others))
-        return [path for path in paths if os.path.lexists(path)]
-
-    def _other_files(self) -> dict[tuple[str, Steps], set[Path]]:
-        """The files of a record that are not called after it. The directory is listed once, for those that were there."""
-        if self._others is None:
-            others: dict[tuple[str, Steps], set[Path]] = defaultdict(set)
-            for kind, steps, path in _listed(self._directory):
-                record = Steps.of_record(steps.first, self._steps_per_record)
-                if steps.last <= record.last and path.name != _name(kind, record):
-                    others[kind, record].add(path)
-            self._others = others
-        return self._others
+    def _files(self) -> _Files:
+        """The directory is listed once, for the files that were there."""
+        if self._there is None:
+            self._there = _Files(self._directory, self._steps_per_record)
+        return self._there
 
 
-def _name(kind: str, steps: Steps, copy: int = 1) -> str:
-    return f"{kind}_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.csv"
+class _Files:
+    """The files of a directory by the records that they hold steps of.
+
+    Those that are called after a record are not remembered: there may be a million, and their names can be told.
+    """
+
+    def __init__(self, directory: Path, steps_per_record: int) -> None:
+        self._directory = directory
+        self._steps_per_record = steps_per_record
+        self._kinds: set[str] = set()
+        self._others: dict[Steps, set[Named]] = defaultdict(set)
+        self._long: set[Named] = set()
+        for named in shards_in(directory):
+            self.add(named)
+
+    def add(self, named: Named) -> None:
+        self._kinds.add(named.kind)
+        record = self._record_of(named.steps.first)
+        if named.path.name == shard_name(named.kind, record):
+            return
+        if named.steps.last - record.first >= MOST_RECORDS * self._steps_per_record:
+            self._long.add(named)
+            return
+        while record.first <= named.steps.last:
+            self._others[record].add(named)
+            record = self._record_of(record.last + 1)
+
+    def of(self, kind: str, record: Steps) -> list[Named]:
+        """The files of a kind that hold nothing but steps of this record: the one called after it first."""
+        return [one for one in self.with_some_of(record) if one.kind == kind and record.holds(one.steps)]
+
+    def with_some_of(self, record: Steps) -> list[Named]:
+        """The files of all kinds that may hold steps of this record."""
+        names = ((kind, self._directory / shard_name(kind, record)) for kind in sorted(self._kinds))
+        files = [Named(kind, record, path) for kind, path in names]
+        others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
+        return [one for one in (*files, *sorted(others)) if os.path.lexists(one.path)]
+
+    def _record_of(self, step: int) -> Steps:
+        return Steps.of_record(step, self._steps_per_record)
 
 
-def _listed(directory: Path) -> Iterator[tuple[str, Steps, Path]]:
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
+def _joined(files: Iterable[Named], header: bytes) -> tuple[Path | None, Written]:
+    """The first of these files that rows below ``header`` can join, and what it holds."""
+    for one in files:
+        rows = Written.read(one.path)
+        if rows is not None and rows.header == header:
+            return one.path, rows
+    return None, Written.nothing(header)
+
+
+def _take_out(path: Path, steps: Steps) -> None:
+    rows = Written.read(path)
+    if rows is None:
         return
-    for name in names:
-        match = _SHARD_NAME.fullmatch(name)
-        if match:
-            yield match["kind"], Steps(int(match["first"]), int(match["last"])), directory / name
+    kept = (rows.steps < steps.first) | (rows.steps > steps.last)
+    if not kept.any():
+        path.unlink(missing_ok=True)
+    elif not kept.all():
+        _replace(path, rows.only(kept).text())
+
+
+def _replace(path: Path, text: bytes) -> None:
+    """Its time stays: it says until when something was added to the file."""
+    draft, time = path.with_name(draft_name(path.name)), path.stat().st_mtime_ns
+    try:
+        draft.write_bytes(text)
+        os.utime(draft, ns=(time, time))
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from watching import Output
 
 from monitor.config import load_config
 from monitor.pytorch import RunEnded, TrainerMon
+from monitor.sinks.hdf5 import read_hdf5
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STEPS, MICRO_BATCHES = 3, 2
@@ -29,13 +32,15 @@ PROMISED: dict[str, dict[str, int]] = {
     "activations": ACTIVATIONS,
     "api": {},
     "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
+    "hdf5": {},
     "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES},
     "optimizer_moments": MOMENTS,
     "print_structure": {},
     "stack_info": {},
+    "tensorboard": {**GRADIENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
     "weight_gradients": GRADIENTS,
 }
-"""By the file's stem: how many rows of each kind."""
+"""By the file's stem: how many rows of each kind there are in CSV."""
 
 
 def trained(config: Path) -> TrainerMon:
@@ -72,6 +77,22 @@ def test_the_one_for_the_program_itself_answers_it(output: Output) -> None:
         ACTIVATIONS["actv_grad"],
     ]
     assert not list(output.directory().glob("*.csv"))
+
+
+def test_the_one_for_hdf5_leaves_one_file_of_all_kinds(output: Output) -> None:
+    trained(CONFIGS / "hdf5.json").close()
+    (path,) = output.directory().glob("metrics_0-99.h5")
+    kinds = Counter(read_hdf5(path)["kind"].to_pylist())
+    assert kinds == {**GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS}
+
+
+def test_the_one_for_tensorboard_leaves_an_event_file_too(output: Output) -> None:
+    trained(CONFIGS / "tensorboard.json").close()
+    run = EventAccumulator(str(output.directory()))
+    run.Reload()
+    ops = load_config(CONFIGS / "tensorboard.json").ops
+    assert len(run.Tags()["scalars"]) == len(ops) * PARAMETERS * 4
+    assert [one.step for one in run.Scalars("0:0.weight/rank0/grad_reduced_norm")] == list(range(STEPS))
 
 
 def test_the_one_for_the_structure_ends_the_run_with_it(output: Output) -> None:

@@ -1,6 +1,7 @@
 import json
 import os
 import threading
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import numpy as np
@@ -9,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from monitor.failures import Failures
+from monitor.ranks.flow import Edge, Flow, Pass
 from monitor.ranks.job import JobIdentity
 from monitor.ranks.manifest import MORE_NOTES, MOST_NOTES, Manifest, RankFacts
 from monitor.ranks.records import read_manifest
-from monitor.ranks.series_file import MeasuredSeries, read_series
+from monitor.ranks.series_file import MeasuredSeries, read_flow, read_series
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
@@ -73,6 +75,29 @@ def test_what_is_known_at_the_start_stands_in_the_file(rank):
     assert (saved.rank, saved.world_size, saved.groups) == (1, 4, {"dp": (1, 3)})
     assert (saved.versions, saved.formats, saved.pid) == ({"torch": "2.13.0"}, ("csv",), os.getpid())
     assert (saved.config, saved.config_path) == ({"ops": ["norm"], "eps": 1e-8, "targets": None}, "/data/config.json")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "stages"), [((1, 3), 1, (0,)), ((3, 1), 1, (1,)), ((3, 1, 5), 2, (1, 4)), ((1,), 3, (0, 1, 2))]
+)
+def test_a_rank_of_a_pipeline_says_which_stages_it_has(tmp_path, ranks, chunks, stages):
+    facts = replace(FACTS, groups={"pp": ranks}, chunks=chunks)
+    Manifest(tmp_path, facts, SeriesTable(), Failures(1)).save()
+    pipeline = read_manifest(tmp_path / "manifest.json").pipeline
+    assert (pipeline.ranks, pipeline.stage, pipeline.stages) == (ranks, ranks.index(1), stages)
+
+
+def test_a_rank_of_none_has_none(rank):
+    assert rank.saved().pipeline is None
+
+
+def test_how_data_ran_stands_in_the_series_file_and_that_it_was_cut_in_a_note(rank):
+    rank.write(0, "h.0.weight", "h.0.bias")
+    flow = Flow((Edge(0, 1),), (Pass(True, 0, 0),), cut=True)
+    rank.manifest.flows(flow)
+    saved = rank.saved()
+    assert read_flow(rank.directory, saved) == flow
+    assert "edges between series are kept" in saved.notes["flow"]
 
 
 def test_its_times_have_a_year_and_an_offset(rank):

@@ -14,7 +14,7 @@ from monitor.ranks.order import PipelineOrder, RankPasses, Spot
 from monitor.ranks.records import ManifestRecord, PipelineRecord
 from monitor.series import NO_MICRO_STEP
 
-FEW = settings(max_examples=1500, deadline=None)
+FEW = settings(max_examples=40, deadline=None)
 AT_THE_STEP = ("param_origin", "grad_reduced", "param_updated")
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.ranks.ranges import MOST_CAUSES, OTHER_CAUSES, Rest, StepRange, StepRanges, StepsByCause
+from monitor.ranks.ranges import LAST_STEP, MOST_CAUSES, OTHER_CAUSES, Rest, StepRange, StepRanges, StepsByCause
 
 STEPS = st.lists(st.integers(0, 60) | st.integers(0, 10**12), max_size=80)
 
@@ -83,3 +83,36 @@ def test_causes_without_number_are_gathered_under_one():
     assert len(causes) == MOST_CAUSES + 1
     assert causes[OTHER_CAUSES].count == 1000 - MOST_CAUSES
     assert max(len(cause) for cause in causes) == 300
+
+
+@given(STEPS, st.integers(0, 70), st.integers(0, 70) | st.just(LAST_STEP))
+def test_steps_taken_out_are_those_between_and_no_others(steps, first, last):
+    ranges = StepRanges(steps)
+    taken = [step for one in ranges.take(first, last) for step in one.steps()]
+    assert taken == sorted(step for step in set(steps) if first <= step <= last)
+    assert listed(ranges) == sorted(set(steps) - set(taken))
+    assert ranges.count == len(set(steps)) - len(taken)
+
+
+@given(STEPS, STEPS)
+def test_ranges_added_are_their_steps_added(steps, others):
+    ranges = StepRanges(steps)
+    ranges.add_all(StepRanges(others).ranges)
+    assert listed(ranges) == sorted({*steps, *others})
+    assert ranges.count == len({*steps, *others})
+
+
+def test_a_range_that_stands_clear_of_the_others_is_not_taken_apart():
+    ranges = StepRanges([0, 1])
+    ranges.add_all([StepRange(10, 10**15)])
+    assert ranges.ranges == (StepRange(0, 1), StepRange(10, 10**15))
+
+
+@given(STEPS, st.integers(1, 5))
+def test_what_was_read_back_goes_on_as_it_was(steps, most):
+    ranges = StepRanges(steps, most=most)
+    again = StepRanges.restored(ranges.ranges, ranges.rest, most=most)
+    for step in (7, 10**13):
+        ranges.add(step)
+        again.add(step)
+    assert (again.ranges, again.rest, again.count) == (ranges.ranges, ranges.rest, ranges.count)

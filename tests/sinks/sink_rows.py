@@ -41,7 +41,7 @@ class Rank:
 
     def __init__(self, directory: Path, steps_per_record: int = 5, ndigits: int = 6) -> None:
         self.series = SeriesTable()
-        self.context = SinkContext(directory, 0, self.series, ndigits, steps_per_record)
+        self.context = SinkContext(directory, 0, self.series, ndigits, steps_per_record, eps=1e-8)
         self.layouts: list[Layout] = []
 
     def step(

@@ -32,6 +32,11 @@ def steps_in(path: Path) -> list[int]:
     return read_csv(path)["step"].to_pylist()
 
 
+def steps_and_norms(path: Path) -> tuple[list[int], list[float]]:
+    table = read_csv(path)
+    return table["step"].to_pylist(), table["norm"].to_pylist()
+
+
 @pytest.fixture
 def rank(tmp_path: Path) -> Rank:
     return Rank(tmp_path / "run")
@@ -220,6 +225,26 @@ class TestOtherColumns:
         assert content == (out / "grad_reduced_0-4.csv").read_bytes() == (out / "grad_reduced_2-4.csv").read_bytes()
         assert steps_in(out / "grad_reduced_2-4.2.csv") == [2, 4]
 
+    @pytest.mark.parametrize(("before", "now"), [(5, 2), (2, 5)])
+    def test_records_of_another_length_are_no_reason_for_a_step_to_be_there_twice(
+        self, tmp_path: Path, before: int, now: int
+    ) -> None:
+        for length, value, steps in ((before, 1.0, range(10)), (now, 2.0, range(4, 7))):
+            rank = Rank(tmp_path, length)
+            sink = CsvSink(rank.context)
+            write(sink, rank, *steps, kinds={"other": [Measured("w", [value])]})
+            sink.close()
+        norms = {step: norm for path in tmp_path.iterdir() for step, norm in zip(*steps_and_norms(path), strict=True)}
+        assert sum(len(steps_in(path)) for path in tmp_path.iterdir()) == len(norms)
+        gone = {2: {7}, 5: {7, 8, 9}}[now]  # of the record that was written last
+        assert norms == {step: 2.0 if 4 <= step <= 6 else 1.0 for step in range(10) if step not in gone}
+
+    def test_a_name_of_very_many_steps_costs_nothing(self, rank: Rank, out: Path) -> None:
+        out.mkdir()
+        (out / "notes_0-999999999999999999.csv").write_text("not ours")
+        write(CsvSink(rank.context), rank, 3, 4)
+        assert steps_in(out / "grad_reduced_0-4.csv") == [3, 4]
+
     def test_a_directory_in_the_way_is_gone_around(self, rank: Rank, out: Path) -> None:
         (out / "grad_reduced_0-4.csv").mkdir(parents=True)
         write(CsvSink(rank.context), rank, 2, 4)
@@ -249,7 +274,10 @@ def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], s
                 step, ops = arguments
                 sink.write(rank.step(step, {"other": [Measured("w", [number])]}, ops))
                 end = step - step % steps_per_record + steps_per_record
-                expected[ops] = {s: v for s, v in expected[ops].items() if not step <= s < end} | {step: float(number)}
+                for rows in expected.values():  # of a record that runs back, all columns lose what came after
+                    for later in range(step, end):
+                        rows.pop(later, None)
+                expected[ops][step] = float(number)
             else:
                 sink.flush() if event == "flush" else sink.close()
                 sink = sink if event == "flush" else CsvSink(rank.context)

@@ -42,10 +42,11 @@ def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(10):
         sink.write(rank.step(step, {"actv": ACTIVATIONS}, ("min", "max", "mean", "norm", "zeros", "nans", "shape")))
     sink.close()
-    other = CsvSink(rank.context)
+    gradients = Rank(DIRECTORY.with_name("Dec03_21-34-40-rank0-5e6f7a8b"))
+    other = CsvSink(gradients.context)
     for step in range(10):
         rows = {"grad_reduced": [Measured("w", [float(step)]), Measured("b", [1.0])]}
-        other.write(rank.step(step, rows, ("min", "max", "mean", "norm")))
+        other.write(gradients.step(step, rows, ("min", "max", "mean", "norm")))
     other.close()
 
 

@@ -7,23 +7,23 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 
 import pytest
 from jobs import Job, shape_of, sum_of
 from watching import Row
 
 from monitor.placement import LOCAL, Placement, Shard
-from monitor.series import MOMENT_KINDS, PARAMETER_KINDS
+from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, PARAMETER_KINDS
 
 ZERO_0 = ["zero0", "zero0-bf16"]
 ZERO_1 = ["zero1", "zero1-bf16", "zero1-bf16-float32-sums", "zero1-each-micro-step"]
 SUMS_IN_FLOAT32 = ZERO_1[2:]
-ZERO_2 = ["zero2", "zero2-bf16", "zero2-bf16-float32-sums", "zero2-offloaded"]
+ZERO_2 = ["zero2", "zero2-aligned", "zero2-bf16", "zero2-bf16-float32-sums", "zero2-offloaded"]
 ZERO_3 = ["zero3", "zero3-bf16", "zero3-offloaded"]
 SCALED = ["zero1-fp16", "zero3-fp16"]
 WHOLE = [*ZERO_0, *ZERO_1, *ZERO_2, *ZERO_3]
-ALL = [*WHOLE, *SCALED, "zero0-no-group"]
-ON_PARAMETERS = ["zero1", "zero2", "zero3", "zero0-bf16"]
+ALL = [*WHOLE, *SCALED, "zero0-no-group", "zero0-bf16-flat"]
 SHAPES = {
     "0.weight": (15, 7),
     "0.bias": (15,),
@@ -171,6 +171,15 @@ def test_what_is_whole_on_every_rank_is_written_by_the_first(jobs: dict[str, Job
         assert not jobs[case].rows(kind, 1)
 
 
+def test_copies_that_lie_one_after_the_other_are_told_apart(jobs: dict[str, Job]) -> None:
+    apart, flat = jobs["zero0-bf16"], jobs["zero0-bf16-flat"]
+    for kind in (*GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS[:2]):
+        for step in STEPS:
+            expected = {name: (shape_of(row), row.values["norm"]) for name, row in in_step(apart, kind, 0, step).items()}
+            found = {name: (shape_of(row), close(row.values["norm"])) for name, row in in_step(flat, kind, 0, step).items()}
+            assert expected == found
+
+
 def test_a_frozen_parameter_is_cut_up_by_zero_3_alone(jobs: dict[str, Job]) -> None:
     for case in ("zero1", "zero2"):
         assert placements(jobs[case], "param_origin", 0)[FROZEN] == Placement(replicas=(0, 1))
@@ -208,6 +217,11 @@ def test_scaled_gradients_are_said_to_be_and_the_scale_is_a_row(jobs: dict[str, 
 def test_the_manifest_says_where_gradients_are_aggregated_each_micro_batch(jobs: dict[str, Job]) -> None:
     said = {case for case in ALL if "micro-batch" in str(jobs[case].manifest(0).notes.get("grad_unreduced"))}
     assert {*ZERO_2, *ZERO_3, "zero3-fp16"} == said
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_aggregation_after_backward_is_not_taken_for_clipping(jobs: dict[str, Job], case: str) -> None:
+    assert "grad_reduced" not in jobs[case].manifest(0).notes
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -248,5 +262,9 @@ def test_what_cannot_be_observed_is_refused_with_what_to_change(jobs: dict[str, 
             "`.optimizer`, or the optimizer that was given to deepspeed.initialize.",
             "a part of the model": "The model is trained by DeepSpeed, and its engine cannot be found: call set_monitor after "
             "deepspeed.initialize, and pass the engine that it returned as the model.",
+            "no optimizer": "The engine of DeepSpeed has no optimizer: give deepspeed.initialize one, or name it in the "
+            "config.",
+            "an unknown version": f"DeepSpeed {version('deepspeed')} steps in a way that is not known here: use a version that "
+            "this one was tested with (0.19).",
             "two engines": "model and optimizer belong to several engines of DeepSpeed: call set_monitor once for each engine.",
         }

@@ -16,6 +16,7 @@ from monitor.pytorch.frameworks.deepspeed.zero12 import end_to_end, laid_out
 from monitor.pytorch.frameworks.framework import Arrived
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
+from monitor.pytorch.patches import CallListener, CallPatch
 
 IN_A_PIPELINE: Final = "missing: the engine of a pipeline adds up and aggregates gradients in one go"
 
@@ -72,7 +73,7 @@ class _Sum:
         return bool(self._wrapper.fp32_groups_has_gradients[group][index])
 
 
-class _LocalSums:
+class _LocalSums(CallListener):
     """Tells of the sums after every backward, before they are aggregated."""
 
     def __init__(
@@ -87,11 +88,10 @@ class _LocalSums:
     def remove(self) -> None:
         REDUCE_PATCH.remove(self)
 
-    def engine_begins(self, engine: Any) -> None:
-        if engine is self._engine:
+    def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del kwargs
+        if args[0] is self._engine:
             self._guarded_tell()
-
-    def engine_ended(self, engine: Any) -> None: ...
 
     def _tell(self) -> None:
         for parameter, local in self._wanted:

@@ -13,13 +13,14 @@ from monitor.failures import Failures
 from monitor.placement import Placement, Ranks
 from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.loss_scale import is_scaled
-from monitor.pytorch.frameworks.deepspeed.patches import STEP_PATCH, EnginePatch
+from monitor.pytorch.frameworks.deepspeed.patches import STEP_PATCH
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece
 from monitor.pytorch.frameworks.deepspeed.steps import EngineSteps
 from monitor.pytorch.frameworks.framework import Framework, in_state
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.optimizer_steps import StepListener
 from monitor.pytorch.parameter_series import NamedParameter
+from monitor.pytorch.patches import CallPatch
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
 SCALED: Final = "multiplied by loss_scale, whose rows are in `other`: DeepSpeed divides by it inside its step"
@@ -103,13 +104,13 @@ class Repacked(DeepSpeed):
         return None if piece is None else piece.of(in_state(kind, optimizer, piece.stepped))
 
 
-def check_version(patch: EnginePatch) -> None:
+def check_version(patch: CallPatch) -> None:
     """See whether an engine can be listened to.
 
     Raises:
         ValueError: Its methods are not those that are known here.
     """
-    if not patch.fits():
+    if not patch.fits:
         version = getattr(sys.modules.get("deepspeed"), "__version__", "unknown")
         raise ValueError(
             f"DeepSpeed {version} steps in a way that is not known here: use a version that this one was tested with (0.19)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,9 +12,10 @@ from monitor.pytorch.frameworks.deepspeed.loss_scale import grad_scaler_of, loss
 from monitor.pytorch.frameworks.deepspeed.patches import STEP_PATCH
 from monitor.pytorch.hooks import HookSet
 from monitor.pytorch.optimizer_steps import StepListener
+from monitor.pytorch.patches import CallListener, CallPatch
 
 
-class EngineSteps:
+class EngineSteps(CallListener):
     """Tells a listener of the steps of one engine.
 
     Attributes:
@@ -35,15 +37,17 @@ class EngineSteps:
         STEP_PATCH.remove(self)
         self._hooks.remove()
 
-    def engine_begins(self, engine: Any) -> None:
-        if engine is self._engine:
+    def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del kwargs
+        if args[0] is self._engine:
             self._called = False
             self._guarded("reading the loss scale", self._tell_scale)()
             self._guarded("reading before the step", self._listener.before_step)(self._stepped)
             self._guarded("reading gradients", self._listener.gradients_ready)()
 
-    def engine_ended(self, engine: Any) -> None:
-        if engine is self._engine:
+    def call_ended(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del kwargs, result
+        if args[0] is self._engine:
             self._guarded("ending the step", self._ended)()
 
     def _ended(self) -> None:

@@ -20,10 +20,11 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"], "LOCAL
 import deepspeed
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer  # which DeepSpeed imports in its first step, for seconds
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine, FusedAdam
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from framework_run import Attach, Attached, norm_of
 from torch import nn
@@ -32,6 +33,7 @@ from monitor.pytorch import TrainerMon
 
 STEPS: Final = 3
 CONFIGURED: Final = json.loads(Path(os.environ["MONITOR_CONFIG"]).read_text())
+FUSED_ADAM: Final = FusedAdam
 OWN_METHODS: Final = {name: getattr(DeepSpeedEngine, name) for name in ("_take_model_step", "allreduce_gradients")}
 
 
@@ -49,6 +51,7 @@ class Case:
         grouped: Whether the monitor is told the data-parallel group.
         overflows: The step whose loss is not finite, if there is one.
         monitor: What else is configured of the monitor.
+        fused: Whether DeepSpeed takes the optimizer for its own fused one, which would have to be compiled.
     """
 
     stage: int
@@ -60,6 +63,7 @@ class Case:
     grouped: bool = True
     overflows: int | None = None
     monitor: tuple[tuple[str, Any], ...] = ()
+    fused: bool = False
 
     def settings(self) -> dict[str, Any]:
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype)
@@ -84,6 +88,7 @@ CASES: Final = {
     "zero0": Case(0, micro_steps=2, handed=("module", "optimizer")),
     "zero0-no-group": Case(0, grouped=False),
     "zero0-bf16": Case(0, torch.bfloat16),
+    "zero0-bf16-flat": Case(0, torch.bfloat16, fused=True),
     "zero1": Case(1, micro_steps=2, handed=("module", "optimizer.optimizer"), zero=(SMALL_BUCKETS, ROUND_ROBIN)),
     "zero1-bf16": Case(1, torch.bfloat16, handed=("", "optimizer")),
     "zero1-bf16-float32-sums": Case(1, torch.bfloat16, micro_steps=2, config=(SUMS_IN_FLOAT32,)),
@@ -92,6 +97,7 @@ CASES: Final = {
     ),
     "zero1-fp16": Case(1, torch.float16, config=(SCALED,), overflows=1),
     "zero2": Case(2, handed=("", "optimizer.optimizer"), zero=(SMALL_BUCKETS,)),
+    "zero2-aligned": Case(2, torch.bfloat16, zero=(("parameter_alignment", True),)),
     "zero2-bf16": Case(2, torch.bfloat16, micro_steps=2),
     "zero2-bf16-float32-sums": Case(2, torch.bfloat16, config=(SUMS_IN_FLOAT32,), zero=(("overlap_comm", True),)),
     "zero2-offloaded": Case(2, zero=(ON_HOST,), config=(ANY_OPTIMIZER,)),
@@ -136,6 +142,7 @@ def build(case: Case) -> Any:
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = ([p for p in trained if p.ndim == dimensions] for dimensions in (2, 1))
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.01)
+    deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if case.fused else FUSED_ADAM
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=case.settings(), dist_init_required=False)
     return engine
 
@@ -171,10 +178,8 @@ class Whole:
         self._engine = engine
         self._parameters = parameters
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._copies = {}
-        if hasattr(engine.optimizer, "fp32_groups"):
-            pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
-            self._copies = {p: copied for group in pairs for p, copied in zip(*group, strict=True)}
+        groups = zip(getattr(engine.optimizer, "fp16_groups", ()), getattr(engine.optimizer, "fp32_groups", ()), strict=False)
+        self._copies = {p: copied for group in groups for p, copied in zip(*group, strict=True)}
 
     def gradients(self) -> dict[str, float]:
         if getattr(self._engine.optimizer, "round_robin_gradients", False):
@@ -182,11 +187,14 @@ class Whole:
         return {name: norm_of([safe_get_full_grad(p)]) for name, p in self._trained.items()}
 
     def weights(self) -> dict[str, float]:
+        if hasattr(self._engine.optimizer, "fp32_groups_flat"):
+            return {}  # nor these
         return {name: norm_of([self._weight(p)]) for name, p in self._parameters.items()}
 
     def moments(self) -> dict[str, dict[str, float]]:
         """None in the first step, nor in one that follows nothing but skipped ones."""
-        if self._engine.global_steps == self._engine.skipped_steps or not self.gradients():
+        nothing_stepped = self._engine.global_steps == self._engine.skipped_steps
+        if nothing_stepped or not self.gradients() or not self.weights():
             return {}
         if hasattr(self._engine.optimizer, "_hp_optimizer_states_linked"):
             # DeepSpeed links them after the first group's first step, when the other groups have none yet.
@@ -200,7 +208,7 @@ class Whole:
             with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
                 return p.detach().clone()
         whole_in_float32 = p.dtype == torch.float32 and not hasattr(p, "ds_id")
-        stepped = p if whole_in_float32 else self._copies.get(p, None)
+        stepped = p if whole_in_float32 else self._copies.get(p)
         return safe_get_full_fp32_param(p) if stepped is None else stepped.detach()
 
     def _moment(self, p: nn.Parameter, kind: str) -> torch.Tensor:
@@ -232,14 +240,19 @@ def refusals(engine: Any) -> dict[str, str]:
         "a part of the model": (engine.module[0], engine.optimizer),
         "two engines": ([engine, build(CASES["zero0"])], engine),
     }
-    monitor = TrainerMon(os.environ["MONITOR_CONFIG"], params_have_main_grad=False)
-    said = {}
-    for what, (model, optimizer) in wrong.items():
-        try:
-            monitor.set_monitor(model, 1, optimizer)
-        except ValueError as error:
-            said[what] = str(error)
+    said = {what: refusal(model, optimizer) for what, (model, optimizer) in wrong.items()}
+    untrained, *_ = deepspeed.initialize(model=nn.Linear(1, 1), config=CASES["zero0"].settings(), dist_init_required=False)
+    said["no optimizer"] = refusal(untrained, untrained)
+    del DeepSpeedEngine._take_model_step
+    said["an unknown version"] = refusal(engine, engine)
+    DeepSpeedEngine._take_model_step = OWN_METHODS["_take_model_step"]
     return said
+
+
+def refusal(model: Any, optimizer: Any) -> str:
+    with pytest.raises(ValueError, match="DeepSpeed") as refused:
+        TrainerMon(os.environ["MONITOR_CONFIG"], params_have_main_grad=False).set_monitor(model, 1, optimizer)
+    return str(refused.value)
 
 
 def configure(more: dict[str, Any]) -> None:

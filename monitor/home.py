@@ -1,0 +1,101 @@
+"""The directory that a rank records to: a new one or, with ``append_output``, that of an earlier run, whose files are put in
+order before anything is added to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from monitor.failures import LOGGER, Failures
+from monitor.ranks.claims import Claim, claim
+from monitor.ranks.history import Earlier, newest_step
+from monitor.ranks.names import RankDirectory
+from monitor.ranks.output import prepare, remove_drafts
+from monitor.ranks.records import MANIFEST_FILE
+from monitor.ranks.resume import Span, directories, last_word, preferred
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a rank records to.
+
+    Attributes:
+        claim: What keeps others out; None where it could not be had.
+        earlier: What was recorded there before.
+    """
+
+    directory: Path
+    claim: Claim | None
+    earlier: Earlier = field(default_factory=Earlier)
+
+
+def home(base: Path, rank: int, timestamp: str, recording: int, span: Sequence[str], failures: Failures) -> Home:
+    """Settle where ``rank`` records to. What keeps it from an earlier directory is said, and it begins a new one.
+
+    Args:
+        timestamp: When the job began.
+        recording: How many recordings this process has begun before.
+        span: ``append_output``: two timestamps, or none.
+
+    Raises:
+        OutputError: a new directory cannot be made or written.
+    """
+    taken = _taken_up(base, rank, recording, (span[0], span[1]), failures) if span else None
+    return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
+
+
+def _new(directory: Path, failures: Failures) -> Home:
+    prepare(directory)
+    try:
+        return Home(directory, claim(directory))
+    except OSError as error:
+        failures.report("claiming the directory", error, "Another job that appends to it would not be kept out.")
+        return Home(directory, None)
+
+
+def _taken_up(base: Path, rank: int, recording: int, span: Span, failures: Failures) -> Home | None:
+    try:
+        found = directories(base, rank, span)
+        if not found:
+            said = "[rank %d] append_output: no directory of this rank is from %s to %s. A new one is begun."
+            LOGGER.warning(said, rank, *span)
+            return None
+        chosen = preferred(found, recording)
+        if len(found) > 1:
+            LOGGER.info("[rank %d] append_output: of %d directories in the range %s is taken.", rank, len(found), chosen.name)
+        return _claimed(chosen, rank)
+    except Exception as error:
+        failures.report("going on in an earlier directory", error, "A new one is begun.")
+        return None
+
+
+def _claimed(directory: Path, rank: int) -> Home | None:
+    held = claim(directory)
+    if held is None:
+        said = "[rank %d] append_output: %s is being written by another process, or by this one. A new directory is begun."
+        LOGGER.warning(said, rank, directory.name)
+        return None
+    try:
+        earlier = _put_in_order(prepare(directory), rank, held.before_ns)
+        held.begin()
+        return Home(directory, held, earlier)
+    except BaseException:
+        held.release()
+        raise
+
+
+def _put_in_order(directory: Path, rank: int, begun_ns: int) -> Earlier:
+    from monitor.sinks.recovery import recover  # pyarrow is loaded only where it is needed
+
+    remove_drafts(directory)
+    record = last_word(directory)
+    saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
+    recovered = recover(directory, newest_step(record), saved, begun_ns)
+    for path in recovered.aside:
+        LOGGER.warning("[rank %d] %s was left by a process that was killed and is damaged: it was set aside.", rank, path)
+    earlier = Earlier.of(record)
+    earlier.timeline.correct(recovered.found.items(), recovered.cut)
+    LOGGER.info("[rank %d] append_output: going on in %s", rank, directory)
+    return earlier

@@ -1,0 +1,53 @@
+"""Text of what repeats from row to row, spelled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Growing(Protocol[T_co]):
+    """A sequence that is only ever added to."""
+
+    def __len__(self) -> int:
+        """How many there are by now."""
+
+    def __getitem__(self, index: int, /) -> T_co:
+        """One of them."""
+
+
+class Cells(Generic[T]):
+    """The text of each item of a growing sequence, spelled when it is first asked for."""
+
+    def __init__(self, of: Growing[T], spelled: Callable[[T], str]) -> None:
+        self.of = of
+        self._spelled = spelled
+        self._texts = pa.array([], type=pa.string())
+
+    def take(self, index: NDArray[np.int64]) -> pa.StringArray:
+        """The texts of the items numbered ``index``."""
+        known, now = len(self._texts), len(self.of)
+        if now > known:
+            new = pa.array([_encodable(self._spelled(self.of[i])) for i in range(known, now)], type=pa.string())
+            self._texts = pa.concat_arrays([self._texts, new])
+        return self._texts.take(pa.array(index))
+
+    def once(self, index: NDArray[np.int64]) -> pa.DictionaryArray:
+        """The texts of the items numbered ``index``, with a dictionary of those that occur."""
+        occurs = np.zeros(len(self.of), dtype=np.bool_)
+        occurs[index] = True
+        place = np.cumsum(occurs) - 1
+        texts = self.take(np.flatnonzero(occurs))
+        return pa.DictionaryArray.from_arrays(pa.array(place[index].astype(np.int32)), texts)
+
+
+def _encodable(text: str) -> str:
+    """``text`` with halves of surrogate pairs, which UTF-8 has no bytes for, written as escapes."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,147 @@
+"""The files of the ``hdf5`` format, by name and by content."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import h5py
+
+from monitor.sinks.facts import Facts
+from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_rows, read_span
+from monitor.sinks.shard_names import Steps
+from monitor.sinks.spool import Block
+
+_SHARD_NAME: Final = re.compile(r"metrics_(\d+)-(\d+)(?:\.\d+)?\.h5")
+_PART_NAME: Final = re.compile(r"\.metrics_(\d+)-(\d+)\.h5\.part")
+_DRAFT_NAME: Final = re.compile(r"\.metrics_.+\.draft")
+_SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
+
+
+def shard_name(steps: Steps, copy: int = 1) -> str:
+    return f"metrics_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.h5"
+
+
+def part_name(shard: str) -> str:
+    """Of the hidden file that is going to be ``shard``."""
+    return f".{shard}.part"
+
+
+def is_shard(path: Path) -> bool:
+    """Whether it is an HDF5 file, as opposed to the blocks that one is made of."""
+    with open(path, "rb") as file:
+        return file.read(len(_SIGNATURE)) == _SIGNATURE
+
+
+def write_hidden(path: Path, content: bytes) -> None:
+    """Replace the file in one move. It stays as it is if that fails."""
+    draft = path.with_name(f".{path.name.removeprefix('.')}.draft")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A visible file that is ours.
+
+    Attributes:
+        span: Its first step and its last.
+        size: In bytes.
+    """
+
+    path: Path
+    facts: Facts
+    span: Steps
+    size: int
+
+    @classmethod
+    def read(cls, path: Path) -> Shard | None:
+        """None if it is gone, out of reach, not one of ours, or without a row."""
+        try:
+            content = path.read_bytes()
+            with _opened(content) as file:
+                span = read_span(file)
+                return cls(path, read_facts(file), span, len(content)) if span else None
+        except (FileNotFoundError, IsADirectoryError, PermissionError, NotAShardError):
+            return None
+
+    def blocks(self, steps: Steps) -> list[Block]:
+        """Its rows of these steps."""
+        with _opened(self.path.read_bytes()) as file:
+            rows = read_rows(file, steps=steps)
+        return [Block(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
+
+
+class Names:
+    """The files of a directory by the records that they hold steps of.
+
+    Those that are called after a record are not remembered: there may be very many, and their names can be told. The others are
+    listed once.
+    """
+
+    def __init__(self, directory: Path, steps_per_record: int) -> None:
+        self._directory = directory
+        self._steps_per_record = steps_per_record
+        self._others: dict[Path, Steps] | None = None
+
+    def add(self, path: Path) -> None:
+        self._known().update(self._otherwise([path.name]))
+
+    def of(self, record: Steps) -> list[Path]:
+        """The files that by their names hold nothing but steps of this record: the one that is called after it first."""
+        return self._existing(record, [path for path, steps in self._known().items() if record.holds(steps)])
+
+    def shards_of(self, record: Steps, *, anywhere: bool = False) -> list[Shard]:
+        """Those of the files ``of`` this record that are ours; ``anywhere``: also those that hold steps of other ones, too."""
+        others = [path for path, steps in self._known().items() if steps.meets(record)]
+        paths = self._existing(record, others) if anywhere else self.of(record)
+        return [shard for path in paths if (shard := Shard.read(path)) is not None]
+
+    def parts(self) -> Iterator[tuple[Path, Steps]]:
+        """The hidden files in the making, with their records."""
+        for name in self._listed():
+            if match := _PART_NAME.fullmatch(name):
+                yield self._directory / name, Steps(int(match[1]), int(match[2]))
+
+    def drafts(self) -> list[Path]:
+        """The hidden files that another one was to be replaced with."""
+        return [self._directory / name for name in self._listed() if _DRAFT_NAME.fullmatch(name)]
+
+    def _existing(self, record: Steps, others: list[Path]) -> list[Path]:
+        return [path for path in (self._directory / shard_name(record), *others) if os.path.lexists(path)]
+
+    def _known(self) -> dict[Path, Steps]:
+        if self._others is None:
+            self._others = dict(self._otherwise(self._listed()))
+        return self._others
+
+    def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, Steps]]:
+        """Those that are not called after a record."""
+        for name in names:
+            if match := _SHARD_NAME.fullmatch(name):
+                steps = Steps(int(match[1]), int(match[2]))
+                if name != shard_name(Steps.of_record(steps.first, self._steps_per_record)):
+                    yield self._directory / name, steps
+
+    def _listed(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self._directory))
+        except FileNotFoundError:
+            return []
+
+
+def _opened(content: bytes) -> h5py.File:
+    try:
+        return h5py.File.in_memory(content)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise NotAShardError(str(error)) from error

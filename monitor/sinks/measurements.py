@@ -1,0 +1,127 @@
+"""Measurements as a table of Arrow: a row each, their partials in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from monitor.series import NO_MICRO_STEP, SeriesTable
+from monitor.sinks.cells import Cells
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, OPS, derive
+from monitor.stats.partials import COLUMNS, WRITES, Partials
+from monitor.stats.rows import Layout, StepRows
+
+TEXT: Final = pa.dictionary(pa.int32(), pa.string())
+
+IDENTITY: Final = {
+    "kind": TEXT,
+    "vpp_stage": pa.int64(),
+    "name": TEXT,
+    "step": pa.int64(),
+    "micro_step": pa.int64(),
+    "call_id": pa.int64(),
+    "shape": TEXT,
+    "dtype": TEXT,
+}
+"""What a row is of, and where it stands. ``micro_step`` is null where the row belongs to the step as a whole."""
+
+PARTIALS: Final = COLUMNS[WRITES + 1 :]
+SUMS: Final = ("min", "max", "sum", "sumsq", "m2")
+"""The partials that are float64. The others are integers."""
+
+SCHEMA: Final = pa.schema([*IDENTITY.items(), *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
+
+
+class Measurements:
+    """Makes tables of the rows of one rank. Keeps the text of each series and layout that it has met."""
+
+    def __init__(self, series: SeriesTable) -> None:
+        self._names = Cells(series, lambda one: one.name)
+        self._stages = np.zeros(0, dtype=np.int64)
+        self._series = series
+        self._layouts: dict[str, Cells[Layout]] = {}
+
+    def of(self, rows: StepRows) -> pa.RecordBatch:
+        """All rows of a step, kind by kind."""
+        kinds = list(rows.kinds.values())
+        series, micro_step, call_id, layout = (
+            np.concatenate([getattr(kind, column) for kind in kinds])
+            for column in ("series", "micro_step", "call_id", "layout")
+        )
+        identity = [
+            pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(kinds), dtype=np.int32), [*map(len, kinds)]), [*rows.kinds]),
+            pa.array(self._stages_of(series)),
+            self._names.once(series),
+            pa.array(np.full(len(series), rows.step)),
+            pa.array(micro_step, mask=micro_step == NO_MICRO_STEP),
+            pa.array(call_id),
+            *(cells.once(layout) for cells in self._cells_of(rows.layouts).values()),
+        ]
+        partials = [pa.array(column) for column in _columns([kind.partials for kind in kinds])]
+        return pa.RecordBatch.from_arrays([*identity, *partials], schema=SCHEMA)
+
+    def _stages_of(self, series: NDArray[np.int64]) -> NDArray[np.int64]:
+        known, now = len(self._stages), len(self._series)
+        if now > known:
+            new = [self._series[i].vpp_stage for i in range(known, now)]
+            self._stages = np.concatenate([self._stages, np.array(new, dtype=np.int64)])
+        stages: NDArray[np.int64] = self._stages[series]
+        return stages
+
+    def _cells_of(self, layouts: list[Layout]) -> dict[str, Cells[Layout]]:
+        if not self._layouts or self._layouts["shape"].of is not layouts:
+            self._layouts = {
+                "shape": Cells(layouts, lambda layout: str(list(layout.shape))),
+                "dtype": Cells(layouts, lambda layout: layout.dtype),
+            }
+        return self._layouts
+
+
+def partials_of(table: pa.Table) -> Partials:
+    """The partials of each row, for ``derive`` and ``combine``.
+
+    Args:
+        table: With the columns ``PARTIALS``.
+    """
+    columns = np.ones((len(COLUMNS), len(table)))
+    for number, name in enumerate(PARTIALS, WRITES + 1):
+        columns[number] = table[name].to_numpy()
+    return Partials(columns)
+
+
+def with_ops(table: pa.Table, ops: Sequence[str]) -> pa.Table:
+    """The table with ops in place of partials; what has no value is null.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if unknown := [op for op in ops if op not in OPS]:
+        raise ValueError(f"there is no op {unknown[0]!r}; there are {', '.join(OPS)}")
+    partials = partials_of(table)
+    columns = {name: table[name] for name in IDENTITY if name not in LAYOUT_OPS}
+    columns |= {op: table[op] if op in LAYOUT_OPS else _derived(op, partials) for op in ops}
+    return pa.table(columns, metadata=table.schema.metadata)
+
+
+def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """Runs of rows of one kind."""
+    kind = rows["kind"].indices.to_numpy()
+    starts = np.flatnonzero(np.diff(kind, prepend=-1))
+    names = rows["kind"].dictionary.to_pylist()
+    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(kind)], strict=True):
+        yield names[kind[start]], rows.slice(start, end - start)
+
+
+def _derived(op: str, partials: Partials) -> pa.Array:
+    values, valid = derive(op, partials)
+    return pa.array(values.astype(np.int64) if op in INTEGER_OPS else values, mask=~valid)
+
+
+def _columns(partials: Sequence[Partials]) -> Iterator[NDArray[np.float64] | NDArray[np.int64]]:
+    for number, name in enumerate(PARTIALS, WRITES + 1):
+        column = np.concatenate([one.columns[number] for one in partials])
+        yield column if name in SUMS else column.astype(np.int64)

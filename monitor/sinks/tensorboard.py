@@ -1,0 +1,113 @@
+"""The ``tensorboard`` format: an event file that grows by one record a step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+from monitor.sinks.growing import GrowingFile, opened
+from monitor.sinks.protocol import SinkContext
+from monitor.sinks.records import record
+from monitor.sinks.scalars import Scalars, summary_field
+from monitor.stats.rows import StepRows
+
+FORMAT_VERSION: Final = "brain.Event:2"
+
+MOST_BYTES: Final = 8 << 20
+"""Of an event. A step of very many rows is several events of one step."""
+
+
+class TensorBoardSink:
+    """Writes ``events.out.tfevents.…`` into the rank's directory, a scalar for each value that a step has.
+
+    A step is in the file whole or not at all, and can be read at once. Of a step that is written again TensorBoard shows the
+    new one, and none of those after it that were there before.
+
+    Raises:
+        OSError: from every method, if the disk, the directory or the number of open files does not allow what was asked. The
+            file then holds whole steps, and the next step can be written as soon as the cause has passed.
+    """
+
+    def __init__(self, context: SinkContext) -> None:
+        self._directory = context.directory
+        self._scalars = Scalars(context.series, context.rank)
+        self._file: GrowingFile | None = None
+        self._last: int | None = None
+
+    def write(self, rows: StepRows) -> None:
+        """Add one step. What was not measured, and what single precision cannot hold, leaves no scalar."""
+        file = self._open_file()
+        try:
+            for event in self._events(rows):
+                file.write(record(event))
+        except BaseException:
+            self._forget(file)
+            raise
+        file.keep()
+        self._last = rows.step
+
+    def flush(self) -> None:
+        """Nothing to do: what was taken in is visible."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.release()
+
+    def _events(self, rows: StepRows) -> Iterator[bytes]:
+        now = time.time()
+        if self._last is None:
+            yield Event(wall_time=now, file_version=FORMAT_VERSION).SerializeToString()
+        if self._last is None or rows.step <= self._last:
+            begun = SessionLog(status=SessionLog.START)
+            yield Event(wall_time=now, step=rows.step, session_log=begun).SerializeToString()
+        head = Event(wall_time=now, step=rows.step).SerializeToString()
+        for values in _gathered(self._scalars.of(rows)):
+            yield head + summary_field(values)
+
+    def _open_file(self) -> GrowingFile:
+        if self._file is not None and self._file.gone():
+            self._drop(self._file)
+            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(self._directory))
+        if self._file is None:
+            path = _new_path(self._directory)
+            self._file, self._last = GrowingFile(path, opened(path, os.O_CREAT | os.O_EXCL)), None
+        return self._file
+
+    def _forget(self, file: GrowingFile) -> None:
+        if self._last is None:
+            self._drop(file)
+        else:
+            file.forget()
+
+    def _drop(self, file: GrowingFile) -> None:
+        file.discard()
+        self._file = None
+
+
+def _new_path(directory: Path) -> Path:
+    """TensorBoard reads the files of a directory in the order of their names, so these begin with the time."""
+    stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    paths = (directory / f"{stem}.{number}" for number in count())
+    return next(path for path in paths if not os.path.lexists(path))
+
+
+def _gathered(values: Iterator[memoryview]) -> Iterator[list[memoryview]]:
+    """In lists of at most ``MOST_BYTES``, or of one."""
+    gathered: list[memoryview] = []
+    for some in values:
+        if gathered and sum(map(len, gathered)) + len(some) > MOST_BYTES:
+            yield gathered
+            gathered = []
+        gathered.append(some)
+    if gathered:
+        yield gathered

@@ -1,0 +1,209 @@
+"""``append_output``: runs that were killed go on in their directories, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import EVERY_STEP, Launcher, Started
+from recorded import Recorded, hidden, listed, rank_directories
+
+from monitor.sinks.written import Written
+
+STEPS = 20
+ALL_YEAR = ["Jan01_00-00-00", "Dec31_23-59-59"]
+CONFIG: dict[str, Any] = EVERY_STEP | {"mv_distribution": True, "ndigits": 17, "append_output": ALL_YEAR}
+
+Texts = dict[tuple[str, int], bytes]
+"""The lines of each kind and step, and the header as that of step -1."""
+
+
+class Job:
+    """A run, as one process or as several ranks, which is killed and resumed."""
+
+    def __init__(self, launcher: Launcher, base: Path, config: dict[str, Any], ranks: int = 0) -> None:
+        self.launcher, self.base, self.config, self.ranks = launcher, base, config, ranks
+        self.checkpoints = base.with_name(f"{base.name}-checkpoints")
+        (self.checkpoints / "draft").mkdir(parents=True)
+
+    def start(self, start: int, steps: int = STEPS, *how: str, **config: Any) -> list[Started]:
+        for path in self.checkpoints.glob("*-rank*"):  # what lies ahead is another run's
+            if int(path.name.split("-")[0]) > start:
+                path.unlink()
+        arguments = ("resumable.py", self.checkpoints, start, steps, *how)
+        options: dict[str, Any] = {"config": self.config | config, "base": self.base}
+        return (
+            self.launcher.start_ranks(self.ranks, *arguments, **options)
+            if self.ranks
+            else [self.launcher.start(*arguments, **options)]
+        )
+
+    def run(self, start: int, steps: int = STEPS, **config: Any) -> list[str]:
+        """To its end; what the ranks said."""
+        ends = [one.end() for one in self.start(start, steps, **config)]
+        assert [ended.status for ended in ends] == [0] * len(ends), ends[0].err
+        return [ended.err for ended in ends]
+
+    def checkpointed(self) -> int:
+        """The last step from which all ranks can go on."""
+        of_rank = [[int(path.name.split("-")[0]) for path in self.checkpoints.glob(f"*-rank{rank}")] for rank in self._ranks()]
+        return min(max(steps, default=0) for steps in of_rank)
+
+    def texts(self) -> list[Texts]:
+        """What the ranks' visible files hold; no step may be in two of them."""
+        directories = rank_directories(self.base)
+        assert len(directories) == len(self._ranks())
+        return [texts(directory) for directory in directories]
+
+    def _ranks(self) -> range:
+        return range(self.ranks or 1)
+
+
+def texts(directory: Path) -> Texts:
+    found: Texts = {}
+    for path in directory.glob("*.csv"):
+        rows = Written.read(path)
+        assert rows is not None, path.name
+        kind = path.name.rsplit("_", 1)[0]
+        steps = {step: rows.rows_of(step) for step in rows.steps.tolist()}
+        assert not [step for step in steps if (kind, step) in found]
+        found |= {(kind, step): text for step, text in steps.items()}
+        assert found.setdefault((kind, -1), rows.header) == rows.header
+    return found
+
+
+def delivered(run: Started) -> int:
+    said = re.findall(r"^delivered (\d+)$", run.end().out, re.MULTILINE)
+    return int(said[-1]) if said else 0
+
+
+def interrupt(runs: list[Started], start: int, moments: random.Random) -> int:
+    """Kill all ranks at a random moment, mostly while they write; up to which step the recordings of all must be there."""
+    told = start + 3 - start % 3
+    if told <= STEPS and moments.random() < 0.8:
+        runs[0].wait_for(f"delivered {told}")
+    time.sleep(moments.uniform(0.0, 0.12))
+    for one in runs:
+        if one.child.poll() is None:  # a rank whose peer is gone may have ended by itself
+            one.send(signal.SIGKILL)
+    return min(delivered(one) for one in runs)
+
+
+def assert_same(job: Job, whole: Job, missing: set[int]) -> None:
+    """All steps, none twice, each with the text of the run that nobody interrupted; ``missing`` may be missing, and are then
+    missing of every kind.
+    """
+    for rank, (found, expected) in enumerate(zip(job.texts(), whole.texts(), strict=True)):
+        absent = {step for _, step in expected.keys() - found.keys()}
+        assert absent <= missing, f"rank {rank}"
+        assert found == {key: text for key, text in expected.items() if key[1] not in absent}, f"rank {rank}"
+    for directory in rank_directories(job.base):
+        recorded = Recorded(directory)
+        manifest = recorded.manifest()
+        assert manifest.closed
+        assert hidden(directory) == []
+        written, abandoned = set(listed(manifest.steps.written)), set(listed(manifest.steps.abandoned))
+        # A step that the run before was killed in may still be there from the one before that, and is marked.
+        assert written | abandoned == {step for steps in recorded.kinds.values() for step in steps}
+        assert abandoned | set(listed(*manifest.dropped.values())) <= missing - written
+
+
+@pytest.mark.parametrize(("ranks", "steps_per_record", "jobs"), [(0, 1, 1), (0, 5, 2), (2, 4, 2)])
+def test_a_run_that_was_killed_twice_and_resumed_has_recorded_what_an_uninterrupted_run_has(
+    launcher: Launcher, ranks: int, steps_per_record: int, jobs: int
+) -> None:
+    config = CONFIG | {"step_count_per_record": steps_per_record}
+    whole = Job(launcher, launcher.base / "whole", config, ranks)
+    whole.run(0)
+    moments = random.Random(17 * ranks + steps_per_record)
+    for number in range(jobs):
+        job = Job(launcher, launcher.base / f"{number}", config, ranks)
+        start, missing = 0, set[int]()
+        for _ in range(2):
+            there = interrupt(job.start(start, STEPS, "waits"), start, moments)
+            reached = max(start, job.checkpointed())
+            lost = set(range(max(start, there), reached))
+            start = reached if moments.random() < 0.5 else moments.randint(0, reached)
+            missing = {step for step in missing | lost if step < start}
+        job.run(start)
+        assert_same(job, whole, missing)
+
+
+def test_one_of_four_ranks_is_killed_and_the_files_of_all_are_whole_and_can_be_gone_on_with(launcher: Launcher) -> None:
+    config = CONFIG | {"step_count_per_record": 4}
+    whole, job = (Job(launcher, launcher.base / name, config, ranks=4) for name in ("whole", "job"))
+    whole.run(0, 12)
+    runs = job.start(0, 10_000)
+    runs[2].wait_for("delivered 6")
+    runs[2].send(signal.SIGKILL)
+    assert [one.end().status for one in runs] == [1, 1, -signal.SIGKILL, 1]
+    for rank, (found, directory) in enumerate(zip(job.texts(), rank_directories(job.base), strict=True)):
+        assert {("actv", step) for step in range(4)} <= found.keys()
+        assert Recorded(directory).manifest().closed == (rank != 2)
+        assert (hidden(directory) == []) == (rank != 2)
+    job.run(6, 12)
+    # What lies beyond is of the run that was killed, and stays until it is written again. Of step 6 and those behind it not the
+    # same text: a new process begins with other buckets, in which sums over four ranks are rounded otherwise.
+    for found, expected in zip(job.texts(), whole.texts(), strict=True):
+        assert {key for key in found if key[1] < 12} == expected.keys()
+        assert all(text == found[key] for key, text in expected.items() if key[1] < 6)
+    assert len({Recorded(directory).manifest().job_id for directory in rank_directories(job.base)}) == 1
+
+
+def test_fault_20_without_a_directory_in_the_range_a_new_one_is_begun_which_is_said_once(launcher: Launcher) -> None:
+    job = Job(launcher, launcher.base / "job", CONFIG | {"append_output": ["Feb29_01-02-03", "Feb29_01-02-03"]})
+    (said,) = job.run(0, 3)
+    assert said.count("append_output: no directory of this rank is from Feb29_01-02-03 to Feb29_01-02-03") == 1
+    (directory,) = rank_directories(job.base)
+    assert listed(Recorded(directory).manifest().steps.written) == [0, 1, 2]
+    assert {step for _, step in texts(directory)} == {-1, 0, 1, 2}
+
+
+def test_fault_20_steps_that_are_recorded_again_are_not_doubled_whatever_else_is_asked_for_now(launcher: Launcher) -> None:
+    """Other columns, fewer kinds, other records: of the steps that are written again nothing old is left."""
+    job = Job(launcher, launcher.base / "job", CONFIG | {"step_count_per_record": 4})
+    job.run(0, 12)
+    job.run(5, 9, ops=["norm", "max"], param_distribution=False, step_count_per_record=3)
+    (directory,) = rank_directories(job.base)
+    recorded = Recorded(directory)
+    assert sorted(recorded.kinds["actv"]) == list(range(12))
+    assert sorted(recorded.kinds["param_origin"]) == [0, 1, 2, 3, 4, 9, 10, 11]
+    assert {len(rows) for rows in recorded.kinds["actv"].values()} == {len(recorded.kinds["actv"][0])}
+    assert ["min" in recorded.kinds["actv"][step][0] for step in range(12)] == [step < 5 or step > 8 for step in range(12)]
+    manifest = recorded.manifest()
+    assert (listed(manifest.steps.written), listed(manifest.steps.abandoned)) == (list(range(9)), [9, 10, 11])
+    assert (manifest.first_step, [run.first_step for run in manifest.resumed], manifest.closed) == (5, [0], True)
+
+
+def test_of_two_jobs_at_once_the_second_begins_a_directory_of_its_own_and_says_so(launcher: Launcher) -> None:
+    job = Job(launcher, launcher.base / "job", CONFIG)
+    (first,) = job.start(0, 3, "waits")
+    first.wait_for("waits")
+    (directory,) = rank_directories(job.base)
+    ended = launcher.run("resumable.py", job.checkpoints, 3, 6, config=CONFIG, base=job.base)
+    assert f"{directory.name} is being written by another process" in ended.err
+    first.send(signal.SIGKILL)
+    assert first.end().status == -signal.SIGKILL
+    steps = {path == directory: {step for _, step in texts(path)} for path in rank_directories(job.base)}
+    assert steps == {True: {-1, 0, 1, 2}, False: {-1, 3, 4, 5}}
+
+
+def test_a_killed_process_does_not_keep_its_directory_though_a_child_of_its_lives_on(launcher: Launcher) -> None:
+    job = Job(launcher, launcher.base / "job", CONFIG)
+    (run,) = job.start(0, STEPS, "forks")
+    run.wait_for("delivered 3")
+    child = int((job.checkpoints / "child").read_text())
+    run.send(signal.SIGKILL)
+    assert run.end().status == -signal.SIGKILL
+    try:
+        job.run(3, 6)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    (directory,) = rank_directories(job.base)
+    assert listed(Recorded(directory).manifest().steps.written) == list(range(6))

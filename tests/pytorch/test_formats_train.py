@@ -1,0 +1,120 @@
+"""One training, written in every format at once: all of them say the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from watching import EVERYTHING, Output, attached, train
+
+from monitor.series import NO_MICRO_STEP, Series
+from monitor.sinks.csv import read_csv
+from monitor.sinks.facts import Facts
+from monitor.sinks.hdf5 import read_hdf5
+
+OPS = EVERYTHING["ops"]
+Values = Mapping[tuple[str, int, str], float | None]
+"""By TensorBoard's tag without its op, step and op."""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
+    """Of five steps of a model whose fourth step meets a NaN."""
+    base = tmp_path_factory.mktemp("formats") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MONITOR_OUTPUT_DIR", str(base))
+        record(Output(base))
+    return Output(base)
+
+
+def record(output: Output) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {**EVERYTHING, "format": ["csv", "hdf5", "tensorboard", "api"], "step_count_per_record": 2}
+    x = torch.randn(6, 5)
+    with attached(output, model, optimizer, **config):
+        train(model, optimizer, 3, x)
+        train(model, optimizer, 2, torch.where(x == x.max(), math.nan, x))
+
+
+def of_csv(output: Output) -> dict[tuple[str, int, str], float | None]:
+    tables = {path: read_csv(path) for path in output.directory().glob("*_*-*.csv")}
+    rows = [{"kind": path.name.rpartition("_")[0], **row} for path, table in tables.items() for row in table.to_pylist()]
+    return by_tag(rows)
+
+
+def of_hdf5(output: Output) -> dict[tuple[str, int, str], float | None]:
+    return by_tag([row for path in output.directory().glob("*.h5") for row in read_hdf5(path, ops=OPS).to_pylist()])
+
+
+def of_tensorboard(output: Output) -> dict[tuple[str, int, str], float | None]:
+    run = EventAccumulator(str(output.directory()), size_guidance={"scalars": 0})
+    run.Reload()
+    scalars = {tuple(tag.rsplit("_", 1)): run.Scalars(tag) for tag in run.Tags()["scalars"]}
+    return {(tag, one.step, op): one.value for (tag, op), found in scalars.items() for one in found}
+
+
+def by_tag(rows: list[dict[str, Any]]) -> dict[tuple[str, int, str], float | None]:
+    found: dict[tuple[str, int, str], float | None] = {}
+    for row in rows:
+        micro_step = NO_MICRO_STEP if row.get("micro_step") is None else row["micro_step"]
+        tag = Series(row["kind"], row["vpp_stage"], row["name"]).tag(0, micro_step)
+        assert (tag, row["step"], OPS[0]) not in found
+        found |= {(tag, row["step"], op): row[op] for op in OPS}
+    return found
+
+
+def test_hdf5_and_csv_have_the_same_rows_with_the_same_values(output: Output) -> None:
+    csv, hdf5 = of_csv(output), of_hdf5(output)
+    assert csv.keys() == hdf5.keys()
+    for place, value in csv.items():
+        assert value == pytest.approx(hdf5[place], rel=1e-15, abs=1e-16, nan_ok=True), place
+    assert any(value is not None and math.isnan(value) for value in csv.values())
+
+
+def test_tensorboard_has_them_in_single_precision(output: Output) -> None:
+    csv, tensorboard = of_csv(output), of_tensorboard(output)
+    expected = {place: float(np.float32(value)) for place, value in csv.items() if value is not None}
+    assert expected.keys() == tensorboard.keys()
+    for place, value in expected.items():
+        assert value == pytest.approx(tensorboard[place], rel=1e-6, nan_ok=True), place
+
+
+def test_a_shard_holds_the_record_and_says_what_was_configured(output: Output) -> None:
+    paths = sorted(output.directory().glob("*.h5"))
+    assert [path.name for path in paths] == ["metrics_0-1.h5", "metrics_2-3.h5", "metrics_4-5.h5"]
+    assert [Facts.unpacked(read_hdf5(path).schema.metadata) for path in paths] == [Facts(0, 1e-8, tuple(OPS))] * 3
+
+
+def test_rows_stand_in_the_order_in_which_they_were_measured(output: Output) -> None:
+    (path,) = output.directory().glob("metrics_0-1.h5")
+    table = read_hdf5(path, kinds=["actv"], steps=(1, 1))
+    names = read_csv(output.directory() / "actv_0-1.csv").to_pylist()
+    assert table["name"].to_pylist() == [row["name"] for row in names if row["step"] == 1]
+    assert table["call_id"].to_pylist() == sorted(table["call_id"].to_pylist())
+
+
+def test_a_skipped_step_is_in_hdf5_marked_so(output: Output, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "out"))
+    own = Output(tmp_path / "out")
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with attached(own, model, optimizer, wg_distribution=True, ops=["nans", "infs"], format=["hdf5", "tensorboard"]):
+        for factor in (1.0, math.inf, 1.0):
+            scaler.scale((model(torch.ones(2, 5)).sum() * factor)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    (path,) = own.directory().glob("*.h5")
+    table = read_hdf5(path)
+    assert Facts.unpacked(table.schema.metadata).skipped == (1,)
+    assert set(table["step"].to_pylist()) == {0, 1, 2}
+    assert own.manifest()["steps"]["written"]["ranges"] == [[0, 2, 1]]
