@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_a_manifest_that_cannot_be_written_at_the_end_is_reported_and_not_raised
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = begun(tmp_path)
-    run.directory.rmdir()
+    shutil.rmtree(run.directory)
     run.directory.write_text("in the way")
     assert not run.close()
     assert any(str(run.directory) in message for message in caplog.messages)

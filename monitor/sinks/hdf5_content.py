@@ -95,7 +95,7 @@ def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:
 
 def _column(field: pa.Field, kind: str, group: h5py.Group, rows: slice, length: int) -> pa.Array:
     if field.name == "kind":
-        return pa.DictionaryArray.from_arrays(np.zeros(rows.stop - rows.start, dtype=np.int32), [kind])
+        return _texts(np.array([kind]), np.zeros(rows.stop - rows.start, dtype=np.int64))
     name, table = TABLES.get(field.name, (field.name, None))
     dataset = _dataset(group, name)
     if len(dataset) != length:
@@ -107,7 +107,7 @@ def _column(field: pa.Field, kind: str, group: h5py.Group, rows: slice, length: 
     return pa.array(numbers.astype(wanted, casting="safe"), mask=numbers == NO_MICRO_STEP if name == "micro_step" else None)
 
 
-def _texts(texts: NDArray[np.object_], numbers: NDArray[np.int64]) -> pa.DictionaryArray:
+def _texts(texts: NDArray[Any], numbers: NDArray[np.int64]) -> pa.DictionaryArray:
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(texts):
         raise ValueError("a number stands for no text")
     return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), pa.array(texts.tolist(), type=pa.string()))

@@ -29,6 +29,8 @@ CHUNK_ROWS: Final = 32768
 READABLE_SINCE: Final = ("v110", "v110")
 """HDF5 1.10 (2016) reads it. What older ones read takes 2 KB more for each dataset."""
 
+_TYPES: Final = {np.dtype(kind).char: h5py.h5t.py_create(np.dtype(kind)) for kind in (np.int64, np.float64)}
+
 TABLES: Final = {"name": ("series_id", "series"), "shape": ("shape_id", "shape"), "dtype": ("dtype_id", "dtype")}
 """Of each column of text the dataset of its numbers and the one of what they stand for."""
 
@@ -108,26 +110,24 @@ class _Column:
         """``first`` is what is going to be added first; if that is less than a chunk, it is all there is."""
         self._chunk = min(len(first), CHUNK_ROWS)
         self._rows = 0
-        self._dataset = group.create_dataset(
-            name,
-            shape=(len(first),),
-            maxshape=(len(first) if len(first) < CHUNK_ROWS else None,),
-            dtype=first.dtype,
-            chunks=(self._chunk,),
-            shuffle=True,
-            compression="gzip",
-            compression_opts=LEVEL,
-        )
+        # What group.create_dataset does, three times as fast: a shard has 18 columns a kind.
+        storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        storage.set_chunk((self._chunk,))
+        storage.set_shuffle()
+        storage.set_deflate(LEVEL)
+        most = len(first) if len(first) < CHUNK_ROWS else h5py.h5s.UNLIMITED
+        space = h5py.h5s.create_simple((len(first),), (most,))
+        self._dataset = h5py.h5d.create(group.id, name.encode(), _TYPES[first.dtype.char], space, storage)
 
     def add(self, numbers: NDArray[Any]) -> None:
         end = self._rows + len(numbers)
         if self._rows:
-            self._dataset.resize((end,))
+            self._dataset.set_extent((end,))
         for start in range(0, len(numbers), self._chunk):
             chunk = numbers[start : start + self._chunk]
             if len(chunk) < self._chunk:
                 chunk = np.concatenate([chunk, np.zeros(self._chunk - len(chunk), dtype=chunk.dtype)])
-            self._dataset.id.write_direct_chunk((self._rows + start,), compressed(chunk))
+            self._dataset.write_direct_chunk((self._rows + start,), compressed(chunk))
         self._rows = end
 
 

@@ -7,7 +7,7 @@ the name of a series, a layout, a micro-step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,10 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from monitor.series import Series, SeriesTable
 from monitor.sinks.cells import Cells
 from monitor.sinks.decimals import spell, spell_counts
+from monitor.sinks.pieces import Piece, blocks
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, derive
 from monitor.stats.partials import Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import Layout, StepRows
 
 BLOCK_ROWS: Final = 8192
 """Rows that are spelled together: a column of doubles (64 KB) stays in the cache, and is below the size from which every
@@ -53,7 +54,7 @@ class Lines:
         """The lines of each kind, each ended by a newline. A kind of many rows comes in several pieces."""
         self._know(rows.layouts)
         when = _when_cells(rows)
-        for block in _blocks(rows):
+        for block in blocks(rows, BLOCK_ROWS):
             lines = call_function("binary_join_element_wise", [*self._columns(rows, block, when), _COMMA])
             for piece, text in zip(block, _texts(lines, [len(piece.rows) for piece in block]), strict=True):
                 yield piece.kind, text
@@ -90,33 +91,6 @@ class Lines:
         return columns
 
 
-class Piece(NamedTuple):
-    """Some of the rows of a kind."""
-
-    kind: str
-    rows: KindRows
-
-
-def _blocks(rows: StepRows) -> Iterator[list[Piece]]:
-    """The rows of the step in blocks of at most ``BLOCK_ROWS``; small kinds with the same columns share one."""
-    block: list[Piece] = []
-    room = BLOCK_ROWS
-    for kind, of_kind in rows.kinds.items():
-        if block and rows.ops_of(kind) != rows.ops_of(block[0].kind):
-            yield block
-            block, room = [], BLOCK_ROWS
-        start = 0
-        while start < len(of_kind):
-            piece = _part(of_kind, slice(start, start + room))
-            block.append(Piece(kind, piece))
-            start, room = start + len(piece), room - len(piece)
-            if not room:
-                yield block
-                block, room = [], BLOCK_ROWS
-    if block:
-        yield block
-
-
 def _texts(lines: pa.StringArray, lengths: list[int]) -> Iterator[memoryview]:
     """The first ``lengths[0]`` lines as one text, then the next, and so on: joined by newlines, an empty line at the end."""
     ends = np.cumsum([0, *lengths])
@@ -125,10 +99,6 @@ def _texts(lines: pa.StringArray, lengths: list[int]) -> Iterator[memoryview]:
     offsets = pa.array((ends + np.arange(len(ends))).astype(np.int32))
     for text in call_function("binary_join", [pa.ListArray.from_arrays(offsets, closed), _NEWLINE]):
         yield memoryview(text.as_buffer())
-
-
-def _part(rows: KindRows, part: slice) -> KindRows:
-    return KindRows(rows.series[part], rows.micro_step[part], rows.call_id[part], rows.layout[part], rows.partials.take(part))
 
 
 def _when_cells(rows: StepRows) -> pa.StringArray:

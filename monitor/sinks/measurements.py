@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -53,7 +53,7 @@ class Measurements:
             for column in ("series", "micro_step", "call_id", "layout")
         )
         identity = [
-            pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(kinds), dtype=np.int32), [*map(len, kinds)]), [*rows.kinds]),
+            _texts(np.repeat(np.arange(len(kinds), dtype=np.int32), [*map(len, kinds)]), rows.kinds),
             pa.array(self._stages_of(series)),
             self._names.once(series),
             pa.array(np.full(len(series), rows.step)),
@@ -114,6 +114,11 @@ def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
     names = rows["kind"].dictionary.to_pylist()
     for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(kind)], strict=True):
         yield names[kind[start]], rows.slice(start, end - start)
+
+
+def _texts(index: NDArray[np.int32], texts: Iterable[str]) -> pa.DictionaryArray:
+    # With its type, or pyarrow looks for modules to guess it by, each time.
+    return pa.DictionaryArray.from_arrays(pa.array(index), pa.array(list(texts), type=pa.string()))
 
 
 def _derived(op: str, partials: Partials) -> pa.Array:

@@ -17,9 +17,10 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.cells import Cells
+from monitor.sinks.pieces import Piece, blocks
 from monitor.stats.ops import LAYOUT_OPS, derive
 from monitor.stats.partials import Floats, Partials
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.rows import StepRows
 
 BLOCK_ROWS: Final = 16384
 
@@ -44,21 +45,21 @@ class Scalars:
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
         """Fields ``value`` of a summary, many in each piece. A piece may be empty."""
-        for kind, of_kind in rows.kinds.items():
-            ops = [op for op in rows.ops_of(kind) if op not in LAYOUT_OPS]
-            for start in range(0, len(of_kind), BLOCK_ROWS):
-                block = slice(start, start + BLOCK_ROWS)
-                tags, partials = self._tags(of_kind, block), of_kind.partials.take(block)
-                for op in ops:
-                    yield _values(tags, f"/rank{self._rank}/{kind}_{op}", op, partials)
+        for block in blocks(rows, BLOCK_ROWS):
+            tags = self._tags(block)
+            partials = Partials(np.concatenate([piece.rows.partials.columns for piece in block], axis=1))
+            for op in rows.ops_of(block[0].kind):
+                if op not in LAYOUT_OPS:
+                    yield _values(tags, op, partials)
 
-    def _tags(self, rows: KindRows, block: slice) -> pa.BinaryArray:
-        """Of each row, up to the micro-step: what ``Series.tag`` begins with."""
-        micro_step = rows.micro_step[block]
-        micro_steps = pa.array(
-            ["", *(f":{i}" for i in range(int(micro_step.max(initial=NO_MICRO_STEP)) + 1))], type=pa.string()
-        )
-        columns = [self._names.take(rows.series[block]), micro_steps.take(pa.array(micro_step - NO_MICRO_STEP))]
+    def _tags(self, block: list[Piece]) -> pa.BinaryArray:
+        """Of each row: ``Series.tag``."""
+        series = np.concatenate([piece.rows.series for piece in block])
+        micro_step = np.concatenate([piece.rows.micro_step for piece in block]) - NO_MICRO_STEP
+        micro_steps = ["", *(f":{i}" for i in range(int(micro_step.max(initial=0))))]
+        kind = np.repeat(np.arange(len(block)), [len(piece.rows) for piece in block])
+        kinds = [f"/rank{self._rank}/{piece.kind}" for piece in block]
+        columns = [self._names.take(series), _taken(micro_steps, micro_step), _taken(kinds, kind)]
         return _join([column.cast(pa.binary()) for column in columns])
 
 
@@ -66,13 +67,17 @@ def _beginning(series: Series) -> str:
     return f"{series.vpp_stage}:{series.name}"
 
 
-def _values(tags: pa.BinaryArray, ending: str, op: str, partials: Partials) -> memoryview:
+def _taken(texts: list[str], index: NDArray[np.int64]) -> pa.StringArray:
+    return pa.array(texts, type=pa.string()).take(pa.array(index))
+
+
+def _values(tags: pa.BinaryArray, op: str, partials: Partials) -> memoryview:
     numbers, there = _single(*derive(op, partials))
     if not there.all():
         tags, numbers = tags.filter(pa.array(there)), numbers[there]
-    end = ending.encode()
-    lengths = call_function("binary_length", [tags]).to_numpy() + len(end)
-    constant = pa.scalar(end + _SIMPLE_VALUE, type=pa.binary())
+    ending = f"_{op}".encode()
+    lengths = call_function("binary_length", [tags]).to_numpy() + len(ending)
+    constant = pa.scalar(ending + _SIMPLE_VALUE, type=pa.binary())
     return _text(_join([_beginnings(lengths), tags, constant, _four_bytes(numbers)]))
 
 

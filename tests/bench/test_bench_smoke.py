@@ -107,3 +107,14 @@ def test_writer_prints_the_rate_of_each_way_to_write(tmp_path: Path) -> None:
     rates = {each["way"]: each["rate"] for each in json.loads(figures.read_text())}
     assert [row[:2] for row in cells_of(done.stdout)] == [[way, f"{rate:,.0f}"] for way, rate in rates.items()]
     assert "monitor" in rates
+
+
+def test_formats_prints_what_a_million_rows_take_in_each_format(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("formats.py", "--rows", "2000", "--steps", "5", "--rounds", "1", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    costs = json.loads(figures.read_text())
+    assert [row[:2] for row in cells_of(done.stdout)] == [[cost["format"], f"{cost['bytes']:.1f}"] for cost in costs]
+    sizes = {cost["format"]: cost["bytes"] for cost in costs}
+    assert sizes["hdf5"] < 0.4 * sizes["csv"]
+    assert sizes.keys() == {"csv", "hdf5", "tensorboard"}

@@ -24,7 +24,7 @@ Values = Mapping[tuple[str, int, str], float | None]
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Output:
     """Of five steps of a model whose fourth step meets a NaN."""
     base = tmp_path_factory.mktemp("formats") / "out"
     with pytest.MonkeyPatch.context() as patch:
@@ -71,50 +71,48 @@ def by_tag(rows: list[dict[str, Any]]) -> dict[tuple[str, int, str], float | Non
     return found
 
 
-def test_hdf5_and_csv_have_the_same_rows_with_the_same_values(output: Output) -> None:
-    csv, hdf5 = of_csv(output), of_hdf5(output)
+def test_hdf5_and_csv_have_the_same_rows_with_the_same_values(trained: Output) -> None:
+    csv, hdf5 = of_csv(trained), of_hdf5(trained)
     assert csv.keys() == hdf5.keys()
     for place, value in csv.items():
         assert value == pytest.approx(hdf5[place], rel=1e-15, abs=1e-16, nan_ok=True), place
     assert any(value is not None and math.isnan(value) for value in csv.values())
 
 
-def test_tensorboard_has_them_in_single_precision(output: Output) -> None:
-    csv, tensorboard = of_csv(output), of_tensorboard(output)
+def test_tensorboard_has_them_in_single_precision(trained: Output) -> None:
+    csv, tensorboard = of_csv(trained), of_tensorboard(trained)
     expected = {place: float(np.float32(value)) for place, value in csv.items() if value is not None}
     assert expected.keys() == tensorboard.keys()
     for place, value in expected.items():
         assert value == pytest.approx(tensorboard[place], rel=1e-6, nan_ok=True), place
 
 
-def test_a_shard_holds_the_record_and_says_what_was_configured(output: Output) -> None:
-    paths = sorted(output.directory().glob("*.h5"))
+def test_a_shard_holds_the_record_and_says_what_was_configured(trained: Output) -> None:
+    paths = sorted(trained.directory().glob("*.h5"))
     assert [path.name for path in paths] == ["metrics_0-1.h5", "metrics_2-3.h5", "metrics_4-5.h5"]
     assert [Facts.unpacked(read_hdf5(path).schema.metadata) for path in paths] == [Facts(0, 1e-8, tuple(OPS))] * 3
 
 
-def test_rows_stand_in_the_order_in_which_they_were_measured(output: Output) -> None:
-    (path,) = output.directory().glob("metrics_0-1.h5")
+def test_rows_stand_in_the_order_in_which_they_were_measured(trained: Output) -> None:
+    (path,) = trained.directory().glob("metrics_0-1.h5")
     table = read_hdf5(path, kinds=["actv"], steps=(1, 1))
-    names = read_csv(output.directory() / "actv_0-1.csv").to_pylist()
+    names = read_csv(trained.directory() / "actv_0-1.csv").to_pylist()
     assert table["name"].to_pylist() == [row["name"] for row in names if row["step"] == 1]
     assert table["call_id"].to_pylist() == sorted(table["call_id"].to_pylist())
 
 
-def test_a_skipped_step_is_in_hdf5_marked_so(output: Output, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "out"))
-    own = Output(tmp_path / "out")
+def test_a_skipped_step_is_in_hdf5_marked_so(output: Output) -> None:
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with attached(own, model, optimizer, wg_distribution=True, ops=["nans", "infs"], format=["hdf5", "tensorboard"]):
+    with attached(output, model, optimizer, wg_distribution=True, ops=["nans", "infs"], format=["hdf5", "tensorboard"]):
         for factor in (1.0, math.inf, 1.0):
-            scaler.scale((model(torch.ones(2, 5)).sum() * factor)).backward()
+            scaler.scale(model(torch.ones(2, 5)).sum() * factor).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    (path,) = own.directory().glob("*.h5")
+    (path,) = output.directory().glob("*.h5")
     table = read_hdf5(path)
     assert Facts.unpacked(table.schema.metadata).skipped == (1,)
     assert set(table["step"].to_pylist()) == {0, 1, 2}
-    assert own.manifest()["steps"]["written"]["ranges"] == [[0, 2, 1]]
+    assert output.manifest()["steps"]["written"]["ranges"] == [[0, 2, 1]]
