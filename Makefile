@@ -38,6 +38,7 @@ lint: environment
 bench: environment peer
 	.venv/bin/python bench/kernels.py
 	.venv/bin/python bench/writer.py
+	.venv/bin/python bench/formats.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
 
 clean:

@@ -36,7 +36,11 @@ TABLES: Final = {"name": ("series_id", "series"), "shape": ("shape_id", "shape")
 
 
 def image(blocks: Iterable[Block]) -> bytes:
-    """The content of a shard with the rows of these blocks, of which there is one at least."""
+    """The content of a shard with the rows of these blocks.
+
+    Raises:
+        ValueError: there are none.
+    """
     facts: Facts | None = None
     with h5py.File.in_memory(libver=READABLE_SINCE) as file:
         groups: dict[str, _Group] = {}
@@ -48,7 +52,8 @@ def image(blocks: Iterable[Block]) -> bytes:
                 groups[kind].add(rows)
         for group in groups.values():
             group.end()
-        assert facts is not None
+        if facts is None:
+            raise ValueError("there are no rows")
         file.attrs.update(attributes(facts))
         file.flush()
         content: bytes = file.id.get_file_image()

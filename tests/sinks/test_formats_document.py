@@ -14,6 +14,7 @@ from sink_rows import Measured, Rank
 from monitor.series import KINDS
 from monitor.sinks import FORMATS
 from monitor.sinks.csv import CsvSink
+from monitor.sinks.hdf5 import Hdf5Sink
 from monitor.stats.ops import OPS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
@@ -42,6 +43,11 @@ def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(10):
         sink.write(rank.step(step, {"actv": ACTIVATIONS}, ("min", "max", "mean", "norm", "zeros", "nans", "shape")))
     sink.close()
+    shards = Rank(DIRECTORY, steps_per_record=100)
+    hdf5 = Hdf5Sink(shards.context)
+    for step in range(10):
+        hdf5.write(shards.step(step, {"actv": ACTIVATIONS, "grad_reduced": [Measured("w", [3.0, 4.0])]}, ("norm",)))
+    hdf5.close()
     gradients = Rank(DIRECTORY.with_name("Dec03_21-34-40-rank0-5e6f7a8b"))
     other = CsvSink(gradients.context)
     for step in range(10):
@@ -71,6 +77,20 @@ def test_an_example_runs(example: str) -> None:
 def test_the_example_with_this_package_finds_the_nan(capsys: pytest.CaptureFixture[str]) -> None:
     exec(blocks("python")[0], {})
     assert capsys.readouterr().out == f"{[{'name': 'head.output', 'step': step, 'nans': 1} for step in range(5)]}\n"
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_the_example_with_plain_h5py_prints_norms(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (text for text in blocks("python") if "import h5py" in text)
+    exec(example, {})
+    assert capsys.readouterr().out == "".join(f"w {step} 5.0\n" for step in range(10))
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_the_example_with_our_reader_derives_ops_that_were_not_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (text for text in blocks("python") if "read_hdf5" in text)
+    exec(example, {})
+    assert capsys.readouterr().out == f"{[{'name': 'head.output', 'step': step, 'nans': 1} for step in range(10)]}\n"
 
 
 @pytest.mark.usefixtures("_recorded")
