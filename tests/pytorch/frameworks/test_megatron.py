@@ -112,6 +112,15 @@ def test_the_norm_of_all_weights_is_that_of_the_master_weights(job: Job) -> None
             assert job.plain[0]["after"][step] == pytest.approx(each_once(job, "param_updated", step), rel=1e-5)
 
 
+@pytest.mark.parametrize("job", [how for how in HOWS if "ep" not in how], indirect=True)
+def test_the_norm_of_all_weights_is_that_of_a_gathered_copy_of_the_model(job: Job) -> None:
+    """Which is rounded to the type that the model computes in, bfloat16 unless another is named."""
+    within = 1e-5 if "fp32" in str(job.base) else 2**-8
+    for step, done in enumerate(job.plain[0]["done"]):
+        if done:
+            assert job.plain[0]["gathered"][step] == pytest.approx(each_once(job, "param_updated", step), rel=within)
+
+
 @pytest.mark.parametrize("job", HOWS, indirect=True)
 def test_the_norm_of_all_moments_is_that_of_the_inner_optimizers(job: Job) -> None:
     for kind in ("exp_avg", "exp_avg_sq"):

@@ -213,6 +213,7 @@ def _train(setup: Setup, attach: Attach) -> dict[str, Any]:
         "gradients": [],
         "before": [],
         "after": [],
+        "gathered": [],
         "exp_avg": [],
         "exp_avg_sq": [],
         "done": [],
@@ -230,6 +231,7 @@ def _train(setup: Setup, attach: Attach) -> dict[str, Any]:
         told["done"].append(done)
         told["gradients"].append(norm)
         told["after"].append(_norm_of_all((t for t, _ in _stepped(optimizer))))
+        told["gathered"].append(_norm_of_gathered(model))
     told["local"], told["refusal"] = setup.local, refusal
     told["weights"] = [sum(p.detach().double().sum() for p in model.parameters()).item().hex()]
     if "released" in setup.words:
@@ -269,6 +271,23 @@ def _forward_backward(setup: Setup, model: Any, step: int) -> list[str]:
         forward_only=False,
     )
     return [one["loss"].item().hex() for one in found]
+
+
+def _norm_of_gathered(model: Any) -> float:
+    """The norm of the weights that the model computes with, gathered from the ranks that hold the parts."""
+    squares = sum((_whole(p).double().square().sum() for p in model.parameters() if not getattr(p, "shared", False)), 0.0)
+    total = torch.as_tensor(squares, dtype=torch.float64)
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    return float(total.sqrt())
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    held = parameter.detach()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return held
+    parts = [torch.empty_like(held) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    dist.all_gather(parts, held.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim=parameter.partition_dim)
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, Any]]:
