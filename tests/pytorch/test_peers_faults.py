@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Adam
 from watching import EVERYTHING, Output, attached, train
 
-OF_THIS_ROOM = (1, 2, *range(7, 14), *range(15, 20), 22, 23)
+OF_THIS_ROOM = (1, 2, *range(7, 14), *range(15, 24))
 AWKWARD = ["a:b", "a/b", "a,b", 'a"b"', "a\nb", " a ", "a'b", "ä→b", "#1"]
 
 
@@ -47,5 +47,5 @@ def test_names_that_hold_separators_quotes_and_newlines_come_back_in_every_kind(
 @pytest.mark.parametrize("fault", OF_THIS_ROOM)
 def test_every_known_fault_is_named_by_a_test(fault: int) -> None:
     tests = Path(__file__).resolve().parents[1]
-    naming = re.compile(rf"\bfault {fault}\b", re.IGNORECASE)
+    naming = re.compile(rf"fault[ _]{fault}(?!\d)", re.IGNORECASE)
     assert any(naming.search(path.read_text(encoding="utf-8")) for path in tests.rglob("test_*.py"))
