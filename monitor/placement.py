@@ -38,8 +38,8 @@ class Placement:
         unclaimed: Ranks known to hold the same numbers that nobody passed a group for: all of them write.
         shard: The part that this rank holds, if it does not hold the whole.
         partial: Whether the numbers are a term of a sum over other ranks that has yet to be formed.
-        differing: Ranks known to hold other numbers under the same name: no group that somebody passes makes replicas of them.
-            It serves to decide who writes, and is not kept.
+        differing: Ranks known to hold other numbers under the same name, the other terms of a sum among them: no group that
+            somebody passes makes replicas of them. It serves to decide who writes, and is not kept.
         data_parallel: Ranks that a data-parallel group which somebody passes stands for, where they are not its own: those that
             have an expert, or those of context parallelism as well. They serve the same.
     """

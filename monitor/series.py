@@ -7,9 +7,9 @@ measurement of it, at one step and, for some kinds, one micro-step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from monitor.placement import LOCAL, Placement
+from monitor.placement import LOCAL, Placement, Ranks
 
 ACTIVATION_KINDS = ("actv", "actv_grad")
 GRADIENT_KINDS = ("grad_unreduced", "grad_reduced")
@@ -54,6 +54,7 @@ class SeriesTable:
         self._series: list[Series] = []
         self._index: dict[Series, int] = {}
         self._placements: dict[Series, Placement] = {}
+        self._ranks: dict[Ranks, Ranks] = {}
         for one in series:
             self.index_of(one)
 
@@ -67,12 +68,24 @@ class SeriesTable:
 
     def place(self, series: Series, placement: Placement) -> None:
         """Say how what this rank holds of ``series`` relates to what others hold; before it is recorded."""
-        if placement != LOCAL:  # which goes without saying
-            self._placements[series] = placement
+        if placement != LOCAL:
+            self._placements[series] = self._sharing_ranks(placement)
+        else:  # goes without saying; but an earlier attachment may have said something else
+            self._placements.pop(series, None)
 
     def placement(self, series: Series) -> Placement:
         """``LOCAL`` where nobody has said anything."""
         return self._placements.get(series, LOCAL)
+
+    def _sharing_ranks(self, placement: Placement) -> Placement:
+        """With each set of ranks held once: one for every series would come to gigabytes in a job of thousands of ranks."""
+        once, shard = self._ranks.setdefault, placement.shard
+        return replace(
+            placement,
+            replicas=once(placement.replicas, placement.replicas),
+            unclaimed=once(placement.unclaimed, placement.unclaimed),
+            shard=None if shard is None else replace(shard, ranks=once(shard.ranks, shard.ranks)),
+        )
 
     def __getitem__(self, index: int) -> Series:
         return self._series[index]

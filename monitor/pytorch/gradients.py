@@ -68,11 +68,16 @@ class GradientCollector:
         self._backwards: Counter[NamedParameter] = Counter()
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
-        caught = framework.catch_unreduced(self._parameters, self._caught, failures)
+        caught = framework.catch_unreduced(self._parameters, self, failures)
         if caught is not None:
             self._hooks.add(caught)
             self._frozen = {one for one in self._frozen if not framework.catches(one)}
         self.hook_thawed()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether gradients are read: the step in progress is collected."""
+        return self._recorder.active
 
     def begin_step(self) -> None:
         self._left.clear()
@@ -97,7 +102,7 @@ class GradientCollector:
     def before_step(self) -> None:
         """The step pre-hook: aggregation is done, clipping by the optimizer's owner may be."""
         if not self._each_micro_step:
-            self._finish_short_accumulation()
+            self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)()
         self._reduced.record_all(self._framework.reduced)
         self._note_changes()
 
@@ -130,20 +135,20 @@ class GradientCollector:
         gradient = self._framework.local_gradient(tensor) if self._recorder.active else None
         if gradient is not None:
             self._after_backward.arrived(parameter)
-            self._arrived(parameter, gradient)
+            self._accumulated(parameter, gradient)
 
-    def _caught(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
+    def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
         """A framework has told of a gradient."""
-        if not self._recorder.active or (self._framework.tells_twice and complete is self._each_micro_step):
+        if self._framework.tells_twice and complete is self._each_micro_step:
             return
         self._after_backward.arrived(parameter)
         if complete and not self._each_micro_step:
             self._unreduced.record(parameter, gradient)
             self._left.pop(parameter, None)
         else:
-            self._arrived(parameter, gradient)
+            self._accumulated(parameter, gradient)
 
-    def _arrived(self, parameter: NamedParameter, gradient: Tensor) -> None:
+    def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
         micro_step = self._micro_step(parameter)
         if self._clock.micro_steps > 1:
             self._follow(parameter, gradient)

@@ -128,8 +128,8 @@ class OptimizerSteps(CallListener):
 
     def _scaler_ended(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
         if innermost(optimizer) is self.optimizer and scaler.is_enabled() and not self._called:
-            self._listener.before_step(innermost(optimizer))
-            self._listener.gradients_ready()
+            self._guarded("reading before the step", self._listener.before_step)(self.optimizer)
+            self._guarded("reading gradients", self._listener.gradients_ready)()
             self._listener.step_skipped()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

@@ -52,8 +52,9 @@ class CallPatch:
 
     def add(self, listener: CallListener) -> None:
         """Tell ``listener`` of every call from now on."""
-        self._install()
+        # In this order: one that is collected meanwhile, at whatever moment, may take the patch away as the last one did.
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
+        self._install()
 
     def remove(self, listener: CallListener) -> None:
         """Tell it nothing more. Any number of times."""
@@ -62,7 +63,7 @@ class CallPatch:
                 self._forget(known)
 
     def _forget(self, gone: weakref.ref[CallListener]) -> None:
-        self._listeners = tuple(known for known in self._listeners if known is not gone)
+        self._listeners = tuple(known for known in self._listeners if known is not gone and known() is not None)
         # Somebody may have patched it since. Then ours stays in the chain, and has nobody to tell.
         if not self._listeners and self._ours is not None and self._now() is self._ours:
             setattr(self.owner, self.name, self._original)

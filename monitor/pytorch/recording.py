@@ -26,6 +26,9 @@ ORDINALS: Final = itertools.count()
 class Recording:
     """What one ``set_monitor`` brought into being.
 
+    Args:
+        start_step: Number of the first step.
+
     Attributes:
         attachment: Set by ``attach``.
     """
@@ -33,7 +36,14 @@ class Recording:
     attachment: Attachment
 
     def __init__(
-        self, config: MonitorConfig, config_path: str, base: Path, where: Callable[[], Place], ordinal: int, failures: Failures
+        self,
+        config: MonitorConfig,
+        config_path: str,
+        base: Path,
+        where: Callable[[], Place],
+        ordinal: int,
+        failures: Failures,
+        start_step: int = 0,
     ) -> None:
         self.series = SeriesTable()
         self._config = config
@@ -42,6 +52,7 @@ class Recording:
         self._where = where
         self._failures = failures
         self._ordinal = ordinal
+        self._start_step = start_step
         self._recorder = Recorder(self.series, config.eps)
         self._opened: Run | None = None
         self._closed = False
@@ -73,8 +84,21 @@ class Recording:
                 self._failures,
             )
             OPEN.add(self)
-            LOGGER.info("[rank %d] recording to %s", here.rank, self._opened.directory)
+            self._announce(here.rank, self._opened)
         return self._opened
+
+    def _announce(self, rank: int, run: Run) -> None:
+        if run.resumes_after < 0:
+            LOGGER.info("[rank %d] recording to %s", rank, run.directory)
+            return
+        said = "[rank %d] append_output: recording from step %d on to %s, which has steps up to %d"
+        LOGGER.info(said, rank, self._start_step, run.directory, run.resumes_after)
+        if self._start_step == 0:
+            self._failures.warn(
+                "resumed at step 0",
+                f"append_output: the steps up to {run.resumes_after} that {run.directory} has are replaced as they are recorded "
+                "again. Pass start_iteration, the step of the checkpoint, to go on after them.",
+            )
 
     def current(self) -> tuple[Mapping[str, KindRows], list[Layout]]:
         """Rows of the step in progress; until the next one begins with a forward, of the step just ended."""

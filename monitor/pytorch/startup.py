@@ -16,7 +16,7 @@ from monitor.pytorch.names import ModelNames
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.estimate import Bounds, KindLoad, estimate
 from monitor.selection import ModuleSelection
-from monitor.series import PARAMETER_KINDS, Series, SeriesTable
+from monitor.series import PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
 
 NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict)
 
@@ -69,6 +69,9 @@ class _Job:
             loads.update({kind: self._of_parameters(kind, frozen=True) for kind in PARAMETER_KINDS})
         if config.mv_distribution:
             loads.update({kind: self._of_parameters(kind) for kind in ("exp_avg", "exp_avg_sq")})
+        if config.replica_check:
+            kept = sum(map(self._kept, loads))
+            loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
         if config.xy_distribution:
             called = [module for module in names.modules() if not isinstance(module.module, NEVER_CALLED)]
             wanted = [module.wanted for module in called if module.wanted is not None]
@@ -81,10 +84,18 @@ class _Job:
         return KindLoad(series * ranks, series * rows_each * ranks, ranks)
 
     def _of_parameters(self, kind: str, rows_each: int = 1, *, frozen: bool = False) -> KindLoad:
-        there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
-        writers = [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
+        writers = self._writers_of(kind, frozen=frozen)
         series = round(sum(writers))
         return KindLoad(series, series * rows_each, round(max(writers, default=0)))
+
+    def _kept(self, kind: str) -> int:
+        """How many replicas of the kind ranks keep the norm of, beside what is written in full."""
+        return round(sum(len(self._monitored) - one for one in self._writers_of(kind, frozen=kind in PARAMETER_KINDS)))
+
+    def _writers_of(self, kind: str, *, frozen: bool) -> list[float]:
+        """How many ranks write the kind, of each parameter that has it."""
+        there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
+        return [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
 
     def _writing(self, replicas: Ranks) -> float:
         """How many ranks write a series that is replicated like this one: of each set of replicas one."""

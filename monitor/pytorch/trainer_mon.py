@@ -140,7 +140,7 @@ class TrainerMon:
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
         where = partial(place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
-        recording = Recording(self._config, self._config_path, self._base, where, ordinal, self._failures)
+        recording = Recording(self._config, self._config_path, self._base, where, ordinal, self._failures, start)
         if is_settled():
             recording.open()
         try:
@@ -149,7 +149,7 @@ class TrainerMon:
             recording.close()
             raise
         self._recordings.append(recording)
-        announce(watch, names, self._config, recording.series)
+        self._failures.guarded("reckoning what a step will come to", announce)(watch, names, self._config, recording.series)
 
     def _hook(self, recording: Recording, watch: Watch, names: ModelNames, start: int) -> None:
         recording.attach(watch, names, start)

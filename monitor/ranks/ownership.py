@@ -32,6 +32,9 @@ class Ownership:
     dp_group: Collection[int] | None = None
     tp_group: Collection[int] | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "module_ranks", frozenset(self.module_ranks))  # asked for thousands of ranks a series
+
     @property
     def monitored(self) -> bool:
         """Whether this rank records anything."""
@@ -45,8 +48,8 @@ class Ownership:
             known: What its tensor and the framework say.
             tensor_parallel: Whether the tensor-parallel ranks hold different numbers (``tensor_model_parallel``).
         """
-        if known.partial:
-            return known
+        if known.partial and not known.differing:
+            return known  # a term of nobody knows what sum
         dp_group = known.data_parallel if known.data_parallel and self.dp_group else self.dp_group
         groups = [known.replicas, dp_group if kind in SAME_AFTER_REDUCTION else None]
         groups.append(self.tp_group if kind in OF_PARAMETERS and not tensor_parallel else None)
@@ -66,8 +69,7 @@ class Ownership:
 
         The lowest, so that no two ranks defer to each other.
         """
-        monitored = (rank for rank in placement.replicas if not self.module_ranks or rank in self.module_ranks)
-        return min(monitored, default=None)
+        return next((rank for rank in placement.replicas if not self.module_ranks or rank in self.module_ranks), None)
 
 
 def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | None:

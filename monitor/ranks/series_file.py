@@ -141,13 +141,16 @@ class Measured:
     def _placed(self, series: Sequence[Series]) -> dict[str, object]:
         """The columns of placements."""
         each = [self._series.placement(one) for one in series]
-        placements, _ = _coded(one for one in each if one != LOCAL)
-        number = {one: index for index, one in enumerate(placements)}
-        groups, _ = _coded(group for one in placements for group in _groups_of(one))
+        placements, codes = _coded(one for one in each if one is not LOCAL)
+        code = iter(codes)
+        # Series share their sets of ranks: to look them up by content would take minutes in a job of thousands of ranks.
+        ranks = {id(group): group for one in placements for group in _groups_of(one)}
+        groups, numbers = _coded(ranks.values())
+        number = dict(zip(ranks, numbers, strict=True))
         return {
             "groups": groups,
-            "placements": [_spelled(one, {group: index for index, group in enumerate(groups)}) for one in placements],
-            "placement": [number.get(one, LOCAL_PLACEMENT) for one in each],
+            "placements": [_spelled(one, number) for one in placements],
+            "placement": [LOCAL_PLACEMENT if one is LOCAL else next(code) for one in each],
         }
 
 
@@ -155,16 +158,17 @@ def _groups_of(placement: Placement) -> tuple[Ranks, ...]:
     return (placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ())
 
 
-def _spelled(placement: Placement, number: Mapping[Ranks, int]) -> dict[str, object]:
+def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, object]:
+    """Its columns; ``number`` of a set of ranks, by the ``id`` of that."""
     shard = placement.shard
     cut = (
-        {"ranks": number[shard.ranks], "global_shape": shard.global_shape, "offset": shard.offset, "flat": shard.flat}
+        {"ranks": number[id(shard.ranks)], "global_shape": shard.global_shape, "offset": shard.offset, "flat": shard.flat}
         if shard
         else None
     )
     return {
-        "replicas": number[placement.replicas],
-        "unclaimed": number[placement.unclaimed],
+        "replicas": number[id(placement.replicas)],
+        "unclaimed": number[id(placement.unclaimed)],
         "partial": placement.partial,
         "shard": cut,
     }

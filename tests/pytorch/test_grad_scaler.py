@@ -18,7 +18,9 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from watching import Output, assert_rows, attached
 
+from monitor.failures import Failures
 from monitor.pytorch import TrainerMon
+from monitor.pytorch.optimizer_steps import OptimizerSteps
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["min", "max", "norm", "nans", "infs"], "ndigits": 17}
@@ -129,6 +131,30 @@ def test_a_skipped_step_has_weights_and_moments_before_it_and_none_after(output:
         train(model, optimizer, scaler(), [False, True])
     found = {kind: [row.step for row in output.rows(kind)] for kind in ("param_origin", "param_updated", "exp_avg")}
     assert found == {"param_origin": [0] * 4 + [1] * 4, "param_updated": [0] * 4, "exp_avg": [1] * 4}
+
+
+def test_a_skipped_step_ends_though_it_could_not_be_read() -> None:
+    class Listener:
+        skipped = 0
+
+        def before_step(self, _: Optimizer) -> None:
+            raise OSError
+
+        def gradients_ready(self) -> None:
+            raise OSError
+
+        def loss_scale(self, _: torch.Tensor) -> None: ...
+
+        def step_skipped(self) -> None:
+            self.skipped += 1
+
+    model, listener, failures = small_model(), Listener(), Failures()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    steps = OptimizerSteps(optimizer, [model], listener, failures)
+    train(model, optimizer, scaler(), [True])
+    steps.remove()
+    assert listener.skipped == 1
+    assert failures.counts == {"reading before the step: OSError": 1, "reading gradients: OSError": 1}
 
 
 def test_a_scaler_that_is_switched_off_leaves_no_mark(output: Output) -> None:

@@ -122,22 +122,27 @@ def test_above_a_bound_the_line_is_a_warning(output: Output, caplog: pytest.LogC
     assert len(caplog.records) == 2
 
 
-def test_the_estimate_is_for_the_whole_job_and_said_by_one_rank(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    """Of two data-parallel pairs each holds its reduced gradients once, and every rank its own unreduced ones."""
+@pytest.mark.parametrize(("replica_check", "series"), [(False, 24), (True, 32)])
+def test_the_estimate_is_for_the_whole_job_and_said_by_one_rank(
+    output: Output, caplog: pytest.LogCaptureFixture, replica_check: bool, series: int
+) -> None:
+    """Of two data-parallel pairs each holds its reduced gradients once, and every rank its own unreduced ones. Whoever does not
+    write a reduced gradient may keep its norm.
+    """
     said = []
     for rank in (0, 1):
         dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
         try:
             model = small_model()
             optimizer = SGD(model.parameters(), lr=0.1)
-            monitor = attached(output, model, optimizer, **GRADIENTS)
+            monitor = attached(output, model, optimizer, replica_check=replica_check, **GRADIENTS)
             caplog.clear()
             monitor.set_monitor(small_model(), 1, SGD(small_model().parameters()), dp_group=dist.new_group([0, 1]))
             monitor.close()
         finally:
             dist.destroy_process_group()
         said.append([message for message in caplog.messages if "each collected step" in message])
-    assert "24 rows of 24 series on 4 ranks" in said[0][0]
+    assert f"{series} rows of {series} series on 4 ranks" in said[0][0]
     assert said[1] == []
 
 
@@ -151,3 +156,21 @@ def test_a_configuration_may_have_a_path_that_is_no_text(output: Output) -> None
         monitor.set_monitor(model, 1, optimizer)
         train(model, optimizer, 1, X)
     assert output.manifest()["config_path"].endswith("/\\udcff.json")
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_who_goes_on_in_a_directory_and_begins_at_step_0_again_is_told_what_is_replaced(
+    output: Output, caplog: pytest.LogCaptureFixture, start: int
+) -> None:
+    all_year = {"append_output": ["Jan01_00-00-00", "Dec31_23-59-59"]}
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, **GRADIENTS):
+        train(model, optimizer, 3, X)
+    assert warnings_in(caplog) == []
+    with attached(output, model, optimizer, start_iteration=start, **GRADIENTS, **all_year):
+        train(model, optimizer, 1, X)
+    said = warnings_in(caplog)
+    assert len(output.directories()) == 1
+    assert len(said) == (start == 0)
+    assert all("the steps up to 2" in one and "start_iteration" in one for one in said)

@@ -140,13 +140,14 @@ def attached(
     optimizer: Any,
     grad_acc_steps: int = 1,
     params_have_main_grad: bool = False,
+    start_iteration: int = 0,
     **config: Any,
 ) -> TrainerMon:
     """A monitor on ``model`` with this configuration. Close it, or use it as a context manager."""
     path = output.base.parent / f"config-{len(list(output.base.parent.glob('config-*')))}.json"
     path.write_text(json.dumps(config))
     monitor = TrainerMon(path, params_have_main_grad=params_have_main_grad)
-    monitor.set_monitor(model, grad_acc_steps=grad_acc_steps, optimizer=optimizer)
+    monitor.set_monitor(model, grad_acc_steps=grad_acc_steps, optimizer=optimizer, start_iteration=start_iteration)
     return monitor
 
 

@@ -76,6 +76,14 @@ def test_a_term_of_a_sum_is_no_replica():
     assert writers([((0, 1), None)] * 2, "grad_reduced", known=lambda _: Placement(partial=True)) == {0, 1}
 
 
+def test_a_term_of_a_sum_over_some_ranks_is_a_replica_over_the_others():
+    groups = grid(2, 2)
+    known = {rank: Placement(partial=True, differing=mates) for rank, (_, mates) in enumerate(groups)}
+    assert writers(groups, "grad_reduced", known=known.get) == {0, 1}
+    assert writers(groups, "grad_unreduced", known=known.get) == {0, 1, 2, 3}
+    assert Ownership(3, 4, (), *groups[3]).placed("grad_reduced", known[3]) == Placement(replicas=(1, 3), partial=True)
+
+
 @pytest.mark.parametrize("kind", sorted(REPLICAS_AFTER_REDUCTION))
 def test_what_is_known_to_differ_is_written_by_every_rank_of_a_group_and_is_nothing_to_keep(kind):
     differing = Placement(differing=(0, 1))
@@ -170,3 +178,22 @@ def test_ranks_that_are_not_in_the_job_are_told_of():
 @pytest.mark.parametrize("module_ranks", [(), (7, 8), range(8)])
 def test_ranks_that_are_in_the_job_are_not(module_ranks):
     assert nobody_monitored(module_ranks, 8) is None
+
+
+class Compared(int):
+    """A rank that counts how often it was compared with another."""
+
+    times = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        Compared.times += 1
+        return int(self) == other
+
+
+def test_of_a_thousand_monitored_ranks_the_owner_is_found_without_going_through_all_pairs():
+    ranks = tuple(map(Compared, range(1024)))
+    ownership = Ownership(1023, 1024, module_ranks=ranks[512:], dp_group=range(1024))
+    Compared.times = 0
+    assert ownership.owner(Placement(replicas=tuple(range(1024)))) == 512
+    assert Compared.times <= 1024

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monitor.placement import LOCAL, Placement, Shard
 from monitor.ranks import series_file
 from monitor.ranks.flow import NO_FLOW, Edge, Flow, Pass
 from monitor.ranks.records import ManifestError, ManifestRecord, SeriesReference
@@ -65,6 +66,14 @@ def test_series_read_back_with_what_they_were_first_measured_as(seen, tmp_path):
         MeasuredSeries(BIAS, VECTOR, False),
         MeasuredSeries(INPUT, MATRIX, False),
     )
+
+
+def test_what_is_no_replica_any_more_is_not_said_to_be_one(seen):
+    """``set_monitor`` was called again, without the group that it was given before."""
+    table, _ = seen
+    for placement in (Placement(replicas=(0, 1)), LOCAL):
+        table.place(WEIGHT, placement)
+        assert table.placement(WEIGHT) == placement
 
 
 def test_a_series_not_measured_yet_has_no_layout(seen, tmp_path):
@@ -250,3 +259,31 @@ def test_the_kinds_of_a_parameter_are_joined_as_soon_as_they_are_there(tmp_path)
     found = read_flow(tmp_path, manifest_of(saved(tmp_path, measured))).edges
     one = {Edge(0, 3), Edge(1, 4), Edge(2, 4), Edge(3, 4)}
     assert set(found) == one | {Edge(source + 5, target + 5) for source, target in one}
+
+
+class Group(tuple):
+    """Ranks that count how often a dictionary looked for them."""
+
+    __slots__ = ()
+    looked_up = 0
+
+    def __hash__(self):
+        Group.looked_up += 1
+        return tuple.__hash__(self)
+
+
+def test_placements_in_many_groups_take_time_for_each_and_not_for_each_pair_and_share_their_ranks(tmp_path):
+    table, names = SeriesTable(), [f"w{number}" for number in range(300)]
+    for number, name in enumerate(names):
+        replicas, parts = (Group(range(number % 50, number % 50 + width)) for width in (3, 4))
+        table.place(Series("grad_reduced", 0, name), Placement(replicas, (), Shard(parts, (8,), (number,), True)))
+    series = [Series("grad_reduced", 0, name) for name in names]
+    assert table.placement(series[0]).replicas is table.placement(series[50]).replicas
+    assert table.placement(series[0]).shard.ranks is table.placement(series[50]).shard.ranks
+    measured = Measured(table)
+    measured.see(step_of(*((one, MATRIX) for one in series), table=table, layouts=[MATRIX]))
+    Group.looked_up = 0
+    reference = saved(tmp_path, measured)
+    assert Group.looked_up < 4 * len(series)
+    read_back = read_series(tmp_path, manifest_of(reference))
+    assert [one.placement for one in read_back] == [table.placement(one) for one in series]

@@ -24,7 +24,13 @@ def layout_of(tensor: Any) -> tuple[Any, Any] | None:
 
 
 def placement_of(tensor: Tensor) -> Placement | None:
-    """How the local part of a DTensor relates to the parts of other ranks; None for any other tensor."""
+    """How the local part of a DTensor relates to the parts of other ranks; None for any other tensor.
+
+    Between forwards DistributedDataParallel has the local parts of DTensors in their place, and notes what they are parts of.
+    """
+    spec = getattr(tensor, "_st_info", None)
+    if spec is not None:
+        return placed(spec.mesh, spec.placements, tuple(spec.shape))
     layout = layout_of(tensor)
     return None if layout is None else placed(*layout, tuple(tensor.shape))
 
@@ -34,7 +40,7 @@ def activation_placement(tensor: Tensor) -> Placement:
     what people look for.
     """
     found = placement_of(tensor)
-    return LOCAL if found is None else replace(found, replicas=(), unclaimed=found.replicas)
+    return LOCAL if found is None else replace(found, replicas=(), unclaimed=found.replicas, differing=())
 
 
 def placed(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], apart: Collection[int] = ()) -> Placement:
@@ -48,10 +54,12 @@ def placed(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], apart: 
     replicas = _along(mesh, [place for place in places if placements[place].is_replicate()])
     cuts = {place: placements[place] for place in places if _is_cut(placements[place])}
     parts = _along(mesh, tuple(cuts))
+    terms = _along(mesh, [place for place in places if placements[place].is_partial()])
     return Placement(
         replicas=replicas if len(replicas) > 1 else (),
         shard=Shard(parts, shape, _offset(mesh, cuts, shape)) if len(parts) > 1 else None,
         partial=any(placements[place].is_partial() for place in places),
+        differing=terms if len(terms) > 1 else (),
     )
 
 

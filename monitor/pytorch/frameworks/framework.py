@@ -30,11 +30,15 @@ STATE_NAMES: Final = {
 """What torch optimizers call the state behind each kind."""
 
 
-class Arrived(Protocol):
-    """Takes a local gradient at the moment when it is complete, before any rank adds to it."""
+class LocalGradients(Protocol):
+    """Takes local gradients as backward completes them, before any rank adds to them."""
 
-    def __call__(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
-        """Read ``gradient``, which may change or go as soon as this returns. Never raises.
+    @property
+    def wanted(self) -> bool:
+        """Whether any is read now. To be asked before anything is done: a step that is not collected must cost nothing."""
+
+    def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
+        """Read ``gradient``, which may change or go as soon as this returns.
 
         Args:
             complete: Whether it is the sum over the whole step, so that its row can be written without counting
@@ -105,13 +109,15 @@ class Framework:
             return found
         return self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
 
-    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable | None:
-        """Have ``arrived`` told of every local gradient.
+    def catch_unreduced(
+        self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures
+    ) -> Removable | None:
+        """Have ``gradients`` told of every local gradient that it wants.
 
         Returns:
             What ends it. None where hooks on the parameters themselves serve, which is the caller's work.
         """
-        del parameters, arrived, failures
+        del parameters, gradients, failures
         return None
 
     def catches(self, parameter: NamedParameter) -> bool:

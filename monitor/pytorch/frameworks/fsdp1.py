@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.pytorch.frameworks.dtensor import placed
-from monitor.pytorch.frameworks.framework import Arrived, Framework
+from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.patches import CallListener, CallPatch
@@ -131,8 +131,8 @@ class Fsdp1(Framework):
         members = {*found.unit.ranks, *found.unit.replicas}
         return replace(found.unit.part(found.index), differing=tuple(rank for rank in self._ranks if rank not in members))
 
-    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable:
-        return _Catch(self._wanted(parameters), arrived, failures)
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
+        return _Catch(self._wanted(parameters), gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._flattened
@@ -207,9 +207,9 @@ def _check(handle: Any) -> None:
 class _Catch(CallListener):
     """Tells of the gradients of the parameters that are watched, when a unit's backward ends."""
 
-    def __init__(self, wanted: _Wanted, arrived: Arrived, failures: Failures) -> None:
+    def __init__(self, wanted: _Wanted, gradients: LocalGradients, failures: Failures) -> None:
         self._wanted = wanted
-        self._arrived = arrived
+        self._gradients = gradients
         # What FSDP does at this point is left out of compiled code, and so is this.
         self._told = torch.compiler.disable(failures.guarded("reading gradients of a unit of FSDP", self._tell))
         POST_BACKWARD.add(self)
@@ -218,7 +218,8 @@ class _Catch(CallListener):
         POST_BACKWARD.remove(self)
 
     def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._told(*args, **kwargs)
+        if self._gradients.wanted:
+            self._told(*args, **kwargs)
 
     def _tell(self, _state: Any, handle: Any, *_: Any, **__: Any) -> None:
         wanted, gradient = self._wanted.get(id(handle)), handle.flat_param.grad
@@ -229,4 +230,4 @@ class _Catch(CallListener):
         for index, parameter in wanted:
             # A frozen parameter of a unit has zeros here, and no gradient.
             if parameter.tensor.requires_grad:
-                self._arrived(parameter, views[index], complete=False)
+                self._gradients.arrived(parameter, views[index], complete=False)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement
 from monitor.pytorch.frameworks.dtensor import layout_of, placed
-from monitor.pytorch.frameworks.framework import Arrived, Framework
+from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.patches import CallListener, CallPatch
@@ -53,8 +53,8 @@ class Fsdp2(Framework):
         spec = _tensor_parallel(managed)
         return LOCAL if spec is None else placed(spec.mesh, spec.placements, tuple(spec.shape), _data_parallel(managed))
 
-    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable:
-        return _Catch([one for one in parameters if self.catches(one)], arrived, failures)
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
+        return _Catch([one for one in parameters if self.catches(one)], gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._managed
@@ -108,9 +108,9 @@ def _data_parallel(managed: Any) -> frozenset[int]:
 class _Catch(CallListener):
     """Tells of the gradients of the parameters that are watched, and which of them are sums over several micro-batches."""
 
-    def __init__(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> None:
+    def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
         self._parameters = {id(one.tensor): one for one in parameters}
-        self._arrived = arrived
+        self._gradients = gradients
         self._accumulated: set[NamedParameter] = set()
         # What FSDP does at these points is left out of compiled code, and so is this.
         self._on_reduced = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._reduced))
@@ -123,12 +123,14 @@ class _Catch(CallListener):
         KEPT.remove(self)
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if patch is REDUCED:  # which takes the gradients out of the list
+        if not self._gradients.wanted:
+            self._accumulated.clear()
+        elif patch is REDUCED:  # which takes the gradients out of the list
             self._on_reduced(*args, **kwargs)
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del result
-        if patch is KEPT:
+        if patch is KEPT and self._gradients.wanted:
             self._on_kept(*args, **kwargs)
 
     def _reduced(self, fsdp_params: Sequence[Any], unsharded_grads: Sequence[Tensor], *_: Any, **__: Any) -> None:
@@ -137,7 +139,7 @@ class _Catch(CallListener):
             if parameter is not None:
                 complete = parameter in self._accumulated
                 self._accumulated.discard(parameter)
-                self._arrived(parameter, gradient, complete=complete)
+                self._gradients.arrived(parameter, gradient, complete=complete)
 
     def _kept(self, managed: Any) -> None:
         parameter, gradient = self._parameters.get(id(managed.sharded_param)), _local_sum(managed)
@@ -145,7 +147,7 @@ class _Catch(CallListener):
             return
         self._accumulated.add(parameter)
         if (local := _laid_out_as_parameter(managed, gradient)) is not None:
-            self._arrived(parameter, local, complete=False)
+            self._gradients.arrived(parameter, local, complete=False)
 
 
 def _local_sum(managed: Any) -> Tensor | None:

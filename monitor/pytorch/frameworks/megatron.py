@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from monitor.failures import Failures
 from monitor.placement import Placement
-from monitor.pytorch.frameworks.framework import Arrived, Framework, Steps, in_state
+from monitor.pytorch.frameworks.framework import Framework, LocalGradients, Steps, in_state
 from monitor.pytorch.frameworks.megatron_gradients import MainGradients
 from monitor.pytorch.frameworks.megatron_layout import Layout
 from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, members
@@ -72,8 +72,8 @@ class Megatron(Framework):
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         return self._layout.placement(kind, parameter)
 
-    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable:
-        return MainGradients(parameters, arrived, failures)
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
+        return MainGradients(parameters, gradients, failures)
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
         stepped = self._weights.of(parameter.tensor)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Arrived
+from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.frameworks.megatron_patches import START_GRAD_SYNC
 from monitor.pytorch.hooks import HookSet, Removable
 from monitor.pytorch.parameter_series import NamedParameter
@@ -26,15 +26,15 @@ class MainGradients(CallListener):
     not been told of by then is told before.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> None:
+    def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
         self._known = {id(one.tensor): one for one in parameters if _main_grad(one) is not None}
-        self._arrived = arrived
+        self._gradients = gradients
         self._failures = failures
         self._backward: dict[NamedParameter, int] = {}
         self._hooks = HookSet()
         for one in self._known.values():
-            # Gradients that are computed after backward come later than this hook.
-            if not getattr(one.tensor, "skip_backward_post_hook", False):
+            # Gradients that are computed after backward come later than this hook, and of a frozen parameter there are none.
+            if one.tensor.requires_grad and not getattr(one.tensor, "skip_backward_post_hook", False):
                 self._hooks.add(self._hook(one))
         START_GRAD_SYNC.add(self)
 
@@ -43,7 +43,8 @@ class MainGradients(CallListener):
         self._hooks.remove()
 
     def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._failures.guarded("reading gradients before they are reduced", self._sync_begins)(*args, **kwargs)
+        if self._gradients.wanted:
+            self._failures.guarded("reading gradients before they are reduced", self._sync_begins)(*args, **kwargs)
 
     def _sync_begins(self, group: Any, *_: Any, **__: Any) -> None:
         if group.is_first_batch and group.grad_reduce_handle is not None:
@@ -71,6 +72,8 @@ class MainGradients(CallListener):
 
     def _added(self, parameter: NamedParameter) -> None:
         """Megatron has added what this backward left, or is about to reduce it."""
+        if not self._gradients.wanted:
+            return
         backward = torch._C._current_graph_task_id()
         if self._backward.get(parameter) != backward:
             self._backward[parameter] = backward
@@ -79,7 +82,7 @@ class MainGradients(CallListener):
     def _tell(self, parameter: NamedParameter, *, complete: bool) -> None:
         gradient = _main_grad(parameter)
         if gradient is not None:
-            self._arrived(parameter, gradient, complete=complete)
+            self._gradients.arrived(parameter, gradient, complete=complete)
 
 
 def _main_grad(parameter: NamedParameter) -> Tensor | None:

@@ -73,7 +73,7 @@ class Layout:
         if kind in SAME_AFTER_REDUCTION:
             return self._reduced(parameter.tensor, groups)
         if id(parameter.tensor) in self._terms:
-            return Placement(partial=True)
+            return Placement(partial=True, differing=ranks_of(groups.tensor))
         shard = self._tensor_shard(parameter.tensor, groups)
         return Placement(unclaimed=self._alike(*_mates(parameter.tensor, groups)), shard=shard, differing=groups.experts)
 

@@ -74,9 +74,9 @@ def test_what_does_not_lie_in_one_piece_has_no_offset() -> None:
 def test_a_term_of_a_sum_over_some_ranks_is_a_replica_or_a_shard_over_others() -> None:
     with mesh(3, 2, 2) as here:
         over_columns = DTensor.from_local(torch.zeros(4), here, [Replicate(), Partial()], run_check=False)
-        assert placement_of(over_columns) == Placement(replicas=(1, 3), partial=True)
+        assert placement_of(over_columns) == Placement(replicas=(1, 3), partial=True, differing=(2, 3))
         cut = DTensor.from_local(torch.zeros(4), here, [Shard(0), Partial()], run_check=False)
-        assert placement_of(cut) == Placement(shard=placement.Shard((1, 3), (8,), (4,)), partial=True)
+        assert placement_of(cut) == Placement(shard=placement.Shard((1, 3), (8,), (4,)), partial=True, differing=(2, 3))
 
 
 def test_of_an_activation_that_several_ranks_have_each_writes() -> None:

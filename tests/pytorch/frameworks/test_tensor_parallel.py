@@ -167,6 +167,16 @@ def test_what_fsdp_cuts_once_more_lies_where_the_manifest_says(ran: Ran) -> None
     assert placements(job, "param_origin", 2)["norm.weight"] == Placement(replicas=(2, 3), shard=Shard((0, 2), (8,), (4,)))
 
 
+def test_parts_that_data_parallelism_keeps_as_local_tensors_are_no_replicas(run_job: Callable[..., Job]) -> None:
+    job = run_job("tensor_parallel.py", 4, "wrapped")
+    assert job.plain == job.monitored
+    assert job.total_norm("grad_reduced", 0) == pytest.approx(job.plain[0]["gradients"], rel=1e-5)
+    assert job.total_norm("param_origin", 0) == pytest.approx(job.plain[0]["before"], rel=1e-5)
+    found = placements(job, "grad_reduced", 0)
+    assert found["module.up.weight"] == Placement(replicas=(0, 2), shard=Shard((0, 1), (12, 8), (0, 0)))
+    assert found["module.norm.weight"] == Placement(replicas=(0, 1, 2, 3))
+
+
 def test_before_fsdp_reduces_them_gradients_are_cut_by_tensor_parallelism_alone(ran: Ran) -> None:
     for how, rank, pair in (("fully-sharded", 3, (2, 3)), ("fully-sharded-sequence", 1, (0, 1))):
         found = placements(ran(how), "grad_unreduced", rank)

@@ -13,7 +13,7 @@ from monitor.pytorch.frameworks.deepspeed.framework import DeepSpeed, Repacked, 
 from monitor.pytorch.frameworks.deepspeed.patches import REDUCE_PATCH
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece
 from monitor.pytorch.frameworks.deepspeed.zero12 import end_to_end, laid_out
-from monitor.pytorch.frameworks.framework import Arrived
+from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.patches import CallListener, CallPatch
@@ -38,9 +38,9 @@ class Bf16Zero1(Repacked):
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         return DeepSpeed.placement(self, kind, parameter) if kind == "grad_reduced" else super().placement(kind, parameter)
 
-    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable:
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
         wanted = [(parameter, self._sums[id(parameter.tensor)]) for parameter in parameters if self.catches(parameter)]
-        return _LocalSums(self._engine, wanted, arrived, failures)
+        return _LocalSums(self._engine, wanted, gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._sums
@@ -77,11 +77,11 @@ class _LocalSums(CallListener):
     """Tells of the sums after every backward, before they are aggregated."""
 
     def __init__(
-        self, engine: Any, wanted: Sequence[tuple[NamedParameter, _Sum]], arrived: Arrived, failures: Failures
+        self, engine: Any, wanted: Sequence[tuple[NamedParameter, _Sum]], gradients: LocalGradients, failures: Failures
     ) -> None:
         self._engine = engine
         self._wanted = wanted
-        self._arrived = arrived
+        self._gradients = gradients
         self._guarded_tell = failures.guarded("reading local gradients", self._tell)
         REDUCE_PATCH.add(self)
 
@@ -90,10 +90,10 @@ class _LocalSums(CallListener):
 
     def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del kwargs
-        if args[0] is self._engine:
+        if self._gradients.wanted and args[0] is self._engine:
             self._guarded_tell()
 
     def _tell(self) -> None:
         for parameter, local in self._wanted:
             if local.has_begun:
-                self._arrived(parameter, local.gradient, complete=False)
+                self._gradients.arrived(parameter, local.gradient, complete=False)

@@ -16,7 +16,7 @@ from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.framework import Repacked
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece, flat_shard
 from monitor.pytorch.frameworks.deepspeed.zero12 import EACH_MICRO_BATCH, ON_THEIR_WAY
-from monitor.pytorch.frameworks.framework import Arrived
+from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.hooks import HookSet, Removable
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
@@ -36,8 +36,8 @@ class Zero3(Repacked):
         shard, _ = _part_of(parameter.tensor)  # of one that is not trained
         return found if shard is None else Placement(shard=shard)
 
-    def catch_unreduced(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> Removable:
-        return _BeforeZero([one for one in parameters if self.catches(one)], arrived, failures)
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
+        return _BeforeZero([one for one in parameters if self.catches(one)], gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._pieces and parameter.tensor.requires_grad
@@ -88,8 +88,8 @@ def _kept_of(parameter: Any) -> Tensor | None:
 class _BeforeZero:
     """Hooks that read a gradient ahead of ZeRO's own, which moves it to where it is aggregated, on another stream."""
 
-    def __init__(self, parameters: Sequence[NamedParameter], arrived: Arrived, failures: Failures) -> None:
-        self._arrived = arrived
+    def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
+        self._gradients = gradients
         self._hooks = HookSet()
         for parameter in parameters:
             self._hooks.add(self._hook(parameter, failures))
@@ -115,5 +115,5 @@ class _BeforeZero:
         return removable
 
     def _tell(self, parameter: NamedParameter, tensor: Tensor) -> None:
-        if tensor.grad is not None:
-            self._arrived(parameter, tensor.grad, complete=False)
+        if self._gradients.wanted and tensor.grad is not None:
+            self._gradients.arrived(parameter, tensor.grad, complete=False)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 HOW = sys.argv[1]
 MICRO_STEPS = 2 if HOW in ("accumulated", "fully-sharded-sequence") else 1
@@ -125,4 +126,20 @@ def train(attach: Attach) -> Any:
     return told
 
 
-run(train)
+def wrapped(attach: Attach) -> Any:
+    """DistributedDataParallel of a mesh, which has local tensors in the place of DTensors for its reduction."""
+    torch.manual_seed(0)
+    whole = Model()
+    dp, tp = meshes()
+    model = DistributedDataParallel(built(dp, tp), device_mesh=dp)
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach(model, optimizer, dp_group=dp.get_group(), tp_group=tp.get_group())
+    loss = model((TOKENS + dp.get_local_rank()) % 10).square().sum()
+    loss.backward()
+    optimizer.step()
+    before = norm_of(whole.parameters())
+    (sum(whole((TOKENS + place) % 10).square().sum() for place in range(2)) / 2).backward()
+    return {"loss": loss.item().hex(), "gradients": norm_of(p.grad for p in whole.parameters()), "before": before}
+
+
+run(wrapped if HOW == "wrapped" else train)
