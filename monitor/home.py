@@ -15,6 +15,8 @@ from monitor.ranks.names import RankDirectory
 from monitor.ranks.output import prepare, remove_drafts
 from monitor.ranks.records import MANIFEST_FILE
 from monitor.ranks.resume import Span, directories, last_word, preferred
+from monitor.sinks import RECOVERIES
+from monitor.sinks.recovered import put_in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +33,21 @@ class Home:
     earlier: Earlier = field(default_factory=Earlier)
 
 
-def home(base: Path, rank: int, timestamp: str, recording: int, span: Sequence[str], failures: Failures) -> Home:
+def home(
+    base: Path, rank: int, timestamp: str, recording: int, span: Sequence[str], formats: Sequence[str], failures: Failures
+) -> Home:
     """Settle where ``rank`` records to. What keeps it from an earlier directory is said, and it begins a new one.
 
     Args:
         timestamp: When the job began.
         recording: How many recordings this process has begun before.
         span: ``append_output``: two timestamps, or none.
+        formats: What it is going to write.
 
     Raises:
         OutputError: a new directory cannot be made or written.
     """
-    taken = _taken_up(base, rank, recording, (span[0], span[1]), failures) if span else None
+    taken = _taken_up(base, rank, recording, (span[0], span[1]), formats, failures) if span else None
     return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
 
 
@@ -55,7 +60,7 @@ def _new(directory: Path, failures: Failures) -> Home:
         return Home(directory, None)
 
 
-def _taken_up(base: Path, rank: int, recording: int, span: Span, failures: Failures) -> Home | None:
+def _taken_up(base: Path, rank: int, recording: int, span: Span, formats: Sequence[str], failures: Failures) -> Home | None:
     try:
         found = directories(base, rank, span)
         if not found:
@@ -65,20 +70,20 @@ def _taken_up(base: Path, rank: int, recording: int, span: Span, failures: Failu
         chosen = preferred(found, recording)
         if len(found) > 1:
             LOGGER.info("[rank %d] append_output: of %d directories in the range %s is taken.", rank, len(found), chosen.name)
-        return _claimed(chosen, rank)
+        return _claimed(chosen, rank, formats)
     except Exception as error:
         failures.report("going on in an earlier directory", error, "A new one is begun.")
         return None
 
 
-def _claimed(directory: Path, rank: int) -> Home | None:
+def _claimed(directory: Path, rank: int, formats: Sequence[str]) -> Home | None:
     held = claim(directory)
     if held is None:
         said = "[rank %d] append_output: %s is being written by another process, or by this one. A new directory is begun."
         LOGGER.warning(said, rank, directory.name)
         return None
     try:
-        earlier = _put_in_order(prepare(directory), rank, held.before_ns)
+        earlier = _put_in_order(prepare(directory), rank, formats, held.before_ns)
         held.begin()
         return Home(directory, held, earlier)
     except BaseException:
@@ -86,16 +91,15 @@ def _claimed(directory: Path, rank: int) -> Home | None:
         raise
 
 
-def _put_in_order(directory: Path, rank: int, begun_ns: int) -> Earlier:
-    from monitor.sinks.recovery import recover  # pyarrow is loaded only where it is needed
-
+def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
     remove_drafts(directory)
     record = last_word(directory)
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
-    recovered = recover(directory, newest_step(record), saved, begun_ns)
-    for path in recovered.aside:
+    written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
+    recoveries = {name: make() for name, make in RECOVERIES.items() if name in (*written, *formats)}
+    found = put_in_order(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
+    for path in found.aside:
         LOGGER.warning("[rank %d] %s was left by a process that was killed and is damaged: it was set aside.", rank, path)
     earlier = Earlier.of(record)
-    earlier.timeline.correct(recovered.found.items(), recovered.cut)
-    LOGGER.info("[rank %d] append_output: going on in %s", rank, directory)
+    earlier.timeline.correct(found.ranges, found.held, found.cut)
     return earlier

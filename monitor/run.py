@@ -49,6 +49,7 @@ class Run:
     Attributes:
         directory: The rank's directory.
         base: The directory of all ranks and runs.
+        resumes_after: The last step that earlier runs have written to ``directory``; -1 if there is none.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Run:
         self.base = prepare(base)
         for name in LEFT_BY_EARLIER_RUNS:
             set_aside(self.base, name, self.identity if beside is None else beside.identity)
-        mine = home(self.base, place.rank, self.identity.timestamp, ordinal, config.append_output, failures)
+        mine = home(self.base, place.rank, self.identity.timestamp, ordinal, config.append_output, config.formats, failures)
         self.directory = mine.directory
+        self.resumes_after = mine.earlier.timeline.newest
         facts = RankFacts(
             self.identity,
             place.rank,

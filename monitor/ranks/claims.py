@@ -27,6 +27,7 @@ class Claim:
         self.before_ns = before_ns
         self._path, self._lock = path, lock
         self._pid = os.getpid()
+        self._released = False
 
     def begin(self) -> None:
         """From here on this process writes. Raises OSError."""
@@ -34,7 +35,8 @@ class Claim:
 
     def release(self) -> None:
         """Let others have the directory. Any number of times; must not raise."""
-        if os.getpid() == self._pid and self._lock.is_locked:
+        if os.getpid() == self._pid and not self._released:
+            self._released = True
             with suppress(OSError):  # while it is held: whoever has opened it meanwhile finds it gone, and opens another
                 self._path.unlink()
             with suppress(OSError):
@@ -50,7 +52,7 @@ def claim(directory: Path) -> Claim | None:
         OSError: the file of the lock cannot be made.
     """
     path = directory / LOCK_FILE
-    before = path.stat().st_mtime_ns if path.exists() else 0
+    before = _changed(path)
     # A lock that is a file would outlive its process.
     lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
@@ -60,4 +62,14 @@ def claim(directory: Path) -> Claim | None:
     except OSError as error:
         if error.errno not in NO_LOCKS_HERE:
             raise
+    if before:
+        with suppress(OSError):  # some locks touch their file, and it is to tell of that process until ``begin``
+            os.utime(path, ns=(before, before))
     return Claim(path, lock, before)
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

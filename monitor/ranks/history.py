@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,19 +50,33 @@ class Timeline:
         line._resumed = True
         return line
 
-    def correct(self, found: Iterable[tuple[tuple[int, int], set[int]]], cut: Iterable[int]) -> None:
+    @property
+    def newest(self) -> int:
+        """The last of the steps written; -1 if there are none."""
+        rest = self._written.rest
+        return max(self._written.ranges[-1].last if self._written.ranges else -1, rest.last if rest else -1)
+
+    def correct(self, ranges: Iterable[tuple[int, int]], held: Mapping[str, Collection[int]], cut: Iterable[int]) -> None:
         """Go by the files of the earlier run, which may have been killed after its last word.
 
         Args:
-            found: Ranges of steps, and those of them that the files hold.
+            ranges: First steps and last ones.
+            held: By sink, those of the steps in these ranges that its files hold. A step that all of them hold was written.
             cut: Steps of which they held a part.
         """
-        for (first, last), steps in found:
+        held = {sink: frozenset(steps) for sink, steps in held.items()}
+        for first, last in ranges:
+            within = {sink: {step for step in steps if first <= step <= last} for sink, steps in held.items()}
+            somewhere = set[int]().union(*within.values())
             known = {step for taken in self._written.take(first, last) for step in taken.steps()}
-            self._abandoned.take(first, last)
-            for step in sorted(steps):
-                self._written.add(step)
-            for step in known - steps:
+            abandoned = {step for taken in self._abandoned.take(first, last) for step in taken.steps()}
+            for step in sorted(somewhere):
+                missing = [sink for sink, steps in within.items() if step not in steps]
+                if missing and step in abandoned:  # one sink's record was written again, another one's not yet
+                    self._abandoned.add(step)
+                else:
+                    self._find(step, missing)
+            for step in known - somewhere:
                 self._dropped.add(step, KILLED)
         for step in cut:
             self._dropped.add(step, KILLED)
@@ -98,6 +112,15 @@ class Timeline:
             "lost": {sink: _by_cause(causes) for sink, causes in self._lost.items()},
             "first_step": self.first,
         }
+
+    def _find(self, step: int, missing: Collection[str]) -> None:
+        """Files have it, but for those of the sinks in ``missing``."""
+        if not missing:
+            self._written.add(step)
+        for sink in missing:
+            causes = self._lost.setdefault(sink, StepsByCause())
+            if step not in causes:
+                causes.add(step, KILLED)
 
     def _reach(self, step: int) -> None:
         """Steps may be told of in any order."""
@@ -147,10 +170,7 @@ class Earlier:
 
 def newest_step(record: ManifestRecord | None) -> int:
     """The last of the steps written; -1 if there are none."""
-    written = None if record is None else record.steps.written
-    if written is None:
-        return -1
-    return max([last for _, last, _ in written.ranges[-1:]] + ([written.rest.last] if written.rest else []), default=-1)
+    return Earlier.of(record).timeline.newest
 
 
 def _restored(steps: StepsRecord, **most: int) -> StepRanges:

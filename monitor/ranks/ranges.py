@@ -142,6 +142,10 @@ class StepsByCause:
             steps.take(first, last)
         self._sets = {cause: steps for cause, steps in self._sets.items() if steps.count}
 
+    def __contains__(self, step: int) -> bool:
+        """Whether it is listed under any cause."""
+        return any(one.holds(step) for steps in self._sets.values() for one in steps.ranges)
+
     def items(self) -> Iterable[tuple[str, StepRanges]]:
         return self._sets.items()
 

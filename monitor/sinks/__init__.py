@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Final
 
 from monitor.sinks.protocol import Sink, SinkContext
+from monitor.sinks.recovered import Recovery
 
-__all__ = ["FORMATS", "Sink", "SinkContext", "make_sink"]
+__all__ = ["FORMATS", "RECOVERIES", "Recovery", "Sink", "SinkContext", "make_sink"]
 
 
 def _csv(context: SinkContext) -> Sink:
@@ -35,10 +36,26 @@ def _api(context: SinkContext) -> Sink:
     return MemorySink(context)
 
 
+def _csv_recovery() -> Recovery:
+    from monitor.sinks import recovery
+
+    return recovery
+
+
+def _hdf5_recovery() -> Recovery:
+    from monitor.sinks import hdf5_recovery
+
+    return hdf5_recovery
+
+
 FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType(
     {"csv": _csv, "hdf5": _hdf5, "tensorboard": _tensorboard, "api": _api}
 )
 """What makes the sink of each format, by the name that the configuration uses."""
+
+RECOVERIES: Final[Mapping[str, Callable[[], Recovery]]] = MappingProxyType({"csv": _csv_recovery, "hdf5": _hdf5_recovery})
+"""What puts the files of an earlier process in order. The other formats have none: every step of theirs is whole when it can be
+seen, and nothing is hidden."""
 
 
 def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the configuration's own word

@@ -61,6 +61,18 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
         raise _not_a_shard(error) from error
 
 
+def read_steps(file: h5py.File) -> set[int]:
+    """The steps of which there are rows.
+
+    Raises:
+        NotAShardError: the file is not a shard.
+    """
+    try:
+        return {step for _, group in _groups(file, None) for step in np.unique(_dataset(group, "step")[...]).tolist()}
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
 def read_span(file: h5py.File) -> Steps | None:
     """The first and the last step of which there are rows; None if there are none.
 

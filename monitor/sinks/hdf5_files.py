@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Final
 
 import h5py
+import pyarrow as pa
 
 from monitor.sinks.facts import Facts
-from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_rows, read_span
+from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_rows, read_span, read_steps
 from monitor.sinks.shard_names import Steps
 from monitor.sinks.spool import Block
 
 _SHARD_NAME: Final = re.compile(r"metrics_(\d+)-(\d+)(?:\.\d+)?\.h5")
 _PART_NAME: Final = re.compile(r"\.metrics_(\d+)-(\d+)\.h5\.part")
-_DRAFT_NAME: Final = re.compile(r"\.metrics_.+\.draft")
+_DRAFT_NAME: Final = re.compile(r"\.metrics_\d+-\d+(?:\.\d+)?\.h5(?:\.part)?\.draft")
 _SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
 
@@ -75,10 +76,19 @@ class Shard:
         except (FileNotFoundError, IsADirectoryError, PermissionError, NotAShardError):
             return None
 
+    def rows(self, steps: Steps) -> pa.Table:
+        """Those of these steps, kind by kind."""
+        with _opened(self.path.read_bytes()) as file:
+            return read_rows(file, steps=steps)
+
+    def steps(self) -> set[int]:
+        """The steps of which it has rows."""
+        with _opened(self.path.read_bytes()) as file:
+            return read_steps(file)
+
     def blocks(self, steps: Steps) -> list[Block]:
         """Its rows of these steps."""
-        with _opened(self.path.read_bytes()) as file:
-            rows = read_rows(file, steps=steps)
+        rows = self.rows(steps)
         return [Block(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
 
 
@@ -107,22 +117,12 @@ class Names:
         paths = self._existing(record, others) if anywhere else self.of(record)
         return [shard for path in paths if (shard := Shard.read(path)) is not None]
 
-    def parts(self) -> Iterator[tuple[Path, Steps]]:
-        """The hidden files in the making, with their records."""
-        for name in self._listed():
-            if match := _PART_NAME.fullmatch(name):
-                yield self._directory / name, Steps(int(match[1]), int(match[2]))
-
-    def drafts(self) -> list[Path]:
-        """The hidden files that another one was to be replaced with."""
-        return [self._directory / name for name in self._listed() if _DRAFT_NAME.fullmatch(name)]
-
     def _existing(self, record: Steps, others: list[Path]) -> list[Path]:
         return [path for path in (self._directory / shard_name(record), *others) if os.path.lexists(path)]
 
     def _known(self) -> dict[Path, Steps]:
         if self._others is None:
-            self._others = dict(self._otherwise(self._listed()))
+            self._others = dict(self._otherwise(_listed(self._directory)))
         return self._others
 
     def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, Steps]]:
@@ -133,11 +133,33 @@ class Names:
                 if name != shard_name(Steps.of_record(steps.first, self._steps_per_record)):
                     yield self._directory / name, steps
 
-    def _listed(self) -> list[str]:
-        try:
-            return sorted(os.listdir(self._directory))
-        except FileNotFoundError:
-            return []
+
+def shards_in(directory: Path) -> Iterator[tuple[Path, Steps]]:
+    """The files that a reader sees, and the steps that they are called after."""
+    return _matching(_SHARD_NAME, directory)
+
+
+def parts_in(directory: Path) -> Iterator[tuple[Path, Steps]]:
+    """The hidden files in the making, with their records."""
+    return _matching(_PART_NAME, directory)
+
+
+def drafts_in(directory: Path) -> list[Path]:
+    """The hidden files that another one was to be replaced with."""
+    return [directory / name for name in _listed(directory) if _DRAFT_NAME.fullmatch(name)]
+
+
+def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path, Steps]]:
+    for name in _listed(directory):
+        if match := pattern.fullmatch(name):
+            yield directory / name, Steps(int(match[1]), int(match[2]))
+
+
+def _listed(directory: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
 
 
 def _opened(content: bytes) -> h5py.File:

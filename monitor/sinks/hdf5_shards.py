@@ -4,8 +4,7 @@ Steps gather in a hidden part until their record is complete; then a shard is ma
 many rows is cut into several shards, each called after the steps that it holds, since a shard is made in memory.
 
 A step that is written again takes the place of the old one and of all after it in its record. So a part begins with what the
-shards of its record hold of earlier steps, and its shard takes their place. A part that a killed process has left is taken up
-as far as its steps are whole.
+shards of its record hold of earlier steps, and its shard takes their place.
 """
 
 from __future__ import annotations
@@ -18,12 +17,19 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import pyarrow as pa
+
 from monitor.sinks.facts import Facts
 from monitor.sinks.growing import GrowingFile, opened
 from monitor.sinks.hdf5_files import Names, Shard, is_shard, part_name, shard_name, write_hidden
 from monitor.sinks.hdf5_image import image
+from monitor.sinks.measurements import SCHEMA
 from monitor.sinks.shard_names import Steps
-from monitor.sinks.spool import Block, blocks, whole_bytes
+from monitor.sinks.spool import Block, blocks
+
+PLAIN: Final = pa.schema([(one.name, pa.string() if pa.types.is_dictionary(one.type) else one.type) for one in SCHEMA])
+"""``SCHEMA`` with texts in place of numbers that stand for them."""
 
 MIB: Final = 1 << 20
 
@@ -70,7 +76,6 @@ class Hdf5Shards:
         self._steps_per_record = steps_per_record
         self._part: _Part | None = None
         self._names = Names(directory, steps_per_record)
-        self._looked_for_parts = False
 
     def write(self, step: int, block: Block) -> None:
         """Add one step."""
@@ -109,6 +114,23 @@ class Hdf5Shards:
                     self._part.file.release()
             self._part = None
 
+    def take_up(self, left: Path, record: Steps, size: int, rows: pa.Table, facts: Facts) -> None:
+        """Make visible what another process had in the making, unless all of it is.
+
+        Args:
+            left: Its part, of which the first ``size`` bytes are whole.
+            rows: What it holds.
+        """
+        steps = set(rows["step"].to_pylist())
+        fitting = [shard for shard in self._names.shards_of(record) if shard.facts.fits(facts)]
+        since = _news(rows, [shard.rows(record) for shard in fitting])
+        if since is None:
+            left.unlink()
+            return
+        carried_on = [shard.path for shard in fitting if {step for step in shard.steps() if step < since} <= steps]
+        file = GrowingFile(left, opened(left), size, size)
+        self._publish(_Part(file, record, min(steps), since, max(steps), carried_on))
+
     def _make_way(self, step: int) -> None:
         """Finish the part if ``step`` cannot be added to it."""
         part = self._part
@@ -129,7 +151,6 @@ class Hdf5Shards:
         self._part = None
 
     def _new(self, step: int, facts: Facts) -> _Part:
-        self._take_up_what_was_left()
         record = Steps.of_record(step, self._steps_per_record)
         path = self._directory / part_name(shard_name(record))
         part = _Part(GrowingFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
@@ -150,29 +171,6 @@ class Hdf5Shards:
         part.first = min(part.first, shard.span.first)
         part.replaces.append(shard.path)
 
-    def _take_up_what_was_left(self) -> None:
-        """Make shards of the parts of a process that was killed, once. Drafts go: what they were to replace is there."""
-        if self._looked_for_parts:
-            return
-        self._looked_for_parts = True
-        for draft in self._names.drafts():
-            draft.unlink()
-        for path, record in self._names.parts():
-            part = self._left_behind(path, record)
-            if part is None:
-                path.unlink()
-            else:
-                self._publish(part)
-
-    def _left_behind(self, path: Path, record: Steps) -> _Part | None:
-        size, facts, span = _look_into(path)
-        if facts is None or span is None:
-            return None
-        carried_on = [
-            one.path for one in self._names.shards_of(record) if one.facts.fits(facts) and one.span.last >= span.first
-        ]
-        return _Part(GrowingFile(path, opened(path), size, size), record, span.first, span.first, span.last, carried_on)
-
     def _publish(self, part: _Part) -> None:
         size = part.file.size
         part.file.release()
@@ -189,11 +187,11 @@ class Hdf5Shards:
 
     def _give_name(self, part: _Part, *, cut: bool) -> None:
         path = self._free_path(part, cut=cut)
-        # By way of a file that it replaces, so that its rows are never there twice.
+        # By way of a file that it replaces, and when the others are gone, so that its rows are never there twice.
         first, *others = part.replaces or [path]
-        os.replace(part.file.path, first)
         for other in others:
             other.unlink(missing_ok=True)
+        os.replace(part.file.path, first)
         if first != path:
             os.replace(first, path)
         self._names.add(path)
@@ -233,15 +231,18 @@ def _rewrite(shard: Shard, without: Steps) -> None:
         shard.path.unlink(missing_ok=True)
 
 
-def _look_into(path: Path) -> tuple[int, Facts | None, Steps | None]:
-    """Of what a process has left: the bytes that are whole, and what they hold."""
-    if is_shard(path):
-        shard = Shard.read(path)
-        return (0, None, None) if shard is None else (shard.size, shard.facts, shard.span)
-    facts, firsts, lasts = None, [], []
-    for block in blocks(path):
-        facts = block.facts
-        steps = block.rows["step"].to_numpy()
-        firsts.append(int(steps.min()))
-        lasts.append(int(steps.max()))
-    return whole_bytes(path), facts, Steps(min(firsts), max(lasts)) if firsts else None
+def _news(rows: pa.Table, visible: list[pa.Table]) -> int | None:
+    """The first step of which there is something else among the rows than in the visible ones; None if there is none."""
+    new, *known = (_plain(table) for table in (rows, *visible))
+    old = pa.concat_tables([new.slice(0, 0), *known])
+    steps = np.unique(new["step"].to_numpy()).tolist()
+    return next((step for step in steps if not _of_step(new, step).equals(_of_step(old, step))), None)
+
+
+def _plain(rows: pa.Table) -> pa.Table:
+    """With texts in place of numbers that stand for texts, which can be compared."""
+    return rows.replace_schema_metadata(None).cast(PLAIN)
+
+
+def _of_step(rows: pa.Table, step: int) -> pa.Table:
+    return rows.filter(pa.array(rows["step"].to_numpy() == step))

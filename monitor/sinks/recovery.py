@@ -1,4 +1,4 @@
-"""What a process that was killed left in the making, made visible as far as it is whole.
+"""What a process that was killed left in the making in the ``csv`` format, made visible as far as it is whole.
 
 In each record the parts of all kinds agree on the steps that were finished, and tell whether the last one was (see
 ``monitor.sinks.parts``). That much of them takes the names that the process would have given them; a step that was not finished
@@ -8,34 +8,17 @@ what some kinds have and others have not is no step.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from monitor.sinks.parts import UNFINISHED, Part
+from monitor.sinks.recovered import Recovered, changed, set_aside
 from monitor.sinks.shard_names import Named, Steps, drafts_in, parts_in, shards_in
 from monitor.sinks.shards import Shards
 from monitor.sinks.written import Written, line_ends
-
-
-@dataclass(slots=True)
-class Recovered:
-    """What a directory holds now.
-
-    Attributes:
-        found: Of ranges of steps in which files have changed lately, or parts were left, the steps that visible files hold.
-        cut: Steps that were cut off, and that no visible file holds.
-        aside: Files that were set aside, under their new names.
-    """
-
-    found: dict[Steps, set[int]] = field(default_factory=dict)
-    cut: set[int] = field(default_factory=set)
-    aside: list[Path] = field(default_factory=list)
 
 
 class Left:
@@ -79,16 +62,7 @@ class Left:
 
 
 def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recovered:
-    """Make visible what a process that was killed left in ``directory``, and say what is there.
-
-    Args:
-        newest: The last step that is known to have been written; -1: none is.
-        saved_ns: When that was known, in the time of the file system. Files that have changed since are looked into.
-        begun_ns: When that process began to write here. Files that have not changed since are from before.
-
-    Raises:
-        OSError: something could not be read or written. What was left is still there, hidden or visible.
-    """
+    """See ``monitor.sinks.recovered.Recovery``."""
     for draft in drafts_in(directory):  # what it was to replace is there
         draft.unlink()
     recovered, records = Recovered(), defaultdict(list)
@@ -96,18 +70,21 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
         records[named.steps].append(Left(named))
     for record, left in sorted(records.items()):
         _recover_record(directory, record, left, begun_ns, recovered)
-    visible = list(shards_in(directory))
-    ranges = {*records, *(one.steps for one in visible if one.steps.last >= newest and _changed(one.path) >= saved_ns)}
-    held = _held(visible, ranges)
-    recovered.found = {steps: {step for step in held if steps.first <= step <= steps.last} for steps in ranges}
-    recovered.cut -= held
+    late = (one.steps for one in shards_in(directory) if one.steps.last >= newest and changed(one.path) >= saved_ns)
+    recovered.ranges = {*records, *late}
     return recovered
+
+
+def held(directory: Path, steps: Steps) -> set[int]:
+    """See ``monitor.sinks.recovered.Recovery``."""
+    files = (Written.read(one.path) for one in shards_in(directory) if one.steps.meets(steps))
+    return {step for rows in files if rows is not None for step in np.unique(rows.steps).tolist()}
 
 
 def _recover_record(directory: Path, record: Steps, left: list[Left], begun_ns: int, recovered: Recovered) -> None:
     kept = _agreed(left)
     if kept is None:
-        recovered.aside += [_set_aside(one.named.path) for one in left]
+        recovered.aside += [set_aside(one.named.path) for one in left]
         return
     newest = max((last for rows in kept.values() if (last := rows.last()) is not None), default=-1)
     recovered.cut.update(one.unfinished for one in left if one.unfinished is not None and one.unfinished > newest)
@@ -134,7 +111,7 @@ def _make_visible(directory: Path, record: Steps, kept: Mapping[Left, Written], 
             one.named.path.unlink()  # a visible file has all of it
     if news:
         parts = {one.named: (one.part(rows), rows) for one, rows in kept.items() if len(rows.steps)}
-        shards.take_up(min(news), parts, lambda path: _changed(path) <= begun_ns)
+        shards.take_up(min(news), parts, lambda path: changed(path) <= begun_ns)
 
 
 def _news(rows: Written, visible: Written) -> int | None:
@@ -149,27 +126,3 @@ def _unfinished_from(text: bytes) -> int:
     begins = begins[begins < len(text)]
     marked = begins[(np.frombuffer(text, np.uint8)[begins] & UNFINISHED) > 0]
     return int(marked[0]) if len(marked) else len(text)
-
-
-def _held(visible: Iterable[Named], ranges: Collection[Steps]) -> set[int]:
-    """The steps, in these ranges and near them, of which there are rows."""
-    near = Steps(min((one.first for one in ranges), default=0), max((one.last for one in ranges), default=-1))
-    files = (Written.read(one.path) for one in visible if one.steps.meets(near))
-    return {step for rows in files if rows is not None for step in np.unique(rows.steps).tolist()}
-
-
-def _changed(path: Path) -> int:
-    """When, in nanoseconds; 0 if it is gone."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
-
-
-def _set_aside(path: Path) -> Path:
-    """Visible, and called nothing that a reader of shards would take up."""
-    name = path.name.removeprefix(".").removesuffix(".part")
-    names = (f"{name}.damaged{f'.{copy}' if copy > 1 else ''}" for copy in count(1))
-    target = next(target for name in names if not os.path.lexists(target := path.with_name(name)))
-    os.rename(path, target)
-    return target

@@ -31,6 +31,10 @@ power of two, as the sizes of most tensors are, leaves no short last chunk. Meas
 _LEAST_SQUARE: Final = {torch.float32: 1.2e-31, torch.float64: 1e-290}
 """What squares must be on average, so that those lost below the smallest normal number do not show in their sum."""
 
+FEW: Final = 16_384
+"""Elements up to which small ones are counted by torch, whose code is at hand in training. Beyond it numpy's comparison into
+bytes is worth fetching: it is vectorised, and torch's is not."""
+
 _MOST_VIEWS: Final = 1024
 
 Row = tuple[float, ...]
@@ -169,7 +173,9 @@ class HostKernel:
         return self._below(squares, eps.square)
 
     def _below(self, magnitudes: Tensor, bound: float) -> float:
-        """How many ``magnitudes`` are below ``bound``: by numpy, whose comparison into bytes is vectorised; torch's is not."""
+        """How many ``magnitudes`` are below ``bound``. May overwrite them."""
+        if magnitudes.numel() <= FEW:
+            return magnitudes.lt_(bound).sum().item()
         below = self._scratch.like(magnitudes, torch.bool, "below").numpy()
         numbers = magnitudes.numpy()
         return float(np.count_nonzero(np.less(numbers, numbers.dtype.type(bound), out=below)))

@@ -14,6 +14,7 @@ import pytest
 from launching import EVERY_STEP, Launcher, Started
 from recorded import Recorded, hidden, listed, rank_directories
 
+from monitor.sinks.hdf5 import read_hdf5
 from monitor.sinks.written import Written
 
 STEPS = 20
@@ -21,7 +22,7 @@ ALL_YEAR = ["Jan01_00-00-00", "Dec31_23-59-59"]
 CONFIG: dict[str, Any] = EVERY_STEP | {"mv_distribution": True, "ndigits": 17, "append_output": ALL_YEAR}
 
 Texts = dict[tuple[str, int], bytes]
-"""The lines of each kind and step, and the header as that of step -1."""
+"""The lines of each kind and step, and the header as that of step -1. Of HDF5 the rows of each step, to the last bit."""
 
 
 class Job:
@@ -55,11 +56,16 @@ class Job:
         of_rank = [[int(path.name.split("-")[0]) for path in self.checkpoints.glob(f"*-rank{rank}")] for rank in self._ranks()]
         return min(max(steps, default=0) for steps in of_rank)
 
-    def texts(self) -> list[Texts]:
-        """What the ranks' visible files hold; no step may be in two of them."""
+    @property
+    def formats(self) -> list[str]:
+        format_ = self.config.get("format", "csv")
+        return [format_] if isinstance(format_, str) else format_
+
+    def texts(self, format_: str = "csv") -> list[Texts]:
+        """What the ranks' visible files of a format hold; no step may be in two of them."""
         directories = rank_directories(self.base)
         assert len(directories) == len(self._ranks())
-        return [texts(directory) for directory in directories]
+        return [TEXTS[format_](directory) for directory in directories]
 
     def _ranks(self) -> range:
         return range(self.ranks or 1)
@@ -76,6 +82,21 @@ def texts(directory: Path) -> Texts:
         found |= {(kind, step): text for step, text in steps.items()}
         assert found.setdefault((kind, -1), rows.header) == rows.header
     return found
+
+
+def rows(directory: Path) -> Texts:
+    """Of HDF5."""
+    found: Texts = {}
+    for path in directory.glob("*.h5"):
+        by_step: dict[int, list[Any]] = {}
+        for row in read_hdf5(path).to_pylist():
+            by_step.setdefault(row["step"], []).append(row)
+        assert not [step for step in by_step if ("", step) in found]
+        found |= {("", step): repr(rows).encode() for step, rows in by_step.items()}
+    return found
+
+
+TEXTS = {"csv": texts, "hdf5": rows}
 
 
 def delivered(run: Started) -> int:
@@ -96,32 +117,61 @@ def interrupt(runs: list[Started], start: int, moments: random.Random) -> int:
 
 
 def assert_same(job: Job, whole: Job, missing: set[int]) -> None:
-    """All steps, none twice, each with the text of the run that nobody interrupted; ``missing`` may be missing, and are then
-    missing of every kind.
+    """In each format all steps, none twice, each as in the run that nobody interrupted; ``missing`` may be missing, and
+    are then missing of every kind. The manifest tells which are.
     """
-    for rank, (found, expected) in enumerate(zip(job.texts(), whole.texts(), strict=True)):
-        absent = {step for _, step in expected.keys() - found.keys()}
-        assert absent <= missing, f"rank {rank}"
-        assert found == {key: text for key, text in expected.items() if key[1] not in absent}, f"rank {rank}"
-    for directory in rank_directories(job.base):
-        recorded = Recorded(directory)
-        manifest = recorded.manifest()
-        assert manifest.closed
-        assert hidden(directory) == []
-        written, abandoned = set(listed(manifest.steps.written)), set(listed(manifest.steps.abandoned))
-        # A step that the run before was killed in may still be there from the one before that, and is marked.
-        assert written | abandoned == {step for steps in recorded.kinds.values() for step in steps}
-        assert abandoned | set(listed(*manifest.dropped.values())) <= missing - written
+    steps: list[dict[str, set[int]]] = [{} for _ in rank_directories(job.base)]
+    for format_ in job.formats:
+        for rank, (found, expected) in enumerate(zip(job.texts(format_), whole.texts(format_), strict=True)):
+            absent = {step for _, step in expected.keys() - found.keys()}
+            assert absent <= missing, f"rank {rank}"
+            assert found == {key: text for key, text in expected.items() if key[1] not in absent}, f"rank {rank}"
+            steps[rank][format_] = {step for _, step in found if step >= 0}
+    for directory, held in zip(rank_directories(job.base), steps, strict=True):
+        assert_told(directory, held, missing)
 
 
-@pytest.mark.parametrize(("ranks", "steps_per_record", "jobs"), [(0, 1, 1), (0, 5, 2), (2, 4, 2)])
+def assert_told(directory: Path, held: dict[str, set[int]], missing: set[int]) -> None:
+    """The manifest says which steps every format has, and which of them only some have."""
+    manifest = Recorded(directory).manifest()
+    assert manifest.closed
+    assert hidden(directory) == []
+    written, abandoned = set(listed(manifest.steps.written)), set(listed(manifest.steps.abandoned))
+    lost = {sink: set(listed(*causes.values())) for sink, causes in manifest.lost.items()}
+    everywhere, somewhere = set.intersection(*held.values()), set.union(*held.values())
+    # A step that the run before was killed in may still be there from the one before that, and is marked.
+    assert written | abandoned | set().union(*lost.values()) == somewhere
+    assert written <= everywhere
+    for format_, steps in held.items():
+        assert (lost.get(format_, set()) | abandoned) >= somewhere - steps
+        assert not lost.get(format_, set()) & steps
+    assert abandoned | set(listed(*manifest.dropped.values())) | set().union(*lost.values()) <= missing - written
+
+
+BOTH = ["csv", "hdf5"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps_per_record", "jobs", "format_"),
+    [
+        (0, 1, 1, "csv"),
+        (0, 5, 2, "csv"),
+        (0, 5, 1, "hdf5"),
+        (0, 5, 1, BOTH),
+        (0, None, 1, BOTH),  # records of one step, and of a hundred
+        (2, 4, 2, "csv"),
+        (2, 4, 1, "hdf5"),
+        (2, 4, 1, BOTH),
+    ],
+    ids=str,
+)
 def test_a_run_that_was_killed_twice_and_resumed_has_recorded_what_an_uninterrupted_run_has(
-    launcher: Launcher, ranks: int, steps_per_record: int, jobs: int
+    launcher: Launcher, ranks: int, steps_per_record: int | None, jobs: int, format_: str | list[str]
 ) -> None:
-    config = CONFIG | {"step_count_per_record": steps_per_record}
+    config = CONFIG | {"format": format_} | ({"step_count_per_record": steps_per_record} if steps_per_record else {})
     whole = Job(launcher, launcher.base / "whole", config, ranks)
     whole.run(0)
-    moments = random.Random(17 * ranks + steps_per_record)
+    moments = random.Random(17 * ranks + (steps_per_record or 0))
     for number in range(jobs):
         job = Job(launcher, launcher.base / f"{number}", config, ranks)
         start, missing = 0, set[int]()
@@ -179,6 +229,26 @@ def test_fault_20_steps_that_are_recorded_again_are_not_doubled_whatever_else_is
     manifest = recorded.manifest()
     assert (listed(manifest.steps.written), listed(manifest.steps.abandoned)) == (list(range(9)), [9, 10, 11])
     assert (manifest.first_step, [run.first_step for run in manifest.resumed], manifest.closed) == (5, [0], True)
+
+
+@pytest.mark.parametrize("before", ["csv", "hdf5"])
+def test_a_run_that_goes_on_in_another_format_leaves_the_files_of_the_one_before_in_order(
+    launcher: Launcher, before: str
+) -> None:
+    """What a killed run left is recovered though it is not written any more, and its steps count as written."""
+    job = Job(launcher, launcher.base / "job", CONFIG | {"step_count_per_record": 50, "format": before})
+    (first,) = job.start(0, 6, "waits")
+    first.wait_for("waits")
+    first.send(signal.SIGKILL)
+    assert first.end().status == -signal.SIGKILL
+    (after,) = {"csv", "hdf5"} - {before}
+    for start, steps in ((6, 9), (9, 12)):
+        job.run(start, steps, format=after)
+    (directory,) = rank_directories(job.base)
+    assert hidden(directory) == []
+    held = {format_: {step for _, step in TEXTS[format_](directory) if step >= 0} for format_ in TEXTS}
+    assert (held[before], held[after]) == (set(range(6)), set(range(6, 12)))
+    assert listed(Recorded(directory).manifest().steps.written) == list(range(12))
 
 
 def test_of_two_jobs_at_once_the_second_begins_a_directory_of_its_own_and_says_so(launcher: Launcher) -> None:

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -120,6 +122,26 @@ class TestClaims:
         second.release()
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_process_that_is_killed_before_it_begins_leaves_the_time_of_the_one_before(self, tmp_path):
+        """Some locks touch their file; those files of the first process that the recovery has yet to see would look older."""
+        (tmp_path / ".lock").write_text("")
+        os.utime(tmp_path / ".lock", ns=(5, 5))
+        held = claim(tmp_path)
+        assert (held.before_ns, (tmp_path / ".lock").stat().st_mtime_ns) == (5, 5)
+        held.begin()
+        assert (tmp_path / ".lock").stat().st_mtime_ns > 5
+        held.release()
+
+    def test_where_there_are_no_locks_nobody_is_kept_out_and_no_file_is_left(self, tmp_path, monkeypatch):
+        def no_locks(*_):
+            raise OSError(errno.ENOLCK, "no locks available")
+
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        first, second = claim(tmp_path), claim(tmp_path)
+        for one in (first, second):
+            one.release()
+        assert list(tmp_path.iterdir()) == []
+
     def test_a_forked_child_neither_holds_nor_releases_it(self, tmp_path):
         held = claim(tmp_path)
         child = os.fork()
@@ -212,10 +234,38 @@ class TestTimeline:
         for step in range(6):
             line.write(step, "complete")
         line = Timeline.restored(record_with(**line.told()))
-        line.correct({(4, 7): {4, 6}}.items(), [7])
+        line.correct([(4, 7)], {"csv": {4, 6}}, [7])
         told = line.told()
         assert listed(told["steps"].written) == [0, 1, 2, 3, 4, 6]
         assert listed(told["dropped"][KILLED]) == [5, 7]
+
+    def test_a_step_that_some_sinks_of_a_killed_run_have_is_lost_to_the_others(self):
+        line = Timeline()
+        for step in range(3):
+            line.write(step, "complete")
+        line.lose(3, "hdf5", "the disk was full")
+        line = Timeline.restored(record_with(**line.told()))
+        line.correct([(0, 9), (2, 4)], {"csv": {0, 1, 3, 4, 5}, "hdf5": {0, 1, 2, 5}}, [])
+        told = line.told()
+        assert listed(told["steps"].written) == [0, 1, 5]
+        assert {cause: listed(steps) for cause, steps in told["lost"]["hdf5"].items()} == {
+            "the disk was full": [3],
+            KILLED: [4],
+        }
+        assert {cause: listed(steps) for cause, steps in told["lost"]["csv"].items()} == {KILLED: [2]}
+        assert told["dropped"] == {}
+
+    def test_an_abandoned_step_that_some_sinks_still_have_stays_abandoned(self):
+        line = Timeline()
+        for step in range(4):
+            line.write(step, "complete")
+        line = Timeline.restored(record_with(**line.told()))
+        line.write(1, "complete")
+        line = Timeline.restored(record_with(**line.told()))
+        line.correct([(1, 99)], {"csv": {0, 1, 2, 3}, "hdf5": {0, 1}}, [])
+        told = line.told()
+        assert (listed(told["steps"].written), listed(told["steps"].abandoned)) == ([0, 1], [2, 3])
+        assert (told["lost"], told["dropped"]) == ({}, {})
 
 
 def record_with(**fields):
@@ -302,7 +352,7 @@ class TestManifest:
 
 class TestHome:
     def settle(self, base, *span, failures=None, recording=0):
-        return home(base, 0, "Mar01_00-00-00", recording, span, failures or Failures())
+        return home(base, 0, "Mar01_00-00-00", recording, span, ["csv"], failures or Failures())
 
     def released(self, *homes):
         for one in homes:

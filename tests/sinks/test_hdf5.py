@@ -25,8 +25,11 @@ from monitor.series import Series
 from monitor.sinks import hdf5_shards
 from monitor.sinks.facts import Facts
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
+from monitor.sinks.hdf5_recovery import held, recover
 from monitor.sinks.measurements import PARTIALS, SCHEMA, Measurements
 from monitor.sinks.measurements import partials_of as partials_in
+from monitor.sinks.recovered import Recovered
+from monitor.sinks.shard_names import Steps
 from monitor.stats.partials import COLUMNS, combine
 
 W = {"grad_reduced": [Measured("w")]}
@@ -393,13 +396,12 @@ def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], s
                 at_work.flush()
             else:
                 at_work.close() if event == "restart" else abandon(at_work)
+                recover(Path(directory), -1, 0, 0)
                 sinks = {eps: Hdf5Sink(replace(rank.context, eps=eps)) for eps in EPS}
                 at_work = sinks[EPS[0]]
         at_work.close()
-        last = Hdf5Sink(rank.context)
-        last.write(rank.step(1000, {"other": [Measured("w", [0.0])]}))  # takes up what a kill has left
-        last.close()
-        assert expected | {1000: (0.0, EPS[0])} == found_in(Path(directory))
+        assert expected == found_in(Path(directory))
+        assert set(expected) == held(Path(directory), Steps(0, 8))
 
 
 def abandon(sink: Hdf5Sink) -> None:
@@ -424,44 +426,76 @@ def found_in(directory: Path) -> dict[int, tuple[float, float]]:
 class TestLeftBehind:
     """What a killed process had in the making."""
 
-    def test_its_steps_are_taken_up_when_a_process_goes_on(self, rank: Rank, out: Path) -> None:
+    def test_its_steps_become_visible_and_can_be_gone_on_with(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 0, 1, 2)
+        assert recover(out, -1, 0, 0) == Recovered({Steps(0, 4)}, set(), [])
+        assert steps_in(out / "metrics_0-4.h5") == [0, 1, 2]
         sink = Hdf5Sink(rank.context)
         write(sink, rank, 2, kinds={"grad_reduced": [Measured("w", [9.0])]})
         sink.close()
         assert os.listdir(out) == ["metrics_0-4.h5"]
         assert read_hdf5(out / "metrics_0-4.h5")["max"].to_pylist() == [4.0, 4.0, 9.0]
 
-    def test_those_of_another_record_become_a_shard_of_their_own(self, rank: Rank, out: Path) -> None:
-        write(Hdf5Sink(rank.context), rank, 0, 1)
-        write(Hdf5Sink(rank.context), rank, 5)
-        assert steps_in(out / "metrics_0-4.h5") == [0, 1]
+    def test_files_that_have_changed_since_are_told_of_and_no_others(self, rank: Rank, out: Path) -> None:
+        write(Hdf5Sink(rank.context), rank, 4, 9, 14, 15)
+        for number, name in enumerate(("metrics_0-4.h5", "metrics_5-9.h5", "metrics_10-14.h5")):
+            os.utime(out / name, ns=(number, number))
+        assert recover(out, 9, 2, 0).ranges == {Steps(10, 14), Steps(15, 19)}
+        assert held(out, Steps(10, 19)) == {14, 15}
 
     def test_a_step_that_is_not_whole_is_left_out(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 0, 1)
         part = out / ".metrics_0-4.h5.part"
         with part.open("r+b") as file:
             file.truncate(part.stat().st_size - 1)
+        recover(out, -1, 0, 0)
         write(Hdf5Sink(rank.context), rank, 3, 4)
         assert steps_in(out / "metrics_0-4.h5") == [0, 3, 4]
 
-    def test_a_part_that_holds_nothing_goes(self, rank: Rank, out: Path) -> None:
+    def test_what_was_to_be_written_again_stays_where_nothing_was(self, rank: Rank, out: Path) -> None:
+        write(Hdf5Sink(rank.context), rank, *range(5))
+        write(Hdf5Sink(rank.context), rank, 3, kinds={"grad_reduced": [Measured("w", [9.0])]})
+        part = out / ".metrics_0-4.h5.part"
+        with part.open("r+b") as file:
+            file.truncate(part.stat().st_size - 1)
+        recover(out, -1, 0, 0)
+        assert {name: steps_in(out / name) for name in os.listdir(out)} == {"metrics_0-4.h5": [0, 1, 2, 3, 4]}
+
+    def test_rows_with_another_eps_between_those_of_the_part_stay(self, rank: Rank, out: Path) -> None:
+        for step, eps in ((0, 1e-8), (1, 1e-6)):
+            sink = Hdf5Sink(replace(rank.context, eps=eps))
+            write(sink, rank, step)
+            sink.close()
+        write(Hdf5Sink(rank.context), rank, 2)
+        recover(out, -1, 0, 0)
+        assert {step: eps for step, (_, eps) in found_in(out).items()} == {0: 1e-8, 1: 1e-6, 2: 1e-8}
+
+    @pytest.mark.parametrize("content", [b"", b"\0" * 1000], ids=len)
+    def test_a_part_that_holds_nothing_goes(self, out: Path, content: bytes) -> None:
         out.mkdir()
-        (out / ".metrics_0-4.h5.part").write_bytes(b"\0" * 1000)
-        write(Hdf5Sink(rank.context), rank, 6)
-        assert os.listdir(out) == [".metrics_5-9.h5.part"]
+        (out / ".metrics_0-4.h5.part").write_bytes(content)
+        assert recover(out, -1, 0, 0) == Recovered({Steps(0, 4)}, set(), [])
+        assert os.listdir(out) == []
+
+    def test_a_damaged_shard_is_set_aside(self, rank: Rank, out: Path) -> None:
+        write(Hdf5Sink(rank.context), rank, 4)
+        content = (out / "metrics_0-4.h5").read_bytes()[:3000]
+        (out / "metrics_0-4.h5").unlink()
+        (out / ".metrics_0-4.h5.part").write_bytes(content)
+        assert recover(out, -1, 0, 0).aside == [out / "metrics_0-4.h5.damaged"]
+        assert (out / "metrics_0-4.h5.damaged").read_bytes() == content
 
     def test_a_draft_goes(self, rank: Rank, out: Path) -> None:
-        out.mkdir()
-        (out / ".metrics_0-4.h5.part.draft").write_bytes(b"half")
         write(Hdf5Sink(rank.context), rank, 4)
+        (out / ".metrics_0-4.h5.part.draft").write_bytes(b"half")
+        recover(out, -1, 0, 0)
         assert os.listdir(out) == ["metrics_0-4.h5"]
 
     def test_a_shard_that_only_lacked_its_name_gets_it(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 4)
         os.replace(out / "metrics_0-4.h5", out / ".metrics_0-4.h5.part")
-        write(Hdf5Sink(rank.context), rank, 9)
-        assert {name: steps_in(out / name) for name in os.listdir(out)} == {"metrics_0-4.h5": [4], "metrics_5-9.h5": [9]}
+        recover(out, -1, 0, 0)
+        assert {name: steps_in(out / name) for name in os.listdir(out)} == {"metrics_0-4.h5": [4]}
 
 
 @pytest.fixture
@@ -649,7 +683,7 @@ for step in itertools.count():
 """
 
 
-def test_a_killed_process_leaves_whole_shards_and_loses_nothing_if_another_goes_on(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_whole_shards_and_loses_nothing_once_they_are_put_in_order(tmp_path: Path) -> None:
     for attempt in range(3):
         out = tmp_path / f"run{attempt}"
         program = ENDLESS.format(tests=str(Path(__file__).parent), out=str(out))
@@ -659,11 +693,8 @@ def test_a_killed_process_leaves_whole_shards_and_loses_nothing_if_another_goes_
         process.wait()
         steps = [step for name in visible(out) for step in steps_in(out / name)]
         assert sorted(list(range(max(steps) + 1)) * 400) == sorted(steps)
-        rank = Rank(out, steps_per_record=3)
-        sink = Hdf5Sink(rank.context)
-        write(sink, rank, 3000)
-        sink.close()
-        again = [step for name in os.listdir(out) for step in steps_in(out / name) if step < 3000]
+        recover(out, -1, 0, 0)
+        again = [step for name in os.listdir(out) for step in steps_in(out / name)]
         assert sorted(list(range(max(again) + 1)) * 400) == sorted(again)
         assert len(steps) <= len(again)
 

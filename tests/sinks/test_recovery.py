@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
+from killed_disk import killed_after
 from sink_rows import Measured, Rank, visible
 
 from monitor.sinks.csv import CsvSink, read_csv
-from monitor.sinks.recovery import Recovered, recover
+from monitor.sinks.recovered import Recovered
+from monitor.sinks.recovery import held as held_steps
+from monitor.sinks.recovery import recover
 from monitor.sinks.shard_names import Steps
 
-CALLS = ("open", "pwrite", "ftruncate", "close", "replace", "utime", "unlink")
 PER_RECORD = 3
 STEPS = 6
 RESUMED = 1
@@ -25,47 +24,6 @@ BEGUN = 2
 
 LATEST = 2**62
 """A time after which nothing was written."""
-
-
-class Killed(BaseException):
-    """The process is no more."""
-
-
-class Disk:
-    """What a process does to the disk, until it is killed in the midst of a call."""
-
-    def __init__(self, calls: float) -> None:
-        self.left = calls
-        self.opened: set[int] = set()
-        self._real = {name: getattr(os, name) for name in CALLS}
-
-    def call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            if self.left == -1 and name == "pwrite":  # a write may come half through
-                file, text, offset = arguments
-                self._real[name](file, bytes(text)[: len(text) // 2], offset)
-            raise Killed
-        done = self._real[name](*arguments, **options)
-        if name == "open":
-            self.opened.add(done)
-        elif name == "close":
-            self.opened.discard(arguments[0])
-        return done
-
-    def close_all(self) -> None:
-        for file in self.opened:
-            self._real["close"](file)
-
-
-@contextmanager
-def killed_after(calls: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk = Disk(calls)
-    with monkeypatch.context() as patch, suppress(Killed):
-        for name in CALLS:
-            patch.setattr(os, name, lambda *given, name=name, **options: disk.call(name, *given, **options))
-        yield disk
-    disk.close_all()
 
 
 def rows(step: int, run: str) -> dict[str, list[Measured]]:
@@ -183,8 +141,8 @@ def test_a_step_that_was_not_finished_is_cut_off_and_said_to_be(tmp_path: Path, 
         write(sink, rank, 0, "later")
         disk.left = 3  # the first kind of step 1, and a half of the second
         write(sink, rank, 1, "later")
-    assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2): {0}}, {1}, [])
-    assert set(held(tmp_path)) == {0}
+    assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2)}, {1}, [])
+    assert set(held(tmp_path)) == held_steps(tmp_path, Steps(0, 2)) == {0}
 
 
 def test_parts_of_which_one_is_damaged_are_set_aside_together(tmp_path: Path) -> None:
@@ -200,7 +158,7 @@ def test_parts_of_which_one_is_damaged_are_set_aside_together(tmp_path: Path) ->
         path.name for path in recovered.aside
     }
     assert (tmp_path / "grad_reduced_3-5.csv.damaged").read_bytes() == whole
-    assert recovered.found == {Steps(3, 5): set()}
+    assert recovered.ranges == {Steps(3, 5)}
     assert set(held(tmp_path)) == {0, 1, 2}
 
 
@@ -213,5 +171,5 @@ def test_what_is_set_aside_never_replaces_what_was(tmp_path: Path) -> None:
 
 def test_a_part_that_was_just_begun_goes(tmp_path: Path) -> None:
     (tmp_path / ".actv_0-2.csv.part").write_bytes(b"")
-    assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2): set()}, set(), [])
+    assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2)}, set(), [])
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement
-from monitor.pytorch.frameworks.dtensor import layout_of, placed
+from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
@@ -45,6 +45,14 @@ class Fsdp2(Framework):
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(chunks, optimizer, main_grad=main_grad)
         self._managed = {id(_parameter_of(one)): one for chunk in chunks for one in _managed_in(chunk)}
+
+    def groups(self) -> Mapping[str, Sequence[int]]:
+        """Those of the mesh; ``dp``, of one that ``fully_shard`` has made itself and given no names."""
+        if named := super().groups():
+            return named
+        placements = (placement_of(_parameter_of(one)) for one in self._managed.values())
+        cut = next((found.shard for found in placements if found is not None and found.shard is not None), None)
+        return {} if cut is None else {"dp": cut.ranks}
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         managed = self._managed.get(id(parameter.tensor))

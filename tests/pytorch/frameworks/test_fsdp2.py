@@ -193,6 +193,7 @@ def test_of_replicated_shards_the_first_rank_of_each_writes(ran: Ran) -> None:
 
 def test_the_manifest_has_the_groups_of_the_mesh(ran: Ran) -> None:
     assert ran("plain").manifest(1).groups == {"dp": (0, 1)}
+    assert ran("kept").manifest(1).groups == {"dp": (0, 1)}
     assert ran("hsdp").manifest(3).groups == {"replicate": (1, 3), "shard": (2, 3)}
 
 

@@ -1,0 +1,61 @@
+"""What a process that was killed left in the making in the ``hdf5`` format, made visible as far as it is whole.
+
+All kinds are in one part, so a step is in it whole or not at all. It takes the name that the process would have given it, and
+what it was about to replace goes. A part whose whole steps are all visible, or that holds none, goes itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from monitor.sinks.hdf5_files import Shard, drafts_in, is_shard, parts_in, shards_in
+from monitor.sinks.hdf5_shards import Hdf5Shards
+from monitor.sinks.recovered import Recovered, changed, set_aside
+from monitor.sinks.shard_names import Steps
+from monitor.sinks.spool import blocks, whole_bytes
+
+
+def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recovered:  # noqa: ARG001 - one file has all kinds
+    """See ``monitor.sinks.recovered.Recovery``."""
+    for draft in drafts_in(directory):  # what it was to replace is there
+        draft.unlink()
+    recovered = Recovered()
+    for path, record in list(parts_in(directory)):
+        recovered.ranges.add(record)
+        if is_shard(path):
+            _recover_shard(path, record, recovered)
+        else:
+            _recover_steps(path, record)
+    late = (steps for path, steps in shards_in(directory) if steps.last >= newest and changed(path) >= saved_ns)
+    recovered.ranges.update(late)
+    return recovered
+
+
+def held(directory: Path, steps: Steps) -> set[int]:
+    """See ``monitor.sinks.recovered.Recovery``."""
+    shards = (Shard.read(path) for path, named in shards_in(directory) if named.meets(steps))
+    return {step for shard in shards if shard is not None for step in shard.steps()}
+
+
+def _recover_shard(path: Path, record: Steps, recovered: Recovered) -> None:
+    """It lacked its name only."""
+    shard = Shard.read(path)
+    if shard is None or not record.holds(shard.span):
+        recovered.aside.append(set_aside(path))
+    else:
+        _shards_of(path, record).take_up(path, record, shard.size, shard.rows(record), shard.facts)
+
+
+def _recover_steps(path: Path, record: Steps) -> None:
+    left = list(blocks(path))
+    if not left:
+        path.unlink()
+        return
+    rows = pa.Table.from_batches([block.rows.replace_schema_metadata(None) for block in left])
+    _shards_of(path, record).take_up(path, record, whole_bytes(path), rows, left[-1].facts)
+
+
+def _shards_of(path: Path, record: Steps) -> Hdf5Shards:
+    return Hdf5Shards(path.parent, record.last - record.first + 1)

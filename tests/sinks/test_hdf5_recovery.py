@@ -1,0 +1,97 @@
+"""What a killed process leaves of HDF5 is recovered, wherever it was killed: here, in place of each call to the disk."""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from pathlib import Path
+
+import pytest
+from killed_disk import killed_after
+from sink_rows import Measured, Rank
+
+from monitor.sinks.hdf5 import Hdf5Sink, read_hdf5
+from monitor.sinks.hdf5_recovery import recover
+
+PER_RECORD = 3
+STEPS = 6
+RESUMED = 1
+
+
+def write(sink: Hdf5Sink, rank: Rank, step: int, run: float) -> None:
+    """Values tell one run's from another's."""
+    kinds = {"actv": [Measured("a", [run], 0), Measured("b", [run], 1)], "grad_reduced": [Measured("w", [run])]}
+    sink.write(rank.step(step, kinds))
+
+
+def held(directory: Path) -> dict[int, list[float]]:
+    """The values of each step, which must be in one file."""
+    found: dict[int, list[float]] = {}
+    for path in directory.glob("*.h5"):
+        table = read_hdf5(path)
+        steps = set(table["step"].to_pylist())
+        assert not steps & found.keys()
+        for row in table.to_pylist():
+            found.setdefault(row["step"], []).append(row["max"])
+    return found
+
+
+def runs(out: Path, calls: float, monkeypatch: pytest.MonkeyPatch, flushes: bool) -> tuple[Rank, int, bool]:
+    """One of all steps, and another from ``RESUMED`` on that is killed after so many calls; the last step that it finished."""
+    rank = Rank(out, PER_RECORD)
+    earlier = Hdf5Sink(rank.context)
+    for step in range(STEPS):
+        write(earlier, rank, step, 1.0)
+    finished = RESUMED - 1
+    with killed_after(calls, monkeypatch) as disk:
+        sink = Hdf5Sink(rank.context)
+        for step in range(RESUMED, STEPS):
+            write(sink, rank, step, 2.0)
+            finished = step
+            if flushes:
+                sink.flush()
+        sink.close()
+    return rank, finished, disk.left >= 0
+
+
+def assert_recovered(out: Path, finished: int) -> None:
+    found = held(out)
+    for step in range(STEPS):
+        old, new, gone = [1.0] * 3, [2.0] * 3, None
+        may_be = [old] if step < RESUMED else [new] if step <= finished else [old, gone]
+        assert found.get(step) in ([*may_be, new] if step == finished + 1 else may_be), step
+    assert [name for name in os.listdir(out) if not name.endswith(".h5")] == []
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_wherever_a_resumed_process_is_killed_every_step_that_it_finished_is_there_and_none_is_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: bool
+) -> None:
+    for calls in count():
+        out = tmp_path / f"{calls}"
+        rank, finished, ended = runs(out, calls, monkeypatch, flushes)
+        recover(out, -1, 0, 0)
+        assert_recovered(out, finished)
+        again = Hdf5Sink(rank.context)
+        for step in range(finished + 1, STEPS):
+            write(again, rank, step, 2.0)
+        again.close()
+        assert held(out) == {step: [2.0 if step >= RESUMED else 1.0] * 3 for step in range(STEPS)}
+        if ended:
+            break
+    assert calls > 15
+
+
+@pytest.mark.parametrize("calls", range(1, 16, 2))
+def test_wherever_the_recovery_is_killed_another_one_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    for recovering in count():
+        out = tmp_path / f"{recovering}"
+        _, finished, _ = runs(out, calls, monkeypatch, flushes=False)
+        with killed_after(recovering, monkeypatch) as disk:
+            recover(out, -1, 0, 0)
+        recover(out, -1, 0, 0)
+        assert_recovered(out, finished)
+        if disk.left >= 0:
+            break
