@@ -1,0 +1,117 @@
+"""The command ``monitor-merge``."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from monitor.merge.errors import MergeError
+from monitor.merge.merging import Wanted, merge
+from monitor.merge.report import Report, summary
+from monitor.ranks.names import timestamp_fields
+from monitor.ranks.resume import Span
+from monitor.sinks.hdf5_content import ALL_STEPS
+from monitor.sinks.shard_names import Steps
+
+CLEAN, FLAWED, NOTHING = 0, 1, 2
+"""Exit statuses: all is there and agrees; merged, with something missing or at odds; nothing was merged."""
+
+BEGINNING_OF_THE_YEAR, END_OF_THE_YEAR = "Jan01_00-00-00", "Dec31_23-59-59"
+
+
+class FormatName(str, Enum):
+    """``monitor.merge.output.Format``, for the command line."""
+
+    hdf5 = "hdf5"
+    csv = "csv"
+    parquet = "parquet"
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def monitor_merge(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A new directory. [default: DIR/merged]")] = None,
+    job: Annotated[str | None, typer.Option(help="The id of the job, or its beginning, where there are several.")] = None,
+    time_start: Annotated[str | None, typer.Option(help="Only directories from this timestamp on: Dec03_21-34-40.")] = None,
+    time_end: Annotated[str | None, typer.Option(help="Only directories up to this timestamp.")] = None,
+    kinds: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only these steps, both included; either may be left out.")
+    ] = None,
+    format: Annotated[FormatName, typer.Option(help="Of the files to write.")] = FormatName.hdf5,  # noqa: A002
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    dask: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scheduler of a Dask cluster to work on.")] = None,
+) -> None:
+    """Make one data set of what the ranks of a job recorded.
+
+    Exit status: 0 all is there and agrees, 1 merged, but something is missing or disagrees, 2 nothing was merged.
+    """
+    console = Console(stderr=True)
+    try:
+        wanted = Wanted(
+            directory,
+            output or directory / "merged",
+            job,
+            _span(time_start, time_end),
+            [one.strip() for one in kinds.split(",")] if kinds else None,
+            _steps(steps),
+            format.value,
+            workers,
+            dask,
+        )
+        report = _shown(wanted, console)
+    except (MergeError, OSError) as error:
+        console.print(f"Nothing was merged: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(NOTHING) from error
+    _print(report, wanted.output, Console(soft_wrap=True))
+    raise typer.Exit(CLEAN if report.clean else FLAWED)
+
+
+def _shown(wanted: Wanted, console: Console) -> Report:
+    columns = ("merging", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        return merge(wanted, lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def _print(report: Report, output: Path, console: Console) -> None:
+    table = Table.grid(padding=(0, 2))
+    before = ""
+    for what, said in summary(report.told()):
+        table.add_row("" if what == before else what, escape(said))
+        before = what
+    console.print(table)
+    console.print(f"written to {output}", markup=False, highlight=False)
+
+
+def _steps(spelled: str | None) -> Steps:
+    match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", spelled or ":")
+    if match is None:
+        raise MergeError(f"--steps is {spelled!r}. Write the first and the last step, as in 100:200.")
+    steps = Steps(int(match[1] or ALL_STEPS.first), int(match[2] or ALL_STEPS.last))
+    if steps.first > steps.last:
+        raise MergeError(f"--steps {spelled} ends before it begins")
+    return steps
+
+
+def _span(start: str | None, end: str | None) -> Span | None:
+    if start is None and end is None:
+        return None
+    span = start or BEGINNING_OF_THE_YEAR, end or END_OF_THE_YEAR
+    try:
+        for timestamp in span:
+            timestamp_fields(timestamp)
+    except ValueError as error:
+        raise MergeError(str(error)) from error
+    return span

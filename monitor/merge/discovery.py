@@ -1,0 +1,188 @@
+"""Which directories are there, of which job, and which steps of each count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from monitor.merge.errors import MergeError
+from monitor.ranks.names import RankDirectory
+from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
+from monitor.ranks.resume import Span, in_order
+from monitor.ranks.series_file import MeasuredSeries, read_series
+
+NO_END: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A file or directory that was not merged, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRun:
+    """A directory that one rank wrote.
+
+    Attributes:
+        end: Steps from here on are those of a later directory of the same rank, whose run was resumed before them.
+    """
+
+    directory: Path
+    manifest: ManifestRecord
+    end: int = NO_END
+
+    @property
+    def rank(self) -> int:
+        return self.manifest.rank
+
+    def counts(self, step: int) -> bool:
+        """Whether rows of ``step`` here belong to the course of training that was carried on."""
+        return step < self.end and not self.manifest.steps.abandoned.holds(step)
+
+    def series(self) -> tuple[MeasuredSeries, ...]:
+        """What was measured here, also by earlier runs.
+
+        Of a series that two runs placed differently nothing can be said for all steps: it is left out.
+
+        Raises:
+            ManifestError: a series file is missing, damaged, or lies elsewhere.
+        """
+        found: dict[object, MeasuredSeries] = {}
+        moved = set()
+        for reference in self._references():
+            for one in self._read(reference):
+                known = found.setdefault(one.series, one)
+                if known.placement != one.placement:
+                    moved.add(one.series)
+                elif known.layout != one.layout:
+                    found[one.series] = replace(known, layout=known.layout or one.layout, varies=True)
+        return tuple(one for series, one in found.items() if series not in moved)
+
+    def _references(self) -> Iterable[ManifestRecord]:
+        yield self.manifest
+        for run in reversed(self.manifest.resumed):
+            yield self.manifest.model_copy(update={"series": run.series})
+
+    def _read(self, manifest: ManifestRecord) -> Sequence[MeasuredSeries]:
+        if manifest.series is not None and leads_out(self.directory / manifest.series.file):
+            raise ManifestError(f"{self.directory / manifest.series.file} leads to another directory")
+        return read_series(self.directory, manifest)
+
+
+def leads_out(path: Path) -> bool:
+    """Whether ``path`` is a link to somewhere else."""
+    return path.resolve().parent != path.parent.resolve()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies in a base directory.
+
+    Attributes:
+        jobs: Directories by job id.
+    """
+
+    jobs: Mapping[str, tuple[RankRun, ...]]
+    set_aside: tuple[SetAside, ...]
+
+    def job_ids(self) -> list[str]:
+        """Of the jobs that nobody has carried on, in order of time."""
+        carried_on = {run.job_id for runs in self.jobs.values() for one in runs for run in one.manifest.resumed}
+        return sorted(set(self.jobs) - carried_on, key=lambda job: (min(_started(one) for one in self.jobs[job]), job))
+
+
+def discover(base: Path, span: Span | None = None) -> Found:
+    """Look at every directory of a rank in ``base``.
+
+    Args:
+        span: Only those of these moments and between.
+
+    Raises:
+        MergeError: ``base`` cannot be listed.
+    """
+    try:
+        names = sorted(os.listdir(base))
+    except OSError as error:
+        raise MergeError(f"{base} cannot be read: {error.strerror or error}. Name the directory the ranks wrote to.") from error
+    jobs: dict[str, list[RankRun]] = {}
+    aside = []
+    for name in names:
+        known = RankDirectory.parse(name)
+        if known is None or (span is not None and in_order(known.timestamp, span) is None):
+            continue
+        try:
+            run = _run_in(base / name, known.rank)
+        except ManifestError as error:
+            aside.append(SetAside(name, str(error)))
+        else:
+            jobs.setdefault(run.manifest.job_id, []).append(run)
+    return Found({job: tuple(runs) for job, runs in jobs.items()}, tuple(aside))
+
+
+def choose(found: Found, job: str | None) -> str:
+    """The id of the job to merge.
+
+    Args:
+        job: Its beginning, or None where there is only one.
+
+    Raises:
+        MergeError: there is none, or more than one.
+    """
+    ids = [one for one in found.job_ids() if one.startswith(job or "")]
+    if len(ids) == 1:
+        return ids[0]
+    known = "\n".join(f"  --job {one}  {_described(found.jobs[one])}" for one in found.job_ids())
+    if not known:
+        raise MergeError("there is no directory of a rank with a manifest here")
+    wrong = f"{job!r} begins the ids of {len(ids)} jobs" if job else f"there are {len(ids)} jobs here"
+    raise MergeError(f"{wrong}. Choose one:\n{known}")
+
+
+def runs_of(found: Found, job: str) -> tuple[RankRun, ...]:
+    """The directories of a job and of those that it carried on: by rank, and of a rank in order of time."""
+    carried_on = {run.job_id for one in found.jobs[job] for run in one.manifest.resumed}
+    runs = [run for one in sorted({job, *carried_on} & set(found.jobs)) for run in found.jobs[one]]
+    by_rank: dict[int, list[RankRun]] = {}
+    for run in sorted(runs, key=lambda run: (run.rank, _started(run), run.directory.name)):
+        by_rank.setdefault(run.rank, []).append(run)
+    return tuple(run for rank in by_rank.values() for run in _ended(rank))
+
+
+def _ended(runs: Sequence[RankRun]) -> list[RankRun]:
+    """Each with the first step of those after it as its end."""
+    ends = [one.manifest.first_step for one in runs]
+    return [
+        replace(run, end=min((end for end in ends[index + 1 :] if end is not None), default=NO_END))
+        for index, run in enumerate(runs)
+    ]
+
+
+def _run_in(directory: Path, rank: int) -> RankRun:
+    if leads_out(directory / MANIFEST_FILE):
+        raise ManifestError(f"{directory / MANIFEST_FILE} leads to another directory")
+    manifest = read_manifest(directory / MANIFEST_FILE)
+    if manifest.rank != rank:
+        raise ManifestError(f"{directory / MANIFEST_FILE} is that of rank {manifest.rank}")
+    try:
+        datetime.fromisoformat(manifest.started)
+    except ValueError as error:
+        raise ManifestError(f"{directory / MANIFEST_FILE} is damaged: started: {error}") from error
+    return RankRun(directory, manifest)
+
+
+def _started(run: RankRun) -> float:
+    """Seconds since 1970."""
+    return datetime.fromisoformat(run.manifest.started).timestamp()
+
+
+def _described(runs: Sequence[RankRun]) -> str:
+    ranks = len({run.rank for run in runs})
+    first = runs[0].manifest
+    return f"started {first.started}, {ranks} of {first.world_size} ranks"

@@ -1,0 +1,60 @@
+"""Names that hold for the whole model, where every pipeline stage numbers its layers from 0.
+
+    stage 0   layers.0  layers.1        become   layers.0  layers.1
+    stage 1   layers.0  layers.1                 layers.2  layers.3
+
+A stage's layers come after those of the stages before it, of which all must be known. Where they are not, or where only some
+modules were recorded, nobody can tell a layer's number, and the stage is put in front of the name instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+_NUMBERED: Final = re.compile(r"(?P<before>(?:[^.]*[^.\d][^.]*\.)*)(?P<number>\d{1,6})(?P<after>\..*)", re.DOTALL)
+"""A name with a component that is a number, and the first of those."""
+
+
+class LayerNames:
+    """The names of one pipeline.
+
+    Args:
+        names: Of all series, by stage; stages in the order in which data goes through them.
+        stages: How many there are.
+        whole: Whether every module was recorded.
+    """
+
+    def __init__(self, names: Mapping[int, Iterable[str]], stages: int, *, whole: bool = True) -> None:
+        self._numbers: dict[str, dict[int, set[int]]] = {}
+        for stage, own in names.items():
+            for match in filter(None, map(_NUMBERED.fullmatch, own)):
+                by_stage = self._numbers.setdefault(match["before"], {})
+                by_stage.setdefault(stage, set()).add(int(match["number"]))
+        complete = whole and set(names) == set(range(stages))
+        self._begin = {before: self._begins(by_stage, stages, complete) for before, by_stage in self._numbers.items()}
+
+    def of(self, stage: int, name: str) -> str:
+        """The name in the whole model of what ``stage`` calls ``name``."""
+        match = _NUMBERED.fullmatch(name)
+        begin = None if match is None else self._begin.get(match["before"], {})
+        if match is None or begin == {}:
+            return name
+        if begin is None:
+            return f"stage{stage}:{name}"
+        return f"{match['before']}{int(match['number']) + begin[stage]}{match['after']}"
+
+    @staticmethod
+    def _begins(by_stage: Mapping[int, set[int]], stages: int, complete: bool) -> dict[int, int] | None:
+        """What to add in each stage; nothing where numbers are those of the model already, None where it is not known."""
+        every = [number for numbers in by_stage.values() for number in numbers]
+        if len(every) == len(set(every)):
+            return {}
+        if not complete or any(numbers != set(range(len(numbers))) for numbers in by_stage.values()):
+            return None
+        begin, begins = 0, {}
+        for stage in range(stages):
+            begins[stage] = begin
+            begin += len(by_stage.get(stage, ()))
+        return begins

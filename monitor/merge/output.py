@@ -1,0 +1,155 @@
+"""The files of a merged data set, written and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import h5py
+import numpy as np
+import pyarrow as pa
+from pyarrow.compute import replace_substring_regex  # type: ignore[attr-defined]
+from pyarrow.csv import ConvertOptions, ParseOptions, read_csv, write_csv  # type: ignore[attr-defined]
+from pyarrow.parquet import read_table as read_parquet
+from pyarrow.parquet import write_table as write_parquet
+
+from monitor.sinks.measurements import TEXT
+from monitor.stats.ops import NUMERIC_OPS
+
+Format = Literal["hdf5", "csv", "parquet"]
+
+_OPS: Final = [(op, pa.float64()) for op in NUMERIC_OPS]
+
+PER_RANK: Final = pa.schema(
+    [
+        ("kind", TEXT),
+        ("rank", pa.int64()),
+        ("dp", pa.int64()),
+        ("tp", pa.int64()),
+        ("pp", pa.int64()),
+        ("stage", pa.int64()),
+        ("vpp_stage", pa.int64()),
+        ("name", TEXT),
+        ("global_name", TEXT),
+        ("step", pa.int64()),
+        ("micro_step", pa.int64()),
+        ("call_id", pa.int64()),
+        ("shape", TEXT),
+        ("dtype", TEXT),
+        ("count", pa.int64()),
+        *_OPS,
+    ]
+)
+"""What every rank wrote."""
+
+GLOBAL: Final = pa.schema(
+    [
+        ("kind", TEXT),
+        ("stage", pa.int64()),
+        ("name", TEXT),
+        ("step", pa.int64()),
+        ("micro_step", pa.int64()),
+        ("ranks", TEXT),
+        ("term", pa.bool_()),
+        ("count", pa.int64()),
+        *_OPS,
+    ]
+)
+"""One row for each tensor and step."""
+
+SUFFIXES: Final[dict[Format, str]] = {"hdf5": ".h5", "csv": ".csv", "parquet": ".parquet"}
+
+_FORMULA: Final = r"^[=+\-@\t\r]"
+"""What a spreadsheet takes for the beginning of a formula."""
+
+_NULLS: Final = "_missing"
+
+
+def write_table(rows: pa.Table, path: Path) -> None:
+    """Write a file of the format that the suffix of ``path`` says. The same rows make the same bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _WRITERS[path.suffix](rows, path)
+
+
+def read_merged(path: Path) -> pa.Table:
+    """The rows of one file of a merged data set, in the columns ``PER_RANK`` or ``GLOBAL``; what is missing is null."""
+    return _READERS[path.suffix](path)
+
+
+def _write_csv(rows: pa.Table, path: Path) -> None:
+    columns = [_neutralised(column) if pa.types.is_dictionary(column.type) else column for column in rows.columns]
+    write_csv(pa.table(columns, names=rows.column_names), str(path))
+
+
+def _neutralised(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """With an apostrophe before text that a spreadsheet would run."""
+    return replace_substring_regex(column.cast(pa.string()), _FORMULA, r"'\0")
+
+
+def _write_parquet(rows: pa.Table, path: Path) -> None:
+    write_parquet(rows, str(path), compression="zstd")  # type: ignore[no-untyped-call]
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    return read_parquet(str(path))  # type: ignore[no-untyped-call]
+
+
+def _write_hdf5(rows: pa.Table, path: Path) -> None:
+    """A dataset a column. Of text, numbers that stand for what is in ``{column}_values``. Where something is missing,
+    ``{column}_missing`` is 1.
+    """
+    with h5py.File(path, "w") as file:
+        for name in rows.column_names:
+            column = rows[name].combine_chunks()
+            if pa.types.is_dictionary(column.type):
+                texts = np.array(column.dictionary.to_pylist(), dtype=object)
+                file.create_dataset(f"{name}_values", data=texts, dtype=h5py.string_dtype())
+                column = column.indices
+            if column.null_count:
+                _dataset(file, f"{name}{_NULLS}", column.is_null().to_numpy(zero_copy_only=False).astype(np.uint8))
+                column = column.fill_null(0)
+            _dataset(file, name, column.to_numpy(zero_copy_only=False))
+
+
+def _dataset(file: h5py.File, name: str, values: Any) -> None:
+    options = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if len(values) else {}
+    file.create_dataset(name, data=values, **options)
+
+
+def _read_hdf5(path: Path) -> pa.Table:
+    with h5py.File(path, "r", locking=False) as file:
+        schema = PER_RANK if "rank" in file else GLOBAL
+        return pa.table([_column(file, field) for field in schema], schema=schema)
+
+
+def _column(file: h5py.File, field: pa.Field) -> pa.Array:
+    mask = file[field.name + _NULLS][...].astype(np.bool_) if field.name + _NULLS in file else None
+    values = pa.array(file[field.name][...], mask=mask)
+    if pa.types.is_dictionary(field.type):
+        texts = pa.array(file[f"{field.name}_values"].asstr()[...].tolist(), type=pa.string())
+        return pa.DictionaryArray.from_arrays(values, texts)
+    return values
+
+
+def _read_csv(path: Path) -> pa.Table:
+    texts = pa.string()
+    types = {one.name: texts if pa.types.is_dictionary(one.type) else one.type for one in (*PER_RANK, *GLOBAL)}
+    cells = ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False)
+    rows = read_csv(str(path), parse_options=ParseOptions(newlines_in_values=True), convert_options=cells)
+    return rows.cast(PER_RANK if "rank" in rows.column_names else GLOBAL)
+
+
+_WRITERS: Final[dict[str, Callable[[pa.Table, Path], None]]] = {
+    ".h5": _write_hdf5,
+    ".csv": _write_csv,
+    ".parquet": _write_parquet,
+}
+_READERS: Final[dict[str, Callable[[Path], pa.Table]]] = {
+    ".h5": _read_hdf5,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,231 @@
+"""What a merge has to say beside the rows: what is there, what is missing, and what does not agree."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final
+
+from monitor.merge.copies import Disagreement
+from monitor.merge.discovery import RankRun, SetAside
+from monitor.merge.reduction import Outcome, Piece
+from monitor.ranks.ranges import StepRanges
+from monitor.ranks.records import StepsRecord
+from monitor.series import NO_MICRO_STEP
+
+MOST_LISTED: Final = 1000
+"""Entries of each list of a report; more are counted."""
+
+_Steps = dict[tuple[str, ...], list[int]]
+
+
+@dataclass
+class Report:
+    """Gathered while pieces are done, in any order.
+
+    Attributes:
+        runs: The directories that were merged.
+        missing_ranks: Those that should have one.
+    """
+
+    job: str
+    world_size: int
+    runs: Sequence[RankRun]
+    missing_ranks: Sequence[int]
+    set_aside: list[SetAside]
+    rows: Counter[str] = field(default_factory=Counter)
+    tensors: Counter[str] = field(default_factory=Counter)
+    steps: set[int] = field(default_factory=set)
+    disagreements: list[Disagreement] = field(default_factory=list)
+    _gaps: _Steps = field(default_factory=dict)
+    _duplicates: _Steps = field(default_factory=dict)
+    _incomplete: _Steps = field(default_factory=dict)
+    _missing: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def add(self, piece: Piece, outcome: Outcome) -> None:
+        """Take in what came of a piece."""
+        kind = piece.kind
+        self.rows[kind] += outcome.rows
+        self.tensors[kind] += outcome.tensors
+        self.steps.update(outcome.steps)
+        for known, found in (
+            (self._gaps, outcome.gaps),
+            (self._duplicates, outcome.duplicates),
+            (self._incomplete, outcome.incomplete),
+        ):
+            for what, steps in found.items():
+                if steps:
+                    known.setdefault((kind, str(what)), []).extend(steps)
+        self.set_aside += [one for one in outcome.set_aside if one not in self.set_aside]
+        self.disagreements += outcome.disagreements
+        self._missing.update({(kind, *key): count for key, count in outcome.missing.items()})
+        self._unplaced.update({(kind, rank): count for rank, count in outcome.unplaced.items()})
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is missing and everything agrees. Ops that were never recorded are not missed."""
+        lost = (self.missing_ranks, self.set_aside, self.disagreements, self._gaps, self._incomplete, self._unplaced)
+        return not any(lost) and not any(self._dropped())
+
+    def spelled(self) -> str:
+        """As JSON."""
+        return json.dumps(self.told(), indent=1) + "\n"
+
+    def told(self) -> dict[str, Any]:
+        """All of it, in an order that does not depend on that in which it came."""
+        return {
+            "job_id": self.job,
+            "world_size": self.world_size,
+            "clean": self.clean,
+            "directories": [run.directory.name for run in self.runs],
+            "ranks": sorted({run.rank for run in self.runs}),
+            "missing_ranks": list(self.missing_ranks),
+            "steps": _ranges(self.steps),
+            "rows": dict(sorted(self.rows.items())),
+            "tensors": dict(sorted(self.tensors.items())),
+            "gaps": _listed(self._stepwise(self._gaps, "rank")),
+            "dropped": _listed(self._dropped()),
+            "skipped_steps": _ranges(
+                step for run in self.runs for step in run.manifest.steps.skipped.steps() if run.counts(step)
+            ),
+            "duplicate_steps": _listed(self._stepwise(self._duplicates, "rank")),
+            "replaced_steps": _listed(self._replaced()),
+            "set_aside": _listed(
+                {"path": one.path, "reason": one.reason}
+                for one in sorted(self.set_aside, key=lambda one: (one.path, one.reason))
+            ),
+            "disagreements": _listed(map(_spelled, sorted(self.disagreements, key=_place))),
+            "incomplete": _listed(self._stepwise(self._incomplete, "name")),
+            "not_combined": _listed(
+                {"kind": kind, "op": op, "rows": count, "reason": reason}
+                for (kind, op, reason), count in sorted(self._missing.items())
+            ),
+            "unplaced": _listed(
+                {"kind": kind, "rank": rank, "rows": count} for (kind, rank), count in sorted(self._unplaced.items())
+            ),
+            "notes": _notes(self.runs),
+        }
+
+    @staticmethod
+    def _stepwise(found: Mapping[tuple[str, ...], list[int]], what: str) -> Iterator[dict[str, Any]]:
+        for (kind, which), steps in sorted(found.items(), key=lambda one: (one[0][0], _numeric(one[0][1]))):
+            yield {"kind": kind, what: int(which) if what == "rank" else which, "steps": _ranges(steps)}
+
+    def _dropped(self) -> Iterator[dict[str, Any]]:
+        """What the manifests say was dropped before it reached a file."""
+        for run in self.runs:
+            for reason, steps in run.manifest.dropped.items():
+                yield {"rank": run.rank, "reason": reason, **_recorded(steps)}
+            for sink, causes in run.manifest.lost.items():
+                for reason, steps in causes.items():
+                    yield {"rank": run.rank, "format": sink, "reason": reason, **_recorded(steps)}
+
+    def _replaced(self) -> Iterator[dict[str, Any]]:
+        """What an earlier run wrote, and a later one that was resumed before it did again."""
+        for run in self.runs:
+            steps = [step for step in run.manifest.steps.written.steps() if step >= run.end]
+            steps += list(run.manifest.steps.abandoned.steps())
+            if steps:
+                yield {"rank": run.rank, "directory": run.directory.name, "steps": _ranges(steps)}
+
+
+def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What to print of a report: lines of what and how much."""
+    yield "job", told["job_id"]
+    yield "ranks", f"{len(told['ranks'])} of {told['world_size']}"
+    yield "steps", _said(told["steps"])
+    yield "rows", f"{sum(told['rows'].values()):,} of the ranks, {sum(told['tensors'].values()):,} of tensors"
+    if told["missing_ranks"]:
+        yield "missing ranks", ", ".join(map(str, told["missing_ranks"][:20])) + _more(len(told["missing_ranks"]) - 20)
+    for what, line in _LINES.items():
+        listed = told[what]["listed"]
+        for one in listed[:5]:
+            yield what.replace("_", " "), line.format(**{**one, "at": _said(one.get("steps", {"ranges": []}))})
+        if told[what]["count"] > 5:
+            yield "", f"and {told[what]['count'] - 5} more"
+
+
+_LINES: Final = {
+    "gaps": "rank {rank} has no {kind} at {at}",
+    "dropped": "rank {rank}, {at}: {reason}",
+    "duplicate_steps": "rank {rank} has {kind} twice at {at}; taken once",
+    "replaced_steps": "rank {rank}, {at} in {directory}: a later run did them again",
+    "set_aside": "{path}: {reason}",
+    "disagreements": "{kind} {name} at step {step}: {op} is {value} on rank {rank}, {others_value} on rank {other_rank}",
+    "incomplete": "{kind} {name} has not all its parts at {at}",
+    "not_combined": "{op} of {kind}: {reason}",
+    "unplaced": "rank {rank}: {rows} rows of {kind} that its manifest does not know",
+}
+
+
+def _spelled(one: Disagreement) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "name": one.name,
+        "step": one.step,
+        "micro_step": None if one.micro_step == NO_MICRO_STEP else one.micro_step,
+        "rank": one.rank,
+        "other_rank": one.other,
+        "op": one.op,
+        "value": _number(one.value),
+        "others_value": _number(one.others_value),
+        "difference": _number(one.difference),
+    }
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _place(one: Disagreement) -> tuple[int, str, str, int, int]:
+    return one.step, one.kind, one.name, one.micro_step, one.rank
+
+
+def _listed(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    every = iter(entries)
+    listed = list(islice(every, MOST_LISTED))
+    return {"count": len(listed) + sum(1 for _ in every), "listed": listed}
+
+
+def _ranges(steps: Iterable[int]) -> dict[str, Any]:
+    """As a manifest spells steps, (first, last, interval) each."""
+    found = StepRanges()
+    for step in sorted(set(steps)):
+        found.add(step)
+    return _spelled_steps(StepsRecord.of(found))
+
+
+def _recorded(steps: StepsRecord) -> dict[str, Any]:
+    return {"steps": _spelled_steps(steps)}
+
+
+def _spelled_steps(steps: StepsRecord) -> dict[str, Any]:
+    return steps.model_dump(mode="json", exclude_none=True)
+
+
+def _said(steps: Mapping[str, Any]) -> str:
+    spelled = [
+        f"{first}" if first == last else f"{first} to {last}{f' by {interval}' if interval > 1 else ''}"
+        for first, last, interval in steps["ranges"][:5]
+    ]
+    return f"steps {', '.join(spelled)}{_more(len(steps['ranges']) - 5)}" if spelled else "no steps"
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
+
+
+def _numeric(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdecimal() else (-1, text)
+
+
+def _notes(runs: Iterable[RankRun]) -> list[dict[str, Any]]:
+    """What manifests say of the numbers, and how many ranks say so."""
+    counts = Counter((key, str(value)) for run in runs for key, value in run.manifest.notes.items())
+    return [{"about": key, "note": value, "ranks": count} for (key, value), count in sorted(counts.items())[:MOST_LISTED]]

@@ -1,0 +1,100 @@
+"""Jobs of several ranks for the tests of the merge: files of the real sinks, manifests of the real writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from sink_rows import SIX_OPS, Measured, partials_of
+
+from monitor.failures import Failures
+from monitor.merge.merging import Wanted, merge
+from monitor.merge.output import read_merged
+from monitor.merge.report import Report
+from monitor.placement import Placement
+from monitor.ranks.history import Earlier
+from monitor.ranks.job import JobIdentity
+from monitor.ranks.manifest import Manifest, RankFacts
+from monitor.ranks.names import RankDirectory
+from monitor.series import Series, SeriesTable
+from monitor.sinks import csv, hdf5
+from monitor.sinks.protocol import SinkContext
+from monitor.stats.partials import Partials
+from monitor.stats.rows import KindRows, Layout, StepRows
+
+JOB = "1a2b3c4d" * 4
+TIMESTAMP = "Dec03_21-34-40"
+SINKS = {"csv": csv.CsvSink, "hdf5": hdf5.Hdf5Sink}
+
+Kinds = Mapping[str, Sequence[Measured]]
+
+
+class RecordedRank:
+    """One rank, which writes what it is told."""
+
+    def __init__(
+        self,
+        base: Path,
+        rank: int = 0,
+        world_size: int = 1,
+        format: str = "hdf5",  # noqa: A002
+        groups: Mapping[str, Sequence[int]] | None = None,
+        job: str = JOB,
+        suffix: str = "",
+        earlier: Earlier | None = None,
+        ops: tuple[str, ...] = SIX_OPS,
+        ndigits: int = 16,
+        **config: object,
+    ) -> None:
+        self.directory = base / str(RankDirectory(TIMESTAMP, rank, suffix or f"{rank:08x}"))
+        self.directory.mkdir(parents=True)
+        self.series, self.ops, self.layouts = SeriesTable(), ops, []
+        facts = RankFacts(
+            JobIdentity(job, TIMESTAMP), rank, world_size, groups or {}, {}, {"ndigits": ndigits, **config}, "", [format]
+        )
+        self.manifest = Manifest(self.directory, facts, self.series, Failures(rank), earlier)
+        self._sink = SINKS[format](SinkContext(self.directory, rank, self.series, ndigits, 5, 1e-8))
+
+    def place(self, kind: str, name: str, placement: Placement) -> None:
+        self.series.place(Series(kind, 0, name), placement)
+
+    def write(self, step: int, kinds: Kinds) -> None:
+        rows = StepRows(step, self.ops, {kind: self._rows(kind, each) for kind, each in kinds.items()}, self.layouts)
+        self._sink.write(rows)
+        self.manifest.written(rows)
+
+    def close(self) -> None:
+        self._sink.close()
+        self.manifest.close()
+
+    def _rows(self, kind: str, measured: Sequence[Measured]) -> KindRows:
+        return KindRows(
+            np.array([self.series.index_of(Series(kind, m.vpp_stage, m.name)) for m in measured], dtype=np.int64),
+            np.array([m.micro_step for m in measured], dtype=np.int64),
+            np.arange(len(measured)),
+            np.array([self._layout(m) for m in measured], dtype=np.int64),
+            Partials.from_rows(np.array([partials_of(m.values) for m in measured])),
+        )
+
+    def _layout(self, measured: Measured) -> int:
+        layout = Layout((len(measured.values),) if measured.shape is None else measured.shape, "torch.float32")
+        if layout not in self.layouts:
+            self.layouts.append(layout)
+        return self.layouts.index(layout)
+
+
+def merged(base: Path, output: str = "merged", **wanted: object) -> Report:
+    return merge(Wanted(base, base / output, **wanted))  # type: ignore[arg-type]
+
+
+def table(base: Path, folder: str, kind: str = "grad_reduced", output: str = "merged") -> pa.Table:
+    """The rows of a kind, file by file in order of steps."""
+    files = [path for path in (base / output / folder).iterdir() if path.name.rsplit("_", 1)[0] == kind]
+    files.sort(key=lambda path: int(path.stem.rsplit("_", 1)[1].split("-")[0]))
+    return pa.concat_tables([read_merged(path) for path in files]).unify_dictionaries()
+
+
+def tensors(base: Path, kind: str = "grad_reduced", output: str = "merged") -> list[dict[str, object]]:
+    return table(base, "global", kind, output).to_pylist()

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from recorded_job import RecordedRank
+from sink_rows import Measured
+from typer.testing import CliRunner
+
+from monitor.merge.command import app
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    one = RecordedRank(tmp_path)
+    for step in range(10):
+        one.write(step, {"grad_reduced": [Measured("[bold]w", [float(step)])]})
+    one.close()
+    return tmp_path
+
+
+def test_a_clean_merge_ends_with_0_and_says_where_the_result_is(job: Path) -> None:
+    result = CliRunner().invoke(app, [str(job)])
+    assert result.exit_code == 0, result.output
+    assert str(job / "merged") in result.output
+    assert (job / "merged" / "report.json").exists()
+
+
+def test_a_merge_with_a_rank_missing_ends_with_1_and_names_it(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, rank=1, world_size=2)
+    one.write(0, {"grad_reduced": [Measured("w")]})
+    one.close()
+    result = CliRunner().invoke(app, [str(tmp_path)])
+    assert result.exit_code == 1
+    assert "missing ranks  0" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--job", "no"],
+        ["--steps", "5"],
+        ["--steps", "9:1"],
+        ["--time-start", "yesterday"],
+        ["--kinds", "actv"],
+        ["--time-end", "Jan01_00-00-00"],
+    ],
+)
+def test_where_nothing_is_merged_it_ends_with_2_and_leaves_nothing(job: Path, arguments: list[str]) -> None:
+    before = {path.name for path in job.iterdir()}
+    result = CliRunner().invoke(app, [str(job), *arguments])
+    assert result.exit_code == 2
+    assert "Nothing was merged" in result.output
+    assert {path.name for path in job.iterdir()} - before <= {".merged.lock"}
+
+
+def test_only_what_was_asked_for_is_merged(job: Path) -> None:
+    options = ["-o", str(job / "few"), "--steps", "3:6", "--kinds", "grad_reduced", "--format", "parquet", "--workers", "2"]
+    result = CliRunner().invoke(app, [str(job), *options, "--time-start", "Dec01_00-00-00"])
+    assert result.exit_code == 0, result.output
+    assert json.loads((job / "few" / "report.json").read_text())["steps"]["ranges"] == [[3, 6, 1]]
+    assert {path.suffix for path in (job / "few" / "global").iterdir()} == {".parquet"}
