@@ -12,14 +12,14 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help demo test lint bench clean environment peer
 
 help:
-	@echo "make demo    train a small GPT on two ranks, monitored, and show what was recorded (ARGS=\"--steps 200\")"
+	@echo "make demo    train a small GPT on two ranks, monitored, show what was recorded, merge it (ARGS=\"--steps 200\")"
 	@echo "make test    run the tests (ARGS=\"-k csv\")"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
 	@echo "make clean   remove the environments and caches; recordings stay"
 
 environment:
-	@$(PYTHON) tools/environment.py .venv -c constraints.txt -e '.[torch,test,demo]'
+	@$(PYTHON) tools/environment.py .venv -c constraints.txt -e '.[torch,test]'
 
 peer:
 	@$(PYTHON) tools/environment.py .venv-peer torch==2.13.0 mindstudio-probe==26.2.0

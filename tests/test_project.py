@@ -87,7 +87,7 @@ def test_everything_that_make_installs_by_name_is_pinned() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["torch"], *extras["test"], *extras["demo"]]
+    asked = [*project["dependencies"], *extras["torch"], *extras["test"]]
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert {re.match(r"[\w-]+", requirement)[0] for requirement in asked} - set(pinned) == set()
 
@@ -133,6 +133,19 @@ def test_the_way_to_read_the_files_reads_every_step_of_every_parameter(example: 
     assert reading.returncode == 0, reading.stderr
     steps = [int(line.split()[0]) for line in reading.stdout.splitlines()]
     assert steps == [step for step in range(10) for _ in range(4)]
+
+
+def test_the_command_that_the_readme_names_merges_what_was_recorded(readme: str, example: Path) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    (command, directory) = re.findall(r"`(monitor-merge) (\w+)`", readme)[0]
+    module, _, app = scripts[command].partition(":")
+    merging = run("-c", f"from {module} import {app}; {app}()", directory, cwd=example)
+    assert merging.returncode == 0, merging.stderr
+    assert {path.name for path in example.glob("monitor_output/merged/global/grad_*")} == {
+        "grad_reduced_0-9.h5",
+        "grad_unreduced_0-9.h5",
+    }
 
 
 def test_the_commands_that_the_readme_names_are_targets(readme: str) -> None:

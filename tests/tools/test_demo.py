@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recorded_job import RecordedRank
+from rich.console import Console
+from rich.measure import Measurement
+from sink_rows import Measured
 
+from monitor.merge.discovery import choose, discover, runs_of
+from monitor.merge.output import read_merged
 from monitor.sinks.csv import read_csv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +29,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What a demo of five steps printed, and where it recorded."""
+    """What a demo of five steps printed, and where it recorded, beside an earlier job."""
     base = tmp_path_factory.mktemp("demo")
+    earlier = RecordedRank(base, rank=7, world_size=8)
+    earlier.write(0, {"grad_reduced": [Measured("w")]})
+    earlier.close()
     run = run_python(base, *TORCHRUN, str(DEMO / "train.py"), "--steps", "5")
     assert run.returncode == 0, run.stderr
     return run.stdout, base
@@ -59,11 +71,51 @@ def test_reduced_gradients_agree_between_the_ranks_and_unreduced_ones_do_not(dem
 
 def test_it_ends_with_the_places_and_the_first_rows_and_what_it_cannot_say(demo: tuple[str, Path]) -> None:
     printed, base = demo
-    for directory in base.glob("*-rank*-*"):
+    for directory in base.glob("*-rank[01]-*"):
         assert f"Recorded in {directory}" in printed
     assert "of grad_reduced_0-0.csv" in printed
     assert "module.h.0.attn_norm.weight" in printed
     assert "Too few steps to say what monitoring cost." in printed
+
+
+def merged_of(base: Path) -> set[Path]:
+    return set(base.glob("merged-*"))
+
+
+def test_its_last_table_is_of_the_merged_data_set(demo: tuple[str, Path]) -> None:
+    printed, base = demo
+    (merged,) = merged_of(base)
+    assert f"Merged into {merged}" in printed
+    assert json.loads((merged / "report.json").read_text())["clean"]
+    gradients = read_merged(merged / "global" / "grad_reduced_0-4.csv").to_pylist()
+    largest = max((row for row in gradients if row["step"] == 4), key=lambda row: row["norm"])
+    table = printed.partition("Global table: the 3 largest gradients of step 4")[2].splitlines()
+    (place,) = (number for number, line in enumerate(table) if line.strip() == largest["name"])
+    shown = table[place + 3].split()
+    assert shown[:4] == ["grad_reduced", "4", "0", f"{largest['norm']:.3g}"]
+    assert [line.split()[:3] for line in table[place + 1 : place + 3]] == [["grad_unreduced", "4", rank] for rank in "01"]
+
+
+def test_the_last_words_are_the_norms_of_the_whole_gradient(demo: tuple[str, Path]) -> None:
+    printed, base = demo
+    (merged,) = merged_of(base)
+    squares = dict.fromkeys((0, 4), 0.0)
+    for row in read_merged(merged / "global" / "grad_reduced_0-4.csv").to_pylist():
+        squares[row["step"]] += row["norm"] ** 2
+    words = f"the norm of the whole model's gradient is {squares[4] ** 0.5:.3g}, after {squares[0] ** 0.5:.3g} at step 0"
+    assert words in " ".join(printed.split())
+
+
+def test_of_the_jobs_in_the_directory_it_merges_its_own_and_says_how_to(demo: tuple[str, Path]) -> None:
+    printed, base = demo
+    (merged,) = merged_of(base)
+    job = re.search(r"monitor-merge \S+ --job (\w+)", printed)
+    assert job is not None
+    found = discover(base)
+    assert len(found.job_ids()) == 2
+    own = {one.directory.name for one in runs_of(found, choose(found, job[1]))}
+    assert set(json.loads((merged / "report.json").read_text())["directories"]) == own
+    assert {name.split("-rank")[1].split("-")[0] for name in own} == {"0", "1"}
 
 
 def test_started_without_torchrun_it_says_how_to_start_it(tmp_path: Path) -> None:
@@ -89,3 +141,51 @@ def test_cost_counts_what_a_collected_step_leaves_to_the_step_after_it(cost: Mod
 def test_cost_is_not_said_before_a_whole_interval_lies_behind_the_warm_up(cost: ModuleType) -> None:
     assert cost.measure([1.0] * 11, interval=4) is None
     assert cost.measure([1.0] * 12, interval=4) == cost.Cost(plain=1.0, added=0.0, samples=1)
+
+
+@pytest.fixture
+def merged(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(DEMO)
+    return importlib.import_module("merged")
+
+
+def gradient(name: str, norm: float, rank: str = "0", step: int = 4, nans: int = 0) -> dict[str, object]:
+    return {"name": name, "norm": norm, "ranks": rank, "step": step, "nans": nans}
+
+
+def test_a_nan_among_the_gradients_is_what_is_said(merged: ModuleType) -> None:
+    now = [gradient("w", 3.0), gradient("b", math.nan, nans=2)]
+    said = merged.seen([gradient("w", 5.0, step=0)], now, [gradient("w", 3.0), gradient("w", 4.0, rank="1")])
+    assert said == (
+        "At step 4 the norm of the whole model's gradient is nan, after 5 at step 0. "
+        "Before the average it was 3 on rank 0 and 4 on rank 1: what the ranks' batches do not agree on cancels out. "
+        "NaN stands in 1 of 4 rows, first b."
+    )
+
+
+def test_the_share_of_the_largest_is_that_of_the_square(merged: ModuleType) -> None:
+    said = merged.seen([gradient("w", 3.0)], [gradient("w", 3.0), gradient("b", 4.0)], [])
+    assert said.startswith("At step 4 the norm of the whole model's gradient is 5; b makes 64% of its square.")
+
+
+def test_the_table_of_the_largest_gradients_fits_a_terminal_of_80_columns(merged: ModuleType) -> None:
+    longest = gradient("module.h.0.attn.proj.weight", 0.000123456, step=9999)
+    longest |= dict.fromkeys(("min", "max", "mean"), -1.25e-13) | {"kind": "grad_unreduced"}
+    table = merged._table([longest], [])
+    console = Console(width=1000)
+    assert Measurement.get(console, console.options, table).minimum <= 80
+
+
+def test_the_job_is_that_of_this_process_and_no_earlier_one(merged: ModuleType, tmp_path: Path) -> None:
+    RecordedRank(tmp_path).close()
+    (earlier,) = tmp_path.iterdir()
+    with pytest.raises(SystemExit, match="Nothing was recorded"):
+        merged.runs_of_this_job(tmp_path, {earlier})
+    RecordedRank(tmp_path, job="5e6f7a8b" * 4, suffix="5e6f7a8b").close()
+    assert [run.manifest.job_id for run in merged.runs_of_this_job(tmp_path, {earlier})] == ["5e6f7a8b" * 4]
+
+
+def test_what_hinders_the_merge_is_said_in_a_sentence(merged: ModuleType, tmp_path: Path) -> None:
+    RecordedRank(tmp_path).close()
+    with pytest.raises(SystemExit, match="Nothing was merged: job 1a2b3c4d"):
+        merged.merge_and_show(Console(quiet=True), merged.runs_of_this_job(tmp_path, set()))

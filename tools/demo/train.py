@@ -2,7 +2,7 @@
 
     make demo
 
-or, where the project is installed with its extras ``torch`` and ``demo``:
+or, where the project is installed beside a torch:
 
     torchrun --standalone --nproc-per-node 2 tools/demo/train.py --steps 60
 """
@@ -24,8 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from cost import WARM_UP_INTERVALS, measure
+from cost import WARM_UP_INTERVALS, Cost, measure
 from gpt import GPT, GPTConfig
+from merged import merge_and_show, runs_of_this_job
 from monitor.config import load_config
 from monitor.pytorch import TrainerMon
 from report import show
@@ -43,8 +44,20 @@ def main() -> None:
     with process_group():
         seconds = train(arguments.steps)
         dist.barrier()  # every rank has closed its files
-        if dist.get_rank() == 0:
-            show(Console(), sorted(run_directories() - before), measure(seconds, load_config(CONFIG).step_interval))
+        first = dist.get_rank() == 0
+    if first:
+        conclude(measure(seconds, load_config(CONFIG).step_interval), before)
+
+
+def conclude(cost: Cost | None, earlier: set[Path]) -> None:
+    """Say what was recorded and what it cost, and merge it.
+
+    Args:
+        earlier: Directories of ranks that were there before.
+    """
+    console, runs = Console(), runs_of_this_job(output_directory(), earlier)
+    show(console, [run.directory for run in runs], cost)
+    merge_and_show(console, runs)
 
 
 def train(steps: int) -> list[float]:
@@ -104,8 +117,12 @@ def process_group() -> Iterator[None]:
 
 def run_directories() -> set[Path]:
     """The directories of ranks in the place that recordings go to."""
-    base = Path(os.environ.get("MONITOR_OUTPUT_DIR", "./monitor_output")).expanduser()
-    return set(base.resolve().glob("*-rank*-*"))
+    return set(output_directory().glob("*-rank*-*"))
+
+
+def output_directory() -> Path:
+    """The place that recordings go to."""
+    return Path(os.environ.get("MONITOR_OUTPUT_DIR", "./monitor_output")).expanduser().resolve()
 
 
 def parse_arguments() -> argparse.Namespace:
