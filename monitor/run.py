@@ -10,10 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from monitor.anomalies.alerts import Alerts
+from monitor.anomalies.recording import EventFiles
+from monitor.anomalies.rules import RULES
+from monitor.anomalies.scanner import Listener, Scanner
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.home import home
 from monitor.pipeline.pipeline import Pipeline
+from monitor.pipeline.watcher import Watcher
 from monitor.ranks.aside import set_aside
 from monitor.ranks.job import JobIdentity, Store, agree
 from monitor.ranks.manifest import Manifest, RankFacts
@@ -103,7 +108,18 @@ class Run:
             queue_wait_seconds=config.queue_wait_seconds,
             close_seconds=config.close_seconds,
             signal_seconds=config.signal_seconds,
+            watchers=self._watchers(config, facts, series),
         )
+
+    def _watchers(self, config: MonitorConfig, facts: RankFacts, series: SeriesTable) -> dict[str, Watcher]:
+        """The alert rules, if there are any. Alerts come before files: a disk that hangs keeps none from being said."""
+        if not config.alert.rules:
+            return {}
+        rules = [RULES[rule.rule_name](**rule.args.model_dump()) for rule in config.alert.rules]
+        files = EventFiles(self.base, self.directory.name, facts, series) if config.alert.dump else None
+        alerts = Alerts(facts.rank, series, str(files.folder) if files else "")
+        listeners: list[Listener] = [alerts, files] if files else [alerts]
+        return {"the alert rules": Scanner(rules, listeners)}
 
     def close(self) -> bool:
         """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""

@@ -19,6 +19,7 @@ EXAMPLES = re.findall(r"^```json\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTAL
 
 ASKED_FOR = {
     "activations": {"xy_distribution", "all_xy"},
+    "alerts": {"xy_distribution", "all_xy", "wg_distribution"},
     "api": {"xy_distribution", "all_xy", "wg_distribution"},
     "everything": {"xy_distribution", "all_xy", "wg_distribution", "mv_distribution", "param_distribution"},
     "hdf5": {"wg_distribution", "mv_distribution", "param_distribution"},

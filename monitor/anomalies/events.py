@@ -15,7 +15,7 @@ MicroStep = Annotated[int, Field(ge=NO_MICRO_STEP)]
 _TAG: Final = re.compile(r"(?P<vpp_stage>\d+):(?P<name>.*)/rank(?P<rank>\d+)/(?P<kind>[a-z_]+)", re.DOTALL)
 _MESSAGE: Final = re.compile(
     r"Rule (?P<rule>\w+) reports anomaly signal in \('.*', '(?P<op>\w+)'\) at step \d+\."
-    r"(?: Value (?P<value>\S+?)(?:, running mean (?P<mean>\S+?))?\.)?",
+    r"(?: Value (?P<value>\S+?)(?:, running mean (?P<mean>\S+?))?\.)?\Z",  # to the end: numbers have dots as well
     re.DOTALL,
 )
 

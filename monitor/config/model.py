@@ -102,8 +102,9 @@ class RuleArgs(_Strict):
     """Arguments of an alert rule."""
 
     threshold: Annotated[float, Field(ge=0)] | None = None
-    """`AnomalyTurbulence` (required): the relative deviation from the running mean that is still normal; 0.5 is 50 %.
-    `AnomalyNan`: fire on magnitudes above this as well as on NaN and Inf."""
+    """`AnomalyTurbulence` (required): the relative deviation of `norm` and `mean` from their running means that is still
+    normal, up or down; 0.5 is 50 %, and from 1 on no fall of a norm is noticed. `AnomalyNan`: fire on magnitudes above this as
+    well as on NaN and Inf."""
 
 
 class AlertRule(_Strict):

@@ -1,8 +1,9 @@
-"""What happens to a sealed step: it is read, looked at by the rules, handed to every sink, and entered in the journal."""
+"""What happens to a sealed step: it is read, looked at by the watchers, handed to every sink, and entered in the journal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, Final, Generic, TypeVar
 
@@ -10,11 +11,11 @@ from monitor.failures import Failures
 from monitor.pipeline.gaps import Gaps
 from monitor.pipeline.guarded import Guarded, advice
 from monitor.pipeline.sealed import Journal, Sealed
+from monitor.pipeline.watcher import Watcher
 from monitor.sinks.protocol import Sink
 from monitor.stats.rows import StepRows
 
 S = TypeVar("S", bound=Sealed)
-Rule = Callable[[StepRows], None]
 
 UNREADABLE: Final = "could not be read"
 
@@ -38,21 +39,22 @@ class Delivery(Generic[S]):
         gaps: Gaps,
         put_back: Callable[[S], None],
         *,
-        on_rows: Sequence[Rule],
+        watchers: Mapping[str, Watcher],
         save_seconds: float,
     ) -> None:
         self._sinks = {name: Guarded(f"sink {name!r}", sink, failures) for name, sink in sinks.items()}
-        self._rules = [Guarded(f"rule {_name_of(rule)!r}", rule, failures) for rule in on_rows]
+        self._watchers = [Guarded(name, watcher, failures) for name, watcher in watchers.items()]
         self._journal = Guarded("the manifest", journal, failures)
         self._failures, self._gaps, self._put_back = failures, gaps, put_back
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
         self.in_hand: int | None = None
+        self._looked: set[str] = set()
         self._served: dict[str, BaseException | None] = {}
 
     def step(self, step: int, sealed: S) -> None:
-        """Rules come before sinks, so that a slow format delays no alert."""
-        self.in_hand, self._served = step, {}
+        """Watchers come before sinks, so that a slow format delays no alert."""
+        self.in_hand, self._served, self._looked = step, {}, set()
         rows = self._read(step, sealed)
         if rows is not None:
             self._hand_on(rows)
@@ -62,15 +64,17 @@ class Delivery(Generic[S]):
     def flush(self, *, wait: bool = True) -> bool:
         """Make everything delivered so far visible; whether that went well everywhere."""
         errors = [sink.use(lambda sink: sink.flush(), wait=wait) for sink in self._sinks.values()]
-        errors.append(self.save(wait=wait))
-        return _none_of(errors)
+        return _none_of([*errors, *self.save(wait=wait)])
 
     def close(self, *, wait: bool = True, complete: bool = True) -> bool:
         """As ``flush``, and for good: nothing is used after this, whoever delivers.
 
-        The journal is closed only if the run is ``complete`` and every sink could be closed; otherwise it is saved.
+        Watchers are closed only if the run is ``complete``, and the journal if every sink and watcher could be closed as well;
+        otherwise they are saved.
         """
         errors = [sink.use(lambda sink: sink.close(), wait=wait, last=True) for sink in self._sinks.values()]
+        self._journal.use(self._tell, wait=wait)
+        errors += self._use_watchers(_close if complete else _save, wait=wait, last=True)
         end = self._tell_and_close if complete and _none_of(errors) else self._tell_and_save
         errors.append(self._journal.use(end, wait=wait, last=True))
         return _none_of(errors)
@@ -84,13 +88,17 @@ class Delivery(Generic[S]):
         unwritten = [step for step in steps if step != half_way]
         self._gaps.counts[reason] += len(unwritten)
         self._journal.use(lambda journal: _drop_all(journal, unwritten, reason), wait=False)
+        for watcher in self._watchers:
+            unseen = [step for step in steps if step != self.in_hand or watcher.name not in self._looked]
+            watcher.use(partial(_drop_all, steps=unseen, reason=reason), wait=False)
         if half_way is not None:
             rest = [name for name in self._sinks if name not in self._served]
             self._journal.use(lambda journal: _lose(journal, half_way, rest, reason), wait=False)
         return self.close(wait=False, complete=False)
 
-    def save(self, *, wait: bool = True) -> BaseException | None:
-        return self._journal.use(self._tell_and_save, wait=wait)
+    def save(self, *, wait: bool = True) -> list[BaseException | None]:
+        """Make visible what became of each step and what was found in it; what went wrong, if anything."""
+        return [self._journal.use(self._tell_and_save, wait=wait), *self._use_watchers(_save, wait=wait)]
 
     def seconds_to_save(self) -> float | None:
         """When the journal is to be saved next; ``None`` while it has nothing new."""
@@ -99,7 +107,7 @@ class Delivery(Generic[S]):
     @property
     def stuck_in(self) -> str:
         """What the delivering thread is in the middle of."""
-        guarded: list[Guarded[Any]] = [*self._rules, *self._sinks.values(), self._journal]
+        guarded: list[Guarded[Any]] = [*self._watchers, *self._sinks.values(), self._journal]
         return ", ".join(one.name for one in guarded if one.busy) or "reading a step from the device"
 
     def _read(self, step: int, sealed: S) -> StepRows | None:
@@ -110,27 +118,43 @@ class Delivery(Generic[S]):
             self._gaps.counts[UNREADABLE] += 1
             reason = f"{UNREADABLE}: {error!r}"
             self._journal.use(lambda journal: journal.dropped(step, reason))
+            self._use_watchers(lambda watcher: watcher.dropped(step, reason))
             return None
         finally:
             self._put_back(sealed)
 
     def _hand_on(self, rows: StepRows) -> None:
         self.latest = rows
-        for rule in self._rules:
-            rule.use(lambda look: look(rows))
+        for watcher in self._watchers:
+            watcher.use(lambda watcher: watcher.look(rows))
+            self._looked.add(watcher.name)
         for name, sink in self._sinks.items():
             self._served[name] = sink.use(lambda sink: sink.write(rows))
         self._journal.use(lambda journal: _enter(journal, rows, self._served))
 
     def _tell_and_save(self, journal: Journal) -> None:
         self._save_at = monotonic() + self._save_seconds
-        self._gaps.tell(journal.dropped)
+        self._tell(journal)
         journal.save()
         self._changed = False
 
     def _tell_and_close(self, journal: Journal) -> None:
-        self._gaps.tell(journal.dropped)
+        self._tell(journal)
         journal.close()
+
+    def _tell(self, journal: Journal) -> None:
+        """Of steps that were dropped before they came here. A watcher that hangs does not hear of them, and keeps nobody up."""
+
+        def dropped(step: int, reason: str) -> None:
+            journal.dropped(step, reason)
+            self._use_watchers(lambda watcher: watcher.dropped(step, reason), wait=False)
+
+        self._gaps.tell(dropped)
+
+    def _use_watchers(
+        self, call: Callable[[Watcher], object], *, wait: bool = True, last: bool = False
+    ) -> list[BaseException | None]:
+        return [watcher.use(call, wait=wait, last=last) for watcher in self._watchers]
 
 
 def _none_of(errors: Iterable[BaseException | None]) -> bool:
@@ -145,15 +169,19 @@ def _enter(journal: Journal, rows: StepRows, errors: Mapping[str, BaseException 
             journal.lost(rows.step, name, repr(error))
 
 
-def _drop_all(journal: Journal, steps: Iterable[int], reason: str) -> None:
+def _save(watcher: Watcher) -> None:
+    watcher.save()
+
+
+def _close(watcher: Watcher) -> None:
+    watcher.close()
+
+
+def _drop_all(told: Journal | Watcher, steps: Iterable[int], reason: str) -> None:
     for step in steps:
-        journal.dropped(step, reason)
+        told.dropped(step, reason)
 
 
 def _lose(journal: Journal, step: int, sinks: Iterable[str], reason: str) -> None:
     for sink in sinks:
         journal.lost(step, sink, reason)
-
-
-def _name_of(rule: Rule) -> str:
-    return getattr(rule, "__qualname__", type(rule).__qualname__)

@@ -1,4 +1,4 @@
-"""Code that is not the pipeline's own: a sink, a rule, the journal. It may raise, and it may never return."""
+"""Code that is not the pipeline's own: a sink, a watcher, the journal. It may raise, and it may never return."""
 
 from __future__ import annotations
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import monotonic
+from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import Delivery, Rule
+from monitor.pipeline.delivery import Delivery
 from monitor.pipeline.gaps import Gaps
 from monitor.pipeline.patience import Patience
 from monitor.pipeline.ring import Ring
 from monitor.pipeline.sealed import Journal, Sealed
+from monitor.pipeline.watcher import Watcher
 from monitor.pipeline.writer import Writer
 from monitor.sinks.protocol import Sink
 from monitor.stats.rows import StepRows
@@ -41,7 +43,7 @@ class Pipeline(Generic[S]):
         queue_wait_seconds: How long training may be held up by a full queue, once an incident.
         close_seconds: Within this time ``close`` returns.
         signal_seconds: So long a SIGTERM may be held up.
-        on_rows: Looks at the rows of each step before any sink does.
+        watchers: Look at the rows of each step before any sink does. By what a failure in them is called.
         save_seconds: Between two savings of the journal while steps are written.
     """
 
@@ -56,7 +58,7 @@ class Pipeline(Generic[S]):
         queue_wait_seconds: float,
         close_seconds: float,
         signal_seconds: float,
-        on_rows: Sequence[Rule] = (),
+        watchers: Mapping[str, Watcher] = MappingProxyType({}),
         save_seconds: float = 30.0,
     ) -> None:
         self._failures = failures
@@ -64,7 +66,7 @@ class Pipeline(Generic[S]):
         self._ring = Ring(new_sealed, queue_bytes)
         self._patience = Patience(queue_wait_seconds, failures)
         self._delivery: Delivery[S] = Delivery(
-            sinks, journal, failures, self._gaps, self._ring.put_back, on_rows=on_rows, save_seconds=save_seconds
+            sinks, journal, failures, self._gaps, self._ring.put_back, watchers=watchers, save_seconds=save_seconds
         )
         self._writer = Writer(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
         self._reserved: dict[int, int] = {}

@@ -116,16 +116,28 @@ class PipelineOrder:
         Raises:
             ValueError: They cannot all have been measured in the order that their rank says.
         """
-        by_rank: dict[int, list[Spot]] = {}
-        for spot in sorted(spots, key=lambda spot: spot.call_id):
-            by_rank.setdefault(spot.rank, []).append(spot)
-        passes = self._passes_with(by_rank)
-        placed = [
-            (turn, self._ranks[rank].stages[0], spot.call_id, spot)
-            for rank, own in by_rank.items()
-            for turn, spot in self._in_turn(own, passes)
-        ]
-        return [spot for *_, spot in sorted(placed)]
+        every = list(spots)
+        in_turn = zip(self.turns(every), every, strict=True)
+        return [spot for *_, spot in sorted((turn, self._ranks[one.rank].stages[0], one.call_id, one) for turn, one in in_turn)]
+
+    def turns(self, spots: Sequence[Spot]) -> list[int]:
+        """For each the turn in which it was measured: it is lower for what precedes, and what stands in the same one may have
+        been measured at the same time. Turns of two steps, or of two orders, have nothing to do with each other, unless all
+        passes are the same. Arguments and errors are those of ``ordered``.
+        """
+        by_rank: dict[int, list[int]] = {}
+        for number in sorted(range(len(spots)), key=lambda number: spots[number].call_id):
+            by_rank.setdefault(spots[number].rank, []).append(number)
+        passes = self._passes_with({rank: [spots[number] for number in own] for rank, own in by_rank.items()})
+        found = [0] * len(spots)
+        for own in by_rank.values():
+            for number, (turn, _) in zip(own, self._in_turn([spots[number] for number in own], passes), strict=True):
+                found[number] = turn
+        return found
+
+    def knows(self, spot: Spot) -> bool:
+        """Whether the turn of a row is known, and not only what it stands between on its rank."""
+        return spot.kind in AT_THE_STEP or self._pass_of(spot) is not None
 
     def _passes_with(self, by_rank: Mapping[int, Sequence[Spot]]) -> _Passes:
         """With what the rows themselves tell of ranks whose passes are not known."""

@@ -66,6 +66,16 @@ class StepsRecord(Record):
     def holds(self, step: int) -> bool:
         return any(StepRange(*one).holds(step) for one in self.ranges)
 
+    def between(self, first: int, last: int) -> StepsRecord:
+        """Those listed from ``first`` to ``last``, both included."""
+        ranges = []
+        for begin, end, interval in self.ranges:
+            begin += max(0, -((begin - first) // interval)) * interval
+            end -= max(0, -((last - end) // interval)) * interval
+            if begin <= end:
+                ranges.append((begin, end, interval))
+        return StepsRecord(count=sum(StepRange(*one).size for one in ranges), ranges=tuple(ranges))
+
     def steps(self) -> Iterator[int]:
         """The steps listed, ascending."""
         for one in self.ranges:

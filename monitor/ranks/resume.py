@@ -16,6 +16,23 @@ Span = tuple[str, str]
 """Two timestamps and all between. They have no year: where the first is the later one, New Year lies between."""
 
 
+BEGINNING_OF_THE_YEAR, END_OF_THE_YEAR = "Jan01_00-00-00", "Dec31_23-59-59"
+
+
+def span_between(first: str | None, last: str | None) -> Span | None:
+    """A span that is open where a moment is not given, to the year's beginning or end; None where neither is.
+
+    Raises:
+        ValueError: one of them is not a timestamp.
+    """
+    if first is None and last is None:
+        return None
+    span = first or BEGINNING_OF_THE_YEAR, last or END_OF_THE_YEAR
+    for timestamp in span:
+        timestamp_fields(timestamp)
+    return span
+
+
 def in_order(timestamp: str, span: Span) -> tuple[bool, tuple[int, ...]] | None:
     """A key by which timestamps within ``span`` are in order of time; None for one outside."""
     moment, first, last = (timestamp_fields(one) for one in (timestamp, *span))

@@ -268,7 +268,7 @@ def read_series(directory: Path, manifest: ManifestRecord) -> tuple[MeasuredSeri
     Raises:
         ManifestError: the file is missing, too large, damaged, or not the one that its name stands for.
     """
-    columns = _read(directory, manifest)
+    columns = read_columns(directory, manifest)
     return columns.series() if columns else ()
 
 
@@ -278,11 +278,12 @@ def read_flow(directory: Path, manifest: ManifestRecord) -> Flow:
     Raises:
         ManifestError: as ``read_series`` does.
     """
-    columns = _read(directory, manifest)
+    columns = read_columns(directory, manifest)
     return columns.flow() if columns else NO_FLOW
 
 
-def _read(directory: Path, manifest: ManifestRecord) -> SeriesColumns | None:
+def read_columns(directory: Path, manifest: ManifestRecord) -> SeriesColumns | None:
+    """All that the file says, for who needs series and flow; None before anything was measured. Raises like ``read_series``."""
     if manifest.series is None:
         return None
     path = directory / manifest.series.file

@@ -68,7 +68,11 @@ class Partials:
         return column
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Partials:
-        return Partials(self.columns[:, rows])
+        """Some of the rows, contiguous along rows as before: an index in brackets would lay them out row by row."""
+        if isinstance(rows, slice):
+            return Partials(self.columns[:, rows])
+        index = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+        return Partials(self.columns.take(index, axis=1))
 
     @property
     def finite(self) -> Floats:

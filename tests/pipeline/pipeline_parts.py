@@ -135,6 +135,27 @@ class FileJournal:
         self.entries[what].append(entry)
 
 
+class Onlooker:
+    """A watcher that calls ``sees`` with each step, and keeps what it was told."""
+
+    def __init__(self, sees: Callable[[StepRows], object] = lambda _: None) -> None:
+        self._sees = sees
+        self.told: list[Any] = []
+
+    def look(self, rows: StepRows) -> None:
+        self.told.append(rows.step)
+        self._sees(rows)
+
+    def dropped(self, step: int, reason: str) -> None:
+        self.told.append((step, reason))
+
+    def save(self) -> None:
+        self.told.append("save")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
 def pipeline_of(
     sinks: Mapping[str, Any],
     journal: FileJournal,

@@ -7,6 +7,7 @@ from pipeline_parts import (
     FileJournal,
     FillingDisk,
     HangingSink,
+    Onlooker,
     RecordSink,
     journal_in,
     pipeline_in,
@@ -175,22 +176,24 @@ def test_a_copy_is_free_again_as_soon_as_it_was_read_and_not_only_when_it_was_wr
     assert pipeline.close()
 
 
-def test_rules_see_the_rows_before_the_sinks_and_a_rule_that_raises_costs_nothing_else(tmp_path, journal):
+def test_watchers_see_the_rows_before_the_sinks_and_one_that_raises_costs_nothing_else(tmp_path, journal):
     seen: list[tuple[int, list[int]]] = []
 
     def look(rows):
         seen.append((rows.step, steps_in(tmp_path / "steps")))
-        raise ValueError("rule")
+        raise ValueError("watcher")
 
     failures = Failures()
-    pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal, failures=failures, on_rows=[look])
+    watchers = {"raising": Onlooker(look), "other": Onlooker()}
+    pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal, failures=failures, watchers=watchers)
     for step in range(3):
         record(pipeline, step)
         assert pipeline.flush(20.0)
     assert pipeline.close()
     assert seen == [(0, []), (1, [0]), (2, [0, 1])]
     assert steps_in(tmp_path / "steps") == [0, 1, 2]
-    assert list(failures.counts.values()) == [3]
+    assert [one for one in watchers["other"].told if one != "save"] == [0, 1, 2, "close"]
+    assert failures.counts == {"raising: ValueError": 3}
 
 
 def test_a_journal_that_raises_is_reported_and_every_step_is_written_all_the_same(tmp_path, caplog):
@@ -375,9 +378,10 @@ def test_a_step_submitted_after_closing_is_counted(tmp_path):
     assert pipeline.dropped == {"submitted after closing": 1}
 
 
-def test_a_rule_may_close_the_pipeline_without_waiting_for_itself(tmp_path, journal):
+def test_a_watcher_may_close_the_pipeline_without_waiting_for_itself(tmp_path, journal):
     pipelines = []
-    pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal, on_rows=[lambda _: pipelines[0].close()])
+    closing = Onlooker(lambda _: pipelines[0].close())
+    pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal, watchers={"closing": closing})
     pipelines.append(pipeline)
     record(pipeline, 0)
     assert until(lambda: steps_in(tmp_path / "steps") == [0])

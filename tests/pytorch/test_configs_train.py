@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from watching import Output
 
+from monitor.anomalies.judged import Judged
 from monitor.config import load_config
 from monitor.pytorch import RunEnded, TrainerMon
 from monitor.sinks.hdf5 import read_hdf5
@@ -30,6 +32,7 @@ MOMENTS = {"exp_avg": PARAMETERS * (STEPS - 1), "exp_avg_sq": PARAMETERS * (STEP
 
 PROMISED: dict[str, dict[str, int]] = {
     "activations": ACTIVATIONS,
+    "alerts": {},
     "api": {},
     "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
     "hdf5": {},
@@ -77,6 +80,18 @@ def test_the_one_for_the_program_itself_answers_it(output: Output) -> None:
         ACTIVATIONS["actv_grad"],
     ]
     assert not list(output.directory().glob("*.csv"))
+
+
+def test_the_one_for_alerts_says_of_every_step_what_it_found(output: Output) -> None:
+    trained(CONFIGS / "alerts.json").close()
+    events, said = sorted(
+        (output.base / "anomaly_detected" / "rank0").iterdir()
+    )  # numbered like the recordings of this process
+    judged = Judged.model_validate_json(said.read_bytes())
+    assert (list(judged.steps.steps()), judged.not_judged, judged.closed) == (list(range(STEPS)), {}, True)
+    assert len(json.loads(events.read_text())) == judged.events > 0
+    (path,) = output.directory().glob("metrics_0-99.h5")
+    assert Counter(read_hdf5(path)["kind"].to_pylist()) == {**GRADIENTS, **ACTIVATIONS}
 
 
 def test_the_one_for_hdf5_leaves_one_file_of_all_kinds(output: Output) -> None:

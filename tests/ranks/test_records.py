@@ -67,6 +67,12 @@ def test_steps_are_listed_and_looked_up():
     assert [step for step in range(30) if steps.holds(step)] == [0, 10, 20, 25]
 
 
+@given(steps=st.sets(st.integers(0, 40)), first=st.integers(0, 45), last=st.integers(0, 45))
+def test_steps_between_two_are_those_that_are_no_less_and_no_more(steps, first, last):
+    between = StepsRecord.of(StepRanges(sorted(steps))).between(first, last)
+    assert list(between.steps()) == [step for step in sorted(steps) if first <= step <= last]
+
+
 def test_a_field_of_a_later_version_is_passed_over(path):
     assert read_manifest(changed(path, edges=[[0, 1]])) == RECORD
 

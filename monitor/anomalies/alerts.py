@@ -1,0 +1,118 @@
+"""Alerts: a line for each event, but never so many that the log is nothing else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from time import monotonic
+from typing import Final
+
+from monitor.anomalies.events import message
+from monitor.anomalies.findings import Finding, Findings, Group, earliest
+from monitor.failures import LOGGER
+from monitor.series import SeriesTable
+
+LINES: Final = 10
+WINDOW_S: Final = 60.0
+"""Of each cause (a rule and a statistic) ``LINES`` lines are shown within this time, and of each step the earliest."""
+
+
+@dataclass(slots=True)
+class _Cause:
+    """How much of a cause was said of late.
+
+    Attributes:
+        begun: When the window began.
+        left: Lines that may still be said in it.
+        silent: Events since that nothing was said of, in the steps from ``first`` to ``last``.
+    """
+
+    begun: float
+    left: int = LINES
+    silent: int = 0
+    first: int = 0
+    last: int = 0
+
+    def pass_over(self, step: int, count: int) -> None:
+        self.first, self.last = (self.first if self.silent else step), step
+        self.silent += count
+
+
+class Alerts:
+    """Says what the rules found, through the monitor's logger.
+
+    Args:
+        where: Where all of it can be read; empty if nowhere.
+    """
+
+    def __init__(self, rank: int, series: SeriesTable, where: str = "", clock: Callable[[], float] = monotonic) -> None:
+        self._rank, self._series, self._clock = rank, series, clock
+        self._see = f" See {where}" if where else ""
+        self._causes: dict[tuple[str, str], _Cause] = {}
+
+    def judged(self, findings: Findings) -> None:
+        """See ``Listener``."""
+        by_cause: dict[tuple[str, str], list[Group]] = defaultdict(list)
+        for group in findings.groups:
+            by_cause[group.cause].append(group)
+        shown = {cause: self._shown(cause, groups) for cause, groups in by_cause.items()}
+        for finding in sorted(chain.from_iterable(shown.values()), key=attrgetter("call_id")):
+            self._say(self._line(findings.step, finding))
+        for cause, groups in by_cause.items():
+            self._rest(cause, findings.step, sum(map(len, groups)) - len(shown[cause]), said=bool(shown[cause]))
+
+    def not_judged(self, step: int, reason: str) -> None:
+        """The manifest tells of these, and of some a warning."""
+
+    def save(self) -> None:
+        """Tell what was passed over in windows that are past."""
+        for name, cause in self._causes.items():
+            if self._past(cause):
+                self._make_up_for(name, cause)
+
+    def close(self) -> None:
+        """Tell all that was passed over."""
+        for name, cause in self._causes.items():
+            self._make_up_for(name, cause)
+
+    def _shown(self, name: tuple[str, str], groups: list[Group]) -> list[Finding]:
+        """Those of a cause that may be said now."""
+        cause = self._causes.get(name)
+        if cause is None or self._past(cause):
+            if cause is not None:
+                self._make_up_for(name, cause)
+            cause = self._causes[name] = _Cause(self._clock())
+        shown = earliest(groups, cause.left)
+        cause.left -= len(shown)
+        return shown
+
+    def _rest(self, name: tuple[str, str], step: int, count: int, *, said: bool) -> None:
+        """In the step in which lines run out their number is said; of the steps after it in the window, at its end."""
+        if count and said:
+            self._say(f"… and {count:,} more of {_spelled(name)} in step {step}, not shown.{self._see}")
+        elif count:
+            self._causes[name].pass_over(step, count)
+
+    def _make_up_for(self, name: tuple[str, str], cause: _Cause) -> None:
+        if cause.silent:
+            self._say(
+                f"{cause.silent:,} more of {_spelled(name)} in steps {cause.first} to {cause.last}, not shown.{self._see}"
+            )
+            cause.silent = 0
+
+    def _past(self, cause: _Cause) -> bool:
+        return self._clock() - cause.begun >= WINDOW_S
+
+    def _line(self, step: int, finding: Finding) -> str:
+        return message(finding.signal, self._series[finding.series].tag(self._rank, finding.micro_step), step)
+
+    def _say(self, line: str) -> None:
+        LOGGER.warning("[rank %d] %s", self._rank, line)
+
+
+def _spelled(cause: tuple[str, str]) -> str:
+    rule, op = cause
+    return f"{rule} ({op})"

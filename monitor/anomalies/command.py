@@ -1,0 +1,116 @@
+"""The command ``monitor-rank-anomalies``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from monitor.anomalies.advice import advice
+from monitor.anomalies.evidence import Columns
+from monitor.anomalies.ranking import Ranking, entries_of, ranking_of
+from monitor.anomalies.reading import NothingReadError, folder_of
+from monitor.anomalies.report import counts, notes, plain, table
+from monitor.merge.errors import MergeError
+from monitor.ranks.output import write_whole
+
+RANKED, FLAWED, NOTHING = 0, 1, 2
+"""Exit statuses: all was ranked; ranked, but files are missing or torn; nothing was read."""
+
+ANALYSIS_FILE: Final = "anomaly_analyse.json"
+
+_RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?)?")
+
+_WIDTH: Final = 240
+"""Characters of a line where nobody says how wide the terminal is, or there is none."""
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def monitor_rank_anomalies(
+    data_path: Annotated[
+        Path,
+        typer.Option("-d", "--data_path", metavar="DIR", help="Where ranks wrote events, as monitor_output/anomaly_detected."),
+    ],
+    out_path: Annotated[
+        Path | None,
+        typer.Option("-o", "--out_path", metavar="OUT", help=f"A folder, or a file .json. [default: DIR/{ANALYSIS_FILE}]"),
+    ] = None,
+    topk: Annotated[int, typer.Option("-k", "--topk", min=1, help="How many events to list.")] = 8,
+    step_list: Annotated[
+        str | None,
+        typer.Option("-s", "--step_list", metavar="STEPS", help="Only these: [1,2] or 1,2 or 10:20, both included, or 10:"),
+    ] = None,
+) -> None:
+    """Put the events of all ranks in order, and say which of them came of nothing before.
+
+    Exit status: 0 ranked, 1 ranked, but files are torn or missing, 2 nothing was read.
+    """
+    try:
+        folder = folder_of(data_path)
+        ranking = ranking_of(folder, topk, _chosen(step_list))
+        output = _output(folder, out_path)
+        _write(ranking, output)
+    except (NothingReadError, MergeError, OSError) as error:
+        _say(Console(stderr=True), f"Nothing was ranked: {error}", style="red")
+        raise typer.Exit(NOTHING) from error
+    _print(ranking, output, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH))
+    raise typer.Exit(FLAWED if ranking.job.flaws or ranking.job.missing else RANKED)
+
+
+def _write(ranking: Ranking, output: Path) -> None:
+    entries = {key: event.model_dump(mode="json") for key, event in entries_of(ranking.ranked, ranking.job.flaws).items()}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, (json.dumps(entries, indent=1) + "\n").encode())
+
+
+def _print(ranking: Ranking, output: Path, console: Console) -> None:
+    if ranking.ranked:
+        console.print(table(ranking), markup=False)
+    _say(console, counts(ranking))
+    for note in notes(ranking):
+        _say(console, note)
+    _say(console, f"written to {output}")
+    _say(console, advice(ranking))
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    lines = "\n".join(map(plain, text.split("\n")))
+    console.print(lines, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _output(folder: Path, given: Path | None) -> Path:
+    if given is None:
+        return folder / ANALYSIS_FILE
+    return given if given.suffix == ".json" else given / ANALYSIS_FILE
+
+
+def _chosen(spelled: str | None) -> Callable[[Columns], Columns] | None:
+    """Which of a column of steps are meant; None: all."""
+    listed = re.sub(r"\s", "", spelled or "")
+    if listed.startswith("[") and listed.endswith("]"):
+        listed = listed[1:-1]
+    if not listed:
+        return None
+    matches = [_RANGE.fullmatch(one) for one in listed.split(",")]
+    ranges = [(int(one[1]), _end(one)) for one in matches if one is not None]
+    if len(ranges) < len(matches) or any(last < first for first, last in ranges):
+        raise NothingReadError(
+            f"--step_list is {spelled!r}. Write steps as in [1,2], or ranges as in 10:20, both included, or 10: without an end."
+        )
+    return lambda steps: np.logical_or.reduce([(steps >= first) & (steps <= last) for first, last in ranges])
+
+
+def _end(match: re.Match[str]) -> int:
+    if not match[2]:
+        return int(match[1])
+    return int(match[3]) if match[3] else np.iinfo(np.int64).max

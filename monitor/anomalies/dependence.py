@@ -1,0 +1,159 @@
+"""Which events are origins: nothing that they depend on had fired before them.
+
+Steps are gone through one after another, since weights and moments carry what happens over to the next one. Where it is not
+known what a number was made from, everything that may have gone into it counts: an origin that is none sends people to the
+wrong place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from monitor.anomalies.evidence import Columns, Evidence, Flags
+from monitor.anomalies.history import Fired, History, Parameter
+from monitor.anomalies.job import Group, Job, Member
+from monitor.anomalies.ordering import Order
+from monitor.anomalies.subjects import Role, Subject
+from monitor.anomalies.sweep import IN_PASSES, PASSES, Pipeline, Sighting, StageChunk, Sweep
+from monitor.anomalies.wiring import Wiring
+
+
+def origins(job: Job, evidence: Evidence, order: Order) -> Flags:
+    """Which events are origins."""
+    found = np.zeros(len(evidence), np.bool_)
+    history = History(job)
+    if not len(evidence):
+        return found
+    steps, begins = np.unique(evidence.step[order.events], return_index=True)
+    for step, events in zip(steps.tolist(), np.split(order.events, begins[1:]), strict=True):
+        history.begin(step)
+        found[list(_Step(job, evidence, history, step, events).origins())] = True
+    return found
+
+
+class _Step:
+    """One step of the whole job.
+
+    Args:
+        events: Of the step, in order.
+    """
+
+    def __init__(self, job: Job, evidence: Evidence, history: History, step: int, events: Columns) -> None:
+        self._job, self._of, self._history = job, evidence, history
+        self._step, self._events = step, events
+        writers = [evidence.members[number] for number in np.unique(evidence.member[events])]
+        self._fired = Fired(step, incomplete=frozenset(one.recording for one in writers if not one.has_judged_all(step)))
+        self._modules: dict[StageChunk, set[str]] = defaultdict(set)
+        self._parameters: dict[tuple[int, int], Parameter] = {}
+
+    def origins(self) -> Iterator[int]:
+        """Numbers of the events that are."""
+        self._note_what_fired()
+        yield from self._of_unwired()
+        yield from self._of_passes()
+        for number in self._numbers(*set(Role) - {*IN_PASSES}):
+            member, subject = self._of.members[self._of.member[number]], self._of.subjects[self._of.subject[number]]
+            if member.wiring is not None and not self._explained(number, member.wiring, subject):
+                yield number
+        self._history.add(self._fired)
+
+    def _note_what_fired(self) -> None:
+        of, events = self._of, self._events
+        each = np.unique(np.stack([of.recording[events], of.role[events]]), axis=1)
+        for recording, role in each.T.tolist():
+            self._fired.roles[recording].add(Role(role))
+        for number in self._numbers(*set(Role) - {*PASSES, Role.OTHER}):
+            self._fired.parameters[Role(of.role[number])].add(self._parameter(number))
+
+    def _numbers(self, *roles: Role) -> list[int]:
+        wanted = np.isin(self._of.role[self._events], roles)
+        found: list[int] = self._events[wanted].tolist()
+        return found
+
+    def _parameter(self, number: int) -> Parameter:
+        key = int(self._of.member[number]), int(self._of.subject[number])
+        known = self._parameters.get(key)
+        if known is None:
+            member, series = self._of.members[key[0]], self._of.subjects[key[1]].series
+            known = self._parameters[key] = (member.recording, member.stage, series.vpp_stage, series.name)
+        return known
+
+    def _of_unwired(self) -> Iterator[int]:
+        """Where nothing but the order is known: what is the first of its pipeline, in all its statistics."""
+        of, events = self._of, self._events
+        _, first = np.unique(of.group[events], return_index=True)
+        for number in events[first].tolist():
+            if of.members[of.member[number]].wiring is None:
+                same = (of.member[events] == of.member[number]) & (of.call_id[events] == of.call_id[number])
+                yield from events[same].tolist()
+
+    def _of_passes(self) -> Iterator[int]:
+        of = self._of
+        numbers = np.array(self._numbers(*IN_PASSES), dtype=np.int64)
+        joined = np.array(self._job.joined, dtype=np.int64)[of.member[numbers]]
+        by_call = np.lexsort((of.call_id[numbers], joined))
+        seen = list(self._sightings(numbers[by_call]))
+        pipelines: defaultdict[Group, Pipeline] = defaultdict(Pipeline)
+        for one in seen:
+            pipelines[one.member.group].add(one)
+        weights = self._history.weights(self._fired)
+        begins = np.flatnonzero(np.diff(joined[by_call], prepend=-1)).tolist()
+        for begin, end in zip(begins, [*begins[1:], len(seen)], strict=False):
+            sweep = Sweep(self._job, self._step, weights, pipelines)
+            yield from sweep.origins(seen[begin:end])
+            self._note_modules(seen[begin].member, sweep)
+
+    def _note_modules(self, member: Member, sweep: Sweep) -> None:
+        for chunk, fired in sweep.chunks.items():
+            self._modules[member.recording, member.stage, chunk].update(module for _, module in fired.modules)
+
+    def _sightings(self, numbers: Columns) -> Iterator[Sighting]:
+        of = self._of
+        columns = (column[numbers].tolist() for column in (of.call_id, of.member, of.subject, of.micro_step, of.finite))
+        for number, call_id, member, subject, micro_step, finite in zip(numbers.tolist(), *columns, strict=True):
+            yield Sighting(call_id, number, of.members[member], of.subjects[subject], micro_step, finite)
+
+    def _explained(self, number: int, wiring: Wiring, subject: Subject) -> bool:
+        parameter = self._parameter(number)
+        recording = parameter[0]
+        if subject.role == Role.GRADIENT:
+            return self._gradient(wiring, subject, parameter)
+        if subject.role == Role.MOMENT:
+            return recording in self._history.spoiled or parameter in self._history.moments
+        if subject.role == Role.UPDATED_WEIGHT:
+            same = (self._fired.parameters[role] for role in (Role.ORIGINAL_WEIGHT, Role.MOMENT))
+            return self._history.is_dirty(recording, self._fired) or any(parameter in one for one in same)
+        if subject.role == Role.ORIGINAL_WEIGHT:
+            return self._original_weight(parameter)
+        return self._follows_another(number)
+
+    def _gradient(self, wiring: Wiring, subject: Subject, parameter: Parameter) -> bool:
+        """It is aggregated over ranks: each of them may have brought it in."""
+        recording, stage, chunk, _ = parameter
+        roles, local = self._fired.roles[recording], self._fired.parameters[Role.LOCAL_GRADIENT]
+        if self._history.recorded.changed_gradients(recording) or recording in self._fired.incomplete:
+            return bool(roles & {*IN_PASSES})
+        if parameter in local or self._history.recorded.by((recording, stage, chunk), "grad_unreduced"):
+            return parameter in local
+        module = wiring.owner(subject)
+        return bool(roles & {*PASSES}) if module is None else module in self._modules[recording, stage, chunk]
+
+    def _original_weight(self, parameter: Parameter) -> bool:
+        """It is what the last update has left."""
+        recording, stage, chunk, _ = parameter
+        last = self._history.last_update(recording)
+        if last is None:
+            return False
+        if parameter in last.parameters[Role.UPDATED_WEIGHT] or parameter in last.parameters[Role.ORIGINAL_WEIGHT]:
+            return True
+        recorded = self._history.recorded.by((recording, stage, chunk), "param_updated")
+        return not recorded and self._history.doubtful(recording)
+
+    def _follows_another(self, number: int) -> bool:
+        """Whether anything has fired before on the rank."""
+        of, events = self._of, self._events
+        own = events[of.member[events] == of.member[number]]
+        return bool((of.call_id[own] < of.call_id[number]).any())

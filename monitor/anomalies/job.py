@@ -1,0 +1,235 @@
+"""The ranks that have judged, each with its manifest, and how they stand to each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from monitor.anomalies.kept import MOST
+from monitor.anomalies.reading import Flaw, RecordingEvents
+from monitor.anomalies.wiring import Wiring, Wirings
+from monitor.merge.discovery import Found, RankRun, discover
+from monitor.merge.errors import MergeError
+from monitor.ranks.names import RankDirectory
+from monitor.ranks.records import ManifestError, ManifestRecord
+
+ONE_BY_ONE: Final = frozenset({"dp", "pp"})
+"""Roles of groups whose ranks do not exchange activations inside a module. Those of all others do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A pipeline of one recording."""
+
+    recording: int
+    mates: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One recording of one rank.
+
+    Attributes:
+        stage: Index of the rank in its pipeline group.
+        manifest: Of the run that the events are of; None if there is none, or not one to be trusted.
+        wiring: None without a manifest.
+    """
+
+    events: RecordingEvents
+    group: Group
+    manifest: ManifestRecord | None = None
+    wiring: Wiring | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.events.files.rank
+
+    @property
+    def recording(self) -> int:
+        return self.events.files.recording
+
+    @property
+    def host(self) -> str:
+        return self.events.judged.host
+
+    @cached_property
+    def stage(self) -> int:
+        return self.group.mates.index(self.rank)
+
+    def place(self, chunk: int) -> int:
+        """Of a chunk, among those of all ranks of the pipeline."""
+        return self.stage + chunk * len(self.group.mates)
+
+    @property
+    def places(self) -> int:
+        """How many chunks the pipeline has."""
+        chunks = 1
+        if self.manifest is not None and self.manifest.pipeline is not None:
+            chunks = len(self.manifest.pipeline.stages)
+        return chunks * len(self.group.mates)
+
+    def ranks(self, role: str) -> tuple[int, ...]:
+        """Of the group of this role that the rank belongs to; empty where none is known."""
+        return () if self.manifest is None else self.manifest.groups.get(role, ())
+
+    def has_judged_all(self, step: int) -> bool:
+        """Whether every event of the step was found and kept: then what did not fire is clean.
+
+        Of a flood the first events of each step are kept, so a step without any had none, as long as there was room for steps.
+        """
+        judged = self.events.judged
+        if not judged.steps.holds(step):
+            return False
+        return not judged.not_kept or (len(self.events) < MOST and not (self.events.step == step).any())
+
+    def skipped(self, step: int) -> bool:
+        """Whether the optimizer is known to have left out the step."""
+        return self.manifest is not None and self.manifest.steps.skipped.holds(step)
+
+
+@dataclass
+class Job:
+    """All members, in the order of their ranks.
+
+    Attributes:
+        missing: Ranks of the job's groups that have judged nothing.
+        without_manifest: Ranks whose manifest, or series, could not be read.
+    """
+
+    members: Sequence[Member]
+    flaws: list[Flaw] = field(default_factory=list)
+    missing: Sequence[int] = ()
+    without_manifest: Sequence[int] = ()
+
+    @cached_property
+    def _by_rank(self) -> Mapping[tuple[int, int], int]:
+        return {(one.recording, one.rank): number for number, one in enumerate(self.members)}
+
+    def member_of(self, recording: int, rank: int) -> Member | None:
+        number = self._by_rank.get((recording, rank))
+        return None if number is None else self.members[number]
+
+    def at_place(self, group: Group, place: int) -> Member | None:
+        """The member that has the chunk at a place of the pipeline."""
+        return self.member_of(group.recording, group.mates[place % len(group.mates)])
+
+    def replicas(self, member: Member) -> list[Member]:
+        """Those of the same stage, the member among them, that are given other data."""
+        found = (self.member_of(member.recording, rank) for rank in member.ranks("dp"))
+        return [one for one in found if one is not None]
+
+    @cached_property
+    def joined(self) -> Sequence[int]:
+        """For each member a number that it shares with those with which it exchanges activations inside modules."""
+        number = list(range(len(self.members)))
+        for one, member in enumerate(self.members):
+            for other in self._exchanging(member):
+                a, b = _first(number, one), _first(number, other)
+                number[max(a, b)] = min(a, b)
+        return [_first(number, one) for one in number]
+
+    def _exchanging(self, member: Member) -> Iterator[int]:
+        roles = () if member.manifest is None else set(member.manifest.groups) - ONE_BY_ONE
+        for rank in {rank for role in roles for rank in member.ranks(role)}:
+            other = self._by_rank.get((member.recording, rank))
+            if other is not None and self.members[other].stage == member.stage:
+                yield other
+
+
+def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> Job:
+    """Put what was read beside the manifests that lie around ``folder``."""
+    every = list(read)
+    flaws = [one for one in every if isinstance(one, Flaw)]
+    torn = {one.rank for one in flaws}
+    found = _manifests(folder.absolute().parent)
+    matching = _Matching(found, flaws)
+    members = [matching.member(one) for one in _of_one_job([one for one in every if isinstance(one, RecordingEvents)], flaws)]
+    job = Job(members, flaws, without_manifest=sorted({one.rank for one in members if one.wiring is None}))
+    job.missing = sorted(_expected(members, found) - {one.rank for one in members} - torn)
+    return job
+
+
+def _manifests(base: Path) -> Found:
+    try:
+        return discover(base)
+    except MergeError:
+        return Found({}, ())
+
+
+def _of_one_job(events: Sequence[RecordingEvents], flaws: list[Flaw]) -> Iterator[RecordingEvents]:
+    """Those of the job that most are of; the others are flaws."""
+    jobs = Counter(one.judged.job_id for one in events)
+    most = max(jobs, key=lambda job: (jobs[job], job), default="")
+    for one in events:
+        if one.judged.job_id == most:
+            yield one
+        else:
+            reason = f"is of job {one.judged.job_id}, most of the others of {most}: it was not ranked"
+            flaws.append(Flaw(one.files.rank, one.files.told, reason))
+
+
+class _Matching:
+    """Finds the manifest of each recording."""
+
+    def __init__(self, found: Found, flaws: list[Flaw]) -> None:
+        self._runs = {run.directory.name: run for runs in found.jobs.values() for run in runs}
+        self._unreadable = {one.path: one.reason for one in found.set_aside}
+        self._wirings = Wirings()
+        self._flaws = flaws
+
+    def member(self, events: RecordingEvents) -> Member:
+        mates = events.mates or (events.files.rank,)
+        try:
+            run = self._run(events)
+            manifest = _manifest(run, events)
+            pipeline = manifest.pipeline.ranks if manifest.pipeline else (manifest.rank,)
+            if events.mates and pipeline != events.mates:
+                raise ManifestError(f"its pipeline group is {list(pipeline)}, that of the events {list(mates)}")
+            wiring = self._wirings.read(run.directory, manifest)
+        except ManifestError as error:
+            self._flaws.append(Flaw(events.files.rank, events.files.told, f"has no manifest to go with it: {error}"))
+            return Member(events, Group(events.files.recording, mates))
+        return Member(events, Group(events.files.recording, pipeline), manifest, wiring)
+
+    def _run(self, events: RecordingEvents) -> RankRun:
+        name = events.judged.directory
+        if RankDirectory.parse(name) is None:
+            raise ManifestError(f"{name!r} is not the name of a rank's directory")
+        run = self._runs.get(name)
+        if run is None:
+            raise ManifestError(self._unreadable.get(name, f"there is no directory {name} with a manifest"))
+        return run
+
+
+def _manifest(run: RankRun, events: RecordingEvents) -> ManifestRecord:
+    """As it stands, or for the earlier run that the events are of."""
+    manifest, judged = run.manifest, events.judged
+    if (manifest.rank, manifest.recording) != (judged.rank, judged.recording):
+        raise ManifestError(f"{run.directory.name} is of recording {manifest.recording} of rank {manifest.rank}")
+    if manifest.job_id == judged.job_id:
+        return manifest
+    for earlier in manifest.resumed:
+        if earlier.job_id == judged.job_id:
+            return manifest.model_copy(update={"series": earlier.series, "job_id": earlier.job_id})
+    raise ManifestError(f"{run.directory.name} is of job {manifest.job_id}, the events of {judged.job_id}")
+
+
+def _expected(members: Sequence[Member], found: Found) -> set[int]:
+    """Ranks that should have judged."""
+    ranks = {rank for member in members for rank in member.group.mates}
+    manifests = [member.manifest for member in members if member.manifest is not None]
+    ranks.update(rank for manifest in manifests for group in manifest.groups.values() for rank in group)
+    for job in {manifest.job_id for manifest in manifests}:
+        ranks.update(run.rank for run in found.jobs.get(job, ()))
+    chosen = {rank for manifest in manifests for rank in manifest.config.get("module_ranks") or ()}
+    return ranks & chosen if chosen else ranks
+
+
+def _first(number: list[int], one: int) -> int:
+    while number[one] != one:
+        one = number[one]
+    return one

@@ -1,0 +1,152 @@
+"""The events of a job in order, and of those that are shown where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from monitor.anomalies.dependence import origins
+from monitor.anomalies.events import Event
+from monitor.anomalies.evidence import Columns, Evidence
+from monitor.anomalies.job import Job, Member, job_of
+from monitor.anomalies.ordering import order_of
+from monitor.anomalies.reading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
+from monitor.anomalies.replicas import Alone, alone
+from monitor.anomalies.span import Span, span_of
+from monitor.anomalies.subjects import Subject
+from monitor.ranks.records import ManifestError
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """An event, and what there is to say of it.
+
+    Attributes:
+        span: Of an origin; None for what was propagated.
+        alone: Where no other data-parallel rank has it.
+    """
+
+    member: Member
+    subject: Subject
+    step: int
+    micro_step: int
+    call_id: int
+    op: str
+    rule: str
+    value: float
+    span: Span | None
+    alone: Alone | None
+
+    @property
+    def is_origin(self) -> bool:
+        return self.span is not None
+
+
+@dataclass
+class Ranking:
+    """What came of it.
+
+    Attributes:
+        ranked: The earliest events of the chosen steps, in order.
+        first_origin: The earliest of all chosen events that is an origin.
+        events: How many there are of the chosen steps; ``origins`` among them.
+        unordered: Why the order of micro-batches is not known, by recording.
+    """
+
+    job: Job
+    ranked: Sequence[Ranked]
+    first_origin: Ranked | None
+    events: int
+    origins: int
+    ranks: int
+    unordered: dict[int, str] = field(default_factory=dict)
+
+
+def ranking_of(folder: Path, most: int, wanted: Callable[[Columns], Columns] | None = None) -> Ranking:
+    """Read, order and judge the events of all ranks.
+
+    Args:
+        most: How many to keep.
+        wanted: Which of a column of steps to list. The others still tell what these come from.
+
+    Raises:
+        NothingReadError: there is nothing that could be read.
+    """
+    job = job_of(folder, read_all(files_in(folder)))
+    if not job.members:
+        raise NothingReadError("\n".join([f"no rank's events in {folder} can be read:", *map(_said, job.flaws[:10])]))
+    evidence = Evidence.of(job.members)
+    order = order_of(evidence)
+    are_origins = origins(job, evidence, order)
+    listed = order.events if wanted is None else order.events[wanted(evidence.step[order.events])]
+    first = listed[are_origins[listed]][:1].tolist()
+    described = {
+        number: _described(job, evidence, number, is_origin=bool(are_origins[number]))
+        for number in [*listed[:most].tolist(), *first]
+    }
+    return Ranking(
+        job,
+        [described[number] for number in listed[:most].tolist()],
+        described[first[0]] if first else None,
+        len(listed),
+        int(are_origins[listed].sum()),
+        len(np.unique(evidence.rank[listed])),
+        order.unknown,
+    )
+
+
+def _described(job: Job, of: Evidence, number: int, *, is_origin: bool) -> Ranked:
+    member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
+    return Ranked(
+        member,
+        subject,
+        step,
+        int(of.micro_step[number]),
+        int(of.call_id[number]),
+        of.ops[of.op[number]],
+        of.rules[of.rule[number]],
+        float(of.value[number]),
+        span_of(job, member, subject, step) if is_origin else None,
+        alone(job, of, number),
+    )
+
+
+def entries_of(ranked: Sequence[Ranked], flaws: list[Flaw]) -> dict[str, Event]:
+    """The entries of the files that were ranked, in this order.
+
+    Args:
+        flaws: Takes in what has changed since it was read.
+    """
+    files: dict[RecordingFiles, dict[str, Event]] = {}
+    found: dict[str, Event] = {}
+    for one in ranked:
+        own = one.member.events.files
+        if own not in files:
+            try:
+                files[own] = entries(own)
+            except ManifestError as error:
+                files[own] = {}
+                flaws.append(Flaw(own.rank, own.told, f"has changed meanwhile: {error}"))
+        key, event = next(((key, event) for key, event in files[own].items() if _is(one, event)), ("", None))
+        if event is not None:
+            found[_free(key, found, own.recording)] = event
+    return found
+
+
+def _is(one: Ranked, event: Event) -> bool:
+    at = event.step, event.micro_step, event.call_id, event.tag_name
+    return at == (one.step, one.micro_step, one.call_id, one.subject.spelled.tag(one.member.rank, one.micro_step)) and (
+        event.signal.op == one.op
+    )
+
+
+def _free(key: str, taken: dict[str, Event], recording: int) -> str:
+    """Two recordings of a process may have the same key."""
+    return f"{key}_recording_{recording}" if key in taken else key
+
+
+def _said(flaw: Flaw) -> str:
+    return f"  {flaw.path}: {flaw.reason}"

@@ -1,0 +1,170 @@
+"""The event files of a rank: what fired, and beside it what was judged at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from monitor.anomalies.events import Event, message
+from monitor.anomalies.findings import Finding, Findings, earliest
+from monitor.anomalies.judged import EVENTS_FOLDER, Judged, events_file, judged_file
+from monitor.anomalies.kept import Entry, Kept
+from monitor.ranks.manifest import RankFacts
+from monitor.ranks.output import write_whole
+from monitor.ranks.ranges import StepRanges, StepsByCause
+from monitor.ranks.records import SCHEMA_VERSION, PipelineRecord, StepsRecord
+from monitor.series import SeriesTable
+
+SHARE: Final = 20
+"""After a write this many times its own duration passes before the next one that nobody asked for."""
+
+PAUSE_S: Final = 1.0
+"""At the least, after a write that failed."""
+
+
+class EventFiles:
+    """Writes ``anomaly.json`` as soon as something fires, and ``judged.json`` with it and whenever the run is saved.
+
+    A reader finds each of them whole. ``judged.json`` is written second: after a kill it may lag behind. Without an event there
+    is no ``anomaly.json``. A forked child writes nothing.
+
+    Args:
+        base: The directory of all ranks and runs.
+        directory: Name of the rank's own directory.
+    """
+
+    def __init__(
+        self, base: Path, directory: str, facts: RankFacts, series: SeriesTable, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self.folder = base / EVENTS_FOLDER / f"rank{facts.rank}"
+        self._events, self._judged = self.folder / events_file(facts.recording), self.folder / judged_file(facts.recording)
+        self._directory, self._facts, self._clock, self._pid = directory, facts, clock, os.getpid()
+        self._spelling = _Spelling(facts, series)
+        self._host: Final = socket.gethostname()
+        self._kept = {False: Kept(), True: Kept()}
+        self._found: Counter[str] = Counter()
+        self._steps, self._not_judged = StepRanges(), StepsByCause()
+        self._changed = self._more_events = self._closed = False
+        self._not_before = -float("inf")
+
+    def judged(self, findings: Findings) -> None:
+        """See ``Listener``.
+
+        Raises:
+            OSError: A file could not be written. It is tried again.
+        """
+        self._steps.add(findings.step)
+        self._changed = True
+        if findings.groups:
+            self._keep(findings)
+            self._more_events = True
+        if self._more_events and self._clock() >= self._not_before:
+            self.save()
+
+    def not_judged(self, step: int, reason: str) -> None:
+        """See ``Listener``."""
+        self._not_judged.add(step, reason)
+        self._changed = True
+
+    def save(self) -> None:
+        """Write what has changed.
+
+        Raises:
+            OSError: It could not be written; what stood there before still does.
+        """
+        if not self._changed or os.getpid() != self._pid:
+            return
+        begun, more_events = self._clock(), self._more_events
+        if more_events:
+            self._not_before = begun + PAUSE_S
+        self._write()
+        if more_events:
+            ended = self._clock()
+            self._not_before = ended + SHARE * (ended - begun)
+
+    def close(self) -> None:
+        """Write for the last time, marked as ended, and wait for the disk.
+
+        Raises like ``save``.
+        """
+        self._changed = self._closed = True
+        self.save()
+
+    def _write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._more_events:
+            entries = sorted((*self._kept[False], *self._kept[True]), key=attrgetter("place"))
+            content = b",\n".join(entry.content for entry in entries)
+            write_whole(self._events, b"{\n" + content + b"\n}\n", durable=self._closed)
+            self._more_events = False
+        write_whole(self._judged, self._record().model_dump_json().encode() + b"\n", durable=self._closed)
+        self._changed = False
+
+    def _keep(self, findings: Findings) -> None:
+        """Of a flood no more than is kept is ever made."""
+        self._found += findings.by_rule()
+        chosen: list[Finding] = []
+        for nonfinite, kept in self._kept.items():
+            groups = [group for group in findings.groups if group.fired.nonfinite == nonfinite]
+            chosen += earliest(groups, kept.most_of_a_step)
+        chosen.sort(key=attrgetter("call_id"))
+        entries = list(self._spelling.entries(findings.step, chosen))
+        for nonfinite, kept in self._kept.items():
+            kept.add(findings.step, [entry for entry, one in zip(entries, chosen, strict=True) if one.nonfinite == nonfinite])
+
+    def _record(self) -> Judged:
+        kept = Counter(entry.rule for one in self._kept.values() for entry in one)
+        return Judged(
+            schema_version=SCHEMA_VERSION,
+            job_id=self._facts.identity.job_id,
+            rank=self._facts.rank,
+            directory=self._directory,
+            recording=self._facts.recording,
+            host=self._host,
+            events=kept.total(),
+            not_kept=dict(self._found - kept),
+            steps=StepsRecord.of(self._steps),
+            not_judged={reason: StepsRecord.of(steps) for reason, steps in self._not_judged.items()},
+            closed=self._closed,
+        )
+
+
+class _Spelling:
+    """Findings as entries of ``anomaly.json``."""
+
+    def __init__(self, facts: RankFacts, series: SeriesTable) -> None:
+        pipeline = PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks)
+        self._rank, self._series = facts.rank, series
+        self._stage, self._mates = (pipeline.stage, pipeline.ranks) if pipeline else (0, (facts.rank,))
+
+    def entries(self, step: int, findings: list[Finding]) -> Iterator[Entry]:
+        """Those of a step, in call order. Of one tensor the second and later ones bear their statistic in their key."""
+        keys: set[str] = set()
+        for place, finding in enumerate(findings):
+            event = self._event(step, finding)
+            key = f"{event.key}_{finding.signal.op}" if event.key in keys else event.key
+            keys.add(key)
+            content = f"{json.dumps(key)}: {event.model_dump_json()}"
+            yield Entry((step, place), finding.signal.rule, content.encode())
+
+    def _event(self, step: int, finding: Finding) -> Event:
+        series = self._series[finding.series]
+        tag = series.tag(self._rank, finding.micro_step)
+        return Event(
+            rank=self._rank,
+            step=step,
+            micro_step=finding.micro_step,
+            pp_stage=self._stage,
+            vpp_stage=series.vpp_stage,
+            call_id=finding.call_id,
+            tag_name=tag,
+            message=message(finding.signal, tag, step),
+            group_mates=self._mates,
+        )

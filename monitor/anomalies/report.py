@@ -1,0 +1,104 @@
+"""What the command prints: a table of the earliest events, what else there is to know, and what to look at next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.table import Table
+
+from monitor.anomalies.ranking import Ranked, Ranking
+from monitor.series import NO_MICRO_STEP
+
+_SHOWN: Final = 10
+"""Lines of one cause; more are counted."""
+
+_COUNTED: Final = {"nans": "NaN", "infs": "infinite"}
+
+
+def table(ranking: Ranking) -> Table:
+    """The earliest events, in order."""
+    found = Table(box=None, pad_edge=False)
+    with_micro_steps = any(one.micro_step != NO_MICRO_STEP for one in ranking.ranked)
+    for name in ("rank", "host", "step", *(["micro-step"] if with_micro_steps else [])):
+        found.add_column(name, no_wrap=True)
+    for name in ("tensor", "statistic", "value", "rule", "", "remark"):
+        found.add_column(name, overflow="fold")
+    for one in ranking.ranked:
+        micro_step = [] if not with_micro_steps else ["" if one.micro_step == NO_MICRO_STEP else str(one.micro_step)]
+        cells = [str(one.member.rank), one.member.host, str(one.step), *micro_step, tensor(one), one.op, f"{one.value:.6g}"]
+        found.add_row(*map(plain, [*cells, one.rule, "origin" if one.is_origin else "propagated", remark(one)]))
+    return found
+
+
+def tensor(one: Ranked) -> str:
+    """Its kind, chunk and name, as in a tag."""
+    series = one.subject.spelled
+    return f"{series.kind} {series.vpp_stage}:{series.name}"
+
+
+def remark(one: Ranked) -> str:
+    """The span of an origin, and whether other replicas have it too."""
+    return "; ".join(filter(None, [one.span.told if one.span else "", str(one.alone) if one.alone else ""]))
+
+
+def counts(ranking: Ranking) -> str:
+    """How much there is, in a line."""
+    judged = [one.events.judged for one in ranking.job.members]
+    not_kept = sum(sum(one.not_kept.values()) for one in judged)
+    not_judged: Counter[str] = Counter()
+    for one in judged:
+        not_judged.update({reason: steps.count for reason, steps in one.not_judged.items()})
+    parts = [
+        f"{ranking.events:,} events of {ranking.ranks:,} of {len({one.rank for one in judged}):,} ranks",
+        f"{ranking.origins:,} origins",
+    ]
+    if not_kept:
+        parts.append(f"{not_kept:,} more were not kept")
+    parts += [f"{count:,} steps of ranks were not judged ({reason})" for reason, count in not_judged.most_common(_SHOWN)]
+    return "; ".join(parts)
+
+
+def notes(ranking: Ranking) -> Iterator[str]:
+    """What a reader must know of the order and of what is missing."""
+    job = ranking.job
+    yield from (
+        f"Forwards and backwards are in order of micro-steps and stages alone: {reason}."
+        for reason in dict.fromkeys(ranking.unordered.values())
+    )
+    if job.without_manifest:
+        yield (
+            f"Of {listed(job.without_manifest)} nothing is known but the order of calls: there the first event of each step "
+            "and pipeline counts as an origin."
+        )
+    if job.missing:
+        yield f"{listed(job.missing)} left no events and judged no step: what is called an origin may have come from there."
+    if len({one.recording for one in job.members}) > 1:
+        yield "The ranks have several recordings each. What one passes to another is not known: each has origins of its own."
+    open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
+    if open_ranks:
+        yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
+    for flaw in job.flaws[:_SHOWN]:
+        yield f"{flaw.path}: {flaw.reason}"
+    if len(job.flaws) > _SHOWN:
+        yield f"and {len(job.flaws) - _SHOWN} more files"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 3, 4 and 10 more``."""
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def plain(text: str) -> str:
+    """Names come from files: what would steer a terminal is spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def told_value(one: Ranked) -> str:
+    """What became of the statistic, in words."""
+    if one.op in _COUNTED:
+        return f"{one.value:g} elements are {_COUNTED[one.op]}" if one.value > 1 else f"an element is {_COUNTED[one.op]}"
+    return f"{one.op} is {one.value:.6g}"

@@ -1,0 +1,98 @@
+"""The scanner: has every rule judge every step, kind by kind, and hands on what fired."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from monitor.anomalies.alignment import Aligned
+from monitor.anomalies.columns import Columns, Fired, Flags, Rule
+from monitor.anomalies.findings import Findings, Group
+from monitor.stats.rows import KindRows, StepRows
+
+
+class Listener(Protocol):
+    """Who is told what the rules found."""
+
+    def judged(self, findings: Findings) -> None:
+        """Every rule has judged the step, whether or not one fired."""
+
+    def not_judged(self, step: int, reason: str) -> None:
+        """No rule will see the step."""
+
+    def save(self) -> None:
+        """Make what was told so far visible."""
+
+    def close(self) -> None:
+        """The run has ended; nothing follows."""
+
+
+class Scanner:
+    """Looks at the rows of each step on the writer thread.
+
+    Args:
+        rules: The most important first: for each row and statistic the first that fires counts.
+        listeners: Told in this order. One that fails keeps those after it from that call, so the most reliable comes first.
+    """
+
+    def __init__(self, rules: Sequence[Rule], listeners: Sequence[Listener]) -> None:
+        self._rules = tuple(rules)
+        self._listeners = tuple(listeners)
+        self._known: dict[str, Aligned] = defaultdict(lambda: Aligned(sum(rule.fields for rule in self._rules)))
+
+    def look(self, rows: StepRows) -> None:
+        """Judge the step."""
+        try:
+            groups = tuple(group for kind, part in rows.kinds.items() if len(part) for group in self._groups(kind, part))
+        except Exception as error:
+            self.dropped(rows.step, f"the rules failed: {error!r}")
+            raise
+        for listener in self._listeners:
+            listener.judged(Findings(rows.step, groups))
+
+    def dropped(self, step: int, reason: str) -> None:
+        """The step was lost before it could be looked at."""
+        for listener in self._listeners:
+            listener.not_judged(step, reason)
+
+    def save(self) -> None:
+        for listener in self._listeners:
+            listener.save()
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    def _groups(self, kind: str, rows: KindRows) -> Iterator[Group]:
+        columns, known = Columns(rows.partials), self._known[kind].with_rows(rows)
+        claims, begin = _Claims(columns), 0
+        for rule in self._rules:
+            state = known[begin : begin + rule.fields]
+            begin += rule.fields
+            for fired in claims.of(list(rule.judge(columns, state))):
+                yield Group(rule.name, rows, fired)
+
+
+class _Claims:
+    """Which rows an earlier rule has fired on: by statistic, and for a row with a NaN or an Inf as a whole."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._claimed: dict[str, Flags] = {}
+
+    def of(self, fired: Sequence[Fired]) -> list[Fired]:
+        """What is left to a rule of what it fired on, which is then claimed."""
+        left = [self._left(one) for one in fired if len(one.rows)]
+        for one in left:
+            rows = np.zeros(len(self._columns.partials), np.bool_)
+            rows[one.rows] = True
+            what = "" if one.nonfinite else one.op
+            self._claimed[what] = rows | self._claimed.get(what, False)
+        return [one for one in left if len(one.rows)]
+
+    def _left(self, fired: Fired) -> Fired:
+        claimed = self._claimed.get("" if fired.nonfinite else fired.op)
+        return fired if claimed is None else fired.among(~claimed[fired.rows])

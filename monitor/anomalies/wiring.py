@@ -1,0 +1,226 @@
+"""What a rank's series file says of how its series hang together, in the form in which the ranking asks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from monitor.anomalies.subjects import ROOT, Role, Subject, modules_around, parent, stands_for, subject_of
+from monitor.merge.discovery import leads_out
+from monitor.ranks.flow import Flow, Pass
+from monitor.ranks.records import ManifestError, ManifestRecord
+from monitor.ranks.series_file import NOT_MEASURED, SeriesColumns, read_columns
+from monitor.series import Series
+
+Side = tuple[Role, int, str]
+"""Direction, chunk and module."""
+
+
+class _Measured(NamedTuple):
+    """A series of a side of a module, and the call of the module that it is of."""
+
+    number: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """What a tensor was before it became an input.
+
+    Attributes:
+        series: It was seen as these.
+        made: Those of them that were not an input of a tensor seen before.
+    """
+
+    series: tuple[Series, ...]
+    made: tuple[Subject, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """The measured series of a rank in the order of their numbers, which for activations and their gradients is that in which
+    they were first measured, and the flow between them.
+    """
+
+    numbers: Mapping[Series, int]
+    flow: Flow
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return self.flow.passes
+
+    def sources(self, series: Series) -> Sequence[Series]:
+        """Series of the same kind that are known to feed this one; of the input of a module they are the same tensor."""
+        return self._sources.get(self.numbers.get(series, NOT_MEASURED), ())
+
+    def same_as(self, series: Series) -> Same | None:
+        """What the input of a module was before; None where it was not seen before."""
+        if series not in self._same:
+            self._same[series] = self._found_same(series) if self.sources(series) else None
+        return self._same[series]
+
+    def _found_same(self, series: Series) -> Same:
+        found, waiting = {series}, [series]
+        made: list[Subject] = []
+        while waiting:
+            for source in self.sources(waiting.pop()):
+                if source in found:
+                    continue
+                found.add(source)
+                subject = subject_of(source)
+                if subject.is_input and self.sources(source):
+                    waiting.append(source)
+                else:
+                    made.append(subject)
+        return Same(tuple(found - {series}), tuple(made))
+
+    def closure(self, subject: Subject) -> str | None:
+        """The smallest module from whose measured entries, and from what happens within it, the tensor was made.
+
+        None if nothing shows all that comes in: then the tensor is made from whatever comes into the chunk.
+        """
+        if subject.series not in self._closures:
+            self._closures[subject.series] = self._found_closure(subject)
+        return self._closures[subject.series]
+
+    def _found_closure(self, subject: Subject) -> str | None:
+        if subject.is_entry and subject.module == ROOT:
+            return None
+        number = self.numbers.get(subject.series, len(self.numbers))
+        for around in modules_around(parent(subject.module) if subject.is_entry else subject.module):
+            entries = self._entries.get((subject.role, subject.series.vpp_stage, around), ())
+            entries = [one for one in entries if one.call == subject.call] or entries
+            # A container's output is often its last child's, whose row comes first: it shows no more than the child's.
+            if entries and all(one.number < number for one in entries):
+                return around
+        return None
+
+    def shows_entry(self, role: Role, chunk: int, module: str) -> bool:
+        """Whether what comes into the module was measured."""
+        return (role, chunk, module) in self._entries
+
+    def shows_exit(self, role: Role, chunk: int, module: str) -> bool:
+        """Whether what comes out of the module was measured."""
+        return (role, chunk, module) in self._exits
+
+    def has_weights(self, chunk: int, module: str) -> bool:
+        """Whether parameters below the module are known by any of their series."""
+        return (chunk, module) in self._weights
+
+    def owner(self, parameter: Subject) -> str | None:
+        """The nearest module around a parameter of which the output's gradient was measured."""
+        key = parameter.series.vpp_stage, parameter.module
+        if key not in self._owners:
+            around = modules_around(parameter.module)
+            self._owners[key] = next((one for one in around if self.shows_entry(Role.BACKWARD, key[0], one)), None)
+        return self._owners[key]
+
+    def before(self, subject: Subject) -> Iterator[Subject]:
+        """Subjects of the same direction and chunk that were first measured before, the latest first."""
+        number = self.numbers.get(subject.series, NOT_MEASURED)
+        for _, one in reversed(self._in_order[subject.role, subject.series.vpp_stage][: self._place(subject, number)]):
+            yield one
+
+    def _place(self, subject: Subject, number: int) -> int:
+        own = self._in_order[subject.role, subject.series.vpp_stage]
+        return sum(1 for other, _ in own if other < number)
+
+    @cached_property
+    def _same(self) -> dict[Series, Same | None]:
+        return {}
+
+    @cached_property
+    def _closures(self) -> dict[Series, str | None]:
+        return {}
+
+    @cached_property
+    def _owners(self) -> dict[tuple[int, str], str | None]:
+        return {}
+
+    @cached_property
+    def _subjects(self) -> Sequence[tuple[int, Subject]]:
+        return [(number, subject_of(series)) for series, number in self.numbers.items()]
+
+    @cached_property
+    def _in_order(self) -> Mapping[tuple[Role, int], list[tuple[int, Subject]]]:
+        found: dict[tuple[Role, int], list[tuple[int, Subject]]] = defaultdict(list)
+        for number, subject in self._subjects:
+            found[subject.role, subject.series.vpp_stage].append((number, subject))
+        return found
+
+    @cached_property
+    def kinds(self) -> frozenset[tuple[str, int]]:
+        """Those that were measured, with their chunks."""
+        return frozenset((one.kind, one.vpp_stage) for one in self.numbers)
+
+    @cached_property
+    def _entries(self) -> Mapping[Side, list[_Measured]]:
+        return self._sides(entry=True)
+
+    @cached_property
+    def _exits(self) -> Mapping[Side, list[_Measured]]:
+        return self._sides(entry=False)
+
+    def _sides(self, *, entry: bool) -> Mapping[Side, list[_Measured]]:
+        found: dict[Side, list[_Measured]] = {}
+        for number, one in self._subjects:
+            if one.role in (Role.FORWARD, Role.BACKWARD) and one.is_entry == entry:
+                found.setdefault((one.role, one.series.vpp_stage, one.module), []).append(_Measured(number, one.call))
+        return found
+
+    @cached_property
+    def _weights(self) -> frozenset[tuple[int, str]]:
+        parameters = (one for _, one in self._subjects if one.role not in (Role.FORWARD, Role.BACKWARD, Role.OTHER))
+        return frozenset((one.series.vpp_stage, module) for one in parameters for module in one.around)
+
+    @cached_property
+    def _sources(self) -> Mapping[int, list[Series]]:
+        series = {number: one for one, number in self.numbers.items()}
+        found: dict[int, list[Series]] = {}
+        for source, target in self.flow.edges:
+            one, other = series.get(source), series.get(target)
+            if one is not None and other is not None and one.kind == other.kind and one.vpp_stage == other.vpp_stage:
+                found.setdefault(target, []).append(one)
+        return found
+
+
+class Wirings:
+    """Reads the wiring of each rank once. Ranks of the same stage mostly have the same."""
+
+    def __init__(self) -> None:
+        self._by_content: dict[str, Wiring] = {}
+        self._alike: dict[tuple[object, ...], Wiring] = {}
+
+    def read(self, directory: Path, manifest: ManifestRecord) -> Wiring | None:
+        """None where the rank has measured nothing.
+
+        Raises:
+            ManifestError: its series file is missing, damaged, or lies elsewhere.
+        """
+        if manifest.series is None:
+            return None
+        path = directory / manifest.series.file
+        known = self._by_content.get(path.name)
+        if known is None:
+            if leads_out(path):
+                raise ManifestError(f"{path} leads to another directory")
+            columns = read_columns(directory, manifest)
+            known = None if columns is None else self._shared(columns)
+        if known is not None:
+            self._by_content[path.name] = known
+        return known
+
+    def _shared(self, columns: SeriesColumns) -> Wiring:
+        measured = tuple(number for number, layout in enumerate(columns.layout) if layout != NOT_MEASURED)
+        flow = (columns.flow_from, columns.flow_to, columns.passes)
+        key = (columns.kinds, columns.kind, columns.vpp_stage, columns.name, measured, flow)
+        known = self._alike.get(key)
+        if known is None:
+            every = zip(columns.kind, columns.vpp_stage, columns.name, strict=True)
+            series = [Series(columns.kinds[kind], chunk, name) for kind, chunk, name in every]
+            known = self._alike[key] = Wiring({stands_for(series[number]): number for number in measured}, columns.flow())
+        return known

@@ -1,0 +1,299 @@
+"""``monitor-rank-anomalies`` as people run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from played_job import ROWS, PlayedRank, pipeline, replicas
+from typer.testing import CliRunner
+
+from monitor.anomalies.command import app
+from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.ranks.flow import Pass
+
+EVENT_FIELDS = {
+    *("rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id", "tag_name", "message", "group_mates"),
+}
+
+
+def ran(base, *options):
+    """Exit status and what was said, in one line."""
+    result = CliRunner().invoke(app, ["-d", str(base / EVENTS_FOLDER), *options], env={"COLUMNS": "400"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, " ".join(result.output.split())
+
+
+def written(base, *ranks):
+    for rank in ranks:
+        rank.write(base)
+    return base
+
+
+def analysed(path):
+    return list(json.loads(path.read_text()).values())
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two stages, in which a NaN is born in step 3 and comes again in the steps after."""
+    first, second = pipeline(steps=range(20))
+    for step in range(3, 13):
+        first.fire("actv", "a.x.output", step=step, value=2.0).fire("actv", ".output", step=step, value=5.0)
+        second.fire("actv", ".input", step=step, value=5.0)
+    return written(tmp_path, first, second)
+
+
+def test_the_earliest_events_are_written_as_they_stood_in_the_files_of_ranks(job):
+    assert ran(job, "-k", "3")[0] == 0
+    found = json.loads((job / EVENTS_FOLDER / "anomaly_analyse.json").read_text())
+    known = {}
+    for rank in (0, 1):
+        known |= json.loads((job / EVENTS_FOLDER / f"rank{rank}" / "anomaly.json").read_text())
+    assert [(one["rank"], one["step"], one["tag_name"]) for one in found.values()] == [
+        (0, 3, "0:a.x.output:0/rank0/actv"),
+        (0, 3, "0:.output:0/rank0/actv"),
+        (1, 3, "0:.input:0/rank1/actv"),
+    ]
+    assert all(known[key] == event and set(event) == EVENT_FIELDS for key, event in found.items())
+
+
+def test_eight_events_are_kept_unless_told_otherwise(job):
+    ran(job)
+    assert len(analysed(job / EVENTS_FOLDER / "anomaly_analyse.json")) == 8
+
+
+def test_the_base_directory_may_be_named_too(job):
+    result = CliRunner().invoke(app, ["--data_path", str(job), "--topk", "1"])
+    assert (result.exit_code, len(analysed(job / EVENTS_FOLDER / "anomaly_analyse.json"))) == (0, 1)
+
+
+def test_the_module_is_the_command(job):
+    command = [sys.executable, "-m", "monitor.anomalies", "-d", str(job), "-k", "1"]
+    environment = os.environ | {"COLUMNS": "300"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert (result.returncode, "origin" in result.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("given", ["new/folder", "."])
+def test_the_output_is_a_folder(job, tmp_path, given):
+    assert ran(job, "-o", str(tmp_path / given))[0] == 0
+    assert len(analysed(tmp_path / given / "anomaly_analyse.json")) == 8
+
+
+def test_the_output_is_a_file_if_it_ends_in_json(job, tmp_path):
+    assert ran(job, "-o", str(tmp_path / "new" / "first.json"))[0] == 0
+    assert len(analysed(tmp_path / "new" / "first.json")) == 8
+
+
+@pytest.mark.parametrize(
+    ("spelled", "steps"),
+    [
+        ("[4,6]", {4, 6}),
+        ("[4, 6]", {4, 6}),
+        ("4,6", {4, 6}),
+        ("5:7", {5, 6, 7}),
+        ("11:", {11, 12}),
+        ("[3,11:]", {3, 11, 12}),
+        ("[]", set(range(3, 13))),
+        ("100", set()),
+    ],
+)
+def test_steps_are_listed_or_given_as_ranges_with_both_ends(job, spelled, steps):
+    assert ran(job, "-s", spelled, "-k", "1000")[0] == 0
+    assert {one["step"] for one in analysed(job / EVENTS_FOLDER / "anomaly_analyse.json")} == steps
+
+
+@pytest.mark.parametrize("spelled", ["x", "1-3", "3:1", "[1", "1,,2", ":5", "-1"])
+def test_steps_that_are_spelled_otherwise_are_refused_with_how_to_spell_them(job, spelled):
+    status, said = ran(job, f"--step_list={spelled}")
+    assert (status, f"--step_list is {spelled!r}. Write steps as in [1,2]" in said) == (2, True)
+
+
+def test_steps_that_are_not_listed_still_tell_where_events_came_from(tmp_path):
+    rank = PlayedRank().fire("param_updated", "b.weight", step=0).fire("param_origin", "b.weight", step=1)
+    status, said = ran(written(tmp_path, rank), "-s", "1")
+    assert (status, "propagated" in said, "0 origins" in said, "rank the steps before, too" in said) == (0, True, True, True)
+
+
+def test_no_event_is_good_news(tmp_path):
+    status, said = ran(written(tmp_path, *replicas()))
+    assert (status, "No event: no rule has fired" in said) == (0, True)
+    assert analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json") == []
+
+
+def test_a_rank_without_events_need_not_have_a_file_of_them(tmp_path):
+    written(tmp_path, PlayedRank())
+    (tmp_path / EVENTS_FOLDER / "rank0" / "anomaly.json").unlink()
+    assert ran(tmp_path)[0] == 0
+
+
+def test_a_rank_of_a_group_that_left_nothing_is_missing(tmp_path):
+    first, second = pipeline()
+    second.judged = False
+    status, said = ran(written(tmp_path, first.fire("actv", "b.output"), second))
+    assert (status, "rank 1 left no events" in said) == (1, True)
+
+
+def test_a_rank_that_is_not_monitored_is_not_missing(tmp_path):
+    first, second = pipeline(module_ranks=[0])
+    second.judged = False
+    assert ran(written(tmp_path, first.fire("actv", "b.output"), second))[0] == 0
+
+
+def test_a_rank_that_was_killed_is_told_and_its_events_count(tmp_path):
+    status, said = ran(written(tmp_path, PlayedRank(closed=False).fire("actv", "b.output")))
+    assert (status, "rank 0 did not end cleanly" in said, "1 events of 1" in said) == (0, True, True)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def of_another_rank(path):
+    path.write_text(path.read_text().replace('"rank": 0', '"rank": 7').replace("/rank0/", "/rank7/"))
+
+
+def with_a_number_that_no_step_is(path):
+    path.write_text(path.read_text().replace('"call_id": ', '"call_id": 9223372036854775807'))
+
+
+def with_a_negative_number(path):
+    path.write_text(path.read_text().replace('"step": ', '"step": -'))
+
+
+def of_a_chunk_that_no_model_has(path):
+    path.write_text(path.read_text().replace('"vpp_stage": 0', f'"vpp_stage": {10**30}').replace('": "0:', f'": "{10**30}:'))
+
+
+def with_another_message(path):
+    path.write_text(path.read_text().replace("reports anomaly", "says"))
+
+
+def with_another_tag(path):
+    path.write_text(path.read_text().replace('"tag_name": "0:', '"tag_name": "'))
+
+
+def of_another_group(path):
+    path.write_text(path.read_text().replace('"group_mates": [0, 1]', '"group_mates": [1, 0]'))
+
+
+def turned_into_a_list(path):
+    path.write_text(json.dumps(list(json.loads(path.read_text()).values())))
+
+
+def removed(path):
+    path.unlink()
+
+
+def replaced_by_a_link(path):
+    path.rename(path.parents[2] / "elsewhere.json")
+    path.symlink_to(path.parents[2] / "elsewhere.json")
+
+
+def replaced_by_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = [
+    *(cut, emptied, of_another_rank, with_a_number_that_no_step_is, with_a_negative_number, with_another_message),
+    *(of_a_chunk_that_no_model_has, with_another_tag, of_another_group, turned_into_a_list),
+    *(removed, replaced_by_a_link, replaced_by_a_pipe),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_damaged_is_named_and_the_others_are_ranked(damage, tmp_path):
+    first, second = pipeline()
+    written(tmp_path, first.fire("actv", "b.output"), second.fire("actv", "b.output"))
+    damage(tmp_path / EVENTS_FOLDER / "rank0" / "anomaly.json")
+    status, said = ran(tmp_path)
+    assert (status, "rank0/anomaly.json: " in said, "1 events of 1 of 1 ranks" in said) == (1, True, True)
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, of_another_rank, removed, replaced_by_a_link, replaced_by_a_pipe])
+def test_events_are_not_read_without_what_tells_what_they_are_of(damage, tmp_path):
+    first, second = pipeline()
+    written(tmp_path, first.fire("actv", "b.output"), second.fire("actv", "b.output"))
+    path = tmp_path / EVENTS_FOLDER / "rank0" / "judged.json"
+    path.write_text(path.read_text().replace('"rank":0', '"rank": 0'))
+    damage(path)
+    status, said = ran(tmp_path)
+    assert (status, "rank0/anomaly.json: " in said, "1 events of 1 of 1 ranks" in said) == (1, True, True)
+
+
+@pytest.mark.parametrize("name", ["../Dec03_21-34-40-rank0-00000000", "/etc", "", "..", "Dec03_21-34-40-rank0-ffffffff"])
+def test_a_directory_that_is_none_of_the_rank_in_the_base_is_refused_and_the_events_are_ranked_by_order(name, tmp_path):
+    written(tmp_path, PlayedRank().fire("actv", "b.output"))
+    path = tmp_path / EVENTS_FOLDER / "rank0" / "judged.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "directory": name}))
+    status, said = ran(tmp_path)
+    assert (status, "has no manifest to go with it" in said, "1 origins" in said) == (1, True, True)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "series-*.json.gz"])
+@pytest.mark.parametrize("damage", [cut, emptied, removed, replaced_by_a_link])
+def test_a_damaged_manifest_leaves_the_order(damage, file, tmp_path):
+    rank = PlayedRank().fire("actv", "b.output")
+    written(tmp_path, rank)
+    damage(next((tmp_path / rank.directory).glob(file)))
+    status, said = ran(tmp_path)
+    assert (status, "nothing is known but the order of calls" in said) == (1, True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_manifest_that_is_spelled_right_is_too_absurd(seed, tmp_path):
+    """Passes that come twice or never end, edges in circles, stages that contradict each other."""
+    draw = random.Random(seed)
+    names = [(kind, name) for kind, all_names in ROWS.items() for name in all_names]
+    ranks = pipeline(draw.randrange(1, 4))
+    for rank in ranks:
+        chunks = draw.choice([1, 1, 2, 10**6])
+        passes = [Pass(draw.random() < 0.5, draw.randrange(chunks), draw.randrange(3)) for _ in range(draw.randrange(9))]
+        rank.recorded_passes = [*passes, *draw.choice([[], rank.passes])]
+        rank.edges = [(one[0], one[1], draw.choice(names)[1]) for one in draw.choices(names, k=40)]
+        for kind, name in draw.sample(names, 8):
+            rank.fire(kind, name)
+    assert ran(written(tmp_path, *ranks))[0] == 0
+
+
+def test_events_of_another_job_are_named_and_left_out(tmp_path):
+    ranks = [PlayedRank(rank, {"dp": (0, 1, 2)}).fire("actv", "b.output") for rank in range(3)]
+    ranks[1].job = "9" * 32
+    status, said = ran(written(tmp_path, *ranks))
+    assert (status, f"is of job {'9' * 32}" in said, "2 events of 2 of 2 ranks" in said) == (1, True, True)
+
+
+@pytest.mark.parametrize("make", [lambda _: None, lambda path: path.mkdir(), lambda path: path.write_text("")])
+def test_nothing_to_read_is_said_in_one_line(make, tmp_path):
+    make(tmp_path / EVENTS_FOLDER)
+    status, said = ran(tmp_path)
+    assert (status, said.startswith("Nothing was ranked: ")) == (2, True)
+
+
+def test_where_every_file_is_torn_nothing_was_read(tmp_path):
+    written(tmp_path, PlayedRank().fire("actv", "b.output"))
+    cut(tmp_path / EVENTS_FOLDER / "rank0" / "anomaly.json")
+    status, said = ran(tmp_path)
+    assert (status, "rank0/anomaly.json: " in said) == (2, True)
+
+
+def test_a_name_in_a_file_does_not_steer_the_terminal(tmp_path):
+    rank = PlayedRank(host="node\x1b]0;x\x07[red]").fire("actv", "b.output")
+    assert "node\\x1b]0;x\\x07[red]" in ran(written(tmp_path, rank))[1]
+
+
+def test_two_recordings_of_a_process_are_ranked_side_by_side(tmp_path):
+    first, second = (PlayedRank(recording=number).fire("actv", "b.output") for number in range(2))
+    status, said = ran(written(tmp_path, first, second))
+    assert (status, "2 origins" in said, "several recordings" in said) == (0, True, True)
+    assert len(analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json")) == 2
