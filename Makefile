@@ -39,6 +39,9 @@ bench: environment peer
 	.venv/bin/python bench/kernels.py
 	.venv/bin/python bench/writer.py
 	.venv/bin/python bench/formats.py
+	.venv/bin/python bench/merge.py
+	.venv/bin/python bench/rules.py
+	.venv/bin/python bench/ranking.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
 
 clean:

@@ -50,7 +50,7 @@ class Scalars:
             partials = Partials(np.concatenate([piece.rows.partials.columns for piece in block], axis=1))
             for op in rows.ops_of(block[0].kind):
                 if op not in LAYOUT_OPS:
-                    yield _values(tags, op, partials)
+                    yield scalar_values(tags, op, *derive(op, partials))
 
     def _tags(self, block: list[Piece]) -> pa.BinaryArray:
         """Of each row: ``Series.tag``."""
@@ -71,8 +71,15 @@ def _taken(texts: list[str], index: NDArray[np.int64]) -> pa.StringArray:
     return pa.array(texts, type=pa.string()).take(pa.array(index))
 
 
-def _values(tags: pa.BinaryArray, op: str, partials: Partials) -> memoryview:
-    numbers, there = _single(*derive(op, partials))
+def scalar_values(tags: pa.BinaryArray, op: str, values: Floats, valid: NDArray[np.bool_]) -> memoryview:
+    """Fields ``value`` of a summary, one for each value that is there and that single precision can hold.
+
+    Args:
+        tags: Of each row, without the ``_{op}`` at the end; shape ``(rows,)``.
+        values: float64, shape ``(rows,)``.
+        valid: Which of them were measured, shape ``(rows,)``.
+    """
+    numbers, there = _single(values, valid)
     if not there.all():
         tags, numbers = tags.filter(pa.array(there)), numbers[there]
     ending = f"_{op}".encode()

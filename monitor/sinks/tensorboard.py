@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -37,25 +37,52 @@ class TensorBoardSink:
     """
 
     def __init__(self, context: SinkContext) -> None:
-        self._directory = context.directory
         self._scalars = Scalars(context.series, context.rank)
-        self._file: GrowingFile | None = None
-        self._last: int | None = None
+        self._file = EventFile(lambda: _new_path(context.directory))
 
     def write(self, rows: StepRows) -> None:
         """Add one step. What was not measured, and what single precision cannot hold, leaves no scalar."""
+        self._file.write(rows.step, self._scalars.of(rows), time.time())
+
+    def flush(self) -> None:
+        """Nothing to do: what was taken in is visible."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+class EventFile:
+    """A file of events that holds whole steps. It is made when there is a first one.
+
+    Args:
+        new_path: Where, of a file that is not there yet.
+
+    Raises:
+        OSError: from every method, as from those of ``TensorBoardSink``.
+    """
+
+    def __init__(self, new_path: Callable[[], Path]) -> None:
+        self._new_path = new_path
+        self._file: GrowingFile | None = None
+        self._last: int | None = None
+
+    def write(self, step: int, values: Iterator[memoryview], wall_time: float) -> None:
+        """Add one step.
+
+        Args:
+            values: Fields ``value`` of a summary, as ``scalar_values`` spells them.
+            wall_time: Seconds since 1970.
+        """
         file = self._open_file()
         try:
-            for event in self._events(rows):
+            for event in self._events(step, values, wall_time):
                 file.write(record(event))
         except BaseException:
             self._forget(file)
             raise
         file.keep()
-        self._last = rows.step
-
-    def flush(self) -> None:
-        """Nothing to do: what was taken in is visible."""
+        self._last = step
 
     def close(self) -> None:
         """Let go of the file."""
@@ -63,23 +90,23 @@ class TensorBoardSink:
         if file is not None:
             file.release()
 
-    def _events(self, rows: StepRows) -> Iterator[bytes]:
-        now = time.time()
+    def _events(self, step: int, values: Iterator[memoryview], wall_time: float) -> Iterator[bytes]:
         if self._last is None:
-            yield Event(wall_time=now, file_version=FORMAT_VERSION).SerializeToString()
-        if self._last is None or rows.step <= self._last:
+            yield Event(wall_time=wall_time, file_version=FORMAT_VERSION).SerializeToString()
+        if self._last is None or step <= self._last:
             begun = SessionLog(status=SessionLog.START)
-            yield Event(wall_time=now, step=rows.step, session_log=begun).SerializeToString()
-        head = Event(wall_time=now, step=rows.step).SerializeToString()
-        for values in _gathered(self._scalars.of(rows)):
-            yield head + summary_field(values)
+            yield Event(wall_time=wall_time, step=step, session_log=begun).SerializeToString()
+        head = Event(wall_time=wall_time, step=step).SerializeToString()
+        for some in _gathered(values):
+            yield head + summary_field(some)
 
     def _open_file(self) -> GrowingFile:
         if self._file is not None and self._file.gone():
+            directory = self._file.path.parent
             self._drop(self._file)
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(self._directory))
+            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(directory))
         if self._file is None:
-            path = _new_path(self._directory)
+            path = self._new_path()
             self._file, self._last = GrowingFile(path, opened(path, os.O_CREAT | os.O_EXCL)), None
         return self._file
 

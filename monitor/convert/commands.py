@@ -1,0 +1,99 @@
+"""The commands ``monitor-csv2tensorboard`` and ``monitor-csv2db``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from monitor.convert import database, events
+from monitor.convert.errors import ConversionError
+from monitor.convert.outcome import MOST_SAID, Converted
+from monitor.convert.request import DATA_TYPES, Request
+
+CLEAN, FLAWED, NOTHING = 0, 1, 2
+"""Exit statuses: all was converted; converted, with files set aside; nothing was converted."""
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")]
+TimeStart = Annotated[str | None, typer.Option(help="Only directories from this timestamp on: Dec03_21-34-40.")]
+TimeEnd = Annotated[str | None, typer.Option(help="Only directories up to this timestamp, itself included.")]
+Kinds = Annotated[str | None, typer.Option(help=f"Only these, separated by commas: {', '.join(DATA_TYPES)}.")]
+Job = Annotated[str | None, typer.Option(help="The id of the job, or its beginning, where there are several.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes.")]
+
+tensorboard_app = typer.Typer(add_completion=False)
+database_app = typer.Typer(add_completion=False)
+
+
+@tensorboard_app.command()
+def monitor_csv2tensorboard(
+    directory: Directory,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="A directory, new or empty.", show_default=f"DIR/{{time}}_{events.ENDING}"),
+    ] = None,
+    time_start: TimeStart = None,
+    time_end: TimeEnd = None,
+    kinds: Kinds = None,
+    job: Job = None,
+    workers: Workers = 1,
+) -> None:
+    """Show in TensorBoard what ranks recorded as CSV: a curve over steps for each op of each tensor.
+
+    Then: tensorboard --logdir OUTPUT
+
+    Exit status: 0 all was converted, 1 converted, but files were set aside, 2 nothing was converted.
+    """
+    asked = _listed(kinds)
+    _run(lambda: events.to_events(Request.of(directory, time_start, time_end, workers, asked, output, job, events.ENDING)))
+
+
+@database_app.command()
+def monitor_csv2db(
+    directory: Directory,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A directory.", show_default=f"DIR/{{time}}_{database.ENDING}")
+    ] = None,
+    time_start: TimeStart = None,
+    time_end: TimeEnd = None,
+    kinds: Kinds = None,
+    job: Job = None,
+    workers: Workers = 1,
+    step_partition: Annotated[int, typer.Option(min=1, help="Steps that share a table.")] = 500,
+) -> None:
+    """Put what ranks recorded as CSV into an SQLite database, monitor_metrics.db.
+
+    Then: sqlite3 OUTPUT/monitor_metrics.db "SELECT step, norm FROM grad_reduced WHERE name = '0.weight' AND rank = 0"
+
+    Exit status: 0 all was converted, 1 converted, but files were set aside, 2 nothing was converted.
+    """
+    asked = _listed(kinds)
+    _run(
+        lambda: database.to_database(
+            Request.of(directory, time_start, time_end, workers, asked, output, job, database.ENDING), step_partition
+        )
+    )
+
+
+def _listed(kinds: str | None) -> list[str] | None:
+    return [one.strip() for one in kinds.split(",")] if kinds else None
+
+
+def _run(convert: Callable[[], Converted]) -> NoReturn:
+    errors = Console(stderr=True)
+    try:
+        converted = convert()
+    except (ConversionError, OSError) as error:
+        errors.print(f"Nothing was converted: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(NOTHING) from error
+    for one in converted.set_aside[:MOST_SAID]:
+        errors.print(f"set aside: {one.path}: {one.reason}", markup=False, highlight=False, soft_wrap=True)
+    if len(converted.set_aside) > MOST_SAID:
+        errors.print(f"set aside: {len(converted.set_aside) - MOST_SAID} more", markup=False, highlight=False)
+    ranks = "1 rank" if len(converted.ranks) == 1 else f"{len(converted.ranks)} ranks"
+    said = f"{converted.rows:,} rows of {ranks} written to {converted.output}"
+    Console(soft_wrap=True).print(said, markup=False, highlight=False)
+    raise typer.Exit(FLAWED if converted.set_aside else CLEAN)
