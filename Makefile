@@ -9,14 +9,15 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean environment peer
+.PHONY: help demo demo-fault test lint bench clean environment peer
 
 help:
-	@echo "make demo    train a small GPT on two ranks, monitored, show what was recorded, merge it (ARGS=\"--steps 200\")"
-	@echo "make test    run the tests (ARGS=\"-k csv\")"
-	@echo "make lint    ruff and mypy"
-	@echo "make bench   the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
-	@echo "make clean   remove the environments and caches; recordings stay"
+	@echo "make demo        train a small GPT on two ranks, monitored, show what was recorded, merge it (ARGS=\"--steps 200\")"
+	@echo "make demo-fault  let something break on one of two ranks, and find out where (ARGS=\"--seed 3\": somewhere else)"
+	@echo "make test        run the tests (ARGS=\"-k csv\")"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench       the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
+	@echo "make clean       remove the environments and caches; recordings stay"
 
 environment:
 	@$(PYTHON) tools/environment.py .venv -c constraints.txt -e '.[torch,test]'
@@ -26,6 +27,9 @@ peer:
 
 demo: environment
 	@.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 tools/demo/train.py $(ARGS)
+
+demo-fault: environment
+	@.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 tools/demo/find_fault.py $(ARGS)
 
 test: environment
 	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from demo_runs import DEMO, TORCHRUN, run_python
 from recorded_job import RecordedRank
 from rich.console import Console
 from rich.measure import Measurement
@@ -21,10 +19,6 @@ from sink_rows import Measured
 from monitor.merge.discovery import choose, discover, runs_of
 from monitor.merge.output import read_merged
 from monitor.sinks.csv import read_csv
-
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "tools" / "demo"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +31,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     run = run_python(base, *TORCHRUN, str(DEMO / "train.py"), "--steps", "5")
     assert run.returncode == 0, run.stderr
     return run.stdout, base
-
-
-def run_python(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "COLUMNS": "200",
-        "MONITOR_OUTPUT_DIR": str(base),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=base, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_both_ranks_record_every_kind_at_the_configured_steps(demo: tuple[str, Path]) -> None:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cost import WARM_UP_INTERVALS, Cost, measure
 from gpt import GPT, GPTConfig
+from job import output_directory, process_group
 from merged import merge_and_show, runs_of_this_job
 from monitor.config import load_config
 from monitor.pytorch import TrainerMon
@@ -41,7 +39,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("monitor").setLevel(logging.INFO)  # it says at the start what it will write
     before = run_directories()
-    with process_group():
+    with process_group("make demo"):
         seconds = train(arguments.steps)
         dist.barrier()  # every rank has closed its files
         first = dist.get_rank() == 0
@@ -99,30 +97,9 @@ def progress_of(steps: int) -> Progress:
     return progress
 
 
-@contextmanager
-def process_group() -> Iterator[None]:
-    """The process group that ``torchrun`` has prepared.
-
-    Raises:
-        SystemExit: This is not a rank of a job.
-    """
-    if not dist.is_torchelastic_launched():
-        raise SystemExit("The demo is a job of two ranks. Start it with:  make demo")
-    dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def run_directories() -> set[Path]:
     """The directories of ranks in the place that recordings go to."""
     return set(output_directory().glob("*-rank*-*"))
-
-
-def output_directory() -> Path:
-    """The place that recordings go to."""
-    return Path(os.environ.get("MONITOR_OUTPUT_DIR", "./monitor_output")).expanduser().resolve()
 
 
 def parse_arguments() -> argparse.Namespace:
