@@ -1,33 +1,31 @@
-"""Which series of which ranks are the same tensor, a part of one, or a copy of a part."""
+"""What is known of the series of a kind: which tensor each is, or which part of one. Found by ``monitor.merge.tensors``."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow.compute import index_in  # type: ignore[attr-defined]
 
-from monitor.merge.discovery import RankRun, SetAside
-from monitor.merge.naming import LayerNames
-from monitor.placement import Placement, Ranks
-from monitor.ranks.records import ManifestError, ManifestRecord
-from monitor.ranks.series_file import MeasuredSeries
-from monitor.series import REPLICA_KIND
+from monitor.merge.arrow_files import read_file
+from monitor.merge.survey import UNKNOWN
+from monitor.merge.texts import NONE, Texts
+from monitor.sinks.measurements import TEXT
 
-UNKNOWN: Final = -1
+Index = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 SCHEMA: Final = pa.schema(
     {
-        "rank": pa.int32(),
+        "rank": pa.int64(),
         "vpp_stage": pa.int64(),
-        "name": pa.string(),
-        "of": pa.string(),  # of a replica the kind that it is compared with, otherwise empty
-        "global_name": pa.string(),
+        "name": TEXT,
+        "replica": pa.bool_(),  # that is only there to be compared
+        "global_name": TEXT,
         "stage": pa.int64(),  # place in the pipeline, UNKNOWN without one
         "tensor": pa.int64(),  # number of the tensor among those of its kind, in model order
         "part": pa.int64(),  # number of the part, of which every copy has the same
@@ -40,214 +38,76 @@ SCHEMA: Final = pa.schema(
 """A row for each series of each rank: by rank, and in the order in which the rank first saw them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """What one rank has of a series."""
+class Catalogue:
+    """Of one kind, in the columns ``SCHEMA``."""
 
-    rank: int
-    stage: int
-    order: int
-    name: str
-    global_name: str
-    measured: MeasuredSeries
+    def __init__(self, table: pa.Table, kind: str = "") -> None:
+        self._table = table.combine_chunks()
+        self._kind = kind
 
-    @property
-    def placement(self) -> Placement:
-        return self.measured.placement
+    @classmethod
+    def read(cls, path: Path | None, kind: str) -> Catalogue:
+        """An empty one where there is no file."""
+        if path is None:
+            return cls(SCHEMA.empty_table(), kind)
+        return cls(read_file(path), kind)
 
-    @property
-    def elements(self) -> int:
-        layout = self.measured.layout
-        return UNKNOWN if layout is None or self.measured.varies else math.prod(layout.shape)
+    def of(self, column: str, series: Index) -> Index:
+        """A column for rows of these series; ``UNKNOWN`` for those that are not in it."""
+        taken: Index = _taken(self._table[column].to_numpy(), series, UNKNOWN)
+        return taken
 
-    def of(self) -> tuple[str, str]:
-        """The kind and the name of what is measured: a replica's are those of what it replicates."""
-        series = self.measured.series
-        if series.kind != REPLICA_KIND:
-            return series.kind, series.name
-        kind, _, name = series.name.partition("/")
-        return kind, name
+    def is_replica(self, series: Index) -> Flags:
+        """Of a row that is not in it, False."""
+        return self._flags("replica", series)
 
+    def is_term(self, series: Index) -> Flags:
+        return self._flags("term", series)
 
-@dataclass
-class _Sets:
-    """Ranks that belong together."""
+    def _flags(self, column: str, series: Index) -> Flags:
+        taken: Flags = _taken(self._table[column].to_numpy(), series, False)
+        return taken
 
-    _above: dict[int, int] = field(default_factory=dict)
-    _joined: set[Ranks] = field(default_factory=set)
+    def texts(self, column: str, series: Index) -> Texts:
+        """A column of text, for rows of these series; none for those that are not in it."""
+        values = self._table[column].combine_chunks()
+        return Texts(_taken(values.indices.to_numpy(), series, NONE), values.dictionary)
 
-    def join(self, ranks: Ranks) -> None:
-        if ranks in self._joined:
-            return  # every member of a set of ranks names the whole of it
-        self._joined.add(ranks)
-        for one, other in itertools.pairwise(ranks):
-            low, high = sorted((self.of(one), self.of(other)))
-            self._above[high] = low
+    def names_or(self, names: Texts, series: Index) -> Texts:
+        """The names of rows of these series: ``names`` of those that are not in it."""
+        known = self.texts("name", series)
+        if not len(names.values):
+            return known
+        values = pa.concat_arrays([known.values, names.values]).dictionary_encode()
+        codes = np.where(series == UNKNOWN, names.codes + len(known.values), known.codes)
+        return Texts(values.indices.to_numpy()[codes], values.dictionary)
 
-    def of(self, rank: int) -> int:
-        """The lowest rank of those that ``rank`` is with."""
-        while (above := self._above.get(rank, rank)) != rank:
-            rank = above
-        return rank
+    @cached_property
+    def writers(self) -> Index:
+        """The ranks that measure this kind, and not only replicas of it."""
+        ranks: Index = np.unique(self._table["rank"].to_numpy()[~self._table["replica"].to_numpy()])
+        return ranks
 
+    def numbers(self, rank: int, chunk: int, names: pa.StringArray, *, replicas: bool) -> Index:
+        """The series of a rank that have these names; ``UNKNOWN`` where there is none.
 
-def catalogued(runs: Sequence[RankRun], directory: Path) -> tuple[dict[str, Path], list[SetAside]]:
-    """Write the catalogue of each kind to a file in ``directory``.
-
-    Returns:
-        The files by kind, and the directories whose series cannot be read.
-    """
-    series, aside = _series_of(runs)
-    manifests = {run.rank: run.manifest for run in runs}
-    by_kind: dict[str, list[Member]] = {}
-    for member in _members(series, manifests):
-        by_kind.setdefault(member.of()[0], []).append(member)
-    files = {}
-    for number, (kind, members) in enumerate(by_kind.items()):
-        files[kind] = directory / f"series-{number}.arrow"
-        table = _table(kind, members, frozenset(series))
-        with pa.OSFile(str(files[kind]), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            writer.write_table(table)
-    return files, aside
+        Args:
+            replicas: The names are those of replicas, with the kind before them.
+        """
+        first, end = np.searchsorted(self._table["rank"].to_numpy(), [rank, rank + 1]).tolist()
+        own = self._table.slice(first, end - first)
+        which = np.flatnonzero((own["vpp_stage"].to_numpy() == chunk) & (own["replica"].to_numpy() == replicas))
+        known = own["name"].combine_chunks().take(pa.array(which)).cast(pa.string())
+        if replicas:
+            known = pa.array([f"{self._kind}/{name}" for name in known.to_pylist()], type=pa.string())
+        places = np.append(first + which, UNKNOWN)
+        found: Index = places[index_in(names, value_set=known).fill_null(UNKNOWN).to_numpy()]
+        return found
 
 
-def read_catalogue(path: Path) -> pa.Table:
-    """In the columns of ``SCHEMA``."""
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).read_all()
-
-
-def of_rank(catalogue: pa.Table, rank: int) -> dict[tuple[str, int, str], int]:
-    """The row of each series of a rank, by what a replica is compared with, chunk and name."""
-    first, end = np.searchsorted(catalogue["rank"].to_numpy(), [rank, rank + 1]).tolist()
-    own = catalogue.slice(first, end - first)
-    keys = zip(own["of"].to_pylist(), own["vpp_stage"].to_pylist(), own["name"].to_pylist(), strict=True)
-    return {key: first + index for index, key in enumerate(keys)}
-
-
-def _series_of(runs: Sequence[RankRun]) -> tuple[dict[int, dict[object, MeasuredSeries]], list[SetAside]]:
-    """Of each rank; of several directories the last one tells, and what it does not know the ones before."""
-    found: dict[int, dict[object, MeasuredSeries]] = {}
-    aside = []
-    for run in reversed(runs):
-        known = found.setdefault(run.rank, {})
-        try:
-            for one in run.series():
-                known.setdefault(one.series, one)
-        except ManifestError as error:
-            aside.append(SetAside(run.directory.name, f"its series are not known: {error}"))
-    return {rank: found[rank] for rank in sorted(found)}, aside
-
-
-def _members(
-    series: Mapping[int, Mapping[object, MeasuredSeries]], manifests: Mapping[int, ManifestRecord]
-) -> Iterator[Member]:
-    names = _LayersOfPipelines(series, manifests)
-    for rank, own in series.items():
-        for order, one in enumerate(own.values()):
-            member = Member(rank, names.stage(rank, one), order, one.series.name, "", one)
-            global_name = names.of(rank, one.series.vpp_stage, member.of()[1])
-            yield Member(rank, member.stage, order, one.series.name, global_name, one)
-
-
-class _LayersOfPipelines:
-    """The names of all pipelines of the job, which are alike: what one rank of a stage does not hold another one does."""
-
-    def __init__(self, series: Mapping[int, Mapping[object, MeasuredSeries]], manifests: Mapping[int, ManifestRecord]) -> None:
-        self._stages = {rank: one.pipeline.stages for rank, one in manifests.items() if one.pipeline is not None}
-        names: dict[int, set[str]] = {}
-        for rank, own in series.items():
-            for one in own.values():
-                stage = self.stage(rank, one)
-                if stage != UNKNOWN:
-                    name = Member(rank, stage, 0, one.series.name, "", one).of()[1]
-                    names.setdefault(stage, set()).add(name)
-        count = max(
-            (len(one.pipeline.ranks) * len(one.pipeline.stages) for one in manifests.values() if one.pipeline), default=0
-        )
-        whole = not any(one.config.get("targets") for one in manifests.values())
-        self._names = LayerNames(names, count, whole=whole)
-
-    def stage(self, rank: int, one: MeasuredSeries) -> int:
-        stages, chunk = self._stages.get(rank, ()), one.series.vpp_stage
-        return stages[chunk] if chunk < len(stages) else UNKNOWN
-
-    def of(self, rank: int, chunk: int, name: str) -> str:
-        stages = self._stages.get(rank, ())
-        return self._names.of(stages[chunk], name) if chunk < len(stages) else name
-
-
-def _table(kind: str, members: Sequence[Member], ranks: frozenset[int]) -> pa.Table:
-    """The series of a kind and the replicas that are compared with them."""
-    same: dict[tuple[int, str], list[Member]] = {}
-    for member in members:
-        same.setdefault((member.measured.series.vpp_stage, member.of()[1]), []).append(member)
-    told = [one for group in same.values() for one in _placed(group, ranks)]
-    number = {
-        tensor: index for index, tensor in enumerate(dict.fromkeys(key for _, key, *_ in sorted(told, key=_in_model_order)))
-    }
-    told.sort(key=lambda one: (one[0].rank, one[0].order))
-    columns = (
-        (
-            member.rank,
-            member.measured.series.vpp_stage,
-            member.name,
-            kind if member.measured.series.kind == REPLICA_KIND else "",
-            member.global_name,
-            member.stage,
-            number[tensor],
-            part,
-            member.elements,
-            whole,
-            parts,
-            member.placement.partial,
-        )
-        for member, tensor, part, whole, parts in told
-    )
-    return pa.Table.from_arrays(
-        [pa.array(column, type=one.type) for column, one in zip(zip(*columns, strict=True), SCHEMA, strict=True)], schema=SCHEMA
-    )
-
-
-_Placed = tuple[Member, tuple[int, str, int], int, int, int]
-"""A member; its tensor, its part, the elements of the whole, and the number of parts."""
-
-
-def _in_model_order(placed: _Placed) -> tuple[int, int, int, str]:
-    member, tensor, *_ = placed
-    return member.stage, member.order, member.rank, tensor[1]
-
-
-def _placed(members: Sequence[Member], ranks: frozenset[int]) -> Iterator[_Placed]:
-    """Find the tensors among the members of one name, and the parts of each."""
-    tensors, parts = _Sets(), _Sets()
-    for one in members:
-        where = one.placement
-        for copies in (where.replicas, where.unclaimed):
-            parts.join(copies)
-            tensors.join(copies)
-        if where.shard:
-            tensors.join(where.shard.ranks)
-    of_tensor: dict[int, list[Member]] = {}
-    for one in members:
-        of_tensor.setdefault(tensors.of(one.rank), []).append(one)
-    for tensor, own in of_tensor.items():
-        series = own[0].measured.series
-        key = (series.vpp_stage, own[0].of()[1], tensor)
-        writers = [one for one in own if one.measured.series.kind != REPLICA_KIND]
-        whole, count = _whole(own), _parts(writers, parts, ranks)
-        yield from ((one, key, parts.of(one.rank), whole, count) for one in own)
-
-
-def _whole(members: Sequence[Member]) -> int:
-    """Elements of the tensor, where they are always as many."""
-    if any(one.measured.varies or one.measured.layout is None for one in members):
-        return UNKNOWN
-    shard = members[0].placement.shard
-    return members[0].elements if shard is None else math.prod(shard.global_shape)
-
-
-def _parts(members: Sequence[Member], parts: _Sets, ranks: frozenset[int]) -> int:
-    cuts = {one.placement.shard.ranks for one in members if one.placement.shard}
-    holders = {rank for cut in cuts for rank in cut}
-    return len({parts.of(one.rank) for one in members}) if holders <= ranks else UNKNOWN
+def _taken(values: NDArray[Any], series: Index, otherwise: Any) -> NDArray[Any]:
+    if not len(values):
+        return np.full(len(series), otherwise, dtype=values.dtype)
+    taken = values[series]
+    taken[series == UNKNOWN] = otherwise
+    return taken

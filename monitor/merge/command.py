@@ -9,22 +9,17 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-from rich.table import Table
 
 from monitor.merge.errors import MergeError
 from monitor.merge.merging import Wanted, merge
 from monitor.merge.report import Report, summary
-from monitor.ranks.names import timestamp_fields
-from monitor.ranks.resume import Span
+from monitor.ranks.resume import Span, span_between
 from monitor.sinks.hdf5_content import ALL_STEPS
 from monitor.sinks.shard_names import Steps
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
 """Exit statuses: all is there and agrees; merged, with something missing or at odds; nothing was merged."""
-
-BEGINNING_OF_THE_YEAR, END_OF_THE_YEAR = "Jan01_00-00-00", "Dec31_23-59-59"
 
 
 class FormatName(str, Enum):
@@ -72,9 +67,9 @@ def monitor_merge(
         )
         report = _shown(wanted, console)
     except (MergeError, OSError) as error:
-        console.print(f"Nothing was merged: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _say(console, f"Nothing was merged: {error}", style="red")
         raise typer.Exit(NOTHING) from error
-    _print(report, wanted.output, Console(soft_wrap=True))
+    _print(report, wanted.output, Console())
     raise typer.Exit(CLEAN if report.clean else FLAWED)
 
 
@@ -86,13 +81,20 @@ def _shown(wanted: Wanted, console: Console) -> Report:
 
 
 def _print(report: Report, output: Path, console: Console) -> None:
-    table = Table.grid(padding=(0, 2))
+    """A line each, however narrow the terminal: a name or a path that is cut short would not say where to look."""
+    told = list(summary(report.told()))
+    width = max(len(what) for what, _ in told)
     before = ""
-    for what, said in summary(report.told()):
-        table.add_row("" if what == before else what, escape(said))
+    for what, said in told:
+        _say(console, f"{'' if what == before else what:<{width}}  {said}")
         before = what
-    console.print(table)
-    console.print(f"written to {output}", markup=False, highlight=False)
+    _say(console, f"written to {output}")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Text that may hold names from files: what would steer a terminal is spelled out."""
+    spelled = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    console.print(spelled, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _steps(spelled: str | None) -> Steps:
@@ -106,12 +108,7 @@ def _steps(spelled: str | None) -> Steps:
 
 
 def _span(start: str | None, end: str | None) -> Span | None:
-    if start is None and end is None:
-        return None
-    span = start or BEGINNING_OF_THE_YEAR, end or END_OF_THE_YEAR
     try:
-        for timestamp in span:
-            timestamp_fields(timestamp)
+        return span_between(start, end)
     except ValueError as error:
         raise MergeError(str(error)) from error
-    return span

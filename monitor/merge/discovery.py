@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from pydantic import Field
 
 from monitor.merge.errors import MergeError
 from monitor.ranks.names import RankDirectory
-from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
+from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, Natural, Record, parsed, read_manifest
 from monitor.ranks.resume import Span, in_order
 from monitor.ranks.series_file import MeasuredSeries, read_series
 
 NO_END: Final = 2**63 - 1
+
+MERGED_FORMATS: Final = frozenset({"csv", "hdf5"})
+"""Those whose files can be read back row by row."""
+
+MOST_RANKS: Final = 10**6
+MOST_CHUNKS: Final = 2**31
+MOST_ELEMENTS: Final = 2**62
+"""More has no job. Without these bounds a damaged number could have the merge count for hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +83,32 @@ class RankRun:
             yield self.manifest.model_copy(update={"series": run.series})
 
     def _read(self, manifest: ManifestRecord) -> Sequence[MeasuredSeries]:
-        if manifest.series is not None and leads_out(self.directory / manifest.series.file):
-            raise ManifestError(f"{self.directory / manifest.series.file} leads to another directory")
-        return read_series(self.directory, manifest)
+        if manifest.series is not None:
+            _check_file(self.directory / manifest.series.file)
+        found = read_series(self.directory, manifest)
+        if not all(map(_possible, found)):
+            raise ManifestError(f"the series of {self.directory} are damaged: a chunk or a shape cannot be that large")
+        return found
+
+
+def _possible(one: MeasuredSeries) -> bool:
+    shapes = [() if one.layout is None else one.layout.shape]
+    if one.placement.shard is not None:
+        shapes.append(one.placement.shard.global_shape)
+    return one.series.vpp_stage < MOST_CHUNKS and all(math.prod(shape) < MOST_ELEMENTS for shape in shapes)
 
 
 def leads_out(path: Path) -> bool:
     """Whether ``path`` is a link to somewhere else."""
-    return path.resolve().parent != path.parent.resolve()
+    return os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent)
+
+
+def _check_file(path: Path) -> None:
+    """Raises ``ManifestError`` for what is better not opened. To open a pipe would wait for somebody to write to it."""
+    if leads_out(path):
+        raise ManifestError(f"{path} leads to another directory")
+    if os.path.lexists(path) and not path.is_file():
+        raise ManifestError(f"{path} is not a file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +124,12 @@ class Found:
 
     def job_ids(self) -> list[str]:
         """Of the jobs that nobody has carried on, in order of time."""
-        carried_on = {run.job_id for runs in self.jobs.values() for one in runs for run in one.manifest.resumed}
-        return sorted(set(self.jobs) - carried_on, key=lambda job: (min(_started(one) for one in self.jobs[job]), job))
+        carried_on = {
+            run.job_id for job, runs in self.jobs.items() for one in runs for run in one.manifest.resumed if run.job_id != job
+        }
+        return sorted(
+            set(self.jobs) - carried_on or self.jobs, key=lambda job: (min(_started(one) for one in self.jobs[job]), job)
+        )
 
 
 def discover(base: Path, span: Span | None = None) -> Found:
@@ -155,6 +189,18 @@ def runs_of(found: Found, job: str) -> tuple[RankRun, ...]:
     return tuple(run for rank in by_rank.values() for run in _ended(rank))
 
 
+def unmerged_formats(runs: Iterable[RankRun]) -> list[SetAside]:
+    """The directories of ranks that recorded in no format that can be merged."""
+    return [
+        SetAside(
+            one.directory.name,
+            f"rank {one.rank} recorded {' and '.join(formats)} alone, which cannot be merged: add hdf5 or csv to `format`",
+        )
+        for one in runs
+        if (formats := one.manifest.formats) and not MERGED_FORMATS & set(formats)
+    ]
+
+
 def _ended(runs: Sequence[RankRun]) -> list[RankRun]:
     """Each with the first step of those after it as its end."""
     ends = [one.manifest.first_step for one in runs]
@@ -164,17 +210,29 @@ def _ended(runs: Sequence[RankRun]) -> list[RankRun]:
     ]
 
 
+class _UsedConfig(Record):
+    """What the merge reads of the configuration that a rank used."""
+
+    module_ranks: list[Natural] = Field(default_factory=list)
+    ndigits: Natural = 6
+    targets: dict[str, Any] = Field(default_factory=dict)
+
+
 def _run_in(directory: Path, rank: int) -> RankRun:
-    if leads_out(directory / MANIFEST_FILE):
-        raise ManifestError(f"{directory / MANIFEST_FILE} leads to another directory")
-    manifest = read_manifest(directory / MANIFEST_FILE)
+    path = directory / MANIFEST_FILE
+    _check_file(path)
+    manifest = read_manifest(path)
     if manifest.rank != rank:
-        raise ManifestError(f"{directory / MANIFEST_FILE} is that of rank {manifest.rank}")
+        raise ManifestError(f"{path} is that of rank {manifest.rank}")
+    if manifest.world_size > MOST_RANKS:
+        raise ManifestError(f"{path} is damaged: world_size: no job has {manifest.world_size} ranks")
+    parsed(_UsedConfig, json.dumps(manifest.config).encode(), path)
+    run = RankRun(directory, manifest)
     try:
-        datetime.fromisoformat(manifest.started)
-    except ValueError as error:
-        raise ManifestError(f"{directory / MANIFEST_FILE} is damaged: started: {error}") from error
-    return RankRun(directory, manifest)
+        _started(run)
+    except (ValueError, OverflowError) as error:
+        raise ManifestError(f"{path} is damaged: started: {error}") from error
+    return run
 
 
 def _started(run: RankRun) -> float:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import re
-import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
-from filelock import FileLock, Timeout
-
-from monitor.merge.catalogue import catalogued
-from monitor.merge.discovery import RankRun, SetAside, choose, discover, runs_of
+from monitor.merge.discovery import RankRun, SetAside, choose, discover, runs_of, unmerged_formats
+from monitor.merge.drafts import draft_of
 from monitor.merge.engines import engine, run
 from monitor.merge.errors import MergeError
 from monitor.merge.output import SUFFIXES, Format
-from monitor.merge.reduction import Piece, Source, planned, reduce
+from monitor.merge.planning import Window, in_groups
+from monitor.merge.reading import put_in_order
+from monitor.merge.reduction import Outcome, reduce
 from monitor.merge.report import Report
-from monitor.merge.shards import Shard, shards_in
+from monitor.merge.survey import look
+from monitor.merge.tasks import Plan, kinds, shards_found, visits, write_runs
+from monitor.merge.tensors import catalogue
 from monitor.ranks.resume import Span
-from monitor.series import REPLICA_KIND
 from monitor.sinks.hdf5_content import ALL_STEPS
 from monitor.sinks.shard_names import Steps
 
 PIECE_ROWS: Final = 250_000
-"""What a worker holds at a time, unless a single step of a kind has more. It takes about 1 KB of memory a row."""
+"""What a worker holds at a time, unless a single step of a kind has more."""
+
+PIECES_AT_A_TIME: Final = 16
+"""For each worker. So many rows lie on the disk unpacked, unless the shards of one record hold more."""
 
 REPORT_FILE: Final = "report.json"
-
-_ROLES: Final = ("dp", "tp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,17 @@ Progress = Callable[[int, int], None]
 """Told how many pieces are done, and of how many."""
 
 
+Task = TypeVar("Task")
+T = TypeVar("T")
+
+
+class Do(Protocol):
+    """Has tasks done; see ``monitor.merge.engines.run``."""
+
+    def __call__(self, work: Callable[[Task], T], tasks: Iterable[Task], /) -> Iterator[tuple[Task, T]]:
+        """Each task with its result, as they are done."""
+
+
 def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Report:
     """Write the merged data set to ``wanted.output``, which appears whole or not at all.
 
@@ -71,7 +82,8 @@ def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Repo
     """
     found = discover(wanted.base, wanted.span)
     job = choose(found, wanted.job)
-    with _draft_of(wanted.output) as draft:
+    with draft_of(wanted.output, "merge", "another directory with -o") as draft:
+        draft.mkdir()
         return _merged(wanted, job, runs_of(found, job), found.set_aside, draft, progress)
 
 
@@ -79,68 +91,49 @@ def _merged(
     wanted: Wanted, job: str, runs: Sequence[RankRun], aside: Sequence[SetAside], draft: Path, progress: Progress
 ) -> Report:
     work = draft / "work"
-    work.mkdir()
-    report = Report(job, runs[0].manifest.world_size, runs, _missing_ranks(runs), list(aside))
-    pieces = _pieces(wanted, runs, work, draft, report)
+    for directory in (work, draft / "per_rank", draft / "global"):
+        directory.mkdir()
+    report = Report(job, runs[0].manifest.world_size, runs, _missing_ranks(runs), [*aside, *unmerged_formats(runs)])
     with engine(wanted.workers, wanted.dask) as (executor, workers):
-        for done, (piece, outcome) in enumerate(run(executor, workers, reduce, pieces), start=1):
-            report.add(piece, outcome)
-            progress(done, len(pieces))
+        do = partial(run, executor, workers)
+        plan = _planned(wanted, runs, draft, report, do)
+        _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
     if not report.steps:
-        raise MergeError(f"job {job} has no rows of what was asked for")
+        raise MergeError(_why_nothing(job, report))
     shutil.rmtree(work)
     (draft / REPORT_FILE).write_text(report.spelled())
     return report
 
 
-def _pieces(wanted: Wanted, runs: Sequence[RankRun], work: Path, draft: Path, report: Report) -> list[Piece]:
-    shards: list[tuple[RankRun, list[Shard]]] = []
-    for one in runs:
-        found, aside = shards_in(one.directory, one.rank)
-        report.set_aside += aside
-        shards.append((one, found))
-    catalogues, aside = catalogued(runs, work)
-    report.set_aside += aside
-    kinds = sorted({shard.kind for _, found in shards for shard in found})
-    return [
-        _piece(kind, steps, shards, catalogues.get(kind), _outputs(draft, kind, steps, SUFFIXES[wanted.format]))
-        for kind in kinds
-        if wanted.kinds is None or kind in wanted.kinds
-        for steps in planned([one for _, found in shards for one in found if one.kind == kind], wanted.steps, wanted.rows)
-    ]
+def _planned(wanted: Wanted, runs: Sequence[RankRun], draft: Path, report: Report, do: Do) -> Plan:
+    """Look at what is there, and find out what belongs together."""
+    work = draft / "work"
+    findings = {visit.first: found for visit, found in do(look, visits(runs, work))}
+    for found in findings.values():
+        report.set_aside += found.set_aside
+    catalogues = {kind.name: kind.output for kind, _ in do(catalogue, kinds(runs, findings, work))}
+    write_runs(runs, work / "runs.arrow")
+    shards = shards_found(findings)
+    return Plan(runs, shards, catalogues, work / "runs.arrow", work, draft, SUFFIXES[wanted.format], wanted.rows)
 
 
-def _outputs(draft: Path, kind: str, steps: Steps, suffix: str) -> tuple[Path, Path]:
-    name = f"{kind}_{steps.first}-{steps.last}{suffix}"
-    for folder in ("per_rank", "global"):
-        (draft / folder).mkdir(exist_ok=True)
-    return draft / "per_rank" / name, draft / "global" / name
+def _carry_out(plan: Plan, windows: Sequence[Window], workers: int, report: Report, progress: Progress, do: Do) -> None:
+    done, total = 0, sum(len(one.shares) + len(one.pieces) for one in windows)
+    for group in in_groups(windows, PIECES_AT_A_TIME * workers * plan.rows):
+        for share, told in do(put_in_order, chain.from_iterable(map(plan.shares, group))):
+            report.add(share.kind, Outcome.of_reading(told))
+            progress(done := done + 1, total)
+        for piece, outcome in do(reduce, chain.from_iterable(map(plan.pieces, group))):
+            report.add(piece.kind, outcome)
+            progress(done := done + 1, total)
+        for window in group:
+            plan.clear_up(window)
 
 
-def _piece(
-    kind: str, steps: Steps, shards: Sequence[tuple[RankRun, list[Shard]]], catalogue: Path | None, outputs: tuple[Path, Path]
-) -> Piece:
-    sources = tuple(_source(one, found, kind, steps) for one, found in shards)
-    return Piece(kind, steps, tuple(one for one in sources if one.shards or one.replicas), catalogue, outputs)
-
-
-def _source(one: RankRun, shards: Sequence[Shard], kind: str, steps: Steps) -> Source:
-    own, replicas = (
-        tuple(shard for shard in shards if shard.kind == of and shard.steps.meets(steps)) for of in (kind, REPLICA_KIND)
-    )
-    known = one.manifest
-    groups = [known.groups.get(role, ()) for role in _ROLES]
-    dp, tp, pp = (group.index(one.rank) if one.rank in group else None for group in groups)
-    return Source(
-        one.rank,
-        (dp, tp, pp),
-        one.end,
-        known.steps.abandoned,
-        known.steps.written,
-        own,
-        () if kind == REPLICA_KIND else replicas,
-        ndigits if isinstance(ndigits := known.config.get("ndigits"), int) else 6,
-    )
+def _why_nothing(job: str, report: Report) -> str:
+    why = [f"job {job} has no rows of what was asked for", *(f"{one.path}: {one.reason}" for one in report.set_aside[:5])]
+    more = [f"and {len(report.set_aside) - 5} more"] if len(report.set_aside) > 5 else []
+    return "\n  ".join([*why, *more])
 
 
 def _missing_ranks(runs: Sequence[RankRun]) -> list[int]:
@@ -148,44 +141,3 @@ def _missing_ranks(runs: Sequence[RankRun]) -> list[int]:
     first = runs[0].manifest
     only = first.config.get("module_ranks") or range(first.world_size)
     return sorted(set(only) & set(range(first.world_size)) - {one.rank for one in runs})
-
-
-@contextmanager
-def _draft_of(output: Path) -> Iterator[Path]:
-    """A directory that becomes ``output`` if all goes well, and of which nothing is left otherwise."""
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(output):
-        if os.path.lexists(output):
-            raise MergeError(f"{output} exists. Remove it, or name another directory with -o.")
-        _remove_drafts(output)
-        draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}.draft")
-        draft.mkdir()
-        try:
-            yield draft
-            os.rename(draft, output)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-
-
-@contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    # A lock that is a file would outlive a merge that is killed.
-    lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise MergeError(f"another merge is writing to {output}. Wait for it, or name another directory with -o.") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _remove_drafts(output: Path) -> None:
-    """What merges that were killed have left."""
-    draft = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.draft")
-    for path in output.parent.iterdir():
-        if draft.fullmatch(path.name):
-            shutil.rmtree(path)

@@ -11,10 +11,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
-_NUMBERED: Final = re.compile(r"(?P<before>(?:[^.]*[^.\d][^.]*\.)*)(?P<number>\d{1,6})(?P<after>\..*)", re.DOTALL)
-"""A name with a component that is a number, and the first of those."""
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?=\.)")
+"""A component of a name that is a number, and not the last one."""
+
+_MOST_DIGITS: Final = 6
+
+
+class _Numbered(NamedTuple):
+    """A name, taken apart at the first component that is a number."""
+
+    before: str
+    number: int
+    after: str
+
+    @classmethod
+    def of(cls, name: str) -> _Numbered | None:
+        match = _NUMBER.search(name)
+        if match is None or len(match[0]) > _MOST_DIGITS:
+            return None
+        return cls(name[: match.start()], int(match[0]), name[match.end() :])
 
 
 class LayerNames:
@@ -29,21 +46,20 @@ class LayerNames:
     def __init__(self, names: Mapping[int, Iterable[str]], stages: int, *, whole: bool = True) -> None:
         self._numbers: dict[str, dict[int, set[int]]] = {}
         for stage, own in names.items():
-            for match in filter(None, map(_NUMBERED.fullmatch, own)):
-                by_stage = self._numbers.setdefault(match["before"], {})
-                by_stage.setdefault(stage, set()).add(int(match["number"]))
+            for one in filter(None, map(_Numbered.of, own)):
+                self._numbers.setdefault(one.before, {}).setdefault(stage, set()).add(one.number)
         complete = whole and set(names) == set(range(stages))
         self._begin = {before: self._begins(by_stage, stages, complete) for before, by_stage in self._numbers.items()}
 
     def of(self, stage: int, name: str) -> str:
         """The name in the whole model of what ``stage`` calls ``name``."""
-        match = _NUMBERED.fullmatch(name)
-        begin = None if match is None else self._begin.get(match["before"], {})
-        if match is None or begin == {}:
+        one = _Numbered.of(name)
+        begin = {} if one is None else self._begin.get(one.before, {})
+        if one is None or begin == {}:
             return name
         if begin is None:
             return f"stage{stage}:{name}"
-        return f"{match['before']}{int(match['number']) + begin[stage]}{match['after']}"
+        return f"{one.before}{one.number + begin[stage]}{one.after}"
 
     @staticmethod
     def _begins(by_stage: Mapping[int, set[int]], stages: int, complete: bool) -> dict[int, int] | None:

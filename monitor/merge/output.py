@@ -9,12 +9,14 @@ from typing import Any, Final, Literal
 import h5py
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyarrow.compute import replace_substring_regex  # type: ignore[attr-defined]
 from pyarrow.csv import ConvertOptions, ParseOptions, read_csv, write_csv  # type: ignore[attr-defined]
 from pyarrow.parquet import read_table as read_parquet
 from pyarrow.parquet import write_table as write_parquet
 
 from monitor.sinks.measurements import TEXT
+from monitor.sinks.planes import LEVEL, compressed
 from monitor.stats.ops import NUMERIC_OPS
 
 Format = Literal["hdf5", "csv", "parquet"]
@@ -66,6 +68,10 @@ _FORMULA: Final = r"^[=+\-@\t\r]"
 _NULLS: Final = "_missing"
 
 
+CHUNK_ROWS: Final = 65536
+"""Of HDF5: half a megabyte of a column."""
+
+
 def write_table(rows: pa.Table, path: Path) -> None:
     """Write a file of the format that the suffix of ``path`` says. The same rows make the same bytes.
 
@@ -115,9 +121,19 @@ def _write_hdf5(rows: pa.Table, path: Path) -> None:
             _dataset(file, name, column.to_numpy(zero_copy_only=False))
 
 
-def _dataset(file: h5py.File, name: str, values: Any) -> None:
-    options = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if len(values) else {}
-    file.create_dataset(name, data=values, **options)
+def _dataset(file: h5py.File, name: str, values: NDArray[Any]) -> None:
+    """Chunks are compressed here, and not by the library, which would spend most of the time on digits that are noise."""
+    if not len(values):
+        file.create_dataset(name, data=values)
+        return
+    chunk = min(len(values), CHUNK_ROWS)
+    options = {"compression": "gzip", "compression_opts": LEVEL, "shuffle": True}
+    dataset = file.create_dataset(name, values.shape, values.dtype, chunks=(chunk,), **options)
+    for start in range(0, len(values), chunk):
+        part = values[start : start + chunk]
+        if len(part) < chunk:
+            part = np.concatenate([part, np.zeros(chunk - len(part), dtype=values.dtype)])
+        dataset.id.write_direct_chunk((start,), compressed(part))
 
 
 def _read_hdf5(path: Path) -> pa.Table:

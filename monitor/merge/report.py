@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any, Final
 
 from monitor.merge.copies import Disagreement
-from monitor.merge.discovery import RankRun, SetAside
-from monitor.merge.reduction import Outcome, Piece
+from monitor.merge.discovery import NO_END, RankRun, SetAside
+from monitor.merge.reduction import Outcome
 from monitor.ranks.ranges import StepRanges
 from monitor.ranks.records import StepsRecord
 from monitor.series import NO_MICRO_STEP
@@ -46,10 +46,10 @@ class Report:
     _incomplete: _Steps = field(default_factory=dict)
     _missing: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _not_compared: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def add(self, piece: Piece, outcome: Outcome) -> None:
-        """Take in what came of a piece."""
-        kind = piece.kind
+    def add(self, kind: str, outcome: Outcome) -> None:
+        """Take in what came of a piece of a kind, or of reading for it."""
         self.rows[kind] += outcome.rows
         self.tensors[kind] += outcome.tensors
         self.steps.update(outcome.steps)
@@ -65,6 +65,7 @@ class Report:
         self.disagreements += outcome.disagreements
         self._missing.update({(kind, *key): count for key, count in outcome.missing.items()})
         self._unplaced.update({(kind, rank): count for rank, count in outcome.unplaced.items()})
+        self._not_compared.update({(kind, rank): count for rank, count in outcome.not_compared.items()})
 
     @property
     def clean(self) -> bool:
@@ -90,9 +91,7 @@ class Report:
             "tensors": dict(sorted(self.tensors.items())),
             "gaps": _listed(self._stepwise(self._gaps, "rank")),
             "dropped": _listed(self._dropped()),
-            "skipped_steps": _ranges(
-                step for run in self.runs for step in run.manifest.steps.skipped.steps() if run.counts(step)
-            ),
+            "skipped_steps": _ranges(self._skipped()),
             "duplicate_steps": _listed(self._stepwise(self._duplicates, "rank")),
             "replaced_steps": _listed(self._replaced()),
             "set_aside": _listed(
@@ -105,9 +104,8 @@ class Report:
                 {"kind": kind, "op": op, "rows": count, "reason": reason}
                 for (kind, op, reason), count in sorted(self._missing.items())
             ),
-            "unplaced": _listed(
-                {"kind": kind, "rank": rank, "rows": count} for (kind, rank), count in sorted(self._unplaced.items())
-            ),
+            "unplaced": _listed(_by_rank(self._unplaced)),
+            "not_compared": _listed(_by_rank(self._not_compared)),
             "notes": _notes(self.runs),
         }
 
@@ -115,6 +113,13 @@ class Report:
     def _stepwise(found: Mapping[tuple[str, ...], list[int]], what: str) -> Iterator[dict[str, Any]]:
         for (kind, which), steps in sorted(found.items(), key=lambda one: (one[0][0], _numeric(one[0][1]))):
             yield {"kind": kind, what: int(which) if what == "rank" else which, "steps": _ranges(steps)}
+
+    def _skipped(self) -> Iterator[int]:
+        """Steps of which there are rows. Ranks that say the same are asked once."""
+        said = {(one.manifest.steps.skipped, one.manifest.steps.abandoned, one.end) for one in self.runs}
+        for skipped, abandoned, end in said:
+            if skipped.count:
+                yield from (one for one in self.steps if one < end and skipped.holds(one) and not abandoned.holds(one))
 
     def _dropped(self) -> Iterator[dict[str, Any]]:
         """What the manifests say was dropped before it reached a file."""
@@ -128,10 +133,10 @@ class Report:
     def _replaced(self) -> Iterator[dict[str, Any]]:
         """What an earlier run wrote, and a later one that was resumed before it did again."""
         for run in self.runs:
-            steps = [step for step in run.manifest.steps.written.steps() if step >= run.end]
-            steps += list(run.manifest.steps.abandoned.steps())
-            if steps:
-                yield {"rank": run.rank, "directory": run.directory.name, "steps": _ranges(steps)}
+            recorded = run.manifest.steps
+            for steps in (recorded.written.between(run.end, NO_END), recorded.abandoned):
+                if steps.count:
+                    yield {"rank": run.rank, "directory": run.directory.name, **_recorded(steps)}
 
 
 def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -160,6 +165,7 @@ _LINES: Final = {
     "incomplete": "{kind} {name} has not all its parts at {at}",
     "not_combined": "{op} of {kind}: {reason}",
     "unplaced": "rank {rank}: {rows} rows of {kind} that its manifest does not know",
+    "not_compared": "rank {rank}: {rows} replicas of {kind} whose owner has no row to compare them with",
 }
 
 
@@ -203,6 +209,10 @@ def _ranges(steps: Iterable[int]) -> dict[str, Any]:
 
 def _recorded(steps: StepsRecord) -> dict[str, Any]:
     return {"steps": _spelled_steps(steps)}
+
+
+def _by_rank(rows: Counter[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    return ({"kind": kind, "rank": rank, "rows": count} for (kind, rank), count in sorted(rows.items()))
 
 
 def _spelled_steps(steps: StepsRecord) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,23 +14,19 @@ import pyarrow as pa
 from monitor.merge.discovery import SetAside, leads_out
 from monitor.sinks import hdf5_files, shard_names
 from monitor.sinks.csv import read_csv
-from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_rows
+from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_kind, read_lengths
 from monitor.sinks.measurements import IDENTITY, PARTIALS, SUMS
 from monitor.sinks.shard_names import Steps
 from monitor.sinks.written import BEGINNING
 from monitor.stats.ops import NUMERIC_OPS
 
-COLUMNS: Final = pa.schema(
-    [
-        *((name, kind) for name, kind in IDENTITY.items() if name != "kind"),
-        *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS),
-        *((op, pa.float64()) for op in NUMERIC_OPS if op not in PARTIALS),
-    ]
-)
-"""A row as it was measured: its partials, or where only ops were kept those, and null in place of what is not known.
+_IDENTITY: Final = [(name, kind) for name, kind in IDENTITY.items() if name != "kind"]
 
-``min`` and ``max`` are partials in the one case, over the finite elements, and ops in the other.
-"""
+EXACT: Final = pa.schema([*_IDENTITY, *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
+"""A row of which the partials are known."""
+
+ROUNDED: Final = pa.schema([*_IDENTITY, *((op, pa.float64()) for op in NUMERIC_OPS)])
+"""A row of which only ops were kept; null is what is not known."""
 
 BYTES_A_ROW: Final = 100
 """Of CSV, about."""
@@ -39,6 +35,8 @@ FAR: Final = 2**62
 """Beyond any step."""
 
 NO_STEPS: Final = "its name is not that of steps"
+
+UNFINISHED: Final = "a kill left it unfinished: a run that goes on in its directory recovers it"
 
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
 
@@ -67,7 +65,7 @@ class Shard:
         return self.path.suffix == ".h5"
 
     def read(self, steps: Steps) -> pa.Table:
-        """Its rows of these steps, in the columns ``COLUMNS``.
+        """Its rows of these steps, in the columns ``EXACT`` if it is, otherwise ``ROUNDED``.
 
         Raises:
             ForeignError: it is torn, or not one of ours.
@@ -77,18 +75,8 @@ class Shard:
 
 def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
     """The visible shards of a rank, and the files that look like ones and are not."""
-    found: list[Shard] = []
-    aside = [
-        SetAside(str(path), "a kill left it unfinished: a run that goes on in its directory recovers it")
-        for path in _parts(directory)
-    ]
-    for named in shard_names.shards_in(directory):
-        if leads_out(named.path):
-            aside.append(SetAside(str(named.path), "it leads to another directory"))
-        elif not _possible(named.steps):
-            aside.append(SetAside(str(named.path), NO_STEPS))
-        elif _KIND.fullmatch(named.kind):
-            found.append(Shard(named.path, named.kind, named.steps, named.path.stat().st_size // BYTES_A_ROW + 1))
+    found, aside = csv_shards_in(directory)
+    aside += [SetAside(str(path), UNFINISHED) for path, _ in hdf5_files.parts_in(directory)]
     for path, steps in hdf5_files.shards_in(directory):
         try:
             found.extend(_kinds_of(path, steps, rank))
@@ -97,69 +85,95 @@ def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
     return found, aside
 
 
+def csv_shards_in(directory: Path, kinds: Collection[str] | None = None) -> tuple[list[Shard], list[SetAside]]:
+    """Those of CSV alone.
+
+    Args:
+        kinds: Those to look for; None: all.
+    """
+    found: list[Shard] = []
+    aside = [
+        SetAside(str(named.path), UNFINISHED)
+        for named in shard_names.parts_in(directory)
+        if kinds is None or named.kind in kinds
+    ]
+    for named in shard_names.shards_in(directory):
+        if not _KIND.fullmatch(named.kind) or (kinds is not None and named.kind not in kinds):
+            continue
+        if (reason := _refused(named.path)) is not None:
+            aside.append(SetAside(str(named.path), reason))
+        elif not _possible(named.steps):
+            aside.append(SetAside(str(named.path), NO_STEPS))
+        else:
+            found.append(Shard(named.path, named.kind, named.steps, named.path.stat().st_size // BYTES_A_ROW + 1))
+    return found, aside
+
+
 def _possible(steps: Steps) -> bool:
     return steps.first <= steps.last < FAR
 
 
-def _parts(directory: Path) -> Iterator[Path]:
-    yield from (named.path for named in shard_names.parts_in(directory))
-    yield from (path for path, _ in hdf5_files.parts_in(directory))
+def _refused(path: Path) -> str | None:
+    """Why a file is not to be opened, if it is not. To open a pipe would wait for somebody to write to it."""
+    if leads_out(path):
+        return "it leads to another directory"
+    return None if path.is_file() else "it is not a file"
 
 
 def _kinds_of(path: Path, steps: Steps, rank: int) -> Iterator[Shard]:
-    if leads_out(path):
-        raise ForeignError("it leads to another directory")
+    if (reason := _refused(path)) is not None:
+        raise ForeignError(reason)
     if not _possible(steps):
         raise ForeignError(NO_STEPS)
     with h5py.File(path, "r", locking=False) as file:
         if read_facts(file).rank != rank:
             raise ForeignError(f"it is of rank {read_facts(file).rank}")
-        rows = {kind: _length(file, kind) for kind in file}
+        rows = read_lengths(file)
     for kind, length in rows.items():
+        if not _KIND.fullmatch(kind):
+            raise ForeignError(f"{kind!r} is not a kind")
         yield Shard(path, kind, steps, length)
-
-
-def _length(file: h5py.File, kind: str) -> int:
-    if not _KIND.fullmatch(kind):
-        raise ForeignError(f"{kind!r} is not a kind")
-    step = file.get(f"{kind}/step")
-    if not isinstance(step, h5py.Dataset) or len(step.shape) != 1:
-        raise ForeignError(f"{kind} has no steps")
-    return int(step.shape[0])
 
 
 def _read_hdf5(shard: Shard, steps: Steps) -> pa.Table:
     try:
         with h5py.File(shard.path, "r", locking=False) as file:
-            rows = read_rows(file, [shard.kind], steps)
+            rows = read_kind(file, shard.kind, steps)
     except (NotAShardError, OSError) as error:
         raise ForeignError(_reason(error)) from error
     _check_steps(rows, shard)
-    return _in_form({name: rows[name] for name in rows.column_names if name != "kind"}, len(rows))
+    return rows.select(EXACT.names).cast(EXACT)
 
 
-def _read_csv(shard: Shard, steps: Steps) -> pa.Table:
+def csv_rows(shard: Shard) -> pa.Table:
+    """All rows of a file of CSV, with all of its columns, as ``read_csv`` types them.
+
+    Raises:
+        ForeignError: it is torn, or not one of ours.
+    """
     try:
         _check_ends(shard.path)
         rows = read_csv(shard.path)
-    except (OSError, pa.ArrowInvalid, pa.ArrowKeyError) as error:
+        names = rows.column_names
+    except (OSError, pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError) as error:
         raise ForeignError(_reason(error)) from error
-    if not {"vpp_stage", "name", "step"} <= set(rows.column_names) or any(
-        rows[name].null_count for name in ("vpp_stage", "step")
-    ):
+    if len(set(names)) < len(names):
+        raise ForeignError("two of its columns have the same name")
+    if not {"vpp_stage", "name", "step"} <= set(names) or any(rows[name].null_count for name in ("vpp_stage", "step")):
         raise ForeignError("a row lacks its chunk, its name or its step")
     _check_steps(rows, shard)
+    return rows
+
+
+def _read_csv(shard: Shard, steps: Steps) -> pa.Table:
+    rows = csv_rows(shard)
     step = rows["step"].to_numpy()
-    rows = rows.filter((step >= steps.first) & (step <= steps.last))
-    columns = {name: rows[name] for name in rows.column_names if name in COLUMNS.names}
-    return _in_form(columns, len(rows))
-
-
-def _in_form(columns: Mapping[str, pa.ChunkedArray], length: int) -> pa.Table:
-    return pa.table(
-        [_cast(columns[one.name], one.type) if one.name in columns else pa.nulls(length, one.type) for one in COLUMNS],
-        schema=COLUMNS,
-    )
+    inside = (step >= steps.first) & (step <= steps.last)
+    rows = rows if inside.all() else rows.filter(inside)
+    known = [
+        _cast(rows[one.name], one.type) if one.name in rows.column_names else pa.nulls(len(rows), one.type) for one in ROUNDED
+    ]
+    return pa.table(known, schema=ROUNDED)
 
 
 def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:

@@ -14,9 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.sinks.measurements import PARTIALS
 from monitor.stats.ops import NUMERIC_OPS, derive
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, Floats, Partials, combine_groups
+from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, combine_groups
 
 Flags = NDArray[np.bool_]
 Index = NDArray[np.int64]
@@ -44,64 +43,62 @@ class Statistics:
     exact: Flags
 
     @classmethod
-    def of(cls, rows: pa.Table, elements: Index) -> Statistics:
-        """Of rows of shards.
+    def derived(cls, count: Floats, partials: Partials, exact: Flags) -> Statistics:
+        """Ops of the rows that are ``exact``, from their partials."""
+        values, known = np.empty((len(NUMERIC_OPS), len(exact))), np.empty((len(NUMERIC_OPS), len(exact)), dtype=np.bool_)
+        for index, op in enumerate(NUMERIC_OPS):
+            values[index], there = derive(op, partials)
+            known[index] = there & exact
+        return cls(count, values, known, partials, exact)
 
-        Args:
-            rows: In the columns of ``monitor.merge.shards``.
-            elements: Of each row's series; negative where not known.
-        """
-        exact = rows["sumsq"].is_valid().to_numpy()
-        columns = np.tile(np.array(EMPTY)[:, None], (1, len(rows)))
-        for name in PARTIALS:
-            columns[COLUMNS.index(name), exact] = rows[name].to_numpy()[exact]
-        columns[0] = 1.0
-        count = np.where(exact, columns[COUNT], np.where(elements < 0, np.nan, elements))
-        made = cls._derived(count, Partials(columns), exact)
-        made._take_ops(rows)
-        return made
-
-    @classmethod
-    def _derived(cls, count: Floats, partials: Partials, exact: Flags) -> Statistics:
-        each = [derive(op, partials) for op in NUMERIC_OPS]
-        values, known = (np.array([one[which] for one in each]) for which in (0, 1))
-        return cls(count, values, known & exact, partials, exact)
-
-    def _take_ops(self, rows: pa.Table) -> None:
-        for op, index in _AT.items():
-            given = ~self.exact & rows[op].is_valid().to_numpy()
-            self.values[index, given] = rows[op].to_numpy()[given]
-            self.known[index, given] = True
+    def set_op(self, op: str, values: Floats, known: Flags) -> None:
+        """Values of an op, in place of those of the rows that are not ``exact``."""
+        self.values[_AT[op]] = np.where(self.exact, self.values[_AT[op]], values)
+        self.known[_AT[op]] |= known & ~self.exact
 
     def __len__(self) -> int:
         return len(self.count)
 
-    def take(self, rows: Index | Flags) -> Statistics:
+    def take(self, rows: Index | Flags | slice) -> Statistics:
         return Statistics(
             self.count[rows], self.values[:, rows], self.known[:, rows], self.partials.take(rows), self.exact[rows]
         )
 
+    def ops_of(self, rows: Index) -> Statistics:
+        """The same without partials, which are more than half of all."""
+        return Statistics(self.count[rows], self.values[:, rows], self.known[:, rows], _nothing(len(rows)), self.exact[rows])
+
     def op(self, op: str) -> pa.Array:
         """A column, null where there is no value."""
-        return pa.array(np.ascontiguousarray(self.values[_AT[op]]), mask=~self.known[_AT[op]])
+        known = self.known[_AT[op]]
+        return pa.array(np.ascontiguousarray(self.values[_AT[op]]), mask=None if known.all() else ~known)
 
     def value(self, op: str, row: int) -> float | None:
         return float(self.values[_AT[op], row]) if self.known[_AT[op], row] else None
 
 
-def combined(parts: Statistics, starts: Index) -> Statistics:
-    """Of the unions of runs of adjacent rows.
+def combined(rows: Statistics, order: Index, starts: Index) -> Statistics:
+    """Of the unions of runs of rows.
 
     Args:
-        starts: First row of each run, ascending from 0; no run is empty.
+        order: Which rows, those of a run next to each other.
+        starts: Where each run begins in ``order``, ascending from 0; no run is empty.
     """
-    if len(starts) == len(parts):
-        return parts
+    if len(starts) == len(order):
+        return rows.ops_of(order)
+    parts = rows.take(order)
     exact = np.logical_and.reduceat(parts.exact, starts)
-    rows = np.repeat(exact, np.diff(starts, append=len(parts)))
-    from_partials = _of_partials(parts.take(rows), _starts_among(starts, exact, len(parts)))
-    from_ops = _of_ops(parts.take(~rows), _starts_among(starts, ~exact, len(parts)))
+    if exact.all():
+        return _of_partials(parts, starts)
+    in_exact = np.repeat(exact, np.diff(starts, append=len(parts)))
+    from_partials = _of_partials(parts.take(in_exact), _starts_among(starts, exact, len(parts)))
+    from_ops = _of_ops(parts.take(~in_exact), _starts_among(starts, ~exact, len(parts)))
     return _interleaved(from_partials, from_ops, exact)
+
+
+def _nothing(rows: int) -> Partials:
+    """What stands for partials that are not known. It takes no memory."""
+    return Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), rows)))
 
 
 def _starts_among(starts: Index, chosen: Flags, length: int) -> Index:
@@ -115,7 +112,7 @@ def _of_partials(parts: Statistics, starts: Index) -> Statistics:
     if not len(starts):
         return parts
     partials = combine_groups(parts.partials, starts)
-    return Statistics._derived(partials.columns[COUNT], partials, np.ones(len(starts), dtype=np.bool_))
+    return Statistics.derived(partials.columns[COUNT], partials, np.ones(len(starts), dtype=np.bool_))
 
 
 def _of_ops(parts: Statistics, starts: Index) -> Statistics:
@@ -126,8 +123,9 @@ def _of_ops(parts: Statistics, starts: Index) -> Statistics:
         columns = [_OpsOfRuns(parts, starts).of(op) for op in NUMERIC_OPS]
     values, known = (np.array([one[which] for one in columns]) for which in (0, 1))
     values[:, alone], known[:, alone] = parts.values[:, starts[alone]], parts.known[:, starts[alone]]
-    neutral = Partials(np.tile(np.array(EMPTY)[:, None], (1, len(starts))))
-    return Statistics(np.add.reduceat(parts.count, starts), values, known, neutral, np.zeros(len(starts), dtype=np.bool_))
+    return Statistics(
+        np.add.reduceat(parts.count, starts), values, known, _nothing(len(starts)), np.zeros(len(starts), dtype=np.bool_)
+    )
 
 
 class _OpsOfRuns:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, Final
+from typing import Final
 
 import h5py
 import numpy as np
 import pyarrow as pa
+from h5py import h5g
 from numpy.typing import NDArray
 
 from monitor.series import NO_MICRO_STEP
 from monitor.sinks.facts import SCHEMA_VERSION, Facts
+from monitor.sinks.hdf5_columns import Column, group_in
 from monitor.sinks.hdf5_image import TABLES
 from monitor.sinks.measurements import SCHEMA
 from monitor.sinks.shard_names import Steps
@@ -61,6 +63,18 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
         raise _not_a_shard(error) from error
 
 
+def read_kind(file: h5py.File, kind: str, steps: Steps) -> pa.Table:
+    """The rows of one kind of a file that is known to be a shard: what ``read_rows`` gives, without what is told of the steps.
+
+    Raises:
+        NotAShardError: they are not those of a shard.
+    """
+    try:
+        return pa.Table.from_arrays(_columns(kind, group_in(file.id, kind), steps), schema=SCHEMA)
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
 def read_steps(file: h5py.File) -> set[int]:
     """The steps of which there are rows.
 
@@ -68,7 +82,19 @@ def read_steps(file: h5py.File) -> set[int]:
         NotAShardError: the file is not a shard.
     """
     try:
-        return {step for _, group in _groups(file, None) for step in np.unique(_dataset(group, "step")[...]).tolist()}
+        return {step for _, group in _groups(file, None) for step in np.unique(Column(group, "step").read()).tolist()}
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
+def read_lengths(file: h5py.File) -> dict[str, int]:
+    """How many rows there are of each kind.
+
+    Raises:
+        NotAShardError: the file is not a shard.
+    """
+    try:
+        return {kind: len(Column(group, "step")) for kind, group in _groups(file, None)}
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -80,23 +106,23 @@ def read_span(file: h5py.File) -> Steps | None:
         NotAShardError: the file is not a shard.
     """
     try:
-        steps = [_dataset(group, "step") for _, group in _groups(file, None)]
-        ends = [(int(step[0]), int(step[-1])) for step in steps if len(step)]
+        steps = [Column(group, "step") for _, group in _groups(file, None)]
+        ends = [(int(step.read(0, 1)[0]), int(step.read(len(step) - 1)[0])) for step in steps if len(step)]
         return Steps(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
 
-def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[str, h5py.Group]]:
+def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[str, h5g.GroupID]]:
     for kind in file:
         if kinds is None or kind in kinds:
-            yield kind, _own(file, kind, h5py.Group)
+            yield kind, group_in(file.id, kind)
 
 
-def _columns(kind: str, group: h5py.Group, steps: Steps) -> list[pa.Array]:
-    rows = _rows_of(_dataset(group, "step")[...], steps)
-    length = len(_dataset(group, "step"))
-    return [_column(field, kind, group, rows, length) for field in SCHEMA]
+def _columns(kind: str, group: h5g.GroupID, steps: Steps) -> list[pa.Array]:
+    step = Column(group, "step").read()
+    rows = _rows_of(step, steps)
+    return [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
 
 
 def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:
@@ -105,44 +131,25 @@ def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:
     return slice(*np.searchsorted(step, [steps.first, steps.last + 1 if steps.last < ALL_STEPS.last else steps.last]).tolist())
 
 
-def _column(field: pa.Field, kind: str, group: h5py.Group, rows: slice, length: int) -> pa.Array:
+def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.Array:
     if field.name == "kind":
-        return _texts(np.array([kind]), np.zeros(rows.stop - rows.start, dtype=np.int64))
+        return _texts(pa.array([kind], type=pa.string()), np.zeros(rows.stop - rows.start, dtype=np.int64))
     name, table = TABLES.get(field.name, (field.name, None))
-    dataset = _dataset(group, name)
-    if len(dataset) != length:
-        raise ValueError(f"{kind}/{name} has {len(dataset)} rows and not {length}")
-    numbers = dataset[rows]
+    column = Column(group, name)
+    if len(column) != length:
+        raise ValueError(f"{kind}/{name} has {len(column)} rows and not {length}")
+    numbers = column.read(rows.start, rows.stop)
     if table is not None:
-        return _texts(_dataset(group, table).asstr()[...], numbers)
+        return _texts(Column(group, table).texts(), numbers)
     wanted = np.float64 if field.type == pa.float64() else np.int64
-    return pa.array(numbers.astype(wanted, casting="safe"), mask=numbers == NO_MICRO_STEP if name == "micro_step" else None)
+    missing = numbers == NO_MICRO_STEP if name == "micro_step" else None
+    return pa.array(numbers.astype(wanted, casting="safe", copy=False), mask=missing)
 
 
-def _texts(texts: NDArray[Any], numbers: NDArray[np.int64]) -> pa.DictionaryArray:
+def _texts(texts: pa.StringArray, numbers: NDArray[np.int64]) -> pa.DictionaryArray:
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(texts):
         raise ValueError("a number stands for no text")
-    return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), pa.array(texts.tolist(), type=pa.string()))
-
-
-def _dataset(group: h5py.Group, name: str) -> h5py.Dataset:
-    """One whose content is in this file and was written."""
-    dataset = _own(group, name, h5py.Dataset)
-    if len(dataset.shape) != 1 or dataset.is_virtual or dataset.external:
-        raise ValueError(f"{dataset.name} is not a plain column")
-    if dataset.chunks and dataset.id.get_num_chunks() * dataset.chunks[0] < len(dataset):
-        raise ValueError(f"{dataset.name} says that it has more rows than it has")
-    return dataset
-
-
-def _own(group: h5py.Group, name: str, kind: type[Any]) -> Any:
-    """What stands under ``name`` in this very file: no link leads out of it."""
-    if name not in group:
-        raise KeyError(f"{group.name} has no {name}")
-    found = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-    if not isinstance(found, kind):
-        raise TypeError(f"{group.name} has no {kind.__name__} {name}")
-    return found
+    return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), texts)
 
 
 def _not_a_shard(error: Exception) -> NotAShardError:

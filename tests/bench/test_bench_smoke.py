@@ -109,6 +109,16 @@ def test_writer_prints_the_rate_of_each_way_to_write(tmp_path: Path) -> None:
     assert "monitor" in rates
 
 
+def test_rules_prints_what_the_writer_takes_with_them_and_what_a_flood_of_events_does(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("rules.py", "--rows", "2000", "--steps", "12", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert [row[:2] for row in cells_of(done.stdout)[:2]] == [[c["format"], f"{1e3 * c['alone']:.1f}"] for c in found["costs"]]
+    assert [cost["format"] for cost in found["costs"]] == ["csv", "hdf5"]
+    assert cells_of(done.stdout)[-1] == [f"{1e3 * found['flood'][when]:.1f}" for when in ("first", "next", "later")]
+
+
 def test_formats_prints_what_a_million_rows_take_in_each_format(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run("formats.py", "--rows", "2000", "--steps", "5", "--rounds", "1", "--json", str(figures))
@@ -118,3 +128,24 @@ def test_formats_prints_what_a_million_rows_take_in_each_format(tmp_path: Path) 
     sizes = {cost["format"]: cost["bytes"] for cost in costs}
     assert sizes["hdf5"] < 0.4 * sizes["csv"]
     assert sizes.keys() == {"csv", "hdf5", "tensorboard"}
+
+
+def test_merging_prints_what_the_command_takes_and_what_reading_the_same_files_takes(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    size = ("--rows", "240", "--steps", "4", "--ranks", "3", "--lengths", "--formats", "csv", "--workers", "1")
+    done = run("merge.py", *size, "--beside", "polars", "--directory", str(tmp_path), "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    rows = cells_of(done.stdout)
+    assert [row[:5] for row in rows] == [[by, "csv", "3", "4", "240"] for by in ("monitor", "polars")]
+    assert all(cost["memory"] > 10_000_000 and cost["cpu"] > 0 for cost in json.loads(figures.read_text()))
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_ranking_prints_what_the_command_takes_for_each_shape_of_events(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    size = ("--events", "400", "--ranks", "4", "--stages", "2", "--layers", "1", "--micro-steps", "2")
+    done = run("ranking.py", *size, "--directory", str(tmp_path), "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    assert [row[:3] for row in cells_of(done.stdout)] == [[shape, "4", "400"] for shape in ("flood", "sparse", "few ranks")]
+    assert all(cost["memory"] > 10_000_000 and cost["cpu"] > 0 for cost in json.loads(figures.read_text())["costs"])
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]

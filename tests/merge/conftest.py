@@ -1,7 +1,39 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / folder) for folder in ("sinks", "processes", "pytorch", "pytorch/frameworks", "merge")]
+
+from jobs import OF_PARAMETERS  # noqa: E402
+from launching import Launcher, Nursery  # noqa: E402
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+    """Runs a script, one way of it, on its ranks. They record to ``out`` in the directory that is returned, and what the
+    script itself has to tell is in ``told.json``. No process and no file elsewhere is left.
+    """
+    nursery = Nursery()
+    launchers: list[Launcher] = []
+
+    def run(script: str, how: str, ranks: int, **config: object) -> Path:
+        directory = tmp_path_factory.mktemp("job")
+        launchers.append(Launcher(directory, nursery))
+        settings = OF_PARAMETERS | {"format": ["csv", "hdf5"]} | config
+        told = str(directory / "told.json")
+        started = launchers[-1].start_ranks(ranks, str(SCRIPTS / script), how, config=settings, RESULTS=told)
+        for ended in [one.end() for one in started]:
+            assert ended.status == 0, ended.err[-3000:]
+        return directory
+
+    yield run
+    left = [launcher.clean_up() for launcher in launchers]
+    nursery.close()
+    assert left == [([], [])] * len(launchers)

@@ -1,0 +1,160 @@
+"""Rows of all ranks as columns, in order of steps and ranks, with what the catalogue knows of each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from monitor.merge.catalogue import Catalogue
+from monitor.merge.ordering import order_by
+from monitor.merge.statistics import Flags, Index, Statistics
+from monitor.merge.survey import UNKNOWN
+from monitor.merge.texts import Texts
+from monitor.sinks.measurements import PARTIALS
+from monitor.stats.ops import NUMERIC_OPS
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, WRITES, Floats, Partials
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of all ranks.
+
+    Attributes:
+        run: Place of the directory among those of the job, of each row.
+        rank: That it is of.
+        series: Its row in the catalogue, ``UNKNOWN`` where it has none.
+        replica: Whether it is there to be compared alone.
+        columns: ``step``, ``micro_step`` (or ``NO_MICRO_STEP``), ``call_id`` (or ``UNKNOWN``), ``vpp_stage``; int64.
+        texts: ``name``, ``shape``, ``dtype``.
+    """
+
+    catalogue: Catalogue
+    run: Index
+    rank: Index
+    series: Index
+    replica: Flags
+    columns: dict[str, Index]
+    texts: dict[str, Texts]
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def known(self, column: str) -> Index:
+        """A column of the catalogue, for each row; ``UNKNOWN`` for those that are not in it."""
+        return self.catalogue.of(column, self.series)
+
+    def column(self, name: str) -> Index:
+        return self.columns[name]
+
+    def micro_step(self) -> Index:
+        return self.columns["micro_step"]
+
+    def text(self, column: str, rows: Index) -> pa.Array:
+        """A column of text of the catalogue, for some of the rows, which are in it."""
+        return self.catalogue.texts(column, self.series[rows]).arrow()
+
+    def only(self, rows: Index | Flags | slice) -> Rows:
+        return Rows(
+            self.catalogue,
+            self.run[rows],
+            self.rank[rows],
+            self.series[rows],
+            self.replica[rows],
+            {name: column[rows] for name, column in self.columns.items()},
+            {name: column.take(rows) for name, column in self.texts.items()},
+        )
+
+
+def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue) -> tuple[Rows, Statistics]:
+    """The rows of these tables in order of steps, of one step as the tables stand.
+
+    Args:
+        tables: In order of ranks, with the columns ``EXACT`` or ``ROUNDED`` of ``monitor.merge.reading``.
+        ranks: Of each directory of the job.
+    """
+    found = _Gathering(tables)
+    run, series = found.column("run"), found.column("series")
+    texts = {name: found.texts(name) for name in ("shape", "dtype")}
+    columns = {name: found.column(name) for name in ("step", "micro_step", "call_id", "vpp_stage")}
+    names = catalogue.names_or(found.texts("name"), series)
+    rows = Rows(catalogue, run, ranks[run], series, catalogue.is_replica(series), columns, {"name": names, **texts})
+    return rows, found.statistics(_elements(rows))
+
+
+class _Gathering:
+    """Columns of several tables as one, in order of steps."""
+
+    def __init__(self, tables: Sequence[pa.Table]) -> None:
+        self._tables = tables
+        self._order: Index | slice = slice(None)
+        order = order_by([self.column("step")])
+        if order is not None:
+            self._order = order
+
+    def column(self, name: str) -> Index:
+        """Of whole numbers that every table has."""
+        values: Index = self._joined(lambda table: table[name].to_numpy(), np.int64)
+        return values
+
+    def texts(self, name: str) -> Texts:
+        return Texts.of([chunk for table in self._tables for chunk in table[name].chunks]).take(self._order)
+
+    def statistics(self, elements: Index) -> Statistics:
+        exact = self._joined(lambda table: np.full(len(table), _is_exact(table)), np.bool_)
+        partials = np.ones((len(COLUMNS), len(exact)))
+        for number, name in enumerate(PARTIALS, WRITES + 1):
+            partials[number] = self._joined(partial(_partial, name, number), np.float64)
+        count = np.where(exact, partials[COUNT], np.where(elements < 0, np.nan, elements))
+        made = Statistics.derived(count, Partials(partials), exact)
+        if not exact.all():
+            for op in NUMERIC_OPS:
+                made.set_op(op, self._joined(partial(_op, op), np.float64), self._joined(partial(_op_is_there, op), np.bool_))
+        return made
+
+    def _joined(self, of: Callable[[pa.Table], NDArray[Any]], kind: type[np.generic]) -> NDArray[Any]:
+        values = np.concatenate([np.empty(0, kind), *(of(table) for table in self._tables)], dtype=kind)
+        return values[self._order]
+
+
+def _is_exact(table: pa.Table) -> bool:
+    return "sumsq" in table.column_names
+
+
+def _partial(name: str, number: int, table: pa.Table) -> NDArray[Any]:
+    """Zero where it is left out, and of a row of which no partials are known what stands for nothing."""
+    if not _is_exact(table):
+        return np.full(len(table), EMPTY[number])
+    return table[name].to_numpy() if name in table.column_names else np.zeros(len(table))
+
+
+def _op(op: str, table: pa.Table) -> Floats:
+    values: Floats = np.zeros(len(table)) if _is_exact(table) else table[op].fill_null(0.0).to_numpy()
+    return values
+
+
+def _op_is_there(op: str, table: pa.Table) -> Flags:
+    there: Flags = np.zeros(len(table), dtype=np.bool_) if _is_exact(table) else table[op].is_valid().to_numpy()
+    return there
+
+
+def _elements(rows: Rows) -> Index:
+    """Of each row by its shape, or where that was not recorded by its series; ``UNKNOWN`` where neither says."""
+    shape = rows.texts["shape"]
+    counts = np.array([*map(_product, shape.values.to_pylist()), UNKNOWN], dtype=np.int64)
+    own = counts[shape.codes]
+    return own if (own != UNKNOWN).all() else np.where(own == UNKNOWN, rows.known("elements"), own)
+
+
+def _product(shape: str) -> int:
+    try:
+        return math.prod(map(int, json.loads(shape)))
+    except (ValueError, TypeError):
+        return UNKNOWN

@@ -1,0 +1,209 @@
+"""Which series of which ranks are the same tensor, a part of one, or a copy of a part."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from monitor.merge.arrow_files import read_file, write_file
+from monitor.merge.catalogue import SCHEMA, Index
+from monitor.merge.naming import LayerNames
+from monitor.merge.ordering import order_by, starts_of_runs
+from monitor.merge.survey import SERIES, UNKNOWN
+from monitor.placement import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind whose catalogue is to be made.
+
+    Attributes:
+        series: Files of the survey, by rank; with each the numbers that its groups have in ``groups``.
+        groups: Sets of ranks.
+        ranks: Those that there are.
+        names: Of the layers of the whole model.
+        output: The file to write.
+    """
+
+    name: str
+    series: tuple[tuple[Path, Index], ...]
+    groups: tuple[Ranks, ...]
+    ranks: frozenset[int]
+    names: LayerNames
+    output: Path
+
+
+def catalogue(kind: Kind) -> None:
+    """Find what belongs together among the series of a kind, and write it down.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    series = pa.concat_tables(_renumbered(*one) for one in kind.series).unify_dictionaries().combine_chunks()
+    write_file(kind.output, _table(series, kind), SCHEMA)
+
+
+_GROUPS: Final = ("replicas", "unclaimed", "cut")
+
+
+def _renumbered(path: Path, numbers: Index) -> pa.Table:
+    """With the numbers of groups that hold for the job."""
+    table = read_file(path)
+    numbers = np.append(numbers, UNKNOWN)
+    for column in _GROUPS:
+        table = table.set_column(SERIES.get_field_index(column), column, pa.array(numbers[table[column].to_numpy()]))
+    return table
+
+
+def _table(series: pa.Table, kind: Kind) -> pa.Table:
+    tensor, part = _labels(series, kind.groups)
+    rank, order, stage = (series[name].to_numpy() for name in ("rank", "order", "stage"))
+    parts, whole = _parts(series, tensor, part, kind), _whole(series, tensor)
+    columns = {
+        "global_name": _global_names(series, kind.names),
+        "tensor": pa.array(_in_model_order(tensor, stage, order, rank)),
+        "part": pa.array(part),
+        "whole": pa.array(whole),
+        "parts": pa.array(parts),
+    }
+    return pa.table([columns[one.name] if one.name in columns else series[one.name] for one in SCHEMA], schema=SCHEMA)
+
+
+def _labels(series: pa.Table, groups: Sequence[Ranks]) -> tuple[Index, Index]:
+    """The tensor of each series, as a number, and the part, as the lowest rank of those that hold it.
+
+    Series of one name belong together as the sets of ranks in their placements say. Most names have the same sets, so what
+    these make of the ranks is found once for each family of them.
+    """
+    name, rank = _dense([series["vpp_stage"].to_numpy(), _codes(series["name"])]), series["rank"].to_numpy()
+    family, families = _families(name, [series[column].to_numpy() for column in _GROUPS])
+    tensor, part = rank.copy(), rank.copy()
+    for number, members in _members(family[name]):
+        copies = {one for pair in families[number] for one in pair[:2]} - {UNKNOWN}
+        every = {one for triple in families[number] for one in triple} - {UNKNOWN}
+        parts, whole = (_Sets(groups[one] for one in sorted(sets)) for sets in (copies, every))
+        part[members], tensor[members] = parts.of_all(rank[members]), whole.of_all(rank[members])
+    return _dense([name, tensor]), part
+
+
+def _families(name: Index, sets: Sequence[Index]) -> tuple[Index, list[tuple[tuple[int, ...], ...]]]:
+    """For each name the number of its family, and of each family the triples of sets that its series have."""
+    order = order_by([name, *sets])
+    columns = [name, *sets] if order is None else [column[order] for column in (name, *sets)]
+    distinct = starts_of_runs(columns)
+    names, *triples = (column[distinct] for column in columns)
+    starts = starts_of_runs([names]).tolist()
+    listed = list(zip(*(column.tolist() for column in triples), strict=True))
+    numbers: dict[tuple[tuple[int, ...], ...], int] = {}
+    family = [numbers.setdefault(tuple(listed[a:b]), len(numbers)) for a, b in itertools.pairwise([*starts, len(listed)])]
+    return np.array(family, dtype=np.int64), list(numbers)
+
+
+def _members(of: Index) -> Iterator[tuple[int, Index]]:
+    """Which entries have each number."""
+    order = np.argsort(of, kind="stable")
+    starts = starts_of_runs([of[order]])
+    yield from zip(of[order][starts].tolist(), np.split(order, starts[1:]), strict=True)
+
+
+@dataclass
+class _Sets:
+    """Ranks that belong together: sets that have a rank in common are one."""
+
+    joined: InitVar[Iterable[Ranks]]
+    _above: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self, joined: Iterable[Ranks]) -> None:
+        for ranks in joined:
+            for one, other in itertools.pairwise(ranks):
+                low, high = sorted((self._of(one), self._of(other)))
+                if low != high:
+                    self._above[high] = low
+
+    def of_all(self, ranks: Index) -> Index:
+        """The lowest rank of those that each one is with."""
+        each, where = np.unique(ranks, return_inverse=True)
+        lowest: Index = np.array([self._of(rank) for rank in each.tolist()], dtype=np.int64)[where]
+        return lowest
+
+    def _of(self, rank: int) -> int:
+        lowest = rank
+        while (above := self._above.get(lowest, lowest)) != lowest:
+            lowest = above
+        while rank != lowest:  # or the way would be long for whoever comes next
+            above, self._above[rank] = self._above[rank], lowest
+            rank = above
+        return lowest
+
+
+def _whole(series: pa.Table, tensor: Index) -> Index:
+    """Elements of the tensor of each series, where they are always as many."""
+    _, first = np.unique(tensor, return_index=True)
+    whole = series["size"].to_numpy()[first]
+    whole[tensor[series["elements"].to_numpy() == UNKNOWN]] = UNKNOWN
+    of_each: Index = whole[tensor]
+    return of_each
+
+
+def _parts(series: pa.Table, tensor: Index, part: Index, kind: Kind) -> Index:
+    """How many parts the tensor of each series has, those counted that somebody writes."""
+    writes = ~series["replica"].to_numpy()
+    holders_known = np.array([*(_within(ranks, kind.ranks) for ranks in kind.groups), True])  # the last: it is not cut
+    unknown = writes & ~holders_known[series["cut"].to_numpy()]
+    order = order_by([tensor, part, ~writes])
+    columns = [column if order is None else column[order] for column in (tensor, part, writes)]
+    distinct = starts_of_runs(columns)
+    count = np.bincount(columns[0][distinct][columns[2][distinct]], minlength=tensor.max() + 1)
+    count[tensor[unknown]] = UNKNOWN
+    of_each: Index = count[tensor]
+    return of_each
+
+
+def _within(ranks: Ranks, known: Collection[int]) -> bool:
+    return all(rank in known for rank in ranks)
+
+
+def _in_model_order(tensor: Index, stage: Index, order: Index, rank: Index) -> Index:
+    """The tensors numbered anew: by stage, and as the ranks saw them."""
+    model = order_by([stage, order, rank])
+    in_order = tensor if model is None else tensor[model]
+    tensors, first = np.unique(in_order, return_index=True)
+    number = np.empty(len(tensors), dtype=np.int64)
+    number[np.argsort(first)] = np.arange(len(tensors))
+    numbered: Index = number[tensor]
+    return numbered
+
+
+def _global_names(series: pa.Table, names: LayerNames) -> pa.DictionaryArray:
+    stage, codes = series["stage"].to_numpy(), _codes(series["name"])
+    texts = series["name"].chunk(0).dictionary.to_pylist()
+    place = _dense([stage, codes])
+    _, first = np.unique(place, return_index=True)
+    spelled = (
+        texts[code] if which == UNKNOWN else names.of(which, texts[code])
+        for which, code in zip(stage[first].tolist(), codes[first].tolist(), strict=True)
+    )
+    each = pa.array(spelled, type=pa.string()).dictionary_encode()
+    return pa.DictionaryArray.from_arrays(pa.array(each.indices.to_numpy()[place]), each.dictionary)
+
+
+def _codes(column: pa.ChunkedArray) -> Index:
+    codes: Index = column.chunk(0).indices.to_numpy().astype(np.int64)
+    return codes
+
+
+def _dense(columns: Sequence[Index]) -> Index:
+    """A number from 0 on for each combination that occurs."""
+    order = order_by(columns)
+    in_order = columns if order is None else [column[order] for column in columns]
+    changes = np.zeros(len(columns[0]), dtype=np.int64)
+    changes[starts_of_runs(in_order)[1:]] = 1
+    dense = np.empty_like(changes)
+    dense[slice(None) if order is None else order] = np.cumsum(changes)
+    return dense

@@ -1,0 +1,106 @@
+"""A merge on a real Dask scheduler of the loopback, and what is said where there is none."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distributed import LocalCluster
+from recorded_job import alone, files, merged, sharded
+
+from monitor.merge import engines
+from monitor.merge.errors import MergeError
+from monitor.merge.merging import Wanted, merge
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with started(2) as cluster:
+        yield cluster
+
+
+def started(workers: int) -> LocalCluster:
+    """A scheduler in this process, and workers that are processes of their own; no port is fixed."""
+    return LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        processes=True,
+        host="127.0.0.1",
+        dashboard_address="127.0.0.1:0",
+        scheduler_kwargs={"dashboard": False},
+    )
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "PATIENCE", 0.3)
+
+
+@pytest.fixture
+def mute() -> Iterator[str]:
+    """The address of a program that takes calls and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("format", ["hdf5", "csv", "parquet"])
+def test_the_bytes_are_those_of_a_pool_and_of_one_process(tmp_path: Path, cluster: LocalCluster, format: str) -> None:  # noqa: A002
+    sharded(tmp_path, steps=20)
+    merged(tmp_path, "here", format=format, rows=20)
+    merged(tmp_path, "pool", format=format, rows=20, workers=2)
+    merged(tmp_path, "cluster", format=format, rows=20, dask=cluster.scheduler_address)
+    assert files(tmp_path / "here") == files(tmp_path / "pool") == files(tmp_path / "cluster")
+    assert len(files(tmp_path / "cluster")) > 5
+
+
+def test_the_work_is_done_by_the_cluster(tmp_path: Path, cluster: LocalCluster) -> None:
+    sharded(tmp_path, steps=20)
+    cluster.scheduler.transition_log.clear()
+    merged(tmp_path, rows=10, dask=cluster.scheduler_address)
+    done = {key for key, _, became, *_ in cluster.scheduler.transition_log if became == "memory" and key.startswith("reduce")}
+    assert len(done) == len(files(tmp_path / "merged" / "global")) > 3
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "127.0.0.1:99999", "nowhere", "foo://127.0.0.1:1", ""])
+def test_where_no_scheduler_answers_that_is_said_in_time_and_nothing_is_left(tmp_path: Path, address: str) -> None:
+    alone(tmp_path)
+    with pytest.raises(MergeError, match=f"no Dask scheduler answers at {address}: .+"):
+        merged(tmp_path, dask=address)
+    assert {path.name for path in tmp_path.iterdir() if "merged" in path.name} <= {".merged.lock"}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_where_something_else_listens_that_is_said_in_time(tmp_path: Path, mute: str) -> None:
+    alone(tmp_path)
+    with pytest.raises(MergeError, match=f"no Dask scheduler answers at {mute}: nothing came within 0.3 s"):
+        merged(tmp_path, dask=mute)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_cluster_without_workers_is_refused(tmp_path: Path) -> None:
+    alone(tmp_path)
+    with started(0) as empty, pytest.raises(MergeError, match=f"at {empty.scheduler_address} has no workers"):
+        merged(tmp_path, dask=empty.scheduler_address)
+
+
+def test_where_the_cluster_goes_away_in_the_middle_that_is_said_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "PATIENCE", 3.0)
+    sharded(tmp_path, steps=60)
+    with started(1) as short_lived:
+        wanted = Wanted(tmp_path, tmp_path / "merged", rows=3, dask=short_lived.scheduler_address)
+        with pytest.raises(MergeError, match=f"the Dask scheduler at {short_lived.scheduler_address} is gone"):
+            merge(wanted, lambda _done, _all: short_lived.close())
+    assert {path.name for path in tmp_path.iterdir() if "merged" in path.name} <= {".merged.lock"}
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    alone(tmp_path)
+    with pytest.raises(MergeError, match=r"pip install 'trainermon\[dask\]'"):
+        merged(tmp_path, dask="tcp://127.0.0.1:1")
