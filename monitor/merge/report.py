@@ -153,6 +153,16 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield what.replace("_", " "), line.format(**{**one, "at": _said(one.get("steps", {"ranges": []}))})
         if told[what]["count"] > 5:
             yield "", f"and {told[what]['count'] - 5} more"
+    yield from _ops_without_a_value(told["not_combined"]["listed"])
+
+
+def _ops_without_a_value(listed: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """A line a reason: what a configuration leaves out, it leaves out of every kind."""
+    ops: dict[str, dict[str, None]] = {}
+    for one in listed:
+        ops.setdefault(one["reason"], {})[one["op"]] = None
+    for reason, missing in ops.items():
+        yield "not combined", f"{', '.join(missing)}: {reason}"
 
 
 _LINES: Final = {
@@ -163,7 +173,6 @@ _LINES: Final = {
     "set_aside": "{path}: {reason}",
     "disagreements": "{kind} {name} at step {step}: {op} is {value} on rank {rank}, {others_value} on rank {other_rank}",
     "incomplete": "{kind} {name} has not all its parts at {at}",
-    "not_combined": "{op} of {kind}: {reason}",
     "unplaced": "rank {rank}: {rows} rows of {kind} that its manifest does not know",
     "not_compared": "rank {rank}: {rows} replicas of {kind} whose owner has no row to compare them with",
 }
