@@ -12,18 +12,28 @@ from monitor.anomalies.subjects import Role
 from monitor.series import NO_MICRO_STEP
 
 _NEXT: Final = {
-    Where.INSIDE: "Dump what goes into {module} there, and run it again on another device: its inputs were clean.",
-    Where.BETWEEN: "Look at the code between these two, which is in no module that is watched, and dump what goes into it.",
+    Where.INSIDE: "Dump what goes into {module} there, and run it again on another device{because}.",
+    Where.BETWEEN: "Look at the code between these two, {which}, and dump what goes into it.",
     Where.DATA: "Look at the batch that rank {rank} loaded for step {step}.",
+    Where.BEFORE: "Nothing before it is watched: look at the batch that rank {rank} loaded for step {step}, and watch more.",
     Where.STAGES: "Both ends were measured: look at the link and at the communication library between these ranks.",
     Where.LOSS: "Look at the loss function, its labels and the loss scale.",
+    Where.BEHIND: "Watch the forward up to the model's output, or look at the loss function, its labels and the loss scale.",
+    Where.PASSES: "Record activations and their gradients as well (xy_distribution), and go through step {step} again.",
     Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward on another device.",
     Where.AGGREGATION: "No rank had brought it in: look at the communication library, and at what scales or clips gradients.",
-    Where.MOMENTS: "Look at the checkpoint that the optimizer's state came from, and at steps before that were not judged.",
-    Where.UPDATE: "Gradients, moments and weights before were clean: look at the learning rate, eps and the optimizer itself.",
-    Where.WEIGHTS: "Look at what changed weights since: a loaded checkpoint, a broadcast, or a step that was not judged.",
+    Where.UNSEEN_RANKS: "See whether their events are missing or not recorded (module_ranks), then look at the communication.",
+    Where.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
+    Where.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
+    Where.UPDATE: "What is recorded of what it was made from was clean: look at the learning rate, eps and the optimizer.",
+    Where.WEIGHTS: "Look at what changed weights since: a loaded checkpoint, a broadcast, a step that was not judged, or the "
+    "device's memory.",
     Where.UNKNOWN: "Look at what comes before it.",
 }
+
+
+_SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
+"""What a loss scale multiplies."""
 
 
 def advice(ranking: Ranking) -> str:
@@ -36,7 +46,19 @@ def advice(ranking: Ranking) -> str:
             f"First came {_found(ranking.ranked[0])}, but it follows from something before, none of these is an origin: "
             "rank the steps before, too."
         )
-    return " ".join([f"First came {_found(first)}, {first.span.told if first.span else ''}.", *_next(first)])
+    return " ".join([f"First came {_located(first)}.", *_next(first), *_not_finite(ranking, first)])
+
+
+def _located(one: Ranked) -> str:
+    return f"{_found(one)}, {one.span.told}" if one.span else f"{_found(one)}, which may follow from something before"
+
+
+def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
+    """A deviation may be a false alarm. A NaN is none."""
+    other = ranking.first_not_finite
+    if other is None or other is first or not first.is_finite:
+        return []
+    return [f"The first NaN or Inf: {_located(other)}."]
 
 
 def _found(one: Ranked) -> str:
@@ -51,12 +73,31 @@ def _next(one: Ranked) -> list[str]:
     where = one.span.where if one.span else Where.UNKNOWN
     told = []
     if one.member.skipped(one.step):
-        told.append(
-            f"The optimizer skipped step {one.step}, as it does where the loss scale is too high: harmless unless it repeats."
+        scaled = one.subject.role in _SCALED
+        because = (
+            ", as it does where the loss scale is too high: harmless unless it repeats"
+            if scaled
+            else ": weights did not take it in"
         )
+        told.append(f"The optimizer skipped step {one.step}{because}.")
     elif where == Where.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
         told.append("An infinity there is most often a loss scale that is too high.")
     if one.alone is not None:
         told.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}, or its data.")
-    told.append(_NEXT[where].format(module=one.subject.module or "the model", rank=one.member.rank, step=one.step))
+    module = one.subject.module or "the model"
+    which = "which is in no module that is watched" if one.subject.is_entry else f"{module} among it"
+    told.append(_NEXT[where].format(module=module, which=which, rank=one.member.rank, step=one.step, because=_because(one)))
     return told
+
+
+def _because(one: Ranked) -> str:
+    """What is known of what goes into the module, its weights among it."""
+    wiring, subject, chunk = one.member.wiring, one.subject, one.subject.series.vpp_stage
+    if wiring is None or not wiring.shows_entry(subject.role, chunk, subject.module):
+        return ""
+    if not wiring.has_weights(chunk, subject.module) or wiring.records_weights(chunk, subject.module):
+        return ": its inputs were clean"
+    return (
+        f": its inputs were clean. Its weights on rank {one.member.rank} are not recorded (param_distribution; those of every "
+        "replica: replica_check): if they are bad, it gives the same there"
+    )

@@ -12,6 +12,7 @@ from typing import Final
 
 from monitor.anomalies.events import message
 from monitor.anomalies.findings import Finding, Findings, Group, earliest
+from monitor.anomalies.wording import plain
 from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 
@@ -110,7 +111,7 @@ class Alerts:
         return message(finding.signal, self._series[finding.series].tag(self._rank, finding.micro_step), step)
 
     def _say(self, line: str) -> None:
-        LOGGER.warning("[rank %d] %s", self._rank, line)
+        LOGGER.warning("[rank %d] %s", self._rank, plain(line))
 
 
 def _spelled(cause: tuple[str, str]) -> str:

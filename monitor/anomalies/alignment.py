@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,12 +11,15 @@ from monitor.series import NO_MICRO_STEP
 from monitor.stats.partials import Floats
 from monitor.stats.rows import KindRows
 
+MOST_ABSENT: Final = 200_000
+"""Rows that a step lacks are remembered up to this number, or twice as many as it has: names may be new in every step."""
+
 
 class Aligned:
-    """Numbers for every (series, micro-step) of a kind that was ever seen, in columns.
+    """Numbers for the (series, micro-step) of a kind that were seen, in columns.
 
-    Those of the rows seen last stand in front, in the order of these rows. A step with the same rows, as nearly all have, costs
-    one comparison; one with other rows a rearrangement of everything.
+    Those of the rows seen last stand in front, in the order of these rows, the others behind them, those seen longest ago
+    last. A step with the same rows, as nearly all have, costs one comparison; one with others a rearrangement of everything.
     """
 
     def __init__(self, fields: int) -> None:
@@ -36,7 +41,7 @@ class Aligned:
         source = _places(keys[:known], keys[known:])
         absent = np.ones(known + 1, np.bool_)
         absent[source] = absent[known] = False
-        rest = np.flatnonzero(absent)
+        rest = np.flatnonzero(absent)[: max(MOST_ABSENT, 2 * len(rows))]
         new = np.zeros((len(self._columns), 1))
         self._columns = np.append(self._columns, new, axis=1).take(np.append(source, rest), axis=1)
         self._series = np.append(rows.series, self._series[rest])

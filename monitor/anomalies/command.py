@@ -18,7 +18,8 @@ from monitor.anomalies.advice import advice
 from monitor.anomalies.evidence import Columns
 from monitor.anomalies.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.reading import NothingReadError, folder_of
-from monitor.anomalies.report import counts, notes, plain, table
+from monitor.anomalies.report import counts, notes, table
+from monitor.anomalies.wording import plain
 from monitor.merge.errors import MergeError
 from monitor.ranks.output import write_whole
 
@@ -75,7 +76,7 @@ def _write(ranking: Ranking, output: Path) -> None:
 
 def _print(ranking: Ranking, output: Path, console: Console) -> None:
     if ranking.ranked:
-        console.print(table(ranking), markup=False)
+        console.print(table(ranking))
     _say(console, counts(ranking))
     for note in notes(ranking):
         _say(console, note)
@@ -85,7 +86,7 @@ def _print(ranking: Ranking, output: Path, console: Console) -> None:
 
 def _say(console: Console, text: str, style: str = "") -> None:
     lines = "\n".join(map(plain, text.split("\n")))
-    console.print(lines, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(lines, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _output(folder: Path, given: Path | None) -> Path:

@@ -45,7 +45,8 @@ class _Step:
         self._job, self._of, self._history = job, evidence, history
         self._step, self._events = step, events
         writers = [evidence.members[number] for number in np.unique(evidence.member[events])]
-        self._fired = Fired(step, incomplete=frozenset(one.recording for one in writers if not one.has_judged_all(step)))
+        lacking = (one.recording for one in writers if not one.has_judged_all(step))
+        self._fired = Fired(step, incomplete=history.recordings_behind(step).union(lacking))
         self._modules: dict[StageChunk, set[str]] = defaultdict(set)
         self._parameters: dict[tuple[int, int], Parameter] = {}
 
@@ -120,9 +121,11 @@ class _Step:
         parameter = self._parameter(number)
         recording = parameter[0]
         if subject.role == Role.GRADIENT:
-            return self._gradient(wiring, subject, parameter)
+            deviates_upstream = bool(self._of.finite[number]) and bool(self._fired.roles[recording] & {*PASSES})
+            return deviates_upstream or self._gradient(wiring, subject, parameter)
         if subject.role == Role.MOMENT:
-            return recording in self._history.spoiled or parameter in self._history.moments
+            follows = bool(self._of.finite[number]) and self._history.last_update(recording) is not None
+            return follows or recording in self._history.spoiled or parameter in self._history.moments
         if subject.role == Role.UPDATED_WEIGHT:
             same = (self._fired.parameters[role] for role in (Role.ORIGINAL_WEIGHT, Role.MOMENT))
             return self._history.is_dirty(recording, self._fired) or any(parameter in one for one in same)
@@ -149,8 +152,8 @@ class _Step:
             return False
         if parameter in last.parameters[Role.UPDATED_WEIGHT] or parameter in last.parameters[Role.ORIGINAL_WEIGHT]:
             return True
-        recorded = self._history.recorded.by((recording, stage, chunk), "param_updated")
-        return not recorded and self._history.doubtful(recording)
+        known = self._history.recorded.by((recording, stage, chunk), "param_updated") and recording not in last.incomplete
+        return not known and self._history.doubtful(recording)
 
     def _follows_another(self, number: int) -> bool:
         """Whether anything has fired before on the rank."""

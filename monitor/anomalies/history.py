@@ -72,6 +72,10 @@ class History:
                 self._skipped[one.recording].add(one.manifest.steps.skipped)
         self._last: dict[int, Fired] = {}
 
+    def recordings_behind(self, step: int) -> frozenset[int]:
+        """Those of which some rank has not judged the step, or not yet: it may have had events."""
+        return frozenset(one for one, every in self._judged.items() if not all(steps.holds(step) for steps in every))
+
     def begin(self, step: int) -> None:
         """Forget what updates have come after."""
         self._last = {recording: one for recording, one in self._last.items() if not self._updated(recording, one.step, step)}
@@ -104,12 +108,13 @@ class History:
         for kind, role in (("grad_reduced", Role.GRADIENT), ("grad_unreduced", Role.LOCAL_GRADIENT)):
             if self.recorded.anywhere(recording, kind) and recording not in fired.incomplete:
                 return role in roles
-        return bool(roles & {Role.GRADIENT, *IN_PASSES})
+        return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *IN_PASSES})
 
     def weights(self, fired: Fired) -> Weights:
         """What is known of the weights that a step began with in which ``fired`` fired."""
         doubtful = frozenset(one for one in self.recordings if self.doubtful(one))
-        weights = Weights(self.recorded.weights, doubtful)
+        unknown = {one for one in doubtful if one in fired.incomplete or one in self._last[one].incomplete}
+        weights = Weights(frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful)
         bad = set(fired.parameters[Role.ORIGINAL_WEIGHT])
         bad.update(*(last.parameters[Role.UPDATED_WEIGHT] for last in self._last.values()))
         for recording, stage, chunk, name in bad:

@@ -26,6 +26,7 @@ class Ranked:
 
     Attributes:
         span: Of an origin; None for what was propagated.
+        is_finite: Whether the tensor had neither NaN nor Inf in it.
         alone: Where no other data-parallel rank has it.
     """
 
@@ -37,6 +38,7 @@ class Ranked:
     op: str
     rule: str
     value: float
+    is_finite: bool
     span: Span | None
     alone: Alone | None
 
@@ -52,6 +54,7 @@ class Ranking:
     Attributes:
         ranked: The earliest events of the chosen steps, in order.
         first_origin: The earliest of all chosen events that is an origin.
+        first_not_finite: The earliest of all chosen events that is of a tensor with a NaN or an Inf.
         events: How many there are of the chosen steps; ``origins`` among them.
         unordered: Why the order of micro-batches is not known, by recording.
     """
@@ -59,6 +62,7 @@ class Ranking:
     job: Job
     ranked: Sequence[Ranked]
     first_origin: Ranked | None
+    first_not_finite: Ranked | None
     events: int
     origins: int
     ranks: int
@@ -83,14 +87,16 @@ def ranking_of(folder: Path, most: int, wanted: Callable[[Columns], Columns] | N
     are_origins = origins(job, evidence, order)
     listed = order.events if wanted is None else order.events[wanted(evidence.step[order.events])]
     first = listed[are_origins[listed]][:1].tolist()
+    not_finite = listed[~evidence.finite[listed]][:1].tolist()
     described = {
         number: _described(job, evidence, number, is_origin=bool(are_origins[number]))
-        for number in [*listed[:most].tolist(), *first]
+        for number in [*listed[:most].tolist(), *first, *not_finite]
     }
     return Ranking(
         job,
         [described[number] for number in listed[:most].tolist()],
         described[first[0]] if first else None,
+        described[not_finite[0]] if not_finite else None,
         len(listed),
         int(are_origins[listed].sum()),
         len(np.unique(evidence.rank[listed])),
@@ -109,6 +115,7 @@ def _described(job: Job, of: Evidence, number: int, *, is_origin: bool) -> Ranke
         of.ops[of.op[number]],
         of.rules[of.rule[number]],
         float(of.value[number]),
+        bool(of.finite[number]),
         span_of(job, member, subject, step) if is_origin else None,
         alone(job, of, number),
     )

@@ -60,11 +60,11 @@ class EventFiles:
         Raises:
             OSError: A file could not be written. It is tried again.
         """
-        self._steps.add(findings.step)
         self._changed = True
         if findings.groups:
             self._keep(findings)
             self._more_events = True
+        self._steps.add(findings.step)  # last: of a step that stands among those judged every event is there
         if self._more_events and self._clock() >= self._not_before:
             self.save()
 

@@ -21,9 +21,13 @@ class Alone(NamedTuple):
 
 
 def alone(job: Job, evidence: Evidence, number: int) -> Alone | None:
-    """None if others have the event too, or nobody can say: those count that measure the tensor and have judged the step."""
+    """None if others have the event too, or nobody can say: those count that measure the tensor and have judged the step. Of a
+    tensor in parts each rank holds another.
+    """
     of = evidence
     member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
+    if member.wiring is not None and subject.series in member.wiring.sharded:
+        return None
     others = [
         one
         for one in job.replicas(member)

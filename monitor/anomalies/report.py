@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from rich.table import Table
+from rich.text import Text
 
 from monitor.anomalies.ranking import Ranked, Ranking
+from monitor.anomalies.wording import SHOWN, listed, plain
 from monitor.series import NO_MICRO_STEP
-
-_SHOWN: Final = 10
-"""Lines of one cause; more are counted."""
 
 _COUNTED: Final = {"nans": "NaN", "infs": "infinite"}
 
@@ -28,7 +27,8 @@ def table(ranking: Ranking) -> Table:
     for one in ranking.ranked:
         micro_step = [] if not with_micro_steps else ["" if one.micro_step == NO_MICRO_STEP else str(one.micro_step)]
         cells = [str(one.member.rank), one.member.host, str(one.step), *micro_step, tensor(one), one.op, f"{one.value:.6g}"]
-        found.add_row(*map(plain, [*cells, one.rule, "origin" if one.is_origin else "propagated", remark(one)]))
+        cells += [one.rule, "origin" if one.is_origin else "propagated", remark(one)]
+        found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: what looks like markup in a name is none
     return found
 
 
@@ -56,7 +56,7 @@ def counts(ranking: Ranking) -> str:
     ]
     if not_kept:
         parts.append(f"{not_kept:,} more were not kept")
-    parts += [f"{count:,} steps of ranks were not judged ({reason})" for reason, count in not_judged.most_common(_SHOWN)]
+    parts += [f"{count:,} steps of ranks were not judged ({reason})" for reason, count in not_judged.most_common(SHOWN)]
     return "; ".join(parts)
 
 
@@ -79,22 +79,10 @@ def notes(ranking: Ranking) -> Iterator[str]:
     open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
     if open_ranks:
         yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
-    for flaw in job.flaws[:_SHOWN]:
+    for flaw in job.flaws[:SHOWN]:
         yield f"{flaw.path}: {flaw.reason}"
-    if len(job.flaws) > _SHOWN:
-        yield f"and {len(job.flaws) - _SHOWN} more files"
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 3, 4 and 10 more``."""
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def plain(text: str) -> str:
-    """Names come from files: what would steer a terminal is spelled out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(job.flaws) > SHOWN:
+        yield f"and {len(job.flaws) - SHOWN} more files"
 
 
 def told_value(one: Ranked) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +35,7 @@ class Scanner:
 
     Args:
         rules: The most important first: for each row and statistic the first that fires counts.
-        listeners: Told in this order. One that fails keeps those after it from that call, so the most reliable comes first.
+        listeners: Told in this order. One that fails keeps none of the others from being told.
     """
 
     def __init__(self, rules: Sequence[Rule], listeners: Sequence[Listener]) -> None:
@@ -50,21 +50,29 @@ class Scanner:
         except Exception as error:
             self.dropped(rows.step, f"the rules failed: {error!r}")
             raise
-        for listener in self._listeners:
-            listener.judged(Findings(rows.step, groups))
+        self._tell(lambda listener: listener.judged(Findings(rows.step, groups)))
 
     def dropped(self, step: int, reason: str) -> None:
         """The step was lost before it could be looked at."""
-        for listener in self._listeners:
-            listener.not_judged(step, reason)
+        self._tell(lambda listener: listener.not_judged(step, reason))
 
     def save(self) -> None:
-        for listener in self._listeners:
-            listener.save()
+        """Make visible what was found. Like all of these, it raises the first of the listeners' errors once all were told."""
+        self._tell(lambda listener: listener.save())
 
     def close(self) -> None:
+        """The run has ended."""
+        self._tell(lambda listener: listener.close())
+
+    def _tell(self, call: Callable[[Listener], None]) -> None:
+        errors: list[Exception] = []
         for listener in self._listeners:
-            listener.close()
+            try:
+                call(listener)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _groups(self, kind: str, rows: KindRows) -> Iterator[Group]:
         columns, known = Columns(rows.partials), self._known[kind].with_rows(rows)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from monitor.anomalies.history import CHANGED_NOTE
 from monitor.anomalies.job import Job, Member
 from monitor.anomalies.subjects import ROOT, Role, Subject, parent
 from monitor.anomalies.sweep import seam
 from monitor.anomalies.wiring import Wiring
-from monitor.series import Series
+from monitor.anomalies.wording import listed
+from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, Series
+
+_MADE_OF: Final = {"gradients": GRADIENT_KINDS, "moments": MOMENT_KINDS, "the weight before": ("param_origin",)}
+"""A weight by the optimizer, and the kinds that show it."""
 
 
 class Where(Enum):
@@ -18,10 +23,15 @@ class Where(Enum):
     INSIDE = "inside a module"
     BETWEEN = "between modules"
     DATA = "what the model was given"
+    BEFORE = "before what is watched"
     STAGES = "between stages of the pipeline"
     LOSS = "the loss"
+    BEHIND = "behind what is watched"
     PARAMETER = "the gradient of a parameter"
+    PASSES = "a pass of which nothing is watched"
     AGGREGATION = "the aggregation of gradients"
+    UNSEEN_RANKS = "a gradient of ranks that do not record theirs"
+    CHANGED_GRADIENTS = "what changed all gradients together"
     MOMENTS = "the optimizer's state"
     UPDATE = "the optimizer's step"
     WEIGHTS = "weights between two steps"
@@ -44,7 +54,7 @@ def span_of(job: Job, member: Member, subject: Subject, step: int) -> Span:
         return _forward(job, member, wiring, subject, step)
     if subject.role == Role.BACKWARD:
         return _backward(job, member, wiring, subject, step)
-    return _of_parameter(member, wiring, subject, step)
+    return _of_parameter(job, member, wiring, subject, step)
 
 
 def _forward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
@@ -56,9 +66,9 @@ def _forward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: i
         return _handed_over(member, other, subject, "output", "input")
     if member.place(subject.series.vpp_stage) > 0:
         return _not_shown(member, "before")
-    if subject.is_input:
+    if subject.is_input and subject.module == ROOT:
         return Span(Where.DATA, "in what the model was given: the batch")
-    return Span(Where.INSIDE, f"between the batch and {name_of(subject)}")
+    return Span(Where.BEFORE, f"between the batch and {name_of(subject)}")
 
 
 def _backward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
@@ -70,7 +80,11 @@ def _backward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: 
         return _handed_over(member, other, subject, "input gradient", "output gradient")
     if member.place(subject.series.vpp_stage) < member.places - 1:
         return _not_shown(member, "after")
-    return Span(Where.LOSS, f"between the loss and the gradient of {name_of(subject)}")
+    if wiring.shows_exit(Role.FORWARD, subject.series.vpp_stage, ROOT):
+        return Span(Where.LOSS, f"between the loss and the gradient of {name_of(subject)}")
+    return Span(
+        Where.BEHIND, f"behind what is watched of the forward, in the loss, or before the gradient of {name_of(subject)}"
+    )
 
 
 def _handed_over(member: Member, other: Member, subject: Subject, given: str, taken: str) -> Span:
@@ -129,27 +143,55 @@ def name_of(subject: Subject) -> str:
     return subject.series.name
 
 
-def _of_parameter(member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
+def _of_parameter(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
     if subject.role == Role.LOCAL_GRADIENT:
-        module = wiring.owner(subject)
-        around = "the backward of the model" if module is None else f"the backward of {module or 'the model'}"
-        begins = "" if module is None else ", between the gradient of its output and that of its parameter"
-        return Span(Where.PARAMETER, f"in {around}{begins}")
+        return _local_gradient(wiring, subject)
     if subject.role == Role.GRADIENT:
-        return _aggregation(member, wiring, subject)
+        return _aggregation(job, member, subject, step)
     if subject.role == Role.MOMENT:
         return Span(Where.MOMENTS, f"in the optimizer's state, before step {step}")
     if subject.role == Role.UPDATED_WEIGHT:
-        return Span(Where.UPDATE, f"in the optimizer's step {step}")
+        return Span(Where.UPDATE, f"in the optimizer's step {step}{_not_recorded(wiring, subject)}")
     if subject.role == Role.ORIGINAL_WEIGHT:
         return Span(Where.WEIGHTS, f"in the weights before step {step}, after the last update that was judged")
     return Span(Where.UNKNOWN, "the first on its rank")
 
 
-def _aggregation(member: Member, wiring: Wiring, subject: Subject) -> Span:
-    local = Series("grad_unreduced", subject.series.vpp_stage, subject.series.name)
-    begins = "" if local in wiring.numbers else "in the backward, or "
+def _local_gradient(wiring: Wiring, subject: Subject) -> Span:
+    module = wiring.owner(subject)
+    if module is not None:
+        around = f"in the backward of {module or 'the model'}"
+        return Span(Where.PARAMETER, f"{around}, between the gradient of its output and that of its parameter")
+    forward = ("actv", subject.series.vpp_stage) in wiring.kinds
+    where = "in the backward of the model" if forward else "in the forward or the backward of the model"
+    return Span(Where.PASSES, f"{where}, of which no gradient of an activation around it is recorded")
+
+
+def _aggregation(job: Job, member: Member, subject: Subject, step: int) -> Span:
     ranks = member.ranks("dp")
-    if len(ranks) > 1:
-        return Span(Where.AGGREGATION, f"{begins}in the aggregation of gradients over ranks {', '.join(map(str, ranks))}")
-    return Span(Where.AGGREGATION, f"{begins}between the backward and the optimizer's step")
+    among = f"in the aggregation of gradients over {listed(ranks)}" if len(ranks) > 1 else ""
+    after = among or "between the backward and the optimizer's step"
+    if member.manifest is not None and CHANGED_NOTE in member.manifest.notes:
+        told = f"{after}, where all were changed together, as by clipping: any of them may have brought it in"
+        return Span(Where.CHANGED_GRADIENTS, told)
+    unseen = [
+        rank for rank in ranks or (member.rank,) if not _shows_its_own(job.member_of(member.recording, rank), subject, step)
+    ]
+    if not unseen:
+        return Span(Where.AGGREGATION, after)
+    return Span(Where.UNSEEN_RANKS, f"in the backward of {listed(unseen)}, whose own gradient is not known, or {after}")
+
+
+def _shows_its_own(member: Member | None, subject: Subject, step: int) -> bool:
+    """Whether the rank's local gradient of the parameter was measured and judged."""
+    local = Series("grad_unreduced", subject.series.vpp_stage, subject.series.name)
+    return member is not None and member.has_judged_all(step) and member.wiring is not None and local in member.wiring.numbers
+
+
+def _not_recorded(wiring: Wiring, subject: Subject) -> str:
+    """Of what the optimizer makes a weight from."""
+    chunk, name = subject.series.vpp_stage, subject.series.name
+    missing = [
+        told for told, kinds in _MADE_OF.items() if not any(Series(kind, chunk, name) in wiring.numbers for kind in kinds)
+    ]
+    return f" (not recorded: {', '.join(missing)})" if missing else ""

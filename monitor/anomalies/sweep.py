@@ -5,7 +5,8 @@ that module. So events are gone through in the order of their calls, and of each
 in it.
 
 No NaN comes through a tensor that has none. A deviation does come through one that has not deviated enough for a rule to fire:
-where it was first seen says nothing of where it began, as long as anything upstream of it has fired.
+where it was first seen says nothing of where it began, as long as anything upstream of it has fired. Nor does it where nothing
+between the loss and a parameter's gradient was measured: the gradients of other parameters are then all that shows what came.
 """
 
 from __future__ import annotations
@@ -66,18 +67,21 @@ class Chunk:
         passes: Modules by direction and micro-step.
         modules: With the first micro-step in which anything in them did; ``entries`` likewise, what comes into them.
         series: With the first micro-step.
+        local_gradient: The first micro-step in which a parameter's gradient did.
     """
 
     passes: set[tuple[Role, str, int]] = field(default_factory=set)
     modules: dict[tuple[Role, str], int] = field(default_factory=dict)
     entries: dict[tuple[Role, str], int] = field(default_factory=dict)
     series: dict[Series, int] = field(default_factory=dict)
+    local_gradient: int = _NEVER
 
     def add(self, seen: Sighting) -> None:
         subject, micro_step = seen.subject, seen.micro_step
         _lower(self.series, subject.series, micro_step)
         role = subject.role
         if role not in PASSES:
+            self.local_gradient = min(self.local_gradient, micro_step)
             return
         if subject.is_entry:
             _lower(self.entries, (role, subject.module), micro_step)
@@ -169,7 +173,16 @@ class Sweep:
                 if one.member.wiring is not None and not self._explained(one, one.member.wiring):
                     yield one.number
             for one in alike:
-                self.chunks.setdefault(one.subject.series.vpp_stage, Chunk()).add(one)
+                self._add(one)
+
+    def _add(self, one: Sighting) -> None:
+        chunk = self.chunks.setdefault(one.subject.series.vpp_stage, Chunk())
+        chunk.add(one)
+        wiring, subject = one.member.wiring, one.subject
+        if wiring is not None and subject.role == Role.BACKWARD and subject.is_entry:
+            for inner in wiring.entries_like(subject.series):
+                _lower(chunk.entries, (Role.BACKWARD, inner), one.micro_step)
+                _lower(chunk.modules, (Role.BACKWARD, inner), one.micro_step)
 
     def _explained(self, one: Sighting, wiring: Wiring) -> bool:
         chunk = self.chunks.setdefault(one.subject.series.vpp_stage, Chunk())
@@ -220,15 +233,20 @@ class Sweep:
     def _local_gradient(self, one: Sighting, wiring: Wiring, chunk: Chunk) -> bool:
         if one.micro_step != NO_MICRO_STEP and chunk.fired(one.subject.series, one.micro_step - 1):
             return True
-        module = wiring.owner(one.subject)
-        if chunk.fired_in(Role.BACKWARD, module or ROOT, one.until) or chunk.fired_in(Role.FORWARD, module or ROOT, one.until):
+        owner = wiring.owner(one.subject)
+        module = ROOT if owner is None or one.finite else owner
+        if chunk.fired_in(Role.BACKWARD, module, one.until) or chunk.fired_in(Role.FORWARD, module, one.until):
             return True
-        if module is not None:
-            return False
+        if owner is None:
+            return chunk.local_gradient <= one.until or self._came_to_gradient(one, wiring)
+        return one.finite and self._came_to_gradient(one, wiring)
+
+    def _came_to_gradient(self, one: Sighting, wiring: Wiring) -> bool:
+        """Whether bad weights, or what other stages handed over, may have come to a parameter's gradient unseen."""
         pipeline = self._pipelines[one.member.group]
-        if one.micro_step in pipeline.first_forward:
+        if one.micro_step in pipeline.first_forward or pipeline.last_backward.get(one.micro_step, one.place) > one.place:
             return True
-        return pipeline.last_backward.get(one.micro_step, one.place) > one.place
+        return self._weights.bad_below(one.member, wiring, one.subject.series.vpp_stage, ROOT)
 
 
 def seam(job: Job, member: Member, chunk: int, role: Role, step: int) -> Member | None:

@@ -7,7 +7,8 @@ A value is compared with the running mean m of what was seen before, in both dir
   spike are not called deviant, while a level that lasts is accepted in time.
 - **What is not finite never enters**, and fires once for its row. A tensor without elements is not an observation.
 - **A mean that is almost zero fluctuates by any factor.** Where the running ``mean`` is below a tenth of the tensor's own scale
-  (its running root mean square), deviations of ``mean`` are judged against that scale.
+  (its running root mean square), deviations of ``mean`` are judged against that scale. So they are where it is below twice its
+  sampling error: n elements of which half are negative have a mean of the order of their scale over the root of n.
 - **From zero there is no relative deviation.** Where the running norm is exactly 0 (a bias before its first update), the first
   value that is not 0 is no event and starts the means afresh.
 """
@@ -34,13 +35,16 @@ LONGEST: Final = 100.0
 NEAR_ZERO: Final = 0.1
 """Of the root mean square: a running mean below it says little about the tensor."""
 
+SAMPLING_ERRORS: Final = 2.0
+"""A running mean below so many of its sampling error does so, too."""
+
 BLOCK: Final = 32768
 """Rows judged together, so that what is computed of them stays in the cache."""
 
-# What is remembered of a row: the two running means; how many values are in them, up to ``LONGEST``; the number of elements and
-# one over its root, which makes a root mean square of a norm and is kept since tensors seldom change their size.
+# What is remembered of a row: the two running means; how many values are in them, up to ``LONGEST``; the number of elements,
+# and kept since tensors seldom change their size, what makes of a norm the root mean square and the mean that is almost zero.
 _MEANS: Final = slice(0, 2)
-_NORM, _MEAN, _SEEN, _COUNT, _SHARE = range(5)
+_NORM, _MEAN, _SEEN, _COUNT, _SHARE, _NEAR = range(6)
 
 
 class _Deviants(NamedTuple):
@@ -58,7 +62,7 @@ class AnomalyTurbulence:
     """
 
     name: ClassVar[str] = "AnomalyTurbulence"
-    fields: ClassVar[int] = 5
+    fields: ClassVar[int] = 6
 
     def __init__(self, threshold: float) -> None:
         self._threshold: Final = threshold
@@ -100,9 +104,10 @@ class AnomalyTurbulence:
         if not np.array_equal(counts, known[_COUNT]):
             known[_COUNT] = counts
             known[_SHARE] = 1.0 / np.sqrt(np.maximum(counts, 1.0))
+            known[_NEAR] = known[_SHARE] * np.maximum(NEAR_ZERO, SAMPLING_ERRORS * known[_SHARE])
         scale = np.multiply(known[_NORM], known[_SHARE], out=norm)
         np.abs(known[_MEAN], out=mean)
-        np.copyto(mean, scale, where=mean < np.multiply(scale, NEAR_ZERO, out=scratch))
+        np.copyto(mean, scale, where=mean < np.multiply(known[_NORM], known[_NEAR], out=scratch))
         mean *= self._threshold
         np.multiply(known[_NORM], self._threshold, out=norm)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from monitor.anomalies.subjects import ROOT, Role, Subject, modules_around, pare
 from monitor.merge.discovery import leads_out
 from monitor.ranks.flow import Flow, Pass
 from monitor.ranks.records import ManifestError, ManifestRecord
-from monitor.ranks.series_file import NOT_MEASURED, SeriesColumns, read_columns
+from monitor.ranks.series_file import LOCAL_PLACEMENT, NOT_MEASURED, SeriesColumns, read_columns
 from monitor.series import Series
 
 Side = tuple[Role, int, str]
@@ -44,10 +44,14 @@ class Same:
 class Wiring:
     """The measured series of a rank in the order of their numbers, which for activations and their gradients is that in which
     they were first measured, and the flow between them.
+
+    Attributes:
+        sharded: Those of which the rank holds a part, and other ranks hold others.
     """
 
     numbers: Mapping[Series, int]
     flow: Flow
+    sharded: frozenset[Series] = frozenset()
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -99,6 +103,13 @@ class Wiring:
                 return around
         return None
 
+    def entries_like(self, series: Series) -> Sequence[str]:
+        """Of a container's output the modules whose own it is: its gradient is first seen as theirs, and may change after."""
+        if series not in self._likes:
+            subjects = map(subject_of, self.sources(series))
+            self._likes[series] = [one.module for one in subjects if one.is_entry]
+        return self._likes[series]
+
     def shows_entry(self, role: Role, chunk: int, module: str) -> bool:
         """Whether what comes into the module was measured."""
         return (role, chunk, module) in self._entries
@@ -110,6 +121,10 @@ class Wiring:
     def has_weights(self, chunk: int, module: str) -> bool:
         """Whether parameters below the module are known by any of their series."""
         return (chunk, module) in self._weights
+
+    def records_weights(self, chunk: int, module: str) -> bool:
+        """Whether weights below the module were measured."""
+        return (chunk, module) in self._measured_weights
 
     def owner(self, parameter: Subject) -> str | None:
         """The nearest module around a parameter of which the output's gradient was measured."""
@@ -131,6 +146,10 @@ class Wiring:
 
     @cached_property
     def _same(self) -> dict[Series, Same | None]:
+        return {}
+
+    @cached_property
+    def _likes(self) -> dict[Series, list[str]]:
         return {}
 
     @cached_property
@@ -174,8 +193,16 @@ class Wiring:
 
     @cached_property
     def _weights(self) -> frozenset[tuple[int, str]]:
-        parameters = (one for _, one in self._subjects if one.role not in (Role.FORWARD, Role.BACKWARD, Role.OTHER))
-        return frozenset((one.series.vpp_stage, module) for one in parameters for module in one.around)
+        return self._around(set(Role) - {Role.FORWARD, Role.BACKWARD, Role.OTHER})
+
+    @cached_property
+    def _measured_weights(self) -> frozenset[tuple[int, str]]:
+        return self._around({Role.ORIGINAL_WEIGHT, Role.UPDATED_WEIGHT})
+
+    def _around(self, roles: Container[Role]) -> frozenset[tuple[int, str]]:
+        """Chunks and modules that hold what has one of these roles."""
+        found = (one for _, one in self._subjects if one.role in roles)
+        return frozenset((one.series.vpp_stage, module) for one in found for module in one.around)
 
     @cached_property
     def _sources(self) -> Mapping[int, list[Series]]:
@@ -217,10 +244,21 @@ class Wirings:
     def _shared(self, columns: SeriesColumns) -> Wiring:
         measured = tuple(number for number, layout in enumerate(columns.layout) if layout != NOT_MEASURED)
         flow = (columns.flow_from, columns.flow_to, columns.passes)
-        key = (columns.kinds, columns.kind, columns.vpp_stage, columns.name, measured, flow)
+        sharded = _sharded(columns)
+        key = (columns.kinds, columns.kind, columns.vpp_stage, columns.name, measured, sharded, flow)
         known = self._alike.get(key)
         if known is None:
             every = zip(columns.kind, columns.vpp_stage, columns.name, strict=True)
             series = [Series(columns.kinds[kind], chunk, name) for kind, chunk, name in every]
-            known = self._alike[key] = Wiring({stands_for(series[number]): number for number in measured}, columns.flow())
+            numbers = {stands_for(series[number]): number for number in measured}
+            parts = frozenset(stands_for(series[number]) for number in sharded)
+            known = self._alike[key] = Wiring(numbers, columns.flow(), parts)
         return known
+
+
+def _sharded(columns: SeriesColumns) -> tuple[int, ...]:
+    """Numbers of series. Which part of them a rank holds is another matter on each."""
+    cut = [placement.shard is not None for placement in columns.placements]
+    return tuple(
+        number for number, placement in enumerate(columns.placement) if placement != LOCAL_PLACEMENT and cut[placement]
+    )

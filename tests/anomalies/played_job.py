@@ -16,6 +16,7 @@ from monitor.anomalies.events import Event, Signal, message
 from monitor.anomalies.judged import EVENTS_FOLDER, Judged, events_file, judged_file
 from monitor.anomalies.ranking import Ranked, Ranking, ranking_of
 from monitor.failures import Failures
+from monitor.placement import Placement, Shard
 from monitor.ranks.flow import Edge, Flow, Pass
 from monitor.ranks.job import JobIdentity
 from monitor.ranks.manifest import Manifest, RankFacts
@@ -64,6 +65,8 @@ class PlayedRank:
     Attributes:
         groups: By role; ``pp`` among them.
         without: Kinds, or ``kind/name``, that are not measured.
+        odd: Names of further activations.
+        shards: ``kind/name`` of which the rank has a part.
         passes: In which the rank goes through its chunks; None: nobody has seen.
         recorded_passes: What the manifest says of them, if something else.
     """
@@ -88,6 +91,8 @@ class PlayedRank:
     each_micro_step: bool = False
     combined: bool = False
     module_ranks: Sequence[int] = ()
+    odd: Sequence[str] = ()
+    shards: Sequence[str] = ()
     recorded_passes: Sequence[Pass] | None = None
     fired: list[tuple[str, str, int, int, int, str, float, str]] = field(default_factory=list)
 
@@ -124,6 +129,8 @@ class PlayedRank:
             kind = "actv" if one.forward else "actv_grad"
             for name in ROWS[kind]:
                 yield kind, name, one.vpp_stage, NO_MICRO_STEP if self.combined else one.micro_step
+            if one.forward:
+                yield from (("actv", name, one.vpp_stage, one.micro_step) for name in self.odd)
             if self.each_micro_step and not one.forward:
                 yield from (("grad_unreduced", name, one.vpp_stage, one.micro_step) for name in reversed(PARAMETERS))
             elif last.get(one.vpp_stage) == one:
@@ -147,6 +154,9 @@ class PlayedRank:
         for kind, name, chunk, _ in self.rows():
             if self.measures(kind, name):
                 table.index_of(Series(kind, chunk, name))
+                if f"{kind}/{name}" in self.shards:
+                    shard = Shard(tuple(self.groups["dp"]), (8,), (4 * self.rank,))
+                    table.place(Series(kind, chunk, name), Placement(shard=shard))
         world = 1 + max([self.rank, *(rank for ranks in self.groups.values() for rank in ranks)])
         config = {"module_ranks": list(self.module_ranks)}
         job = JobIdentity(self.job, TIMESTAMP)

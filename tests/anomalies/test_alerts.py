@@ -113,3 +113,9 @@ def test_nothing_passed_over_is_left_unsaid_at_the_end(said: Said) -> None:
 def test_another_cause_has_lines_of_its_own(said: Said) -> None:
     said.step(nans=20, a=[10.0])
     assert len(said.step(nans=20, a=[100.0])) == 2
+
+
+def test_an_alert_is_one_line_whatever_the_name_of_the_tensor(said: Said) -> None:
+    [line] = said.step(**{"new\nline\x1b[2J": [NAN]})
+    assert "'0:new\\nline\\x1b[2J/rank3/actv'" in line
+    assert line.isprintable()

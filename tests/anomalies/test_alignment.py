@@ -74,3 +74,11 @@ def test_kinds_of_one_name_have_means_of_their_own() -> None:
     watched = turbulent()
     for _ in range(2):
         assert watched.step({"param_origin": [Measured("w", [1.0])], "grad_reduced": [Measured("w", [1e-6])]}) == []
+
+
+def test_rows_seen_longest_ago_are_forgotten_beyond_a_bound() -> None:
+    aligned = Aligned(1)
+    for step in range(5):
+        numbers = aligned.with_rows(rows_of([(100_000 * step + one, -1) for one in range(100_000)]))
+        numbers += 1.0
+    assert aligned.with_rows(rows_of([(400_000, -1), (300_000, -1), (0, -1)])).tolist() == [[1.0, 1.0, 0.0]]

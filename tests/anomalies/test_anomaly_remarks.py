@@ -92,7 +92,7 @@ def test_where_no_other_replica_can_tell_nothing_is_marked(reason, tmp_path):
         ("actv_grad", "b.output", "Look at the loss function"),
         ("grad_unreduced", "b.weight", "run its backward on another device"),
         ("grad_reduced", "b.weight", "look at the communication library"),
-        ("exp_avg", "b.weight", "Look at the checkpoint that the optimizer's state came from"),
+        ("exp_avg", "b.weight", "Look at what changed it since the last step that was judged"),
         ("param_updated", "b.weight", "look at the learning rate"),
         ("param_origin", "b.weight", "Look at what changed weights since"),
     ],
@@ -124,3 +124,115 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
     one.not_kept = {"AnomalyNan": 1200}
     one.fire("actv", "b.output").fire("actv_grad", "b.output")
     assert counts(ranked(tmp_path, one, other)) == "2 events of 1 of 2 ranks; 1 origins; 1,200 more were not kept"
+
+
+@pytest.mark.parametrize(
+    ("without", "kind", "name", "span", "said"),
+    [
+        (["actv/.input"], "actv", "a.input", "between the batch and a.input", "Nothing before it is watched"),
+        (
+            ["actv"],
+            *("actv_grad", "b.output"),
+            "behind what is watched of the forward, in the loss, or before the gradient of b.output",
+            "Watch the forward up to the model's output",
+        ),
+        (
+            ["actv", "actv_grad"],
+            *("grad_unreduced", "b.weight"),
+            "in the forward or the backward of the model, of which no gradient of an activation around it is recorded",
+            "Record activations and their gradients",
+        ),
+        (
+            ["actv_grad"],
+            *("grad_unreduced", "b.weight"),
+            "in the backward of the model, of which no gradient of an activation around it is recorded",
+            "Record activations and their gradients",
+        ),
+        (
+            ["grad_unreduced"],
+            *("grad_reduced", "b.weight"),
+            "in the backward of rank 0, whose own gradient is not known, or between the backward and the optimizer's step",
+            "See whether their events are missing or not recorded (module_ranks)",
+        ),
+        (
+            ["exp_avg", "param_origin"],
+            *("param_updated", "b.weight"),
+            "in the optimizer's step 1 (not recorded: moments, the weight before)",
+            "What is recorded of what it was made from was clean",
+        ),
+    ],
+)
+def test_nothing_that_is_not_recorded_is_called_clean(without, kind, name, span, said, tmp_path):
+    found = ranked(tmp_path, PlayedRank(without=without).fire(kind, name))
+    assert found.ranked[0].span.told == span
+    assert said in advice(found)
+
+
+def test_a_gradient_that_a_rank_without_a_recording_may_have_brought_in_is_not_blamed_on_the_aggregation(tmp_path):
+    one, other = replicas()
+    other.judged = False
+    found = ranked(tmp_path, one.fire("grad_reduced", "b.weight"), other)
+    assert found.ranked[0].span.told == (
+        "in the backward of rank 1, whose own gradient is not known, or in the aggregation of gradients over ranks 0, 1"
+    )
+    assert "No rank had brought it in" not in advice(found)
+
+
+def test_of_very_many_ranks_that_aggregate_only_the_first_are_named(tmp_path):
+    ranks = replicas(40)
+    found = ranked(tmp_path, ranks[0].fire("grad_reduced", "b.weight"), *ranks[1:])
+    assert found.ranked[0].span.told == ("in the aggregation of gradients over ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 30 more")
+
+
+def test_gradients_that_were_clipped_together_are_said_to_be_so(tmp_path):
+    rank = PlayedRank(notes={"grad_reduced": "changed in place between backward and the optimizer's step"})
+    found = ranked(tmp_path, rank.fire("grad_reduced", "a.x.weight").fire("grad_reduced", "b.weight"))
+    assert "where all were changed together, as by clipping: any of them may have brought it in" in advice(found)
+
+
+@pytest.mark.parametrize(
+    ("without", "name", "said"),
+    [
+        ([], "b.output", "run it again on another device: its inputs were clean."),
+        (["actv/b.input"], "b.output", "Look at the code between these two, b among it"),
+        (["actv/a.input"], "a.output", "run it again on another device."),
+        (["param_origin", "param_updated"], "b.output", "clean. Its weights on rank 0 are not recorded (param_distribution"),
+    ],
+)
+def test_of_a_module_it_is_said_which_of_its_inputs_and_weights_were_seen_to_be_clean(without, name, said, tmp_path):
+    assert said in advice(ranked(tmp_path, PlayedRank(without=without).fire("actv", name)))
+
+
+def test_a_part_of_a_tensor_is_not_compared_with_the_parts_that_others_hold(tmp_path):
+    one, other = replicas(shards=["param_origin/b.weight"])
+    one.fire("param_origin", "b.weight").fire("param_origin", "a.x.weight")
+    found = ranked(tmp_path, one, other).ranked
+    assert [(one.subject.series.name, str(one.alone)) for one in found] == [
+        ("a.x.weight", "only on rank 0 of its 2 data-parallel replicas"),
+        ("b.weight", "None"),
+    ]
+
+
+def test_after_a_deviation_the_first_nan_is_told_as_well(tmp_path):
+    rank = PlayedRank().fire("param_updated", "a.x.weight", step=0, op="norm", value=2.0, rule="AnomalyTurbulence")
+    told = advice(ranked(tmp_path, rank.fire("actv", "b.output", step=2, value=1.0), most=1))
+    assert told.startswith(
+        "First came param_updated a.x.weight on rank 0 (node0) in step 0: norm is 2, in the optimizer's step 0"
+    )
+    assert told.endswith(
+        "The first NaN or Inf: b.output on rank 0 (node0) in step 2, micro-step 0: an element is NaN, inside b, between its "
+        "input and its output."
+    )
+
+
+def test_a_nan_that_may_follow_from_a_deviation_is_told_to(tmp_path):
+    rank = PlayedRank().fire("actv", "a.x.output", op="norm", value=2.0).fire("actv", "b.output", value=1.0)
+    told = advice(ranked(tmp_path, rank.fire("actv", "b.input", op="norm", value=2.0)))
+    assert told.endswith(
+        "b.output on rank 0 (node0) in step 1, micro-step 0: an element is NaN, which may follow from something before."
+    )
+
+
+def test_a_nan_of_the_forward_in_a_step_that_was_skipped_is_not_blamed_on_the_loss_scale(tmp_path):
+    told = advice(ranked(tmp_path, PlayedRank(skipped=[1]).fire("actv", "b.output")))
+    assert "The optimizer skipped step 1: weights did not take it in." in told

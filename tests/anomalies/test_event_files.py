@@ -231,3 +231,11 @@ def test_no_draft_is_left(recorded: Recorded) -> None:
         recorded.step(a=[NAN])
         recorded.scanner.save()
     assert sorted(path.name for path in recorded.folder.iterdir()) == ["anomaly.json", "judged.json"]
+
+
+def test_a_step_whose_events_could_not_be_kept_does_not_count_as_judged(recorded: Recorded) -> None:
+    recorded.files._spelling._series = {}
+    with pytest.raises(KeyError):
+        recorded.step(a=[NAN])
+    recorded.scanner.save()
+    assert recorded.judged().steps.count == 0

@@ -262,3 +262,9 @@ def test_without_a_manifest_the_first_event_of_a_step_and_pipeline_is_the_origin
 def test_something_else_comes_from_anything_before_on_its_rank(tmp_path):
     rank = PlayedRank().fire("param_updated", "b.weight").fire("other", "loss")
     assert origins(ranked(tmp_path, rank)) == ["param_updated/b.weight"]
+
+
+def test_a_gradient_that_was_changed_after_the_inner_module_had_seen_it_is_what_that_module_works_on(tmp_path):
+    """``b.output`` and the root's are one tensor; the hook on the former ran first."""
+    rank = PlayedRank().fire("actv_grad", ".output").fire("actv_grad", "b.input").fire("grad_unreduced", "b.weight")
+    assert origins(ranked(tmp_path, rank)) == ["actv_grad/.output"]

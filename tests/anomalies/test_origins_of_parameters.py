@@ -144,3 +144,50 @@ def test_a_replica_counts_as_what_it_stands_for(tmp_path):
     owner.fire("grad_unreduced", "b.weight")
     other.fire("replica", "grad_reduced/b.weight").fire("replica", "grad_reduced/a.x.weight")
     assert origins(ranked(tmp_path, owner, other)) == ["0:grad_unreduced/b.weight", "1:replica/grad_reduced/a.x.weight"]
+
+
+NO_ACTIVATIONS = ["actv", "actv_grad"]
+
+
+def test_where_no_activation_is_recorded_the_first_local_gradient_of_the_backward_is_the_origin(tmp_path):
+    rank = PlayedRank(without=NO_ACTIVATIONS).fire("grad_unreduced", "b.weight").fire("grad_unreduced", "a.x.weight")
+    assert origins(ranked(tmp_path, rank)) == ["grad_unreduced/b.weight"]
+
+
+def test_where_no_activation_is_recorded_local_gradients_come_from_the_update_before(tmp_path):
+    rank = PlayedRank(without=[*NO_ACTIVATIONS, "param_origin", "param_updated"])
+    rank.fire("grad_reduced", "b.weight", step=0).fire("grad_unreduced", "a.x.weight", step=1)
+    assert origins(ranked(tmp_path, rank)) == ["grad_reduced/b.weight"]
+
+
+def test_where_no_gradient_is_recorded_a_weight_comes_from_any_that_was_bad(tmp_path):
+    rank = PlayedRank(without=[*NO_ACTIVATIONS, "grad_unreduced", "grad_reduced"])
+    rank.fire("param_origin", "b.weight").fire("param_updated", "a.x.weight")
+    assert origins(ranked(tmp_path, rank)) == ["param_origin/b.weight"]
+
+
+@pytest.mark.parametrize("kind", ["grad_unreduced", "grad_reduced"])
+def test_a_gradient_that_deviates_may_come_from_a_deviation_in_any_pass(kind, tmp_path):
+    """It came through tensors that deviated less."""
+    rank = PlayedRank().fire("actv", "a.x.output", op="norm", value=9.0).fire(kind, "b.weight", op="mean", value=9.0)
+    assert origins(ranked(tmp_path, rank)) == ["actv/a.x.output"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("actv", "b.output"), ("param_origin", "b.weight")])
+def test_what_follows_a_step_of_which_not_all_events_were_kept_may_come_from_any_of_its_updates(kind, name, tmp_path):
+    rank = PlayedRank(not_kept={"AnomalyNan": 1000}).fire("actv", "a.x.output", step=0).fire(kind, name, step=1)
+    assert origins(ranked(tmp_path, rank)) == ["actv/a.x.output"]
+
+
+def test_while_the_rank_that_records_weights_lags_behind_the_others_events_may_come_from_its_own(tmp_path):
+    owner, other = replicas()
+    owner.steps, other.without = [0], ["grad_reduced", "param_origin", "param_updated"]
+    other.fire("grad_unreduced", "b.weight", step=1).fire("actv", "a.x.output", step=2)
+    assert origins(ranked(tmp_path, owner, other)) == ["grad_unreduced/b.weight"]
+
+
+def test_a_moment_that_deviates_may_come_from_a_deviation_of_the_step_before_that_no_gradient_has_shown(tmp_path):
+    """A second moment takes in the square of the gradient."""
+    rank = PlayedRank().fire("param_origin", "a.x.weight", step=0, op="norm", value=9.0)
+    rank.fire("exp_avg", "b.weight", step=1, op="norm", value=9.0)
+    assert origins(ranked(tmp_path, rank)) == ["param_origin/a.x.weight"]

@@ -297,3 +297,14 @@ def test_two_recordings_of_a_process_are_ranked_side_by_side(tmp_path):
     status, said = ran(written(tmp_path, first, second))
     assert (status, "2 origins" in said, "several recordings" in said) == (0, True, True)
     assert len(analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json")) == 2
+
+
+def test_what_looks_like_markup_in_a_name_is_printed_as_it_is(tmp_path):
+    names = ("a:on:b.output", "[red]b.output")
+    rank = PlayedRank(odd=names)
+    for name in names:
+        rank.fire("actv", name)
+    _, said = ran(written(tmp_path, rank))
+    assert f"actv 0:{names[0]} " in said
+    assert f"actv 0:{names[1]} " in said
+    assert f"First came {names[0]} on rank 0" in said

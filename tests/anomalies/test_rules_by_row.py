@@ -63,7 +63,8 @@ class TurbulenceByRow:
             self._norm, self._mean, self._seen = norm, mean, 1
             return []
         scale = self._norm * (1 / math.sqrt(row[COUNT]))
-        magnitude = scale if abs(self._mean) < 0.1 * scale else abs(self._mean)
+        share = 1 / math.sqrt(row[COUNT])
+        magnitude = scale if abs(self._mean) < self._norm * (share * max(0.1, 2 * share)) else abs(self._mean)
         self._seen = min(self._seen + 1, 100)
         before = self._norm, self._mean
         fired_norm, self._norm = self._moved(norm, self._norm, self._norm)

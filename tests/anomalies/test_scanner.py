@@ -118,3 +118,15 @@ def test_a_step_in_which_the_rules_fail_counts_as_not_judged() -> None:
         watched.scanner.look(replace(rows, kinds={"actv": torn}))
     [(step, reason)] = listening.told
     assert (step, reason.startswith("the rules failed: IndexError")) == (4, True)
+
+
+def test_a_listener_that_fails_keeps_no_other_from_being_told() -> None:
+    class Failing(Listening):
+        def judged(self, findings: Findings) -> None:
+            raise OSError(f"no line about step {findings.step}")
+
+    listening = Listening()
+    watched = Watched((NAN_RULE, None), listeners=[Failing(), listening])
+    with pytest.raises(OSError, match="no line about step 1"):
+        watched.step(a=[NAN])
+    assert listening.told == [(1, 1)]

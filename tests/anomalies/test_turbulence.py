@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from rule_parts import INF, NAN, Event, Watched, said
@@ -69,6 +71,23 @@ def test_a_mean_that_is_almost_nothing_next_to_its_tensor_may_change_by_any_fact
 def test_such_a_mean_fires_when_it_becomes_large_next_to_its_tensor() -> None:
     """The bound is half of the root mean square, 1."""
     assert said(after([1.0, -1.0]).step(a=[1.06, -0.04])) == [MEAN]
+
+
+def test_a_mean_within_twice_its_sampling_error_is_judged_by_the_scale_of_its_tensor() -> None:
+    """Of 16 elements of scale 1 a mean of 0.3 says no more than one of -0.1: its sampling error is 0.25."""
+    assert after(sixteen(0.3)).step(a=sixteen(-0.1)) == []
+    assert said(after(sixteen(0.6)).step(a=sixteen(-0.3))) == [MEAN]
+    assert said(after(sixteen(0.3)).step(a=sixteen(0.95))) == [MEAN]
+
+
+def test_the_more_elements_a_tensor_has_the_smaller_a_mean_says_something() -> None:
+    assert said(after(sixteen(0.3) * 100).step(a=sixteen(-0.1) * 100)) == [MEAN]
+
+
+def sixteen(mean: float) -> list[float]:
+    """With this mean and a root mean square of 1."""
+    spread = math.sqrt(1 - mean**2)
+    return [mean + spread, mean - spread] * 8
 
 
 def test_a_tiny_tensor_is_judged_like_any_other() -> None:

@@ -1,0 +1,21 @@
+"""How what people read is spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+SHOWN: Final = 10
+"""Of one cause; more are counted."""
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 3, 4 and 10 more``."""
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def plain(text: str) -> str:
+    """Names come from files: what would steer a terminal is spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
