@@ -53,7 +53,7 @@ SHAPES = ("flood", "sparse", "few ranks")
 SPARSE_STEPS = 100
 FEW = 64
 
-COMMAND = "from monitor.anomalies.command import app; app()"
+COMMAND = "from monitor.anomalies.ranking.command import app; app()"
 
 Row = tuple[str, str, int]
 """Kind, name and micro-step."""

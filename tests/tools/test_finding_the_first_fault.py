@@ -19,9 +19,9 @@ from demo_runs import DEMO, ROOT, TORCHRUN, run_python
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from monitor.anomalies import span
-from monitor.anomalies.command import app
-from monitor.anomalies.span import Where
+from monitor.anomalies.ranking import span
+from monitor.anomalies.ranking.command import app
+from monitor.anomalies.ranking.span import Where
 from monitor.config import load_config
 
 DOCUMENT = (ROOT / "docs" / "finding-the-first-fault.md").read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def test_what_is_shown_of_the_files_is_there(here: Path) -> None:
 @pytest.mark.parametrize("line", "".join(blocks("sh")).splitlines())
 def test_a_command_ranks(line: str, here: Path) -> None:
     command, *arguments = shlex.split(line, comments=True)
-    assert f'{command} = "monitor.anomalies.command:app"' in (ROOT / "pyproject.toml").read_text()
+    assert f'{command} = "monitor.anomalies.ranking.command:app"' in (ROOT / "pyproject.toml").read_text()
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     output = next((here / name for name in arguments if name.endswith(".json")), None)
@@ -152,10 +152,15 @@ SAID = {
     Where.INSIDE: "its ",
     Where.BETWEEN: "between ",
     Where.DATA: "in what the model was given: the batch",
+    Where.BEFORE: "between the batch and ",
     Where.STAGES: ": the communication between the stages",
     Where.LOSS: "between the loss and the gradient of ",
+    Where.BEHIND: "behind what is watched of the forward, in the loss, or before ",
+    Where.PASSES: ", of which no gradient of an activation around it is recorded",
     Where.PARAMETER: ", between the gradient of its output and that of its parameter",
-    Where.AGGREGATION: "in the aggregation of gradients over ranks ",
+    Where.AGGREGATION: "in the aggregation of gradients over ",
+    Where.UNSEEN_RANKS: ", whose own gradient is not known, or ",
+    Where.CHANGED_GRADIENTS: ", where all were changed together, as by clipping: any of them may have brought it in",
     Where.MOMENTS: "in the optimizer's state, before step ",
     Where.UPDATE: "in the optimizer's step ",
     Where.WEIGHTS: "in the weights before step ",

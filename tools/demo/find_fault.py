@@ -24,7 +24,7 @@ from fault import Place, drawn, plant
 from gpt import GPT, GPTConfig
 from job import output_directory, process_group
 from monitor.anomalies.judged import EVENTS_FOLDER
-from monitor.anomalies.ranking import Ranked, ranking_of
+from monitor.anomalies.ranking.ranking import Ranked, ranking_of
 from monitor.pytorch import TrainerMon
 from text import random_batch, standard_library
 

@@ -11,7 +11,7 @@ import pytest
 from jobs import Job
 
 from monitor.anomalies.judged import EVENTS_FOLDER
-from monitor.anomalies.ranking import Ranked, ranking_of
+from monitor.anomalies.ranking.ranking import Ranked, ranking_of
 
 WATCHED = {
     "xy_distribution": True,

@@ -12,8 +12,8 @@ import pytest
 from played_job import ROWS, PlayedRank, pipeline, replicas
 from typer.testing import CliRunner
 
-from monitor.anomalies.command import app
 from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.anomalies.ranking.command import app
 from monitor.ranks.flow import Pass
 
 EVENT_FIELDS = {
@@ -237,7 +237,7 @@ def test_a_directory_that_is_none_of_the_rank_in_the_base_is_refused_and_the_eve
     path = tmp_path / EVENTS_FOLDER / "rank0" / "judged.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "directory": name}))
     status, said = ran(tmp_path)
-    assert (status, "has no manifest to go with it" in said, "1 origins" in said) == (1, True, True)
+    assert (status, "has no manifest to go with it" in said, "1 origin" in said) == (1, True, True)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "series-*.json.gz"])
@@ -308,3 +308,8 @@ def test_what_looks_like_markup_in_a_name_is_printed_as_it_is(tmp_path):
     assert f"actv 0:{names[0]} " in said
     assert f"actv 0:{names[1]} " in said
     assert f"First came {names[0]} on rank 0" in said
+
+
+def test_a_narrow_terminal_shows_every_name_whole(job):
+    told = CliRunner().invoke(app, ["-d", str(job / EVENTS_FOLDER), "-k", "1"], env={"COLUMNS": "60"}).output.splitlines()
+    assert told[:3] == ["origin: rank 0 (node0), step 3, micro-step 0", "  actv 0:a.x.output", "  nans 2, AnomalyNan"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from monitor.anomalies.ranking import Ranked, Ranking
-from monitor.anomalies.report import told_value
-from monitor.anomalies.span import Where, name_of
-from monitor.anomalies.subjects import Role
+from monitor.anomalies.ranking.ranking import Ranked, Ranking
+from monitor.anomalies.ranking.report import told_value
+from monitor.anomalies.ranking.span import Where, name_of
+from monitor.anomalies.ranking.subjects import Role
 from monitor.series import NO_MICRO_STEP
 
 _NEXT: Final = {

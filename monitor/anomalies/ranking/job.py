@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from monitor.anomalies.kept import MOST
-from monitor.anomalies.reading import Flaw, RecordingEvents
-from monitor.anomalies.wiring import Wiring, Wirings
+from monitor.anomalies.ranking.reading import Flaw, RecordingEvents
+from monitor.anomalies.ranking.wiring import Wiring, Wirings
 from monitor.merge.discovery import Found, RankRun, discover
 from monitor.merge.errors import MergeError
 from monitor.ranks.names import RankDirectory

@@ -14,7 +14,7 @@ import numpy as np
 
 from monitor.anomalies.events import Event, Signal, message
 from monitor.anomalies.judged import EVENTS_FOLDER, Judged, events_file, judged_file
-from monitor.anomalies.ranking import Ranked, Ranking, ranking_of
+from monitor.anomalies.ranking.ranking import Ranked, Ranking, ranking_of
 from monitor.failures import Failures
 from monitor.placement import Placement, Shard
 from monitor.ranks.flow import Edge, Flow, Pass

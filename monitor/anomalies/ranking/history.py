@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from monitor.anomalies.job import Job
-from monitor.anomalies.subjects import Role, modules_around, parent
-from monitor.anomalies.sweep import IN_PASSES, StageChunk, Weights
+from monitor.anomalies.ranking.job import Job
+from monitor.anomalies.ranking.subjects import Role, modules_around, parent
+from monitor.anomalies.ranking.sweep import IN_PASSES, StageChunk, Weights
 from monitor.ranks.records import StepsRecord
 
 CHANGED_NOTE: Final = "grad_reduced"

@@ -10,7 +10,7 @@ import pytest
 from played_job import AT_THE_STEP, PARAMETERS, ROWS, PlayedRank, ranked, told
 from schedules import gpipe, interleaved, one_forward_one_backward
 
-from monitor.anomalies.ranking import Ranked
+from monitor.anomalies.ranking.ranking import Ranked
 from monitor.series import NO_MICRO_STEP
 
 FIRED = 150

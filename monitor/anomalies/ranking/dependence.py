@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from monitor.anomalies.evidence import Columns, Evidence, Flags
-from monitor.anomalies.history import Fired, History, Parameter
-from monitor.anomalies.job import Group, Job, Member
-from monitor.anomalies.ordering import Order
-from monitor.anomalies.subjects import Role, Subject
-from monitor.anomalies.sweep import IN_PASSES, PASSES, Pipeline, Sighting, StageChunk, Sweep
-from monitor.anomalies.wiring import Wiring
+from monitor.anomalies.ranking.evidence import Columns, Evidence, Flags
+from monitor.anomalies.ranking.history import Fired, History, Parameter
+from monitor.anomalies.ranking.job import Group, Job, Member
+from monitor.anomalies.ranking.ordering import Order
+from monitor.anomalies.ranking.subjects import Role, Subject
+from monitor.anomalies.ranking.sweep import IN_PASSES, PASSES, Pipeline, Sighting, StageChunk, Sweep
+from monitor.anomalies.ranking.wiring import Wiring
 
 
 def origins(job: Job, evidence: Evidence, order: Order) -> Flags:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from monitor.anomalies.dependence import origins
 from monitor.anomalies.events import Event
-from monitor.anomalies.evidence import Columns, Evidence
-from monitor.anomalies.job import Job, Member, job_of
-from monitor.anomalies.ordering import order_of
-from monitor.anomalies.reading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
-from monitor.anomalies.replicas import Alone, alone
-from monitor.anomalies.span import Span, span_of
-from monitor.anomalies.subjects import Subject
+from monitor.anomalies.ranking.dependence import origins
+from monitor.anomalies.ranking.evidence import Columns, Evidence
+from monitor.anomalies.ranking.job import Job, Member, job_of
+from monitor.anomalies.ranking.ordering import order_of
+from monitor.anomalies.ranking.reading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
+from monitor.anomalies.ranking.replicas import Alone, alone
+from monitor.anomalies.ranking.span import Span, span_of
+from monitor.anomalies.ranking.subjects import Subject
 from monitor.ranks.records import ManifestError
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from monitor.anomalies.advice import advice
-from monitor.anomalies.evidence import Columns
-from monitor.anomalies.ranking import Ranking, entries_of, ranking_of
-from monitor.anomalies.reading import NothingReadError, folder_of
-from monitor.anomalies.report import counts, notes, table
+from monitor.anomalies.ranking.advice import advice
+from monitor.anomalies.ranking.evidence import Columns
+from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
+from monitor.anomalies.ranking.reading import NothingReadError, folder_of
+from monitor.anomalies.ranking.report import counts, listing, notes
 from monitor.anomalies.wording import plain
 from monitor.merge.errors import MergeError
 from monitor.ranks.output import write_whole
@@ -76,7 +76,7 @@ def _write(ranking: Ranking, output: Path) -> None:
 
 def _print(ranking: Ranking, output: Path, console: Console) -> None:
     if ranking.ranked:
-        console.print(table(ranking))
+        console.print(listing(ranking, console), soft_wrap=True)
     _say(console, counts(ranking))
     for note in notes(ranking):
         _say(console, note)

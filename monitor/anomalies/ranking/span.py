@@ -5,11 +5,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-from monitor.anomalies.history import CHANGED_NOTE
-from monitor.anomalies.job import Job, Member
-from monitor.anomalies.subjects import ROOT, Role, Subject, parent
-from monitor.anomalies.sweep import seam
-from monitor.anomalies.wiring import Wiring
+from monitor.anomalies.ranking.history import CHANGED_NOTE
+from monitor.anomalies.ranking.job import Job, Member
+from monitor.anomalies.ranking.subjects import ROOT, Role, Subject, parent
+from monitor.anomalies.ranking.sweep import seam
+from monitor.anomalies.ranking.wiring import Wiring
 from monitor.anomalies.wording import listed
 from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, Series
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from monitor.anomalies.evidence import Evidence
-from monitor.anomalies.job import Job, Member
+from monitor.anomalies.ranking.evidence import Evidence
+from monitor.anomalies.ranking.job import Job, Member
 
 
 class Alone(NamedTuple):

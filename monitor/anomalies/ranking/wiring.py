@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from monitor.anomalies.subjects import ROOT, Role, Subject, modules_around, parent, stands_for, subject_of
+from monitor.anomalies.ranking.subjects import ROOT, Role, Subject, modules_around, parent, stands_for, subject_of
 from monitor.merge.discovery import leads_out
 from monitor.ranks.flow import Flow, Pass
 from monitor.ranks.records import ManifestError, ManifestRecord

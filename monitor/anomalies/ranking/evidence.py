@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.job import Group, Member
-from monitor.anomalies.subjects import Subject, subject_of
+from monitor.anomalies.ranking.job import Group, Member
+from monitor.anomalies.ranking.subjects import Subject, subject_of
 from monitor.series import Series
 
 Columns = NDArray[np.int64]

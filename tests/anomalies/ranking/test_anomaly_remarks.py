@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from played_job import PlayedRank, pipeline, ranked, replicas
 
-from monitor.anomalies.advice import advice
-from monitor.anomalies.report import counts
+from monitor.anomalies.ranking.advice import advice
+from monitor.anomalies.ranking.report import counts
 
 ALONE = "only on rank 1 of its 3 data-parallel replicas"
 
@@ -123,7 +123,7 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
     one, other = replicas(2)
     one.not_kept = {"AnomalyNan": 1200}
     one.fire("actv", "b.output").fire("actv_grad", "b.output")
-    assert counts(ranked(tmp_path, one, other)) == "2 events of 1 of 2 ranks; 1 origins; 1,200 more were not kept"
+    assert counts(ranked(tmp_path, one, other)) == "2 events of 1 of 2 ranks; 1 origin; 1,200 more were not kept"
 
 
 @pytest.mark.parametrize(

@@ -6,28 +6,52 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from monitor.anomalies.ranking import Ranked, Ranking
+from monitor.anomalies.ranking.ranking import Ranked, Ranking
 from monitor.anomalies.wording import SHOWN, listed, plain
 from monitor.series import NO_MICRO_STEP
+
+_ANY_WIDTH: Final = 10_000
+"""Of a console on which every line of a table fits."""
 
 _COUNTED: Final = {"nans": "NaN", "infs": "infinite"}
 
 
-def table(ranking: Ranking) -> Table:
-    """The earliest events, in order."""
+def listing(ranking: Ranking, console: Console) -> RenderableType:
+    """The earliest events, in order: as a table, or where the console is too narrow for one, a few lines each."""
+    wide = _table(ranking)
+    whole = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), wide).maximum
+    return wide if whole <= console.width else Text("\n".join(plain(line) for one in ranking.ranked for line in _lines(one)))
+
+
+def _lines(one: Ranked) -> Iterator[str]:
+    micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
+    yield f"{_origin(one)}: rank {one.member.rank} ({one.member.host}), step {one.step}{micro_step}"
+    yield f"  {tensor(one)}"
+    yield f"  {one.op} {one.value:.6g}, {one.rule}"
+    if remark(one):
+        yield f"  {remark(one)}"
+
+
+def _origin(one: Ranked) -> str:
+    return "origin" if one.is_origin else "propagated"
+
+
+def _table(ranking: Ranking) -> Table:
     found = Table(box=None, pad_edge=False)
     with_micro_steps = any(one.micro_step != NO_MICRO_STEP for one in ranking.ranked)
     for name in ("rank", "host", "step", *(["micro-step"] if with_micro_steps else [])):
         found.add_column(name, no_wrap=True)
     for name in ("tensor", "statistic", "value", "rule", "", "remark"):
-        found.add_column(name, overflow="fold")
+        found.add_column(name)
     for one in ranking.ranked:
         micro_step = [] if not with_micro_steps else ["" if one.micro_step == NO_MICRO_STEP else str(one.micro_step)]
         cells = [str(one.member.rank), one.member.host, str(one.step), *micro_step, tensor(one), one.op, f"{one.value:.6g}"]
-        cells += [one.rule, "origin" if one.is_origin else "propagated", remark(one)]
+        cells += [one.rule, _origin(one), remark(one)]
         found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: what looks like markup in a name is none
     return found
 
@@ -40,7 +64,9 @@ def tensor(one: Ranked) -> str:
 
 def remark(one: Ranked) -> str:
     """The span of an origin, and whether other replicas have it too."""
-    return "; ".join(filter(None, [one.span.told if one.span else "", str(one.alone) if one.alone else ""]))
+    if one.span is None:
+        return "on this replica only" if one.alone else ""
+    return f"{one.span.told}; {one.alone}" if one.alone else one.span.told
 
 
 def counts(ranking: Ranking) -> str:
@@ -52,7 +78,7 @@ def counts(ranking: Ranking) -> str:
         not_judged.update({reason: steps.count for reason, steps in one.not_judged.items()})
     parts = [
         f"{ranking.events:,} events of {ranking.ranks:,} of {len({one.rank for one in judged}):,} ranks",
-        f"{ranking.origins:,} origins",
+        f"{ranking.origins:,} origin{'' if ranking.origins == 1 else 's'}",
     ]
     if not_kept:
         parts.append(f"{not_kept:,} more were not kept")

@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.evidence import Columns, Evidence
-from monitor.anomalies.job import Member
-from monitor.anomalies.reading import MOST_CHUNKS
-from monitor.anomalies.subjects import Role
+from monitor.anomalies.ranking.evidence import Columns, Evidence
+from monitor.anomalies.ranking.job import Member
+from monitor.anomalies.ranking.reading import MOST_CHUNKS
+from monitor.anomalies.ranking.subjects import Role
 from monitor.ranks.flow import Pass
 from monitor.ranks.order import IN_BACKWARD, IN_FORWARD, PipelineOrder, RankPasses, Spot
 from monitor.series import NO_MICRO_STEP
