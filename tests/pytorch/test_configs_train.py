@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -82,14 +81,12 @@ def test_the_one_for_the_program_itself_answers_it(output: Output) -> None:
     assert not list(output.directory().glob("*.csv"))
 
 
-def test_the_one_for_alerts_says_of_every_step_what_it_found(output: Output) -> None:
+def test_the_one_for_alerts_judges_every_step_and_finds_nothing_in_healthy_training(output: Output) -> None:
     trained(CONFIGS / "alerts.json").close()
-    events, said = sorted(
-        (output.base / "anomaly_detected" / "rank0").iterdir()
-    )  # numbered like the recordings of this process
+    (said,) = (output.base / "anomaly_detected" / "rank0").iterdir()
     judged = Judged.model_validate_json(said.read_bytes())
     assert (list(judged.steps.steps()), judged.not_judged, judged.closed) == (list(range(STEPS)), {}, True)
-    assert len(json.loads(events.read_text())) == judged.events > 0
+    assert judged.events == 0
     (path,) = output.directory().glob("metrics_0-99.h5")
     assert Counter(read_hdf5(path)["kind"].to_pylist()) == {**GRADIENTS, **ACTIVATIONS}
 
