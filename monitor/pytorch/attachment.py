@@ -287,6 +287,7 @@ class Attachment:
         try:
             sealed.step, sealed.status, sealed.ops = self.clock.step, status, self.watch.ops()
             sealed.micro_step_kinds, sealed.combined_kinds = self.micro_step_kinds()
+            sealed.counted_kinds = self.counted_kinds
             self._recorder.seal(sealed)
         except BaseException:
             pipeline.give_back(sealed)
@@ -298,11 +299,17 @@ class Attachment:
         run.manifest.flows(observed(self._recorder.table, self.modules.seen()))
 
     def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Kinds with a row for each micro-step, and kinds whose micro-steps are combined."""
+        """Kinds with a row for each micro-step, and kinds whose micro-steps, or calls of operators, are combined."""
         config = self.watch.config
         gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
         activations = frozenset(ACTIVATION_KINDS)
-        return (activations | gradients, frozenset()) if config.micro_steps == "each" else (gradients, activations)
+        calls = self.counted_kinds
+        return (activations | gradients, calls) if config.micro_steps == "each" else (gradients, activations | calls)
+
+    @property
+    def counted_kinds(self) -> frozenset[str]:
+        """Kinds whose rows are calls of operators, combined and counted."""
+        return frozenset({"other"} if self.watch.config.cc_distribution.enable else ())
 
     def _begin_step(self) -> None:
         self.begun = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from monitor.config import MonitorConfig
 from monitor.endings import OPEN
@@ -18,6 +18,9 @@ from monitor.run import Place, Run
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
 from monitor.stats.table import combined_micro_steps
+
+if TYPE_CHECKING:  # it cannot be imported where torch has no torch.distributed
+    from monitor.pytorch.collectives.communication import Communication
 
 ORDINALS: Final = itertools.count()
 """Ranks that call set_monitor as often agree on a name for each call."""
@@ -56,6 +59,7 @@ class Recording:
         self._recorder = Recorder(self.series, config.eps)
         self._opened: Run | None = None
         self._closed = False
+        self._communication: Communication | None = None
 
     def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
         """Hook the model and the optimizer, in place of what was hooked before."""
@@ -109,6 +113,7 @@ class Recording:
 
     def _now(self) -> Mapping[str, KindRows]:
         _, combined = self.attachment.micro_step_kinds()
+        self._recorder.reduce_staged()
         kinds = self._recorder.table.kinds_now()
         return {kind: combined_micro_steps(rows) if kind in combined else rows for kind, rows in kinds.items()}
 
@@ -125,6 +130,19 @@ class Recording:
         path = run.base / "module_struct" / f"rank{self._where().rank}" / "module_struct.json"
         self.attachment.structure.write(path)
         return path
+
+    def record_communication(self, communication: Communication) -> None:
+        """Give communication operators rows among the others."""
+        self._communication = communication  # which listens for as long as somebody holds it
+        communication.record_into(self._recorder, self._where().groups, self._note)
+
+    def end_communication_log(self, communication: Communication) -> None:
+        """Write the log of the first step into the directory of the rank, unless it was written before."""
+        communication.end_log(self.open().directory)
+
+    def _note(self, key: str, said: str) -> None:
+        if (run := self.run) is not None:
+            run.manifest.note(key, said)
 
     @property
     def run(self) -> Run | None:

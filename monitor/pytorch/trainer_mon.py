@@ -14,6 +14,7 @@ from monitor.config import MonitorConfig, load_config
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.arguments import chunks_of, count, given
 from monitor.pytorch.attachment import Watch
+from monitor.pytorch.collectives.installing import communication
 from monitor.pytorch.errors import RunEnded
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.recognition import framework_of
@@ -69,6 +70,8 @@ class TrainerMon:
         self._wrapped_optimizer: Any = None
         self._recordings: list[Recording] = []
         self._closed = False
+        # Now, since some libraries keep what they import of torch.distributed for themselves.
+        self._communication = communication(self._config.cc_distribution, self._failures)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -117,7 +120,9 @@ class TrainerMon:
         ownership = self._ownership(*groups)
         watch = Watch(framework.chunks, framework, grad_acc_steps, self._config, ownership, ops=lambda: self._ops)
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizer)), None)
-        if not ownership.monitored and not self._config.print_struct:
+        if not ownership.monitored:
+            self._close_communication()
+        if not ownership.monitored and not self._ends_after_first_step:
             self._say_if_nobody(ownership)
         elif shared is not None:
             said = "set_monitor was called again for the same model or optimizer: it is attached anew, and the count goes on."
@@ -153,8 +158,10 @@ class TrainerMon:
 
     def _hook(self, recording: Recording, watch: Watch, names: ModelNames, start: int) -> None:
         recording.attach(watch, names, start)
-        if self._config.print_struct:
-            recording.attachment.on_first_step = partial(self._end_with_structure, recording)
+        if self._communication is not None:
+            recording.record_communication(self._communication)
+        if self._communication is not None or self._ends_after_first_step:
+            recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
     def generate_wgrad_metrics(self) -> tuple[Metrics, Metrics]:
         """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
@@ -181,6 +188,7 @@ class TrainerMon:
         if self._closed:
             return
         self._closed = True
+        self._close_communication()
         for recording in self._recordings:
             self._failures.guarded("closing", recording.close)()
 
@@ -239,14 +247,30 @@ class TrainerMon:
             self._failures.warn("no main_grad", f"{said} Pass params_have_main_grad=False to silence this.")
         return True
 
-    def _end_with_structure(self, recording: Recording) -> None:
+    @property
+    def _ends_after_first_step(self) -> bool:
+        wanted = self._config.cc_distribution
+        return self._config.print_struct or (wanted.enable and wanted.cc_log_only)
+
+    def _after_first_step(self, recording: Recording) -> None:
         """The other ranks end here, too: that this one could not write must not leave it to wait for them."""
-        path = self._failures.guarded("writing the structure", recording.write_structure)()
+        if self._communication is not None:
+            self._failures.guarded("writing the communication log", recording.end_communication_log)(self._communication)
+        if not self._ends_after_first_step:
+            return
+        reason = "cc_log_only ends the run here, after the first step."
+        if self._config.print_struct:
+            path = self._failures.guarded("writing the structure", recording.write_structure)()
+            told = f"was written to {path}" if path is not None else "could not be written"
+            reason = f"The structure of the model {told}; print_struct ends the run here."
         self.close()
-        told = f"was written to {path}" if path is not None else "could not be written"
-        reason = f"The structure of the model {told}; print_struct ends the run here."
         LOGGER.info("[rank %d] %s", self._failures.rank, reason)
         raise RunEnded(reason)
+
+    def _close_communication(self) -> None:
+        if self._communication is not None:
+            self._failures.guarded("closing communication", self._communication.close)()
+            self._communication = None
 
     def _metrics(self, kinds: Sequence[str]) -> list[Metrics]:
         merged: list[Metrics] = [{} for _ in kinds]

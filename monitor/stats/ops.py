@@ -10,13 +10,30 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
+from monitor.stats.partials import (
+    COUNT,
+    EXPONENT,
+    M2,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    Floats,
+    Partials,
+)
 
 Valid = NDArray[np.bool_]
 
 DEFAULT_OP: Final = "norm"
 LAYOUT_OPS: Final = ("shape", "dtype")
-INTEGER_OPS: Final = ("nans", "infs")
+CALLS: Final = "calls"
+"""Beside the ops, of kinds whose rows are calls of operators: how many a row combines."""
+
+INTEGER_OPS: Final = ("nans", "infs", CALLS)
 
 
 def _min(p: Partials) -> Floats:
@@ -96,8 +113,10 @@ def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
     """The values of a numeric op, one a row, and which of them exist.
 
     Args:
-        op: One of ``NUMERIC_OPS``.
+        op: One of ``NUMERIC_OPS``, or ``CALLS``.
     """
+    if op == CALLS:
+        return partials["writes"], partials["writes"] > 0
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         values = _DERIVED[op](partials)
     valid = np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0

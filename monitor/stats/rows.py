@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.series import REPLICA_KIND
+from monitor.stats.ops import CALLS
 from monitor.stats.partials import Partials
 
 Status = Literal["complete", "skipped", "incomplete"]
@@ -67,10 +68,14 @@ class StepRows:
     status: Status = "complete"
     micro_step_kinds: frozenset[str] = field(default_factory=frozenset)
     """Kinds whose rows carry a micro-step, decided by the configuration and not by what happens to be there."""
+    counted_kinds: frozenset[str] = field(default_factory=frozenset)
+    """Kinds whose rows say how many calls they combine, likewise."""
 
     def ops_of(self, kind: str) -> tuple[str, ...]:
         """The statistics to write of a kind. Of replicas the norm, whatever was asked for: it is there to be compared."""
-        return REPLICA_OPS if kind == REPLICA_KIND else self.ops
+        if kind == REPLICA_KIND:
+            return REPLICA_OPS
+        return (*self.ops, CALLS) if kind in self.counted_kinds else self.ops
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.kinds.values())

@@ -213,6 +213,7 @@ class Sealed:
     ops: tuple[str, ...] = ()
     micro_step_kinds: frozenset[str] = frozenset()
     combined_kinds: frozenset[str] = frozenset()
+    counted_kinds: frozenset[str] = frozenset()
     nbytes: int = 0
     _copies: list[PageCopy] = field(default_factory=list)
     _columns: HostColumns = field(default_factory=lambda: HostColumns.of(0))
@@ -238,7 +239,7 @@ class Sealed:
         numbers = np.concatenate([copy.rows() for copy in self._copies] or [np.zeros((0, len(COLUMNS)))])
         kinds = measured(numbers, self._columns, self._identity)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
-        return StepRows(self.step, self.ops, kinds, self._table.layouts, self.status, self.micro_step_kinds)
+        return StepRows(self.step, self.ops, kinds, self._table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
 
 
 def measured(numbers: Floats, columns: HostColumns, identity: RowIdentity) -> dict[str, KindRows]:
@@ -277,10 +278,23 @@ def _take(rows: KindRows, where: NDArray[np.int64]) -> KindRows:
 
 
 def combined_micro_steps(rows: KindRows) -> KindRows:
-    """One row a series: its micro-steps combined in ascending order, standing where the first of them stood."""
+    """One row a series: its micro-steps combined in ascending order, standing where the first of them stood.
+
+    ``writes`` is then how many there were, 0 for a row of the whole step.
+    """
     by_series = _take(rows, np.lexsort((rows.micro_step, rows.series)))
     starts = np.flatnonzero(np.r_[True, np.diff(by_series.series) != 0]) if len(rows) else np.zeros(0, dtype=np.int64)
     first = _take(by_series, starts)
-    partials = combine_groups(by_series.partials, starts)
+    partials = Partials(combine_groups(by_series.partials, starts).columns.copy())
+    partials.columns[WRITES] = _micro_steps(by_series, starts)
     combined = KindRows(first.series, np.full(len(starts), NO_MICRO_STEP), first.call_id, first.layout, partials)
     return _take(combined, np.argsort(combined.call_id, kind="stable"))
+
+
+def _micro_steps(by_series: KindRows, starts: NDArray[np.int64]) -> Floats:
+    """How many micro-steps each run of rows has; several rows may be of one."""
+    another = np.r_[True, np.diff(by_series.micro_step) != 0][: len(by_series)]
+    another[starts] = True
+    another &= by_series.micro_step != NO_MICRO_STEP
+    counts: Floats = np.add.reduceat(another.astype(np.float64), starts) if len(starts) else np.zeros(0)
+    return counts

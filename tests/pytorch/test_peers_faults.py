@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Adam
 from watching import EVERYTHING, Output, attached, train
 
-KNOWN = (1, 2, *range(4, 14), *range(15, 24))
+KNOWN = (*range(1, 14), *range(15, 24))
 AWKWARD = ["a:b", "a/b", "a,b", 'a"b"', "a\nb", " a ", "a'b", "ä→b", "#1"]
 
 

@@ -1,0 +1,67 @@
+"""Where in the user's program communication was issued."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Final
+
+INTERNAL: Final = frozenset({"torch", "monitor"})
+"""Packages whose frames say nothing about where a call comes from."""
+
+MAX_SITES: Final = 8192
+"""Call sites remembered. Forgetting one costs a second look at it, no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """One place that calls, with those that call it.
+
+    Attributes:
+        stack: ``file[line] function`` for each frame, innermost first; empty where no Python of the user's is on the stack,
+            as on a thread of the autograd engine.
+        wanted: Whether one of the patterns finds a ``file[line]`` of it.
+    """
+
+    stack: tuple[str, ...]
+    wanted: bool
+
+
+class CallSites:
+    """Recognises call sites; each is looked at once.
+
+    Args:
+        patterns: Regular expressions on ``file[line]``. None: every site is wanted.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+        self._sites: dict[tuple[tuple[CodeType, int], ...], CallSite] = {}
+
+    @property
+    def choosy(self) -> bool:
+        """Whether there are patterns."""
+        return bool(self._patterns)
+
+    def at(self, frame: FrameType | None) -> CallSite:
+        """The call site that ``frame`` belongs to."""
+        frames = []
+        while frame is not None:
+            if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in INTERNAL:
+                frames.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        key = tuple(frames)
+        site = self._sites.get(key)
+        if site is None:
+            if len(self._sites) >= MAX_SITES:
+                self._sites.clear()
+            site = self._sites[key] = self._described(key)
+        return site
+
+    def _described(self, frames: Sequence[tuple[CodeType, int]]) -> CallSite:
+        lines = [f"{code.co_filename}[{line}]" for code, line in frames]
+        stack = tuple(f"{where} {code.co_name}" for where, (code, _) in zip(lines, frames, strict=True))
+        wanted = not self._patterns or any(pattern.search(where) for pattern in self._patterns for where in lines)
+        return CallSite(stack, wanted)

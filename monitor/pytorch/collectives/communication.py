@@ -1,0 +1,192 @@
+"""What a ``TrainerMon`` records of communication: listens to every call, and gives its tensors rows."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from monitor.config.model import CcDistribution
+from monitor.failures import LOGGER, Failures
+from monitor.pytorch.collectives.call_sites import CallSites
+from monitor.pytorch.collectives.completion import Completion
+from monitor.pytorch.collectives.dispatcher import INTERCEPTION, CollectiveListener, Ended
+from monitor.pytorch.collectives.groups import Group, Groups
+from monitor.pytorch.collectives.log import CommunicationLog
+from monitor.pytorch.collectives.operators import Operator
+from monitor.pytorch.place import initialized
+from monitor.pytorch.recorder import Call, CallSeries, Recorder
+from monitor.series import Series
+from monitor.stats.torch_tensors import local_shard
+
+MAX_WAITED_FOR: Final = 4096
+"""Results of functional collectives remembered until they are waited for. The oldest are forgotten, and have no row."""
+
+UNREAD: Final = (
+    "the outputs of {} calls have no rows: nobody waited for them, they were not there in time, or they were changed before "
+    "they could be read"
+)
+
+
+class Communication(CollectiveListener):
+    """Listens from its making until ``close``.
+
+    Attributes:
+        unread: Calls whose outputs have not been read: still under way, never waited for, or changed before they could be.
+    """
+
+    def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
+        self.unread = 0
+        self._wanted = wanted
+        self._failures = failures
+        self._recorder: Recorder | None = None
+        self._note: Callable[[str, str], None] | None = None
+        self._sites = CallSites(wanted.cc_codeline)
+        self._groups = Groups()
+        self._log: CommunicationLog | None = CommunicationLog()
+        self._series: dict[tuple[str, str, str], CallSeries] = {}
+        self._functional: OrderedDict[int, Call] = OrderedDict()
+        self._completion = Completion()
+        self._begins = failures.guarded("looking at a communication operator", self._call_begins)
+        self._waited = failures.guarded("reading the outputs of a communication operator", self._tensor_waited_for)
+        self._issued = failures.guarded("following a communication operator", self._follow)
+        self._read = failures.guarded("reading the outputs of a communication operator", self._outputs_there)
+        self._drain = failures.guarded("reading the last outputs of a step", self._completion.read_what_is_done)
+        INTERCEPTION.add(self)
+        self._completion.listen()
+
+    @property
+    def log_only(self) -> bool:
+        """Whether nothing is measured, and the run ends when the log is written."""
+        return self._wanted.cc_log_only
+
+    def record_into(self, recorder: Recorder, roles: Mapping[str, Sequence[int]], note: Callable[[str, str], None]) -> None:
+        """Give what is communicated from now on rows in ``recorder``, unless it has them in another already.
+
+        Args:
+            roles: What groups of ranks are called.
+            note: Told what the rows do not say, with a key, at the end.
+        """
+        if self._recorder is None:
+            self._recorder, self._note = recorder, note
+            recorder.before_seal = self._drain
+        self._groups.learn(roles)
+        if not initialized():
+            LOGGER.warning(
+                "[rank %d] cc_distribution: there is no process group, so there is no communication to record. "
+                "Everything else is recorded.",
+                self._failures.rank,
+            )
+
+    def end_log(self, directory: Path) -> Path | None:
+        """Write the log; None if that was done before. No stacks are taken for it from now on."""
+        log, self._log = self._log, None
+        if log is None:
+            return None
+        path = log.write(directory)
+        calls, sites = log.counts.total(), len(log.counts)
+        LOGGER.info("[rank %d] communication: %d calls from %d sites, listed in %s", self._failures.rank, calls, sites, path)
+        return path
+
+    def close(self) -> None:
+        """Listen no longer. Any number of times."""
+        INTERCEPTION.remove(self)
+        self._completion.remove()
+        self._functional.clear()
+        if self.unread and self._note is not None:
+            self._note("communication", UNREAD.format(self.unread))
+        self._recorder = self._log = self._note = None
+
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> Ended | None:
+        return self._begins(operator, args)
+
+    def tensor_waited_for(self, tensor: Tensor) -> None:
+        if self._functional:
+            self._waited(tensor)
+
+    def _call_begins(self, operator: Operator, args: Sequence[Any]) -> Ended | None:
+        recorder = self._recorder
+        recording = recorder is not None and recorder.active and not self.log_only
+        if not recording and self._log is None:
+            return None
+        inputs = operator.taken(args)
+        if not _real(inputs):
+            return None
+        group = self._groups.of(operator, args)
+        wanted = self._site_wanted(operator, args, inputs, group)
+        if not recording or not wanted or recorder is None:
+            return None
+        if self._wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and _elsewhere(operator, args, group)):
+            self._record(recorder.new_call(self._series_of(operator, group, "pre_0")), inputs)
+        return partial(self._issued, operator, group, args)
+
+    def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Tensor], group: Group) -> bool:
+        """Whether the call comes from where calls are recorded; while there is a log, it is entered there."""
+        if self._log is None and not self._sites.choosy:
+            return True
+        site = self._sites.at(sys._getframe(1))
+        if self._log is not None:
+            tensors = inputs or ([] if operator.functional else operator.given(args, None))
+            self._log.add(operator.name, group.label, tensors, site)
+        return site.wanted
+
+    def _follow(self, operator: Operator, group: Group, args: Sequence[Any], result: Any) -> None:
+        outputs, recorder = operator.given(args, result), self._recorder
+        if recorder is None or not outputs or (operator.rooted == "outputs" and _elsewhere(operator, args, group)):
+            return
+        self.unread += 1
+        call = recorder.new_call(self._series_of(operator, group, "post_0"))
+        if operator.functional:
+            self._await_functional(call, outputs)
+        else:
+            boxed = result[-1] if isinstance(result, (tuple, list)) else result
+            self._completion.expect(dist.Work.unbox(boxed), outputs, partial(self._read, call))
+
+    def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        for output in outputs:
+            # By its memory, as torch itself finds the work to wait for: the tensor that comes back may be another object.
+            key = output.untyped_storage()._cdata
+            self._functional.pop(key, None)
+            self._functional[key] = call
+        while len(self._functional) > MAX_WAITED_FOR:
+            self._functional.popitem(last=False)
+
+    def _tensor_waited_for(self, tensor: Tensor) -> None:
+        local = local_shard(tensor)
+        call = None if local is None or local.is_meta else self._functional.pop(local.untyped_storage()._cdata, None)
+        if call is not None and local is not None:
+            first = call.step < 0
+            if self._record(call, [local]) and first:
+                self.unread -= 1
+
+    def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+        read = self._record(call, outputs, versions)
+        if read:
+            self.unread -= 1
+        return read
+
+    def _record(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+        recorder = self._recorder
+        return recorder is not None and recorder.record_call(call, tensors, versions)
+
+    def _series_of(self, operator: Operator, group: Group, what: str) -> CallSeries:
+        key = (operator.name, group.label, what)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = CallSeries(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
+        return series
+
+
+def _elsewhere(operator: Operator, args: Sequence[Any], group: Group) -> bool:
+    return operator.root is not None and args[operator.root] != group.rank
+
+
+def _real(tensors: Sequence[Tensor]) -> bool:
+    """False where a compiler or another tracer is at work, and nothing is communicated."""
+    return all((local := local_shard(one)) is not None and not local.is_meta for one in tensors)

@@ -1,0 +1,73 @@
+"""Which ranks an operator runs on, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from monitor.pytorch.collectives.operators import Operator
+
+WORLD: Final = "world"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as rows and the log name it.
+
+    Attributes:
+        label: Its role (``dp``, ``tp``, ``pp``) where that is known, else its ranks; ``world`` for all ranks of the job.
+        rank: Of this process in the group.
+    """
+
+    label: str
+    rank: int
+
+    @property
+    def suffix(self) -> str:
+        """What the group adds to an operator's name: nothing where it is all of the job."""
+        return "" if self.label == WORLD else f"@{self.label}"
+
+
+class Groups:
+    """The process groups that were met."""
+
+    def __init__(self) -> None:
+        self._roles: dict[tuple[int, ...], str] = {}
+        self._known: dict[str, Group] = {}
+
+    def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
+        """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
+        for role, ranks in roles.items():
+            self._roles.setdefault(tuple(sorted(ranks)), role)
+        self._known.clear()
+
+    def of(self, operator: Operator, args: Sequence[Any]) -> Group:
+        """The group of a call."""
+        given = args[operator.group]
+        if not isinstance(given, str):
+            given = given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
+        name = given if isinstance(given, str) else given.group_name
+        group = self._known.get(name)
+        if group is None:
+            group = self._known[name] = self._described(name, given)
+        return group
+
+    def _described(self, name: str, given: Any) -> Group:
+        resolve: Any = torch._C._distributed_c10d._resolve_process_group
+        group = resolve(name) if isinstance(given, str) else given
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        if len(ranks) == dist.get_world_size():
+            return Group(WORLD, group.rank())
+        return Group(self._roles.get(ranks) or spelled(ranks), group.rank())
+
+
+def spelled(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order, short where they are evenly spaced: ``0-7``, ``0-28by4``, ``0+3+5``."""
+    interval = ranks[1] - ranks[0] if len(ranks) > 2 else 0
+    if interval and list(ranks) == list(range(ranks[0], ranks[-1] + 1, interval)):
+        return f"{ranks[0]}-{ranks[-1]}" + (f"by{interval}" if interval > 1 else "")
+    return "+".join(map(str, ranks))

@@ -1,0 +1,16 @@
+"""What the scripts of this directory share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "frameworks" / "scripts"))
+
+from framework_run import Attach, run
+
+from monitor.config.not_built import NOT_BUILT
+
+NOT_BUILT.pop("cc_distribution.enable", None)  # type: ignore[attr-defined]
+
+__all__ = ["Attach", "run"]

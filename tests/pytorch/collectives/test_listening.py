@@ -1,0 +1,39 @@
+"""What listening to communication leaves behind, holds and sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jobs import Job
+
+
+@pytest.fixture(scope="module")
+def told(run_ranks: Callable[..., Job]) -> list[dict[str, Any]]:
+    """What ``lifecycle.py`` told on each rank."""
+    return run_ranks("lifecycle.py", 2).plain
+
+
+def test_after_a_hundred_times_torch_distributed_and_the_dispatcher_are_as_they_were(told: list[dict[str, Any]]) -> None:
+    clean = {"changed": [], "kernels": [], "living": 0, "installed": False}
+    assert [one["left_behind"] for one in told] == [clean, clean]
+
+
+def test_work_that_is_never_waited_for_is_let_go_of_and_counted(told: list[dict[str, Any]]) -> None:
+    expected = {"held": False, "unread": 1, "rows": 1}
+    assert [one["never_waited"] for one in told] == [expected, expected]
+
+
+def test_a_work_object_keeps_its_type_and_methods(told: list[dict[str, Any]]) -> None:
+    assert all(one["same_work"] for one in told)
+
+
+def test_a_compiled_model_with_collectives_stays_one_graph_and_every_call_is_recorded(told: list[dict[str, Any]]) -> None:
+    results = [[4.0 * (number + call) + 1 for number in range(4)] for call in range(3)]
+    expected = {"results": results, "rows": 6, "unread": 0}
+    assert [one["compiled"] for one in told] == [expected, expected]
+
+
+def test_with_one_code_line_configured_only_its_calls_are_recorded(told: list[dict[str, Any]]) -> None:
+    assert [one["one_line"] for one in told] == [[2.0, 2.0], [2.0, 2.0]]

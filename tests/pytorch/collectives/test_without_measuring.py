@@ -1,0 +1,43 @@
+"""``cc_log_only``, and runs that have nothing to communicate."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from jobs import Job
+from torch import nn
+from watching import Output, attached, train
+
+from monitor.config.not_built import NOT_BUILT
+
+
+@pytest.fixture
+def output(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Output:
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
+    return Output(tmp_path)  # type: ignore[arg-type]
+
+
+def test_with_log_only_the_run_ends_on_every_rank_with_a_log_and_without_rows(run_ranks: Callable[..., Job]) -> None:
+    job = run_ranks("log_only.py", 2, cc_log_only=True, others={"module_ranks": [0]})
+    with open(job.directories[0] / "communication_log.csv", newline="") as file:
+        (entry,) = csv.DictReader(file)
+    assert (entry["op"], entry["shape"], entry["calls"]) == ("all_reduce", "[3]", "2")
+    assert job.rows("other", 0) == []
+    assert all("cc_log_only ends the run here" in said for said in job.said)
+
+
+def test_without_a_process_group_that_is_said_and_the_rest_is_recorded(
+    output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(NOT_BUILT, "cc_distribution.enable", raising=False)  # type: ignore[arg-type]
+    caplog.set_level(logging.INFO, logger="monitor")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with attached(output, model, optimizer, cc_distribution={"enable": True}, param_distribution=True):
+        train(model, optimizer, 1, torch.randn(3, 2))
+    assert "there is no process group" in caplog.text
+    assert {row.name for row in output.rows("param_origin")} == {"weight", "bias"}
