@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from monitor.anomalies.ranking.wiring import Wiring, Wirings
 from monitor.merge.discovery import Found, RankRun, discover
 from monitor.merge.errors import MergeError
 from monitor.ranks.names import RankDirectory
-from monitor.ranks.records import ManifestError, ManifestRecord
+from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 
 ONE_BY_ONE: Final = frozenset({"dp", "pp"})
 """Roles of groups whose ranks do not exchange activations inside a module. Those of all others do."""
@@ -184,16 +184,26 @@ class _Matching:
     def member(self, events: RecordingEvents) -> Member:
         mates = events.mates or (events.files.rank,)
         try:
-            run = self._run(events)
-            manifest = _manifest(run, events)
+            manifest, wiring = self._wired(self._run(events), events)
             pipeline = manifest.pipeline.ranks if manifest.pipeline else (manifest.rank,)
             if events.mates and pipeline != events.mates:
                 raise ManifestError(f"its pipeline group is {list(pipeline)}, that of the events {list(mates)}")
-            wiring = self._wirings.read(run.directory, manifest)
         except ManifestError as error:
             self._flaws.append(Flaw(events.files.rank, events.files.told, f"has no manifest to go with it: {error}"))
             return Member(events, Group(events.files.recording, mates))
         return Member(events, Group(events.files.recording, pipeline), manifest, wiring)
+
+    def _wired(self, run: RankRun, events: RecordingEvents) -> tuple[ManifestRecord, Wiring | None]:
+        """Read once more where a rank that still runs has moved on to another series file meanwhile."""
+        manifest = _manifest(run, events)
+        try:
+            return manifest, self._wirings.read(run.directory, manifest)
+        except ManifestError:
+            now = read_manifest(run.directory / MANIFEST_FILE)
+            if now.series == run.manifest.series:
+                raise
+            manifest = _manifest(replace(run, manifest=now), events)
+            return manifest, self._wirings.read(run.directory, manifest)
 
     def _run(self, events: RecordingEvents) -> RankRun:
         name = events.judged.directory

@@ -13,7 +13,9 @@ from played_job import ROWS, PlayedRank, pipeline, replicas
 from typer.testing import CliRunner
 
 from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.anomalies.ranking import job as job_module
 from monitor.anomalies.ranking.command import app
+from monitor.merge.discovery import discover
 from monitor.ranks.flow import Pass
 
 EVENT_FIELDS = {
@@ -313,3 +315,22 @@ def test_what_looks_like_markup_in_a_name_is_printed_as_it_is(tmp_path):
 def test_a_narrow_terminal_shows_every_name_whole(job):
     told = CliRunner().invoke(app, ["-d", str(job / EVENTS_FOLDER), "-k", "1"], env={"COLUMNS": "60"}).output.splitlines()
     assert told[:3] == ["origin: rank 0 (node0), step 3, micro-step 0", "  actv 0:a.x.output", "  nans 2, AnomalyNan"]
+
+
+def test_a_rank_that_still_runs_may_move_on_to_another_series_file_meanwhile(tmp_path, monkeypatch):
+    rank = PlayedRank().fire("actv", "b.output")
+    rank.write(tmp_path)
+    before = {path.name for path in (tmp_path / rank.directory).glob("series-*")}
+
+    def then_it_moves_on(base):
+        found = discover(base)
+        for name in before:
+            (tmp_path / rank.directory / name).unlink()
+        rank.recorded_passes = [Pass(True, 0, 0), Pass(True, 0, 1)]
+        rank.write(tmp_path)
+        return found
+
+    monkeypatch.setattr(job_module, "discover", then_it_moves_on)
+    status, said = ran(tmp_path)
+    assert before.isdisjoint(path.name for path in (tmp_path / rank.directory).glob("series-*"))
+    assert (status, "has no manifest" in said, "1 origin" in said) == (0, False, True)
