@@ -5,8 +5,8 @@
 Rows as training makes them, every value within a percent of what it was the step before, delivered as the writer thread does:
 read from a sealed copy, looked at by the rules or not, written by a sink, entered in the manifest. As `csv` (a step to a file)
 and as `hdf5` (a million rows). Of each step both writers take their turn, and who begins changes. CPU time of the thread; of
-the rules' share of it the median over the steps after a warm-up; they never fire. Then every row is NaN: what the rules take for a
-step of which every row is an event, with alerts said and event files written.
+the rules' share of it the median over the steps after a warm-up; they never fire. Then every row is NaN: what the rules take
+for a step of which every row is an event, with alerts said and event files written.
 """
 
 from __future__ import annotations
