@@ -12,9 +12,9 @@ from typing import Final
 
 from monitor.anomalies.events import message
 from monitor.anomalies.findings import Finding, Findings, Group, earliest
-from monitor.anomalies.wording import plain
 from monitor.failures import LOGGER
 from monitor.series import SeriesTable
+from monitor.terminal import plain
 
 LINES: Final = 10
 WINDOW_S: Final = 60.0

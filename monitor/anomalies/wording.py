@@ -14,8 +14,3 @@ def listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:SHOWN]))
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def plain(text: str) -> str:
-    """Names come from files: what would steer a terminal is spelled out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -13,6 +13,7 @@ from monitor.convert import database, events
 from monitor.convert.errors import ConversionError
 from monitor.convert.outcome import MOST_SAID, Converted
 from monitor.convert.request import DATA_TYPES, Request
+from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
 """Exit statuses: all was converted; converted, with files set aside; nothing was converted."""
@@ -87,13 +88,12 @@ def _run(convert: Callable[[], Converted]) -> NoReturn:
     try:
         converted = convert()
     except (ConversionError, OSError) as error:
-        errors.print(f"Nothing was converted: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        say(errors, f"Nothing was converted: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     for one in converted.set_aside[:MOST_SAID]:
-        errors.print(f"set aside: {one.path}: {one.reason}", markup=False, highlight=False, soft_wrap=True)
+        say(errors, f"set aside: {one.path}: {one.reason}")
     if len(converted.set_aside) > MOST_SAID:
-        errors.print(f"set aside: {len(converted.set_aside) - MOST_SAID} more", markup=False, highlight=False)
+        say(errors, f"set aside: {len(converted.set_aside) - MOST_SAID} more")
     ranks = "1 rank" if len(converted.ranks) == 1 else f"{len(converted.ranks)} ranks"
-    said = f"{converted.rows:,} rows of {ranks} written to {converted.output}"
-    Console(soft_wrap=True).print(said, markup=False, highlight=False)
+    say(Console(), f"{converted.rows:,} rows of {ranks} written to {converted.output}")
     raise typer.Exit(FLAWED if converted.set_aside else CLEAN)

@@ -17,6 +17,7 @@ from monitor.merge.report import Report, summary
 from monitor.ranks.resume import Span, span_between
 from monitor.sinks.hdf5_content import ALL_STEPS
 from monitor.sinks.shard_names import Steps
+from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
 """Exit statuses: all is there and agrees; merged, with something missing or at odds; nothing was merged."""
@@ -36,7 +37,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def monitor_merge(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A new directory. [default: DIR/merged]")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A new directory.", show_default="DIR/merged")] = None,
     job: Annotated[str | None, typer.Option(help="The id of the job, or its beginning, where there are several.")] = None,
     time_start: Annotated[str | None, typer.Option(help="Only directories from this timestamp on: Dec03_21-34-40.")] = None,
     time_end: Annotated[str | None, typer.Option(help="Only directories up to this timestamp.")] = None,
@@ -67,7 +68,7 @@ def monitor_merge(
         )
         report = _shown(wanted, console)
     except (MergeError, OSError) as error:
-        _say(console, f"Nothing was merged: {error}", style="red")
+        say(console, f"Nothing was merged: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _print(report, wanted.output, Console())
     raise typer.Exit(CLEAN if report.clean else FLAWED)
@@ -81,20 +82,14 @@ def _shown(wanted: Wanted, console: Console) -> Report:
 
 
 def _print(report: Report, output: Path, console: Console) -> None:
-    """A line each, however narrow the terminal: a name or a path that is cut short would not say where to look."""
+    """A line each."""
     told = list(summary(report.told()))
     width = max(len(what) for what, _ in told)
     before = ""
     for what, said in told:
-        _say(console, f"{'' if what == before else what:<{width}}  {said}")
+        say(console, f"{'' if what == before else what:<{width}}  {said}")
         before = what
-    _say(console, f"written to {output}")
-
-
-def _say(console: Console, text: str, style: str = "") -> None:
-    """Text that may hold names from files: what would steer a terminal is spelled out."""
-    spelled = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    console.print(spelled, style=style, markup=False, highlight=False, soft_wrap=True)
+    say(console, f"written to {output}")
 
 
 def _steps(spelled: str | None) -> Steps:

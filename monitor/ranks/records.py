@@ -226,14 +226,23 @@ def read_manifest(path: Path) -> ManifestRecord:
     Raises:
         ManifestError: it is missing, too large, cut off, or holds what a manifest does not.
     """
+    return parsed(ManifestRecord, content_of(path, MANIFEST_LIMIT, "manifest"), path)
+
+
+def content_of(path: Path, limit: int, what: str) -> bytes:
+    """The bytes of a file that is not larger than any ``what``.
+
+    Raises:
+        ManifestError: it is larger than ``limit`` bytes, or cannot be read.
+    """
     try:
         with open(path, "rb") as file:
-            content = file.read(MANIFEST_LIMIT + 1)
+            content = file.read(limit + 1)
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(content) > MANIFEST_LIMIT:
-        raise ManifestError(f"{path} is larger than any manifest ({MANIFEST_LIMIT} bytes)")
-    return parsed(ManifestRecord, content, path)
+    if len(content) > limit:
+        raise ManifestError(f"{path} is larger than any {what} ({limit} bytes)")
+    return content
 
 
 R = TypeVar("R", bound=Record)

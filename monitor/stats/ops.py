@@ -10,21 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.stats.partials import (
-    COUNT,
-    EXPONENT,
-    M2,
-    MAX,
-    MIN,
-    NANS,
-    NEGINFS,
-    POSINFS,
-    SMALLS,
-    SUM,
-    SUMSQ,
-    Floats,
-    Partials,
-)
+from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
 
 Valid = NDArray[np.bool_]
 

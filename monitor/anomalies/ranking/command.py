@@ -19,9 +19,9 @@ from monitor.anomalies.ranking.evidence import Columns
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.reading import NothingReadError, folder_of
 from monitor.anomalies.ranking.report import counts, listing, notes
-from monitor.anomalies.wording import plain
 from monitor.merge.errors import MergeError
 from monitor.ranks.output import write_whole
+from monitor.terminal import say
 
 RANKED, FLAWED, NOTHING = 0, 1, 2
 """Exit statuses: all was ranked; ranked, but files are missing or torn; nothing was read."""
@@ -44,7 +44,7 @@ def monitor_rank_anomalies(
     ],
     out_path: Annotated[
         Path | None,
-        typer.Option("-o", "--out_path", metavar="OUT", help=f"A folder, or a file .json. [default: DIR/{ANALYSIS_FILE}]"),
+        typer.Option("-o", "--out_path", metavar="OUT", help="A folder, or a file .json.", show_default=f"DIR/{ANALYSIS_FILE}"),
     ] = None,
     topk: Annotated[int, typer.Option("-k", "--topk", min=1, help="How many events to list.")] = 8,
     step_list: Annotated[
@@ -62,7 +62,7 @@ def monitor_rank_anomalies(
         output = _output(folder, out_path)
         _write(ranking, output)
     except (NothingReadError, MergeError, OSError) as error:
-        _say(Console(stderr=True), f"Nothing was ranked: {error}", style="red")
+        say(Console(stderr=True), f"Nothing was ranked: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _print(ranking, output, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH))
     raise typer.Exit(FLAWED if ranking.job.flaws or ranking.job.missing else RANKED)
@@ -77,16 +77,11 @@ def _write(ranking: Ranking, output: Path) -> None:
 def _print(ranking: Ranking, output: Path, console: Console) -> None:
     if ranking.ranked:
         console.print(listing(ranking, console), soft_wrap=True)
-    _say(console, counts(ranking))
+    say(console, counts(ranking))
     for note in notes(ranking):
-        _say(console, note)
-    _say(console, f"written to {output}")
-    _say(console, advice(ranking))
-
-
-def _say(console: Console, text: str, style: str = "") -> None:
-    lines = "\n".join(map(plain, text.split("\n")))
-    console.print(lines, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        say(console, note)
+    say(console, f"written to {output}")
+    say(console, advice(ranking))
 
 
 def _output(folder: Path, given: Path | None) -> Path:

@@ -17,7 +17,7 @@ from monitor.anomalies.events import Event
 from monitor.anomalies.judged import EVENTS_FOLDER, JUDGED_LIMIT, Judged, events_file, judged_file
 from monitor.merge.discovery import leads_out
 from monitor.merge.engines import engine, run_in_order
-from monitor.ranks.records import ManifestError, known_version, parsed
+from monitor.ranks.records import ManifestError, content_of, known_version, parsed
 from monitor.series import Series
 
 EVENTS_LIMIT: Final = 2**30
@@ -188,14 +188,7 @@ def _content(path: Path, limit: int) -> bytes:
         raise ManifestError(f"{path} leads to another directory")
     if os.path.lexists(path) and not path.is_file():
         raise ManifestError(f"{path} is not a file")
-    try:
-        with open(path, "rb") as file:
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise ManifestError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(content) > limit:
-        raise ManifestError(f"{path} is larger than any such file ({limit} bytes)")
-    return content
+    return content_of(path, limit, "such file")
 
 
 def _columns(files: RecordingFiles, judged: Judged, found: dict[str, Event]) -> RecordingEvents:

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from monitor.anomalies.ranking.ranking import Ranked, Ranking
-from monitor.anomalies.wording import SHOWN, listed, plain
+from monitor.anomalies.wording import SHOWN, listed
 from monitor.series import NO_MICRO_STEP
+from monitor.terminal import plain
 
 _ANY_WIDTH: Final = 10_000
 """Of a console on which every line of a table fits."""
