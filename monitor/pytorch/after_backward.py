@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from monitor.failures import Failures
+from monitor.pytorch.backward_end import when_backward_ends
 from monitor.pytorch.parameter_series import NamedParameter
 
 MOST_SENTINELS: Final = 4
@@ -63,7 +62,7 @@ class AfterBackward:
             self._task = task
             self._sentinels = dict.fromkeys(self._sentinels)  # should this backward not come to its end
             self._add(parameter)
-            _when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
+            when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
         self._latest = parameter
 
     def changed(self, reduced: Callable[[NamedParameter], Tensor | None]) -> bool:
@@ -95,17 +94,3 @@ class AfterBackward:
 def _whole(gradient: Tensor) -> Tensor:
     base: Tensor | None = gradient._base
     return gradient if base is None else base
-
-
-def _when_backward_ends(then: Callable[[], None]) -> None:
-    """Call ``then`` after what a reducer has asked for at the end of the backward in progress.
-
-    The engine makes its final calls in the order in which they were asked for. A reducer asks when its last gradient has
-    arrived, which is after the first; so this asks for another one when it is called itself.
-    """
-    _queue(lambda: _queue(then))
-
-
-def _queue(call: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # where no engine runs the backward: in compiled code
-        Variable._execution_engine.queue_callback(call)

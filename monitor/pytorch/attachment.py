@@ -255,9 +255,8 @@ class Attachment:
 
     def _end_step(self, status: Status) -> None:
         was_active = self._recorder.active
-        # Whatever becomes of the rows, the next step must begin as a new one.
-        self._recorder.active = False
-        try:
+        try:  # whatever becomes of the rows, the next step must begin as a new one
+            self._recorder.end_step()
             if was_active:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
         finally:
@@ -339,12 +338,13 @@ class Attachment:
             keep: Write a step in progress, as incomplete: it may be the one people look for. Otherwise it is let go of.
         """
         self._steps.remove()
-        if self._recorder.active and self._recorder.has_rows:
+        was_active = self._recorder.active
+        self._recorder.end_step()
+        if was_active and self._recorder.has_rows:
             if keep:
                 self._failures.guarded("sealing the last step", self._seal)("incomplete")
             else:
                 self._recorder.discard()
-        self._recorder.active = False
         if keep and self.begun and PROCESS.forks == self._forks:
             self._finish_stacks()
         self._remove_hooks()

@@ -96,7 +96,7 @@ class Recorder:
 
     Attributes:
         active: Whether the step in progress is collected. Every hook looks here first and does nothing else if not.
-        before_seal: Called before a step is sealed: the last moment to record something in it. Must not raise.
+        before_end: Called before a step ends: the last moment to record something in it. Must not raise.
     """
 
     def __init__(self, series: SeriesTable, eps: float) -> None:
@@ -111,7 +111,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._inert = False
         self._sealed = 0
-        self.before_seal: Callable[[], None] = _nothing
+        self.before_end: Callable[[], None] = _nothing
         self._staged: dict[int, tuple[Slot, Tensor]] = {}
         PROCESS.on_fork_child(self._become_inert)
 
@@ -123,6 +123,12 @@ class Recorder:
     def activate(self, wanted: bool) -> None:
         """Record the coming step or not. In a forked child nothing is ever recorded."""
         self.active = wanted and not self._inert
+
+    def end_step(self) -> None:
+        """Record nothing more in the step in progress, after what ``before_end`` adds."""
+        if self.active:
+            self.before_end()
+        self.active = False
 
     def _become_inert(self) -> None:
         self._inert, self.active = True, False
@@ -252,7 +258,6 @@ class Recorder:
 
     def seal(self, into: Sealed) -> None:
         """Copy the table into ``into`` and begin a new step."""
-        self.before_seal()
         with self._lock:
             self._reduce_staged()
             self.table.seal(into)

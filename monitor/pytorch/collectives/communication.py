@@ -52,7 +52,7 @@ class Communication(CollectiveListener):
         self._log: CommunicationLog | None = CommunicationLog()
         self._series: dict[tuple[str, str, str], CallSeries] = {}
         self._functional: OrderedDict[int, Call] = OrderedDict()
-        self._completion = Completion()
+        self._completion = Completion(failures)
         self._begins = failures.guarded("looking at a communication operator", self._call_begins)
         self._waited = failures.guarded("reading the outputs of a communication operator", self._tensor_waited_for)
         self._issued = failures.guarded("following a communication operator", self._follow)
@@ -75,7 +75,7 @@ class Communication(CollectiveListener):
         """
         if self._recorder is None:
             self._recorder, self._note = recorder, note
-            recorder.before_seal = self._drain
+            recorder.before_end = self._drain
         self._groups.learn(roles)
         if not initialized():
             LOGGER.warning(

@@ -2,8 +2,8 @@
 
 Python that issues a call waits for its ``Work``, or asks it for a future and waits for that: then the outputs are read in that
 moment, on the thread and stream that wait. Code below Python (the reducer of DistributedDataParallel) waits where nobody can
-be told. There the future tells, on a thread of the backend, and the version of each tensor tells whether whoever waited was
-faster and has changed it.
+be told. There the future tells, on a thread of the backend. Who waits may be faster than that thread, so outputs that are there
+are read when backward ends and when the step does, too; their versions tell whether somebody has changed them by then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from monitor.failures import Failures
+from monitor.pytorch.backward_end import when_backward_ends
 from monitor.pytorch.patches import CallListener, CallPatch
 
 Read = Callable[[Sequence[Tensor], Sequence[int | None]], bool | None]
@@ -32,6 +34,9 @@ GET_FUTURE: Final = CallPatch(dist.Work, "get_future")
 WAIT_FOR_FUTURE: Final = CallPatch(torch._C.Future, "wait")
 PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE)
 """Of this process: callers look these up in the class, so the objects stay what they are."""
+
+
+_NO_BACKWARD: Final = -1
 
 
 class _Latest(threading.local):
@@ -68,9 +73,11 @@ class _Outputs:
 class Completion(CallListener):
     """The calls whose outputs are not there yet, each told to its ``Read`` when they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, failures: Failures) -> None:
+        self._read_what_is_done = failures.guarded("reading the outputs of communication operators", self.read_what_is_done)
         self._pending: weakref.WeakKeyDictionary[Any, _Outputs] = weakref.WeakKeyDictionary()
         self._told_by_future: dict[int, tuple[_Outputs, Any]] = {}
+        self._backward = _NO_BACKWARD
         self._latest = _Latest()
 
     def listen(self) -> None:
@@ -91,9 +98,12 @@ class Completion(CallListener):
         if _python_waits(sys._getframe(1)) or not self._tell_when_done(work, outputs):
             self._latest.work = work
             self._pending[work] = outputs
+        elif (backward := torch._C._current_graph_task_id()) not in (_NO_BACKWARD, self._backward):
+            self._backward = backward
+            when_backward_ends(self._read_what_is_done)
 
     def read_what_is_done(self) -> None:
-        """At the end of a step: outputs that are there, and whose backend's thread has not come round to saying so."""
+        """Read outputs that are there, and whose backend's thread has not come round to saying so."""
         for outputs, future in list(self._told_by_future.values()):
             if future.done():
                 outputs.done(future)
