@@ -76,17 +76,20 @@ class CallPatch:
         @wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
             # One that was left below another patch, and then replaced by a new one above it, has nobody to tell either.
-            listeners = self._living() if self._ours is patched else ()
-            for listener in listeners:
-                listener.call_begins(self, args, kwargs)
+            listeners = self._listeners if self._ours is patched else ()
+            for known in listeners:
+                if (listener := known()) is not None:
+                    listener.call_begins(self, args, kwargs)
             try:
                 result = original(*args, **kwargs)
             except BaseException:
-                for listener in listeners:
-                    listener.call_raised(self, args, kwargs)
+                for known in listeners:
+                    if (listener := known()) is not None:
+                        listener.call_raised(self, args, kwargs)
                 raise
-            for listener in listeners:
-                listener.call_ended(self, args, kwargs, result)
+            for known in listeners:
+                if (listener := known()) is not None:
+                    listener.call_ended(self, args, kwargs, result)
             return result
 
         self._original, self._ours = original, patched
@@ -94,6 +97,3 @@ class CallPatch:
 
     def _now(self) -> Any:
         return vars(self.owner)[self.name]
-
-    def _living(self) -> tuple[CallListener, ...]:
-        return tuple(listener for known in self._listeners if (listener := known()) is not None)

@@ -12,19 +12,16 @@ from torch import Tensor
 
 from monitor.pipeline.process import PROCESS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.partials import WRITES, Floats
+from monitor.stats.partials import Floats
+from monitor.stats.rows import KindRows
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
-from monitor.stats.torch_host_kernel import KEYS_ABOVE_US, HostKernel
+from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_memory import DevicePage, HostPage
 from monitor.stats.torch_op import reduce_into
-from monitor.stats.torch_small_tensors import is_small
 from monitor.stats.torch_tensors import local_shard
 
 MAX_SEEN: Final = 8192
 """Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
-
-MOST_STAGED: Final = 1024
-"""Copies of small tensors that wait to be reduced together: 4 MiB at most."""
 
 
 class Watched:
@@ -43,40 +40,17 @@ class Watched:
         self.late: dict[tuple[torch.device, int], Slot] = {}
 
 
-class CallSeries:
-    """A series whose rows are the calls of a step, combined when the step is written."""
+class LateRows:
+    """Whoever has rows of its own in the table, and enters them late. Must not raise."""
 
-    __slots__ = ("calls", "series", "slots", "step")
+    def step_ends(self) -> None:
+        """The last moment to measure something in the step in progress."""
 
-    def __init__(self, series: Series) -> None:
-        self.series = series
-        self.slots: dict[tuple[torch.device, int, int], Slot] = {}
-        self.step = -1
-        self.calls = 0
+    def enter(self) -> None:
+        """Enter what was measured: the table is about to be read. The caller has the lock."""
 
-
-class Call:
-    """One call of a ``CallSeries``: its tensors may be read at different times, and each has a row.
-
-    A call has its number from the step in which it is first read, which need not be the one in which it was issued.
-    """
-
-    __slots__ = ("issued", "number", "of", "read", "step")
-
-    def __init__(self, of: CallSeries, issued: int) -> None:
-        self.of = of
-        self.issued = issued
-        self.step = -1
-        self.number = 0
-        self.read = 0
-
-    def begin(self, step: int) -> None:
-        """Take the next number of ``step``, unless it has one there."""
-        if self.step != step:
-            if self.of.step != step:
-                self.of.step, self.of.calls = step, 0
-            self.step, self.number, self.read = step, self.of.calls, 0
-            self.of.calls += 1
+    def discard(self) -> None:
+        """Let go of what was measured in the step in progress. The caller has the lock."""
 
 
 class _Seen:
@@ -96,23 +70,24 @@ class Recorder:
 
     Attributes:
         active: Whether the step in progress is collected. Every hook looks here first and does nothing else if not.
-        before_end: Called before a step ends: the last moment to record something in it. Must not raise.
+        table: Changed by whoever has the ``lock``.
+        steps: How many were ended.
+        late: Who enters rows late.
     """
 
     def __init__(self, series: SeriesTable, eps: float) -> None:
         self.active = False
         self.table = StatsTable(series)
-        self._host = HostKernel(eps)
+        self.host = HostKernel(eps)
         self._eps = eps
         self._open_pages: dict[torch.device, Page] = {}
         self._slots: dict[tuple[Series, torch.device, tuple[int, ...]], Slot] = {}
         self._seen: dict[int, _Seen] = {}
         # The engine runs the backward of each device on a thread of its own.
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self.steps = 0
+        self.late = LateRows()
         self._inert = False
-        self._sealed = 0
-        self.before_end: Callable[[], None] = _nothing
-        self._staged: dict[int, tuple[Slot, Tensor]] = {}
         PROCESS.on_fork_child(self._become_inert)
 
     @property
@@ -125,9 +100,9 @@ class Recorder:
         self.active = wanted and not self._inert
 
     def end_step(self) -> None:
-        """Record nothing more in the step in progress, after what ``before_end`` adds."""
+        """Record nothing more in the step in progress."""
         if self.active:
-            self.before_end()
+            self.late.step_ends()
         self.active = False
 
     def _become_inert(self) -> None:
@@ -140,9 +115,9 @@ class Recorder:
             aliases: A tensor read before under another name, and unchanged since by its version, is not read again. Off
                 for parameters and their gradients, which loops do change behind the version (``p.data.clamp_()``).
         """
-        if not _has_data(x):
+        if not has_data(x):
             return
-        with self._lock:
+        with self.lock:
             slot, offset = self._slot(watched, x.device, micro_step)
             version = _version(x) if aliases else None
             if version is not None:
@@ -150,8 +125,8 @@ class Recorder:
                 if seen is not None and seen.version == version and seen.tensor() is x:
                     self.table.note(slot.row + offset, seen.layout, alias=seen.row)
                     return
-            if self._reduce(x, slot.page, slot.local_row + offset):
-                layout = self._layout(x)
+            if self.reduce(x, slot.page, slot.local_row + offset):
+                layout = self.layout(x)
                 self.table.note(slot.row + offset, layout, NOT_AN_ALIAS)
                 if version is not None:
                     self._remember(x, version, slot.row + offset, layout)
@@ -163,7 +138,7 @@ class Recorder:
             failed: Told of a tensor that could not be read; of none (None) where small ones could only not be read together.
         """
         try:
-            together = self._host.small_rows([x for _, x in items])
+            together = self.host.small_rows([x for _, x in items])
         except Exception as error:
             failed(None, error)
             together = {}
@@ -176,100 +151,34 @@ class Recorder:
             except Exception as error:
                 failed(watched, error)
 
-    def new_call(self, of: CallSeries) -> Call:
-        """A call that is issued now."""
-        return Call(of, self._sealed)
-
-    def record_call(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
-        """Reduce what one call has moved, a row a tensor. Safe on any thread.
-
-        Args:
-            versions: Of the tensors, where another thread may already change them: no row is left if one of them has another
-                version by the end, or if the step in which the call was issued is over.
-
-        Returns:
-            Whether all of them were read.
-        """
-        with self._lock:
-            if not self.active:
-                return False
-            if versions and (call.issued != self._sealed or not _are_still(tensors, versions)):
-                return False
-            call.begin(self._sealed)
-            rows = [self._record_of(call, x) for x in tensors]
-            complete = None not in rows and _are_still(tensors, versions)
-            if not complete:
-                self._forget(rows)
-            if len(self._staged) >= MOST_STAGED:
-                self._reduce_staged()
-            return complete
-
-    def _record_of(self, call: Call, x: Tensor) -> Slot | None:
-        if not _has_data(x):
-            return None
-        slot = self._slot_of_call(call, x.device)
-        if is_small(x):
-            with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
-                self._staged[slot.row] = slot, x.clone()
-        elif not self._reduce(x, slot.page, slot.local_row):
-            return None
-        call.read += 1
-        self.table.note(slot.row, self._layout(x))
-        return slot
-
-    def _forget(self, slots: Sequence[Slot | None]) -> None:
-        """A call that was not read as a whole has no row."""
-        for slot in slots:
-            if slot is not None and self._staged.pop(slot.row, None) is None:
-                memory = slot.page.memory
-                numbers = memory.numbers if isinstance(memory, HostPage) else memory.tensor  # type: ignore[attr-defined]
-                numbers[slot.local_row, WRITES] = 0.0
-
-    def reduce_staged(self) -> None:
-        """Reduce the copies of small tensors that calls have moved: many together cost less than each on its own."""
-        with self._lock:
-            self._reduce_staged()
-
-    def _reduce_staged(self) -> None:
-        staged, self._staged = [*self._staged.values()], {}
-        together = self._host.small_rows([x for _, x in staged])
-        for place, (slot, x) in enumerate(staged):
-            memory = slot.page.memory
-            assert isinstance(memory, HostPage)
-            if place in together:
-                memory.numbers[slot.local_row] = together[place]
-            else:
-                self._host.reduce_into(x, memory.numbers, slot.local_row)
-
-    def _slot_of_call(self, call: Call, device: torch.device) -> Slot:
-        key = (device, call.number, call.read)
-        slot = call.of.slots.get(key)
-        if slot is None:
-            slot = call.of.slots[key] = self.table.allot(self._page_for(device, 1), call.of.series, (call.number,))
-        return slot
-
     def _enter(self, watched: Watched, x: Tensor, numbers: Floats) -> None:
-        with self._lock:
+        with self.lock:
             slot, _ = self._slot(watched, x.device, 0)
             memory = slot.page.memory
             assert isinstance(memory, HostPage)
             memory.numbers[slot.local_row] = numbers
-            self.table.note(slot.row, self._layout(x), NOT_AN_ALIAS)
+            self.table.note(slot.row, self.layout(x), NOT_AN_ALIAS)
 
     def seal(self, into: Sealed) -> None:
         """Copy the table into ``into`` and begin a new step."""
-        with self._lock:
-            self._reduce_staged()
+        with self.lock:
+            self.late.enter()
             self.table.seal(into)
-            self._sealed += 1
+            self.steps += 1
             self._seen.clear()
+
+    def kinds_now(self) -> dict[str, KindRows]:
+        """What the step in progress has measured so far. Waits for the device."""
+        with self.lock:
+            self.late.enter()
+            return self.table.kinds_now()
 
     def discard(self) -> None:
         """Begin a new step without keeping this one."""
-        with self._lock:
-            self._staged.clear()
+        with self.lock:
+            self.late.discard()
             self.table.discard()
-            self._sealed += 1
+            self.steps += 1
             self._seen.clear()
 
     def _slot(self, watched: Watched, device: torch.device, micro_step: int) -> tuple[Slot, int]:
@@ -287,11 +196,12 @@ class Recorder:
         """The rows of a series: those it has from an earlier attachment, or new ones."""
         slot = self._slots.get((series, device, micro_steps))
         if slot is None:
-            page = self._page_for(device, len(micro_steps))
+            page = self.page_for(device, len(micro_steps))
             slot = self._slots[series, device, micro_steps] = self.table.allot(page, series, micro_steps)
         return slot
 
-    def _page_for(self, device: torch.device, rows: int) -> Page:
+    def page_for(self, device: torch.device, rows: int) -> Page:
+        """A page of ``device`` with room for that many more rows."""
         page = self._open_pages.get(device)
         if page is None or page.used + rows > page.rows:
             page = self._open_pages[device] = self._new_page(device, max(PAGE_ROWS, rows))
@@ -301,17 +211,20 @@ class Recorder:
         memory = HostPage(rows) if device.type == "cpu" else DevicePage(rows, device)
         return self.table.add_page(memory, rows)
 
-    def _reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
+    def reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
+        """Write the partials of ``x`` into a row. False, and nothing written, if there is no data to read."""
         memory = page.memory
         if isinstance(memory, HostPage):
-            return self._host.reduce_into(x, memory.numbers, local_row)
+            return self.host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, DevicePage)
         source = local_shard(x)
         if source is not None:
-            reduce_into(source, memory.tensor, local_row, None, self._eps)
+            with memory.written():
+                reduce_into(source, memory.tensor, local_row, None, self._eps)
         return source is not None
 
-    def _layout(self, x: Tensor) -> int:
+    def layout(self, x: Tensor) -> int:
+        """The number of the layout of ``x``, or of its local part."""
         local = local_shard(x)
         return self.table.layout_of(x.shape if local is None else local.shape, x.dtype)
 
@@ -321,7 +234,7 @@ class Recorder:
         self._seen[id(x)] = _Seen(x, version, row, layout)
 
 
-def _has_data(x: Tensor) -> bool:
+def has_data(x: Tensor) -> bool:
     """False for meta and fake tensors, whose devices need not even exist here."""
     local = local_shard(x)
     return local is not None and not local.is_meta
@@ -330,12 +243,3 @@ def _has_data(x: Tensor) -> bool:
 def _version(x: Tensor) -> int | None:
     """The number of in-place changes so far; None for inference tensors, which do not count them."""
     return None if x.is_inference() else x._version
-
-
-def _are_still(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
-    """Whether no tensor was changed since it had its version."""
-    return not versions or all(x._version == was for x, was in zip(tensors, versions, strict=True) if was is not None)
-
-
-def _nothing() -> None:
-    """Nobody has anything to add."""

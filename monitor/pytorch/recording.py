@@ -113,8 +113,7 @@ class Recording:
 
     def _now(self) -> Mapping[str, KindRows]:
         _, combined = self.attachment.micro_step_kinds()
-        self._recorder.reduce_staged()
-        kinds = self._recorder.table.kinds_now()
+        kinds = self._recorder.kinds_now()
         return {kind: combined_micro_steps(rows) if kind in combined else rows for kind, rows in kinds.items()}
 
     def _just_ended(self) -> Mapping[str, KindRows]:

@@ -35,6 +35,9 @@ class PageMemory(Protocol):
     def clear(self) -> None:
         """Clear ``writes``, in the stream of the training thread. Does not wait."""
 
+    def forget(self, row: int) -> None:
+        """Clear ``writes`` of one row, in the current stream."""
+
     def rows_now(self) -> Floats:
         """A copy of the live rows, on the host. Waits for the device."""
 
@@ -182,6 +185,17 @@ class StatsTable:
         columns.alias[row] = alias
         if alias != NOT_AN_ALIAS:
             columns.alias_order[row] = columns.order[alias]
+
+    def next_order(self) -> int:
+        """The place, among all that is written in this step, of a row that is noted later: see ``note_rows``."""
+        self.writes += 1
+        return self.writes
+
+    def note_rows(self, rows: NDArray[np.int64], orders: NDArray[np.int64], layouts: NDArray[np.int64]) -> None:
+        """Enter the host columns of rows, each at the place that it was given when it was measured."""
+        self.columns.order[rows] = orders
+        self.columns.layout[rows] = layouts
+        self.columns.alias[rows] = NOT_AN_ALIAS
 
     def seal(self, into: Sealed) -> None:
         """Copy everything into ``into`` and begin anew. Does not wait for the device."""

@@ -21,7 +21,8 @@ from torch import sum as sum_of
 
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import EMPTY, Floats, union
-from monitor.stats.torch_small_tensors import batches, reduce_small
+from monitor.stats.torch_keys import KEYS_ABOVE_US
+from monitor.stats.torch_small_tensors import Staging, batches, reduce_small
 from monitor.stats.torch_tensors import Readable, is_plain, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
@@ -39,25 +40,6 @@ _MOST_VIEWS: Final = 1024
 
 Row = tuple[float, ...]
 """One table row, in the order of ``COLUMNS``."""
-
-_K = torch._C.DispatchKey
-_ABOVE_US: Final = [
-    "ADInplaceOrView", "AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1", "AutogradMeta", "AutogradXPU",
-    "AutogradMPS", "AutogradNestedTensor", "AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1", "AutocastXPU", "AutocastMPS",
-    "Python", "PythonTLSSnapshot",
-]  # fmt: skip
-
-
-def _keys_above_us() -> torch._C.DispatchKeySet:
-    keys = torch._C.DispatchKeySet(_K.AutogradCPU)
-    for name in _ABOVE_US:
-        if hasattr(_K, name):
-            keys = keys | torch._C.DispatchKeySet(getattr(_K, name))
-    return keys
-
-
-KEYS_ABOVE_US: Final = _keys_above_us()
-"""Autograd, autocast and the user's dispatch modes: reading a tensor records nothing, casts nothing and is seen by nobody."""
 
 
 class Scratch(threading.local):
@@ -110,6 +92,15 @@ class HostKernel:
             for batch in batches(tensors):
                 found, hold = reduce_small([tensors[place] for place in batch], self._eps[torch.float32].bound)
                 rows.update((place, row) for place, row, holds in zip(batch, found, hold.tolist(), strict=True) if holds)
+        return rows
+
+    def staged_rows(self, staging: Staging) -> Floats:
+        """The rows of the tensors in ``staging``, shape ``(len(staging), len(COLUMNS))``, which is empty then."""
+        copies = staging.take()
+        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+            rows, hold = reduce_small(copies, self._eps[torch.float32].bound)
+            for place in np.flatnonzero(~hold).tolist():
+                rows[place] = self.reduce(copies[place])
         return rows
 
     def reduce(self, x: Tensor) -> Row | Floats | None:

@@ -6,9 +6,11 @@ device copy into the sealed slot and a reset, on a side stream from there to pin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import PageCopy
@@ -31,6 +33,9 @@ class HostPage:
 
     def clear(self) -> None:
         self.numbers[:, WRITES] = 0.0
+
+    def forget(self, row: int) -> None:
+        self.numbers[row, WRITES] = 0.0
 
     def rows_now(self) -> Floats:
         return self.numbers.copy()
@@ -55,6 +60,8 @@ class HostPageCopy:
 class DevicePage:
     """A page in an accelerator's memory.
 
+    A row is written in the stream in which its tensor is ready. If that is not the stream that seals, events order the two.
+
     Attributes:
         tensor: The live rows, shape ``(rows, len(COLUMNS))``, float64.
     """
@@ -62,22 +69,56 @@ class DevicePage:
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tensor = torch.zeros(rows, len(COLUMNS), dtype=torch.float64, device=device)
         self._side = torch.Stream(device=device)
+        self._sealing = torch.accelerator.current_stream(device)
+        self._cleared = self._sealing.record_event()
+        self._written: dict[torch.Stream, torch.Event] = {}
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """While a row is written in the current stream."""
+        stream = torch.accelerator.current_stream(self.tensor.device)
+        if stream == self._sealing:
+            yield
+            return
+        stream.wait_event(self._cleared)
+        yield
+        self._written[stream] = stream.record_event()
 
     def new_copy(self) -> PageCopy:
-        return DevicePageCopy(self.tensor, self._side)
+        return DevicePageCopy(self, self._side)
+
+    def join(self) -> torch.Stream:
+        """The current stream, which from here on comes after all rows that were written, and is taken to seal."""
+        now = torch.accelerator.current_stream(self.tensor.device)
+        if now != self._sealing:
+            self._written[self._sealing] = self._sealing.record_event()
+            self._sealing = now
+        for stream, event in self._written.items():
+            if stream != now:
+                now.wait_event(event)
+        self._written.clear()
+        return now
 
     def clear(self) -> None:
+        stream = self.join()
         self.tensor[:, WRITES].zero_()
+        self._cleared = stream.record_event()
+
+    def forget(self, row: int) -> None:
+        with self.written():
+            self.tensor[row, WRITES].zero_()
 
     def rows_now(self) -> Floats:
+        self.join()
         return self.tensor.cpu().numpy()
 
 
 class DevicePageCopy:
     """A sealed copy of a ``DevicePage``: on the device, then on the host."""
 
-    def __init__(self, live: Tensor, side: torch.Stream) -> None:
-        self._live = live
+    def __init__(self, page: DevicePage, side: torch.Stream) -> None:
+        live = page.tensor
+        self._page = page
         self._side = side
         self._sealed = torch.empty_like(live)
         self._host = torch.empty(live.shape, dtype=live.dtype, pin_memory=True)
@@ -86,9 +127,9 @@ class DevicePageCopy:
         self.nbytes = 2 * live.nbytes
 
     def take(self) -> None:
-        training = torch.accelerator.current_stream(self._live.device)
-        self._sealed.copy_(self._live)
-        self._live[:, WRITES].zero_()
+        training = self._page.join()
+        self._sealed.copy_(self._page.tensor)
+        self._page.clear()
         self._taken.record(training)
         self._side.wait_event(self._taken)
         with self._side:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.partials import COLUMNS, COUNT, M2, MAX, MIN, SMALLS, SUM, SUMSQ, WRITES, Floats
+from monitor.stats.torch_keys import KEYS_ABOVE_US
 from monitor.stats.torch_tensors import is_plain
 
 SMALL: Final = 1024
@@ -23,6 +24,43 @@ SMALL: Final = 1024
 
 BATCH: Final = 98_304
 """Elements of a buffer: what it is reduced to stays in the second-level cache."""
+
+
+class Staging:
+    """Copies of small tensors that wait to be reduced together. (Never numpy's view of a tensor: its storage could then not be
+    resized any more, as FSDP does.)
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+        self._elements = 0
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._copies)
+
+    @property
+    def is_half_full(self) -> bool:
+        return 2 * self._elements > BATCH
+
+    def has_room_for(self, x: Tensor) -> bool:
+        return self._elements + x.numel() <= BATCH
+
+    def add(self, x: Tensor) -> None:
+        """Copy a small tensor for which there is room."""
+        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+            self._copies.append(x.clone())
+        self._elements += x.numel()
+
+    def cut(self, tensors: int) -> None:
+        """Let go of all but the first ``tensors``."""
+        self._elements -= sum([x.numel() for x in self._copies[tensors:]])
+        del self._copies[tensors:]
+
+    def take(self) -> list[Tensor]:
+        """What was copied; there is nothing from now on."""
+        taken, self._copies, self._elements = self._copies, [], 0
+        return taken
 
 
 def is_small(x: Tensor) -> bool:

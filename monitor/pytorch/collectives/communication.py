@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +15,13 @@ from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.collectives.call_sites import CallSites
 from monitor.pytorch.collectives.completion import Completion
-from monitor.pytorch.collectives.dispatcher import INTERCEPTION, CollectiveListener, Ended
 from monitor.pytorch.collectives.groups import Group, Groups
+from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
 from monitor.pytorch.collectives.log import CommunicationLog
-from monitor.pytorch.collectives.operators import Operator
+from monitor.pytorch.collectives.operators import Method, Operator
+from monitor.pytorch.operator_calls import Call, CallSeries, OperatorCalls
 from monitor.pytorch.place import initialized
-from monitor.pytorch.recorder import Call, CallSeries, Recorder
+from monitor.pytorch.recorder import Recorder
 from monitor.series import Series
 from monitor.stats.torch_tensors import local_shard
 
@@ -52,12 +52,13 @@ class Communication(CollectiveListener):
         self._log: CommunicationLog | None = CommunicationLog()
         self._series: dict[tuple[str, str, str], CallSeries] = {}
         self._functional: OrderedDict[int, Call] = OrderedDict()
-        self._completion = Completion(failures)
-        self._begins = failures.guarded("looking at a communication operator", self._call_begins)
-        self._waited = failures.guarded("reading the outputs of a communication operator", self._tensor_waited_for)
-        self._issued = failures.guarded("following a communication operator", self._follow)
+        self._calls: OperatorCalls | None = None
+        # Nothing of a call is looked at before it is issued.
+        self._looks_first = bool(wanted.cc_codeline or wanted.cc_pre_hook)
+        self._measures = not wanted.cc_log_only
         self._read = failures.guarded("reading the outputs of a communication operator", self._outputs_there)
-        self._drain = failures.guarded("reading the last outputs of a step", self._completion.read_what_is_done)
+        self._step_ended = failures.guarded("ending a step of communication", self._end_step)
+        self._completion = Completion(self._read, failures)
         INTERCEPTION.add(self)
         self._completion.listen()
 
@@ -75,7 +76,8 @@ class Communication(CollectiveListener):
         """
         if self._recorder is None:
             self._recorder, self._note = recorder, note
-            recorder.before_end = self._drain
+            self._calls = OperatorCalls(recorder, self._step_ended)
+            INTERCEPTION.training_begins(self)
         self._groups.learn(roles)
         if not initialized():
             LOGGER.warning(
@@ -99,32 +101,52 @@ class Communication(CollectiveListener):
         INTERCEPTION.remove(self)
         self._completion.remove()
         self._functional.clear()
+        if self._calls is not None:
+            self._calls.close()
         if self.unread and self._note is not None:
             self._note("communication", UNREAD.format(self.unread))
-        self._recorder = self._log = self._note = None
+        self._recorder = self._log = self._note = self._calls = None
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> Ended | None:
-        return self._begins(operator, args)
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+        recorder = self._recorder
+        recording = recorder is not None and recorder.active and self._measures
+        if self._log is None and not (recording and self._looks_first):
+            return recording
+        try:
+            return self._look(operator, args, recording)
+        except Exception as error:
+            self._failures.report("looking at a communication operator", error)
+            return False
+
+    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+        try:
+            self._follow(operator, args, result)
+        except Exception as error:
+            self._failures.report("following a communication operator", error)
 
     def tensor_waited_for(self, tensor: Tensor) -> None:
         if self._functional:
-            self._waited(tensor)
+            try:
+                self._tensor_waited_for(tensor)
+            except Exception as error:
+                self._failures.report("reading the outputs of a communication operator", error)
 
-    def _call_begins(self, operator: Operator, args: Sequence[Any]) -> Ended | None:
-        recorder = self._recorder
-        recording = recorder is not None and recorder.active and not self.log_only
-        if not recording and self._log is None:
-            return None
+    def _look(self, operator: Operator, args: Sequence[Any], recording: bool) -> bool:
+        """Enter the call in the log, and measure what goes in.
+
+        Returns:
+            Whether its outputs are to be measured.
+        """
         inputs = operator.taken(args)
         if not _real(inputs):
-            return None
-        group = self._groups.of(operator, args)
+            return False
+        group = self._groups.of(args[operator.group])
         wanted = self._site_wanted(operator, args, inputs, group)
-        if not recording or not wanted or recorder is None:
-            return None
-        if self._wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and _elsewhere(operator, args, group)):
-            self._record(recorder.new_call(self._series_of(operator, group, "pre_0")), inputs)
-        return partial(self._issued, operator, group, args)
+        if not recording or not wanted:
+            return False
+        if self._wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and operator.root(args) != group.rank):
+            self._record(self._new_call(operator, group, "pre_0"), inputs)
+        return True
 
     def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Tensor], group: Group) -> bool:
         """Whether the call comes from where calls are recorded; while there is a log, it is entered there."""
@@ -136,17 +158,24 @@ class Communication(CollectiveListener):
             self._log.add(operator.name, group.label, tensors, site)
         return site.wanted
 
-    def _follow(self, operator: Operator, group: Group, args: Sequence[Any], result: Any) -> None:
-        outputs, recorder = operator.given(args, result), self._recorder
-        if recorder is None or not outputs or (operator.rooted == "outputs" and _elsewhere(operator, args, group)):
+    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+        outputs = operator.given(args, result)
+        if not outputs or not _real(outputs):
+            return
+        group = self._groups.of(args[operator.group])
+        if operator.rooted == "outputs" and operator.root(args) != group.rank:
             return
         self.unread += 1
-        call = recorder.new_call(self._series_of(operator, group, "post_0"))
-        if operator.functional:
+        call = self._new_call(operator, group, "post_0")
+        if type(operator) is Method:
+            # What has options says in them whether the function that called it waits for it.
+            waited_for = not getattr(args[-1], "asyncOp", True)
+            self._completion.issued(args[0], result, call, outputs, waited_for=waited_for)
+        elif operator.functional:
             self._await_functional(call, outputs)
         else:
             boxed = result[-1] if isinstance(result, (tuple, list)) else result
-            self._completion.expect(dist.Work.unbox(boxed), outputs, partial(self._read, call))
+            self._completion.issued_below(dist.Work.unbox(boxed), call, outputs)
 
     def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
         for output in outputs:
@@ -172,19 +201,19 @@ class Communication(CollectiveListener):
         return read
 
     def _record(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
-        recorder = self._recorder
-        return recorder is not None and recorder.record_call(call, tensors, versions)
+        calls = self._calls
+        return calls is not None and calls.read(call, tensors, versions)
 
-    def _series_of(self, operator: Operator, group: Group, what: str) -> CallSeries:
+    def _new_call(self, operator: Operator, group: Group, what: str) -> Call:
         key = (operator.name, group.label, what)
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = CallSeries(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
-        return series
+        return Call(series, 0 if self._recorder is None else self._recorder.steps)
 
-
-def _elsewhere(operator: Operator, args: Sequence[Any], group: Group) -> bool:
-    return operator.root is not None and args[operator.root] != group.rank
+    def _end_step(self) -> None:
+        self._completion.read_what_is_done()
+        INTERCEPTION.step_ends(self)
 
 
 def _real(tensors: Sequence[Tensor]) -> bool:

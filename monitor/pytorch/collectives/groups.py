@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-
-from monitor.pytorch.collectives.operators import Operator
 
 WORLD: Final = "world"
 
@@ -37,7 +36,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._roles: dict[tuple[int, ...], str] = {}
-        self._known: dict[str, Group] = {}
+        self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
         """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
@@ -45,24 +44,29 @@ class Groups:
             self._roles.setdefault(tuple(sorted(ranks)), role)
         self._known.clear()
 
-    def of(self, operator: Operator, args: Sequence[Any]) -> Group:
-        """The group of a call."""
-        given = args[operator.group]
-        if not isinstance(given, str):
-            given = given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
-        name = given if isinstance(given, str) else given.group_name
-        group = self._known.get(name)
+    def of(self, given: Any) -> Group:
+        """What is known of a process group.
+
+        Args:
+            given: Itself, its name, or what the dispatcher makes of it.
+        """
+        if isinstance(given, str):
+            given = _resolve(given)
+        elif not isinstance(given, dist.ProcessGroup):
+            given = dist.ProcessGroup.unbox(given)
+        group = self._known.get(given)
         if group is None:
-            group = self._known[name] = self._described(name, given)
+            group = self._known[given] = self._described(given)
         return group
 
-    def _described(self, name: str, given: Any) -> Group:
-        resolve: Any = torch._C._distributed_c10d._resolve_process_group
-        group = resolve(name) if isinstance(given, str) else given
-        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    def _described(self, given: dist.ProcessGroup) -> Group:
+        ranks = tuple(sorted(dist.get_process_group_ranks(given)))
         if len(ranks) == dist.get_world_size():
-            return Group(WORLD, group.rank())
-        return Group(self._roles.get(ranks) or spelled(ranks), group.rank())
+            return Group(WORLD, given.rank())
+        return Group(self._roles.get(ranks) or spelled(ranks), given.rank())
+
+
+_resolve: Final[Any] = torch._C._distributed_c10d._resolve_process_group
 
 
 def spelled(ranks: Sequence[int]) -> str:

@@ -1,13 +1,14 @@
-"""The communication operators that pass torch's dispatcher: what people call them, and which arguments hold what."""
+"""The communication operators of torch: what people call them, and which arguments hold what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 NAMESPACES: Final = ("c10d", "_c10d_functional")
@@ -17,34 +18,43 @@ Rooted = Literal["inputs", "outputs", ""]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An operator of ``c10d``: the positions of its input and output, and which of them only the root has."""
+    """An operator of ``c10d``: the positions of its input and output, and which of them only the root has.
+
+    Attributes:
+        methods: Of ``ProcessGroup``, which call it and take tensors at the same positions after the group.
+    """
 
     name: str
     inputs: int | None
     outputs: int | None
+    methods: tuple[str, ...]
     rooted: Rooted = ""
 
 
 _C10D: Final[Mapping[str, _Known]] = {
-    "allreduce_": _Known("all_reduce", 0, 0),
-    "allreduce_coalesced_": _Known("all_reduce_coalesced", 0, 0),
-    "broadcast_": _Known("broadcast", 0, 0, "inputs"),
-    "reduce_": _Known("reduce", 0, 0, "outputs"),
-    "allgather_": _Known("all_gather", 1, 0),
-    "_allgather_base_": _Known("all_gather_into_tensor", 1, 0),
-    "allgather_coalesced_": _Known("all_gather_coalesced", 1, 0),
-    "allgather_into_tensor_coalesced_": _Known("all_gather_into_tensor_coalesced", 1, 0),
-    "reduce_scatter_": _Known("reduce_scatter", 1, 0),
-    "_reduce_scatter_base_": _Known("reduce_scatter_tensor", 1, 0),
-    "reduce_scatter_tensor_coalesced_": _Known("reduce_scatter_tensor_coalesced", 1, 0),
-    "alltoall_": _Known("all_to_all", 1, 0),
-    "alltoall_base_": _Known("all_to_all_single", 1, 0),
-    "gather_": _Known("gather", 1, 0, "outputs"),
-    "scatter_": _Known("scatter", 1, 0, "inputs"),
-    "send": _Known("send", 0, None),
-    "recv_": _Known("recv", None, 0),
-    "recv_any_source_": _Known("recv", None, 0),
-    "barrier": _Known("barrier", None, None),
+    "allreduce_": _Known("all_reduce", 0, 0, ("allreduce",)),
+    "allreduce_coalesced_": _Known("all_reduce_coalesced", 0, 0, ("allreduce_coalesced",)),
+    "broadcast_": _Known("broadcast", 0, 0, ("broadcast",), "inputs"),
+    "reduce_": _Known("reduce", 0, 0, ("reduce",), "outputs"),
+    "allgather_": _Known("all_gather", 1, 0, ("allgather",)),
+    "_allgather_base_": _Known("all_gather_into_tensor", 1, 0, ("_allgather_base", "all_gather_single")),
+    "allgather_coalesced_": _Known("all_gather_coalesced", 1, 0, ("allgather_coalesced",)),
+    "allgather_into_tensor_coalesced_": _Known(
+        "all_gather_into_tensor_coalesced", 1, 0, ("allgather_into_tensor_coalesced", "all_gather_single_coalesced")
+    ),
+    "reduce_scatter_": _Known("reduce_scatter", 1, 0, ("reduce_scatter",)),
+    "_reduce_scatter_base_": _Known("reduce_scatter_tensor", 1, 0, ("_reduce_scatter_base", "reduce_scatter_single")),
+    "reduce_scatter_tensor_coalesced_": _Known(
+        "reduce_scatter_tensor_coalesced", 1, 0, ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
+    ),
+    "alltoall_": _Known("all_to_all", 1, 0, ("alltoall",)),
+    "alltoall_base_": _Known("all_to_all_single", 1, 0, ("alltoall_base", "all_to_all_single")),
+    "gather_": _Known("gather", 1, 0, ("gather",), "outputs"),
+    "scatter_": _Known("scatter", 1, 0, ("scatter",), "inputs"),
+    "send": _Known("send", 0, None, ("send",)),
+    "recv_": _Known("recv", None, 0, ("recv",)),
+    "recv_any_source_": _Known("recv", None, 0, ("recv_anysource",)),
+    "barrier": _Known("barrier", None, None, ("barrier",)),
 }
 
 _NO_TRAFFIC: Final = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "monitored_barrier_"})
@@ -53,45 +63,67 @@ _P2P_BATCH: Final = "batch_p2p_ops"
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One overload of an operator.
+    """A way to call an operator.
+
+    Attributes:
+        name: What people call it.
+        inputs, outputs: Positions of the arguments that hold them; None where there are none, or where they are the result.
+        rooted: What only the root has.
+        group: Position of the process group, or of its name.
+    """
+
+    name: str
+    inputs: int | None
+    outputs: int | None
+    rooted: Rooted
+    group: int
+
+    functional: ClassVar[bool] = False
+    """Whether the result holds the outputs, which are there once ``wait_tensor`` has returned."""
+
+    def taken(self, args: Sequence[Any]) -> list[Tensor]:
+        """The tensors that go in; those of a list together are one input."""
+        return [] if self.inputs is None else _tensors(args[self.inputs])
+
+    def given(self, args: Sequence[Any], _result: Any) -> list[Tensor]:
+        """The tensors that come out once it has completed."""
+        return [] if self.outputs is None else _tensors(args[self.outputs])
+
+    def root(self, args: Sequence[Any]) -> int:
+        """The root's rank in the group, of an operator that is ``rooted``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Overload(Operator):
+    """One overload, as torch's dispatcher has it.
 
     Attributes:
         namespace: Where torch has it.
         schema_name: Its name there, with the overload's.
-        name: What people call it.
         overload: The operator itself.
-        inputs, outputs: Positions of the arguments that hold them; None where there are none, or where they are the result.
-        group: Position of the process group or of its name.
-        root: Position of the root's rank in the group; None where all ranks are alike.
-        rooted: What only the root has.
-        functional: Whether the result holds the outputs, which are there once ``wait_tensor`` has returned.
+        rooted_at: Position of the root's rank.
     """
 
     namespace: str
     schema_name: str
-    name: str
     overload: Any
-    inputs: int | None
-    outputs: int | None
-    group: int
-    root: int | None
-    rooted: Rooted
-    functional: bool
+    rooted_at: int | None
 
-    def taken(self, args: Sequence[Any]) -> list[Tensor]:
-        """The tensors that go in; those of a list together are one input."""
-        if self.inputs is None:
-            return []
-        return list(_tensors(args[self.inputs]))
-
-    def given(self, args: Sequence[Any], result: Any) -> list[Tensor]:
-        """The tensors that come out once it has completed."""
-        if self.functional:
-            return list(_tensors(result))
-        return [] if self.outputs is None else list(_tensors(args[self.outputs]))
+    def root(self, args: Sequence[Any]) -> int:
+        return int(args[self.rooted_at])  # type: ignore[index]
 
 
-class BatchedSendsAndReceives(Operator):
+class Functional(Overload):
+    """Its outputs are its result."""
+
+    functional = True
+
+    def given(self, _args: Sequence[Any], result: Any) -> list[Tensor]:
+        return _tensors(result)
+
+
+class BatchedSendsAndReceives(Functional):
     """``batch_p2p_ops``: the tensors that are sent go in, those that are received come out."""
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
@@ -101,8 +133,52 @@ class BatchedSendsAndReceives(Operator):
         return [tensor for kind, tensor in zip(args[0], result, strict=True) if kind == "irecv"]
 
 
+@dataclass(frozen=True, slots=True)
+class Method(Operator):
+    """A method of ``ProcessGroup``; the group is its first argument.
+
+    Attributes:
+        method: Its name.
+    """
+
+    method: str
+
+    def root(self, args: Sequence[Any]) -> int:
+        rest = args[1 + max(self.inputs or 1, self.outputs or 1)]
+        return int(getattr(rest, "rootRank", rest))
+
+    def positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Arguments at the positions where they are looked for, however they were passed."""
+        given = dict(kwargs)
+        found = list(args)
+        for names in (_FIRST, _SECOND)[len(args) - 1 : 1 + ((self.inputs or 1) != (self.outputs or 1))]:
+            found.append(next((given.pop(name) for name in names if name in given), None))
+        return [*found, *given.values()]
+
+
+_OUTPUTS: Final = ("output_tensors", "output_tensor", "outputTensors", "outputTensor", "output_lists", "output")
+_FIRST: Final = ("tensors", "tensor", *_OUTPUTS)
+_SECOND: Final = ("input_tensors", "input_tensor", "inputTensors", "inputTensor", "input_list", "input")
+"""What ``ProcessGroup`` calls the arguments that hold tensors."""
+
+
 @cache
-def operators() -> tuple[Operator, ...]:
+def methods() -> tuple[Method, ...]:
+    """The methods of ``ProcessGroup`` that move tensors between ranks, as this version of torch has them."""
+    return tuple(
+        Method(known.name, _next(known.inputs), _next(known.outputs), known.rooted, 0, method)
+        for known in _C10D.values()
+        for method in known.methods
+        if hasattr(dist.ProcessGroup, method)
+    )
+
+
+def _next(position: int | None) -> int | None:
+    return None if position is None else position + 1
+
+
+@cache
+def operators() -> tuple[Overload, ...]:
     """Every operator that moves tensors between ranks, as this version of torch has them."""
     import torch.distributed._functional_collectives  # registers the functional ones
 
@@ -119,7 +195,7 @@ def wait_operator() -> Any:
     return torch.ops._c10d_functional.wait_tensor.default
 
 
-def _described(namespace: str, name: str, schema: Any) -> Operator | None:
+def _described(namespace: str, name: str, schema: Any) -> Overload | None:
     """None for an operator of another version of torch, of which it is not known what goes in and what comes out."""
     known = _C10D.get(name) if namespace == "c10d" else _functional(name)
     places = {argument.name: place for place, argument in enumerate(schema.arguments)}
@@ -128,27 +204,27 @@ def _described(namespace: str, name: str, schema: Any) -> Operator | None:
         return None
     packet = getattr(getattr(torch.ops, namespace), name)
     full_name = f"{name}.{schema.overload_name}" if schema.overload_name else name
-    made = BatchedSendsAndReceives if name == _P2P_BATCH else Operator
-    root = places.get("root_rank", places.get("src")) if known.rooted else None
     overload = getattr(packet, schema.overload_name or "default")
-    functional = namespace != "c10d"
-    where = (known.inputs, known.outputs, group, root, known.rooted)
-    return made(namespace, full_name, known.name, overload, *where, functional)
+    made = Overload if namespace == "c10d" else BatchedSendsAndReceives if name == _P2P_BATCH else Functional
+    root = places.get("root_rank", places.get("src"))
+    return made(known.name, known.inputs, known.outputs, known.rooted, group, namespace, full_name, overload, root)
 
 
-def _functional(name: str) -> _Known | None:
+def _functional(name: str) -> _Known:
     """Named like the function, with what tells an in-place or out variant apart at the end; the first argument goes in."""
     if name == _P2P_BATCH:
-        return _Known("batch_isend_irecv", None, None)
+        return _Known("batch_isend_irecv", None, None, ())
     if name in ("isend", "irecv"):
-        return _Known(name.removeprefix("i"), 0 if name == "isend" else None, None)
+        return _Known(name.removeprefix("i"), 0 if name == "isend" else None, None, ())
     plain = name.removesuffix("_out").rstrip("_")
-    return _Known(plain, 0, None, "inputs" if plain == "broadcast" else "")
+    return _Known(plain, 0, None, (), "inputs" if plain == "broadcast" else "")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        return []
+    if all(isinstance(one, Tensor) for one in value):
+        return list(value)
+    return [tensor for one in value for tensor in _tensors(one)]

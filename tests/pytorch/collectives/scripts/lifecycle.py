@@ -15,12 +15,13 @@ from communicating import Attach, run
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.pytorch.collectives.communication import Communication
-from monitor.pytorch.collectives.dispatcher import INTERCEPTION, KEY
+from monitor.pytorch.collectives.interception import INTERCEPTION, KEY
 from monitor.pytorch.collectives.operators import operators
 from monitor.pytorch.recorder import Recorder
 from monitor.series import SeriesTable
 
-OWNERS = (dist, dist.distributed_c10d, functional, dist.Work, dist.ProcessGroup, torch._C.Future)
+DDP = torch.nn.parallel.DistributedDataParallel
+OWNERS = (dist, dist.distributed_c10d, functional, dist.Work, dist.ProcessGroup, torch._C.Future, DDP)
 
 
 def listening(**wanted: Any) -> tuple[Communication, Recorder]:
@@ -115,8 +116,7 @@ def one_line() -> list[int]:
     for _ in range(2):
         here()
     communication.close()
-    recorder.reduce_staged()
-    (rows,) = recorder.table.kinds_now().values()
+    (rows,) = recorder.kinds_now().values()
     return rows.partials["count"].tolist()
 
 

@@ -1,0 +1,203 @@
+"""Rows of calls of operators: a row for each tensor of each call of a step, combined when the step is written.
+
+Training calls small collectives by the thousand. So at the call a small tensor is copied and nothing else, and all that were
+copied are reduced, and given their rows, together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monitor.pytorch.recorder import LateRows, Recorder, has_data
+from monitor.series import Series
+from monitor.stats.table import Page, Slot
+from monitor.stats.torch_memory import HostPage
+from monitor.stats.torch_small_tensors import Staging, is_small
+
+HOST: Final = torch.device("cpu")
+
+LOCK_SECONDS: Final = 1.0
+"""A handler of a signal may communicate, too, and may have interrupted its own thread in here: it must not wait for ever."""
+
+
+class CallSeries:
+    """A series whose rows are the calls of a step.
+
+    Attributes:
+        calls: How many there were in the step ``step``.
+        slots: The row of each call's each tensor: by device, number of the call, and number of the tensor in it.
+        staged_rows: On the host, the rows of each call's first tensor, by number of the call.
+    """
+
+    __slots__ = ("calls", "series", "slots", "staged_rows", "step")
+
+    def __init__(self, series: Series) -> None:
+        self.series = series
+        self.step = -1
+        self.calls = 0
+        self.slots: dict[tuple[torch.device, int, int], Slot] = {}
+        self.staged_rows: list[int] = []
+
+
+class Call:
+    """One call: its tensors may be read at different times, and each has a row.
+
+    A call has its number from the step in which it is first read, which need not be the one in which it was issued.
+
+    Args:
+        issued: The step in which it was issued.
+    """
+
+    __slots__ = ("issued", "number", "read", "series", "step")
+
+    def __init__(self, series: CallSeries, issued: int) -> None:
+        self.series = series
+        self.issued = issued
+        self.step = -1
+        self.number = 0
+        self.read = 0
+
+    def begin(self, step: int) -> None:
+        """Take the next number of ``step``, unless it has one there."""
+        if self.step != step:
+            series = self.series
+            if series.step != step:
+                series.step, series.calls = step, 0
+            self.step, self.number, self.read = step, series.calls, 0
+            series.calls += 1
+
+
+class _Staged(NamedTuple):
+    """Whose a copied tensor is, and when it was copied."""
+
+    series: CallSeries
+    number: int
+    part: int
+    order: int
+    shape: torch.Size
+
+
+class OperatorCalls(LateRows):
+    """Reads what calls have moved, on any thread.
+
+    Args:
+        step_ends: Called at the last moment to read something in the step in progress. Must not raise.
+    """
+
+    def __init__(self, recorder: Recorder, step_ends: Callable[[], object]) -> None:
+        self._recorder = recorder
+        self._step_ends = step_ends
+        self._staging = Staging()
+        self._staged: list[_Staged] = []
+        recorder.late = self
+
+    def read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+        """Reduce what a call has moved, a row a tensor.
+
+        Args:
+            versions: Of the tensors, where another thread may already change them: no row is left if one of them has another
+                version by the end, or if the step in which the call was issued is over.
+
+        Returns:
+            Whether all of them were read. Otherwise none has a row.
+        """
+        lock = self._recorder.lock
+        if not lock.acquire(timeout=LOCK_SECONDS):
+            return False
+        try:
+            return self._read(call, tensors, versions)
+        finally:
+            lock.release()
+
+    def step_ends(self) -> None:
+        self._step_ends()
+
+    def close(self) -> None:
+        """Enter what was measured, and let go of the recorder."""
+        with self._recorder.lock:
+            self.enter()
+            if self._recorder.late is self:
+                self._recorder.late = LateRows()
+
+    def enter(self) -> None:
+        if not self._staged:
+            return
+        table = self._recorder.table
+        rows = np.array([self._row_of(one) for one in self._staged])
+        orders = np.array([one.order for one in self._staged])
+        table.note_rows(rows, orders, np.array([table.layout_of(one.shape, torch.float32) for one in self._staged]))
+        numbers = self._recorder.host.staged_rows(self._staging)
+        self._staged.clear()
+        for page in table.pages:
+            here = np.flatnonzero((rows >= page.first_row) & (rows < page.first_row + page.rows))
+            if isinstance(page.memory, HostPage):
+                page.memory.numbers[rows[here] - page.first_row] = numbers[here]
+
+    def discard(self) -> None:
+        self._staging.cut(0)
+        self._staged.clear()
+
+    def _read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+        recorder = self._recorder
+        if not recorder.active:
+            return False
+        if versions and (call.issued != recorder.steps or not _are_still(tensors, versions)):
+            return False
+        if self._staging.is_half_full:
+            self.enter()
+        call.begin(recorder.steps)
+        staged, written, complete = len(self._staged), [], False  # type: int, list[tuple[Page, int]], bool
+        try:
+            complete = all(self._read_one(call, x, written) for x in tensors) and _are_still(tensors, versions)
+        finally:
+            if not complete:
+                self._forget(staged, written)
+        return complete
+
+    def _read_one(self, call: Call, x: Tensor, written: list[tuple[Page, int]]) -> bool:
+        part, recorder = call.read, self._recorder
+        if is_small(x) and self._staging.has_room_for(x):
+            self._staging.add(x)
+            self._staged.append(_Staged(call.series, call.number, part, recorder.table.next_order(), x.shape))
+        else:
+            if not has_data(x):
+                return False
+            slot = self._slot(call.series, x.device, call.number, part)
+            if not recorder.reduce(x, slot.page, slot.local_row):
+                return False
+            recorder.table.note(slot.row, recorder.layout(x))
+            written.append((slot.page, slot.local_row))
+        call.read += 1
+        return True
+
+    def _forget(self, staged: int, written: Sequence[tuple[Page, int]]) -> None:
+        self._staging.cut(staged)
+        del self._staged[staged:]
+        for page, row in written:
+            page.memory.forget(row)
+
+    def _row_of(self, staged: _Staged) -> int:
+        if staged.part:
+            return self._slot(staged.series, HOST, staged.number, staged.part).row
+        rows = staged.series.staged_rows
+        while len(rows) <= staged.number:
+            rows.append(self._slot(staged.series, HOST, len(rows), 0).row)
+        return rows[staged.number]
+
+    def _slot(self, series: CallSeries, device: torch.device, number: int, part: int) -> Slot:
+        key = (device, number, part)
+        slot = series.slots.get(key)
+        if slot is None:
+            page = self._recorder.page_for(device, 1)
+            slot = series.slots[key] = self._recorder.table.allot(page, series.series, (number,))
+        return slot
+
+
+def _are_still(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+    """Whether no tensor was changed since it had its version."""
+    return not versions or all(x._version == was for x, was in zip(tensors, versions, strict=True) if was is not None)
