@@ -7,7 +7,7 @@ copied are reduced, and given their rows, together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from monitor.pytorch.recorder import LateRows, Recorder, has_data
 from monitor.series import Series
 from monitor.stats.table import Page, Slot
 from monitor.stats.torch_memory import HostPage
-from monitor.stats.torch_small_tensors import Staging, is_small
+from monitor.stats.torch_small_tensors import Staging
 
 HOST: Final = torch.device("cpu")
 
@@ -72,14 +72,8 @@ class Call:
             series.calls += 1
 
 
-class _Staged(NamedTuple):
-    """Whose a copied tensor is, and when it was copied."""
-
-    series: CallSeries
-    number: int
-    part: int
-    order: int
-    shape: torch.Size
+_Staged = tuple[Call, int, int, torch.Size]
+"""A tensor that was copied: its call, its number in it, its place among all that was written in the step, its shape."""
 
 
 class OperatorCalls(LateRows):
@@ -110,6 +104,10 @@ class OperatorCalls(LateRows):
         if not lock.acquire(timeout=LOCK_SECONDS):
             return False
         try:
+            if len(tensors) == 1 and not versions and self._recorder.active and self._staging.add(tensors[0]):
+                call.begin(self._recorder.steps)  # the shortest way, which most calls take
+                self._note(call, tensors[0])
+                return True
             return self._read(call, tensors, versions)
         finally:
             lock.release()
@@ -128,9 +126,9 @@ class OperatorCalls(LateRows):
         if not self._staged:
             return
         table = self._recorder.table
-        rows = np.array([self._row_of(one) for one in self._staged])
-        orders = np.array([one.order for one in self._staged])
-        table.note_rows(rows, orders, np.array([table.layout_of(one.shape, torch.float32) for one in self._staged]))
+        rows = np.array([self._row_of(call, part) for call, part, _, _ in self._staged])
+        orders = np.array([order for _, _, order, _ in self._staged])
+        table.note_rows(rows, orders, np.array([table.layout_of(shape, torch.float32) for *_, shape in self._staged]))
         numbers = self._recorder.host.staged_rows(self._staging)
         self._staged.clear()
         for page in table.pages:
@@ -141,6 +139,13 @@ class OperatorCalls(LateRows):
     def discard(self) -> None:
         self._staging.cut(0)
         self._staged.clear()
+
+    def _note(self, call: Call, x: Tensor) -> None:
+        """What was copied just now is the next tensor of ``call``."""
+        table = self._recorder.table
+        table.writes += 1
+        self._staged.append((call, call.read, table.writes, x.shape))
+        call.read += 1
 
     def _read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
         recorder = self._recorder
@@ -160,18 +165,17 @@ class OperatorCalls(LateRows):
         return complete
 
     def _read_one(self, call: Call, x: Tensor, written: list[tuple[Page, int]]) -> bool:
-        part, recorder = call.read, self._recorder
-        if is_small(x) and self._staging.has_room_for(x):
-            self._staging.add(x)
-            self._staged.append(_Staged(call.series, call.number, part, recorder.table.next_order(), x.shape))
-        else:
-            if not has_data(x):
-                return False
-            slot = self._slot(call.series, x.device, call.number, part)
-            if not recorder.reduce(x, slot.page, slot.local_row):
-                return False
-            recorder.table.note(slot.row, recorder.layout(x))
-            written.append((slot.page, slot.local_row))
+        if self._staging.add(x):
+            self._note(call, x)
+            return True
+        recorder = self._recorder
+        if not has_data(x):
+            return False
+        slot = self._slot(call.series, x.device, call.number, call.read)
+        if not recorder.reduce(x, slot.page, slot.local_row):
+            return False
+        recorder.table.note(slot.row, recorder.layout(x))
+        written.append((slot.page, slot.local_row))
         call.read += 1
         return True
 
@@ -181,13 +185,13 @@ class OperatorCalls(LateRows):
         for page, row in written:
             page.memory.forget(row)
 
-    def _row_of(self, staged: _Staged) -> int:
-        if staged.part:
-            return self._slot(staged.series, HOST, staged.number, staged.part).row
-        rows = staged.series.staged_rows
-        while len(rows) <= staged.number:
-            rows.append(self._slot(staged.series, HOST, len(rows), 0).row)
-        return rows[staged.number]
+    def _row_of(self, call: Call, part: int) -> int:
+        if part:
+            return self._slot(call.series, HOST, call.number, part).row
+        rows = call.series.staged_rows
+        while len(rows) <= call.number:
+            rows.append(self._slot(call.series, HOST, len(rows), 0).row)
+        return rows[call.number]
 
     def _slot(self, series: CallSeries, device: torch.device, number: int, part: int) -> Slot:
         key = (device, number, part)

@@ -39,6 +39,7 @@ class CallPatch:
         self.name = name
         self._parameters = tuple(parameters)
         self._listeners: tuple[weakref.ref[CallListener], ...] = ()
+        self._tells_of_beginnings = False
         self._original: Any = None
         self._ours: Any = None
 
@@ -54,6 +55,7 @@ class CallPatch:
         """Tell ``listener`` of every call from now on."""
         # In this order: one that is collected meanwhile, at whatever moment, may take the patch away as the last one did.
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
+        self._tells_of_beginnings |= type(listener).call_begins is not CallListener.call_begins
         self._install()
 
     def remove(self, listener: CallListener) -> None:
@@ -70,30 +72,34 @@ class CallPatch:
 
     def _install(self) -> None:
         original = self._now()
-        if original is self._ours:
-            return
+        if original is not self._ours:
+            self._original, self._ours = original, self._patched(original)
+            setattr(self.owner, self.name, self._ours)
 
+    def _patched(self, original: Any) -> Any:
         @wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
             # One that was left below another patch, and then replaced by a new one above it, has nobody to tell either.
             listeners = self._listeners if self._ours is patched else ()
-            for known in listeners:
-                if (listener := known()) is not None:
+            if self._tells_of_beginnings:
+                for listener in _living(listeners):
                     listener.call_begins(self, args, kwargs)
             try:
                 result = original(*args, **kwargs)
             except BaseException:
-                for known in listeners:
-                    if (listener := known()) is not None:
-                        listener.call_raised(self, args, kwargs)
+                for listener in _living(listeners):
+                    listener.call_raised(self, args, kwargs)
                 raise
             for known in listeners:
-                if (listener := known()) is not None:
-                    listener.call_ended(self, args, kwargs, result)
+                if (told := known()) is not None:
+                    told.call_ended(self, args, kwargs, result)
             return result
 
-        self._original, self._ours = original, patched
-        setattr(self.owner, self.name, patched)
+        return patched
 
     def _now(self) -> Any:
         return vars(self.owner)[self.name]
+
+
+def _living(listeners: Sequence[weakref.ref[CallListener]]) -> list[CallListener]:
+    return [listener for known in listeners if (listener := known()) is not None]

@@ -22,7 +22,7 @@ from torch import sum as sum_of
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import EMPTY, Floats, union
 from monitor.stats.torch_keys import KEYS_ABOVE_US
-from monitor.stats.torch_small_tensors import Staging, batches, reduce_small
+from monitor.stats.torch_small_tensors import Staging, batches, reduce_laid_out, reduce_small
 from monitor.stats.torch_tensors import Readable, is_plain, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
@@ -96,11 +96,11 @@ class HostKernel:
 
     def staged_rows(self, staging: Staging) -> Floats:
         """The rows of the tensors in ``staging``, shape ``(len(staging), len(COLUMNS))``, which is empty then."""
-        copies = staging.take()
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
-            rows, hold = reduce_small(copies, self._eps[torch.float32].bound)
-            for place in np.flatnonzero(~hold).tolist():
-                rows[place] = self.reduce(copies[place])
+        numbers, lengths = staging.take()
+        rows, hold = reduce_laid_out(numbers, lengths, self._eps[torch.float32].bound)
+        ends = np.cumsum(lengths)
+        for place in np.flatnonzero(~hold).tolist():
+            rows[place] = self.reduce(torch.tensor(numbers[ends[place] - lengths[place] : ends[place]]))
         return rows
 
     def reduce(self, x: Tensor) -> Row | Floats | None:

@@ -56,9 +56,8 @@ class Communication(CollectiveListener):
         # Nothing of a call is looked at before it is issued.
         self._looks_first = bool(wanted.cc_codeline or wanted.cc_pre_hook)
         self._measures = not wanted.cc_log_only
-        self._read = failures.guarded("reading the outputs of a communication operator", self._outputs_there)
         self._step_ended = failures.guarded("ending a step of communication", self._end_step)
-        self._completion = Completion(self._read, failures)
+        self._completion = Completion(self._outputs_there, failures)
         INTERCEPTION.add(self)
         self._completion.listen()
 
@@ -120,7 +119,9 @@ class Communication(CollectiveListener):
 
     def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
         try:
-            self._follow(operator, args, result)
+            outputs = operator.given(args, result)
+            if outputs and _real(outputs):
+                self._follow(operator, args, result, outputs)
         except Exception as error:
             self._failures.report("following a communication operator", error)
 
@@ -145,7 +146,8 @@ class Communication(CollectiveListener):
         if not recording or not wanted:
             return False
         if self._wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and operator.root(args) != group.rank):
-            self._record(self._new_call(operator, group, "pre_0"), inputs)
+            assert self._calls is not None  # since there is a recorder
+            self._calls.read(self._new_call(operator, group, "pre_0"), inputs)
         return True
 
     def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Tensor], group: Group) -> bool:
@@ -158,10 +160,7 @@ class Communication(CollectiveListener):
             self._log.add(operator.name, group.label, tensors, site)
         return site.wanted
 
-    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
-        outputs = operator.given(args, result)
-        if not outputs or not _real(outputs):
-            return
+    def _follow(self, operator: Operator, args: Sequence[Any], result: Any, outputs: Sequence[Tensor]) -> None:
         group = self._groups.of(args[operator.group])
         if operator.rooted == "outputs" and operator.root(args) != group.rank:
             return
@@ -191,18 +190,18 @@ class Communication(CollectiveListener):
         call = None if local is None or local.is_meta else self._functional.pop(local.untyped_storage()._cdata, None)
         if call is not None and local is not None:
             first = call.step < 0
-            if self._record(call, [local]) and first:
+            if self._calls is not None and self._calls.read(call, [local]) and first:
                 self.unread -= 1
 
     def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
-        read = self._record(call, outputs, versions)
+        try:
+            read = self._calls is not None and self._calls.read(call, outputs, versions)
+        except Exception as error:
+            self._failures.report("reading the outputs of a communication operator", error)
+            return False
         if read:
             self.unread -= 1
         return read
-
-    def _record(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
-        calls = self._calls
-        return calls is not None and calls.read(call, tensors, versions)
 
     def _new_call(self, operator: Operator, group: Group, what: str) -> Call:
         key = (operator.name, group.label, what)
@@ -218,4 +217,8 @@ class Communication(CollectiveListener):
 
 def _real(tensors: Sequence[Tensor]) -> bool:
     """False where a compiler or another tracer is at work, and nothing is communicated."""
-    return all((local := local_shard(one)) is not None and not local.is_meta for one in tensors)
+    for one in tensors:
+        local = one if type(one) is Tensor else local_shard(one)
+        if local is None or local.is_meta:
+            return False
+    return True

@@ -23,9 +23,9 @@ from monitor.pytorch.backward_end import when_backward_ends
 from monitor.pytorch.operator_calls import Call
 from monitor.pytorch.patches import CallListener, CallPatch
 
-Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool | None]
+Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool]
 """Told of a call, of its outputs that are there, and of their versions where another thread may change them meanwhile. Says
-whether it could read them."""
+whether it could read them. Does not raise."""
 
 WAIT: Final = CallPatch(dist.Work, "wait")
 GET_FUTURE: Final = CallPatch(dist.Work, "get_future")
@@ -42,19 +42,14 @@ class _OfThread(threading.local):
     """What a thread has issued.
 
     Attributes:
-        work, call, outputs: The call that it waits for before it does anything else, with the ``Work`` that it waits for.
+        latest: The ``Work`` that it waits for before it does anything else, the call, and its outputs.
         together: Calls of each process group that are to be one.
     """
 
-    work: Any = None
-    call: Call | None = None
-    outputs: Sequence[Tensor] = ()
+    latest: tuple[Any, Call, Sequence[Tensor]] | None = None
 
     def __init__(self) -> None:
         self.together: dict[Any, list[tuple[Call, Sequence[Tensor]]]] = {}
-
-    def let_go(self) -> None:
-        self.work, self.call, self.outputs = None, None, ()
 
 
 class _Outputs:
@@ -120,7 +115,7 @@ class Completion(CallListener):
         elif work is None:
             self._read(call, outputs, ())
         elif waited_for:
-            mine.work, mine.call, mine.outputs = work, call, outputs
+            mine.latest = work, call, outputs
         else:
             self._expect(work, call, outputs)
 
@@ -155,17 +150,16 @@ class Completion(CallListener):
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
         mine = self._of_thread
-        if patch is WAIT and mine.work is not None and mine.work is args[0]:
-            call, outputs = mine.call, mine.outputs
-            mine.let_go()
-            if call is not None:
-                self._read(call, outputs, ())
+        latest = mine.latest
+        if latest is not None and patch is WAIT and latest[0] is args[0]:
+            mine.latest = None
+            self._read(latest[1], latest[2], ())
         elif args and (self._pending or mine.together or patch is BEGIN_GROUP):
             self._told(patch, args[0], result)
 
     def call_raised(self, patch: CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         if patch is WAIT:
-            self._of_thread.let_go()
+            self._of_thread.latest = None
         elif patch is END_GROUP and args:
             self._of_thread.together.pop(args[0], None)
 

@@ -36,7 +36,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._roles: dict[tuple[int, ...], str] = {}
-        self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+        self._known: dict[weakref.ref[dist.ProcessGroup], Group] = {}
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
         """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
@@ -54,10 +54,13 @@ class Groups:
             given = _resolve(given)
         elif not isinstance(given, dist.ProcessGroup):
             given = dist.ProcessGroup.unbox(given)
-        group = self._known.get(given)
+        group = self._known.get(weakref.ref(given))
         if group is None:
-            group = self._known[given] = self._described(given)
+            group = self._known[weakref.ref(given, self._forget)] = self._described(given)
         return group
+
+    def _forget(self, gone: weakref.ref[dist.ProcessGroup]) -> None:
+        self._known.pop(gone, None)
 
     def _described(self, given: dist.ProcessGroup) -> Group:
         ranks = tuple(sorted(dist.get_process_group_ranks(given)))

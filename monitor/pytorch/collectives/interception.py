@@ -54,9 +54,9 @@ class CollectiveListener:
 
 
 class _Inside(threading.local):
-    """How deep this thread is in operators that are made of others."""
+    """Whether this thread is in an operator, which may be made of others."""
 
-    depth = 0
+    another = False
 
 
 class Interception(CallListener):
@@ -143,16 +143,16 @@ class Interception(CallListener):
         redispatch, inside = operator.overload.redispatch, self._inside
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            if inside.depth:
+            if inside.another:
                 return redispatch(keys & _BELOW, *args, **kwargs)
             if not operator.functional:
                 self._issued_below = True
             told = self._begin(operator, args)
-            inside.depth += 1
+            inside.another = True
             try:
                 result = redispatch(keys & _BELOW, *args, **kwargs)
             finally:
-                inside.depth -= 1
+                inside.another = False
             for listener in told:
                 listener.call_issued(operator, args, result)
             return result
@@ -163,15 +163,15 @@ class Interception(CallListener):
         inside = self._inside
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if inside.depth:
+            if inside.another:
                 return original(*args, **kwargs)
             seen = operator.positional(args, kwargs) if kwargs else args
             told = self._begin(operator, seen)
-            inside.depth += 1
+            inside.another = True
             try:
                 result = original(*args, **kwargs)
             finally:
-                inside.depth -= 1
+                inside.another = False
             for listener in told:
                 listener.call_issued(operator, seen, result)
             return result
@@ -190,7 +190,7 @@ class Interception(CallListener):
 
     def _wait(self, keys: DispatchKeySet, tensor: Tensor) -> Any:
         result = wait_operator().redispatch(keys & _BELOW, tensor)
-        if not self._inside.depth:
+        if not self._inside.another:
             for known in self._listeners:
                 listener = known()
                 if listener is not None:

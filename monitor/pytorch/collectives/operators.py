@@ -225,6 +225,6 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if not isinstance(value, (list, tuple)):
         return []
-    if all(isinstance(one, Tensor) for one in value):
-        return list(value)
+    if len(value) == 1 and isinstance(value[0], Tensor):  # as most calls have it
+        return [value[0]]
     return [tensor for one in value for tensor in _tensors(one)]
