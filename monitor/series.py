@@ -16,7 +16,9 @@ GRADIENT_KINDS = ("grad_unreduced", "grad_reduced")
 PARAMETER_KINDS = ("param_origin", "param_updated")
 MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 REPLICA_KIND = "replica"
-KINDS = (*ACTIVATION_KINDS, *GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS, "other", REPLICA_KIND)
+CALL_KIND = "other"
+"""The kind that has rows of calls of communication operators, each of all calls of a step, among others that are none."""
+KINDS = (*ACTIVATION_KINDS, *GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS, CALL_KIND, REPLICA_KIND)
 
 NO_MICRO_STEP = -1
 """The micro-step of a row that belongs to the step as a whole."""

@@ -43,7 +43,7 @@ class Catalogue:
 
     def __init__(self, table: pa.Table, kind: str = "") -> None:
         self._table = table.combine_chunks()
-        self._kind = kind
+        self.kind = kind
 
     @classmethod
     def read(cls, path: Path | None, kind: str) -> Catalogue:
@@ -99,7 +99,7 @@ class Catalogue:
         which = np.flatnonzero((own["vpp_stage"].to_numpy() == chunk) & (own["replica"].to_numpy() == replicas))
         known = own["name"].combine_chunks().take(pa.array(which)).cast(pa.string())
         if replicas:
-            known = pa.array([f"{self._kind}/{name}" for name in known.to_pylist()], type=pa.string())
+            known = pa.array([f"{self.kind}/{name}" for name in known.to_pylist()], type=pa.string())
         places = np.append(first + which, UNKNOWN)
         found: Index = places[index_in(names, value_set=known).fill_null(UNKNOWN).to_numpy()]
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,9 +15,10 @@ from pyarrow.csv import ConvertOptions, ParseOptions, read_csv, write_csv  # typ
 from pyarrow.parquet import read_table as read_parquet
 from pyarrow.parquet import write_table as write_parquet
 
+from monitor.series import CALL_KIND
 from monitor.sinks.measurements import TEXT
 from monitor.sinks.planes import LEVEL, compressed
-from monitor.stats.ops import NUMERIC_OPS
+from monitor.stats.ops import CALLS, NUMERIC_OPS
 
 Format = Literal["hdf5", "csv", "parquet"]
 
@@ -60,6 +61,9 @@ GLOBAL: Final = pa.schema(
 )
 """One row for each tensor and step."""
 
+_CALLS: Final = pa.field(CALLS, pa.int64())
+"""How many calls of an operator a row combines, null where it is not of calls."""
+
 SUFFIXES: Final[dict[Format, str]] = {"hdf5": ".h5", "csv": ".csv", "parquet": ".parquet"}
 
 _FORMULA: Final = r"^[=+\-@\t\r]"
@@ -72,6 +76,11 @@ CHUNK_ROWS: Final = 65536
 """Of HDF5: half a megabyte of a column."""
 
 
+def columns_of(kind: str, rows: pa.Schema) -> pa.Schema:
+    """``PER_RANK`` or ``GLOBAL`` as files of this kind have it: all of them alike, so that they can be read as one table."""
+    return rows.append(_CALLS) if kind == CALL_KIND else rows
+
+
 def write_table(rows: pa.Table, path: Path) -> None:
     """Write a file of the format that the suffix of ``path`` says. The same rows make the same bytes.
 
@@ -82,7 +91,7 @@ def write_table(rows: pa.Table, path: Path) -> None:
 
 
 def read_merged(path: Path) -> pa.Table:
-    """The rows of one file of a merged data set, in the columns ``PER_RANK`` or ``GLOBAL``; what is missing is null."""
+    """The rows of one file of a merged data set, in the columns ``columns_of`` its kind; what is missing is null."""
     return _READERS[path.suffix](path)
 
 
@@ -138,7 +147,7 @@ def _dataset(file: h5py.File, name: str, values: NDArray[Any]) -> None:
 
 def _read_hdf5(path: Path) -> pa.Table:
     with h5py.File(path, "r", locking=False) as file:
-        schema = PER_RANK if "rank" in file else GLOBAL
+        schema = _schema(file)
         return pa.table([_column(file, field) for field in schema], schema=schema)
 
 
@@ -153,10 +162,16 @@ def _column(file: h5py.File, field: pa.Field) -> pa.Array:
 
 def _read_csv(path: Path) -> pa.Table:
     texts = pa.string()
-    types = {one.name: texts if pa.types.is_dictionary(one.type) else one.type for one in (*PER_RANK, *GLOBAL)}
+    types = {one.name: texts if pa.types.is_dictionary(one.type) else one.type for one in (*PER_RANK, *GLOBAL, _CALLS)}
     cells = ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False)
     rows = read_csv(str(path), parse_options=ParseOptions(newlines_in_values=True), convert_options=cells)
-    return rows.cast(PER_RANK if "rank" in rows.column_names else GLOBAL)
+    return rows.cast(_schema(rows.column_names))
+
+
+def _schema(names: Collection[str]) -> pa.Schema:
+    """Of a file with columns of these names."""
+    schema = PER_RANK if "rank" in names else GLOBAL
+    return schema.append(_CALLS) if CALLS in names else schema
 
 
 _WRITERS: Final[dict[str, Callable[[pa.Table, Path], None]]] = {

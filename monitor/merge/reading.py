@@ -26,7 +26,7 @@ from monitor.ranks.records import StepsRecord
 from monitor.series import NO_MICRO_STEP
 from monitor.sinks.measurements import PARTIALS, SUMS, TEXT
 from monitor.sinks.shard_names import Steps
-from monitor.stats.ops import NUMERIC_OPS
+from monitor.stats.ops import CALLS, NUMERIC_OPS
 
 IDENTITY: Final = [
     ("run", pa.int32()),  # place of the directory among those of the job
@@ -38,6 +38,7 @@ IDENTITY: Final = [
     ("call_id", pa.int64()),
     ("shape", TEXT),
     ("dtype", TEXT),
+    (CALLS, pa.int64()),  # 0 where the row combines none
 ]
 EXACT: Final = pa.schema([*IDENTITY, *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
 """A row of which the partials are known."""
@@ -45,7 +46,7 @@ EXACT: Final = pa.schema([*IDENTITY, *((name, pa.float64() if name in SUMS else 
 ROUNDED: Final = pa.schema([*IDENTITY, *((op, pa.float64()) for op in NUMERIC_OPS)])
 """A row of which only ops are known; what was not recorded is null."""
 
-_MOSTLY_ZERO: Final = ("nans", "posinfs", "neginfs", "smalls", "exponent")
+_MOSTLY_ZERO: Final = {EXACT: ("nans", "posinfs", "neginfs", "smalls", "exponent", CALLS), ROUNDED: (CALLS,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ def _placed(table: pa.Table, exact: bool, source: Source, catalogue: Catalogue, 
         "name": _unless_known(table["name"], series),
         "micro_step": table["micro_step"].fill_null(NO_MICRO_STEP),
         "call_id": table["call_id"].fill_null(UNKNOWN),
+        CALLS: table[CALLS].fill_null(0),
     }
     schema = EXACT if exact else ROUNDED
     return pa.table([columns[one.name] for one in schema], schema=schema)
@@ -210,8 +212,8 @@ def _write(columns: dict[str, list[pa.ChunkedArray]], schema: pa.Schema, pieces:
     order = order_by([step])
     edges = np.searchsorted(step if order is None else step[order], [*(one.first for one in pieces), pieces[-1].last + 1])
     made = {one.name: _in_order(columns.pop(one.name), one.type, order) for one in schema}
-    if schema == EXACT:
-        made = {name: column for name, column in made.items() if name not in _MOSTLY_ZERO or column.to_numpy().any()}
+    zero = _MOSTLY_ZERO[schema]
+    made = {name: column for name, column in made.items() if name not in zero or column.to_numpy().any()}
     rows = pa.RecordBatch.from_arrays([*made.values()], names=[*made])
     write_file(path, (rows.slice(first, end - first) for first, end in pairwise(edges.tolist())), rows.schema)
 

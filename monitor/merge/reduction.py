@@ -17,7 +17,7 @@ from monitor.merge.catalogue import Catalogue
 from monitor.merge.copies import Disagreement, compare, not_compared, references
 from monitor.merge.discovery import SetAside
 from monitor.merge.ordering import order_by, starts_of_runs
-from monitor.merge.output import GLOBAL, PER_RANK, write_table
+from monitor.merge.output import GLOBAL, PER_RANK, columns_of, write_table
 from monitor.merge.reading import Source, Told, of_piece, read
 from monitor.merge.rows import Rows, gathered
 from monitor.merge.statistics import Index, Statistics, combined
@@ -25,7 +25,7 @@ from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts, same
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.shard_names import Steps
-from monitor.stats.ops import NUMERIC_OPS
+from monitor.stats.ops import CALLS, NUMERIC_OPS
 
 Flags = NDArray[np.bool_]
 
@@ -155,8 +155,9 @@ def _per_rank(kind: str, runs: pa.Table, rows: Rows, statistics: Statistics) -> 
         "micro_step": _unless(rows.micro_step(), NO_MICRO_STEP),
         "call_id": _unless(rows.column("call_id"), UNKNOWN),
         **_numbers(statistics),
+        CALLS: _calls(rows.column(CALLS)),
     }
-    return _table(columns, texts, PER_RANK)
+    return _table(columns, texts, columns_of(kind, PER_RANK))
 
 
 def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome) -> pa.Table:
@@ -204,7 +205,8 @@ def _complete(rows: Rows, tensors: Statistics, starts: Index) -> Flags:
     """Whether all parts are there: by their elements where it is known how many there must be, or by their number."""
     whole, parts = (rows.catalogue.of(column, rows.series[starts]) for column in ("whole", "parts"))
     here = np.diff(starts, append=len(rows))
-    countable = (whole != UNKNOWN) & ~np.isnan(tensors.count)
+    of_several = np.logical_or.reduceat(rows.of_several(), starts)
+    countable = (whole != UNKNOWN) & ~np.isnan(tensors.count) & ~of_several
     complete: Flags = np.where(countable, tensors.count == whole, here == parts)
     return complete
 
@@ -242,8 +244,9 @@ def _global(kind: str, rows: Rows, starts: Index, tensors: Statistics) -> pa.Tab
         "micro_step": _unless(rows.micro_step()[starts], NO_MICRO_STEP),
         "term": pa.array(rows.catalogue.is_term(series)),
         **_numbers(tensors),
+        CALLS: _calls(_calls_together(rows.column(CALLS), starts)),
     }
-    return _table(columns, texts, GLOBAL)
+    return _table(columns, texts, columns_of(kind, GLOBAL))
 
 
 def _joined(ranks: Index, starts: Index) -> Texts:
@@ -260,6 +263,17 @@ def _numbers(statistics: Statistics) -> dict[str, pa.Array]:
     unknown = np.isnan(statistics.count)
     count = np.where(unknown, 0, statistics.count).astype(np.int64)
     return {"count": pa.array(count, mask=unknown if unknown.any() else None), **{op: statistics.op(op) for op in NUMERIC_OPS}}
+
+
+def _calls_together(calls: Index, starts: Index) -> Index:
+    """Of each run of parts; 0 where one of them does not say."""
+    together: Index = np.where(np.minimum.reduceat(calls, starts) > 0, np.add.reduceat(calls, starts), 0)
+    return together
+
+
+def _calls(calls: Index) -> pa.Array:
+    """A column, null where no calls are combined."""
+    return _unless(np.maximum(calls, 0), 0)
 
 
 def _unless(values: Index, missing: int) -> pa.Array:

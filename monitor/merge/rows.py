@@ -18,8 +18,9 @@ from monitor.merge.ordering import order_by
 from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts
+from monitor.series import ACTIVATION_KINDS, NO_MICRO_STEP
 from monitor.sinks.measurements import PARTIALS
-from monitor.stats.ops import NUMERIC_OPS
+from monitor.stats.ops import CALLS, NUMERIC_OPS
 from monitor.stats.partials import COLUMNS, COUNT, EMPTY, WRITES, Floats, Partials
 
 
@@ -32,7 +33,8 @@ class Rows:
         rank: That it is of.
         series: Its row in the catalogue, ``UNKNOWN`` where it has none.
         replica: Whether it is there to be compared alone.
-        columns: ``step``, ``micro_step`` (or ``NO_MICRO_STEP``), ``call_id`` (or ``UNKNOWN``), ``vpp_stage``; int64.
+        columns: ``step``, ``micro_step`` (or ``NO_MICRO_STEP``), ``call_id`` (or ``UNKNOWN``), ``vpp_stage``, ``calls`` (or 0);
+            int64.
         texts: ``name``, ``shape``, ``dtype``.
     """
 
@@ -56,6 +58,12 @@ class Rows:
 
     def micro_step(self) -> Index:
         return self.columns["micro_step"]
+
+    def of_several(self) -> Flags:
+        """Whether a row is of several micro-steps or calls of an operator, and so of more elements than its series has."""
+        of_calls: Flags = self.columns[CALLS] > 0
+        activations = self.catalogue.kind in ACTIVATION_KINDS
+        return of_calls | (self.micro_step() == NO_MICRO_STEP) if activations else of_calls
 
     def text(self, column: str, rows: Index) -> pa.Array:
         """A column of text of the catalogue, for some of the rows, which are in it."""
@@ -83,7 +91,7 @@ def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue) -> 
     found = _Gathering(tables)
     run, series = found.column("run"), found.column("series")
     texts = {name: found.texts(name) for name in ("shape", "dtype")}
-    columns = {name: found.column(name) for name in ("step", "micro_step", "call_id", "vpp_stage")}
+    columns = {name: found.column(name) for name in ("step", "micro_step", "call_id", "vpp_stage", CALLS)}
     names = catalogue.names_or(found.texts("name"), series)
     rows = Rows(catalogue, run, ranks[run], series, catalogue.is_replica(series), columns, {"name": names, **texts})
     return rows, found.statistics(_elements(rows))
@@ -100,8 +108,8 @@ class _Gathering:
             self._order = order
 
     def column(self, name: str) -> Index:
-        """Of whole numbers that every table has."""
-        values: Index = self._joined(lambda table: table[name].to_numpy(), np.int64)
+        """Of whole numbers; zero where it is left out."""
+        values: Index = self._joined(partial(_numbers, name), np.int64)
         return values
 
     def texts(self, name: str) -> Texts:
@@ -132,7 +140,12 @@ def _partial(name: str, number: int, table: pa.Table) -> NDArray[Any]:
     """Zero where it is left out, and of a row of which no partials are known what stands for nothing."""
     if not _is_exact(table):
         return np.full(len(table), EMPTY[number])
-    return table[name].to_numpy() if name in table.column_names else np.zeros(len(table))
+    return _numbers(name, table)
+
+
+def _numbers(name: str, table: pa.Table) -> NDArray[Any]:
+    numbers: NDArray[Any] = table[name].to_numpy() if name in table.column_names else np.zeros(len(table), dtype=np.int64)
+    return numbers
 
 
 def _op(op: str, table: pa.Table) -> Floats:
@@ -150,7 +163,8 @@ def _elements(rows: Rows) -> Index:
     shape = rows.texts["shape"]
     counts = np.array([*map(_product, shape.values.to_pylist()), UNKNOWN], dtype=np.int64)
     own = counts[shape.codes]
-    return own if (own != UNKNOWN).all() else np.where(own == UNKNOWN, rows.known("elements"), own)
+    elements = own if (own != UNKNOWN).all() else np.where(own == UNKNOWN, rows.known("elements"), own)
+    return np.where(rows.of_several(), UNKNOWN, elements)
 
 
 def _product(shape: str) -> int:

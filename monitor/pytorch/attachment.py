@@ -30,7 +30,7 @@ from monitor.pytorch.stacks import StackCollector
 from monitor.pytorch.structure import StructureCollector
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
-from monitor.series import ACTIVATION_KINDS, REPLICA_KIND, Series
+from monitor.series import ACTIVATION_KINDS, CALL_KIND, REPLICA_KIND, Series
 from monitor.stats.rows import Status
 
 AGGREGATED_EARLY: Final = (
@@ -308,7 +308,7 @@ class Attachment:
     @property
     def counted_kinds(self) -> frozenset[str]:
         """Kinds whose rows are calls of operators, combined and counted."""
-        return frozenset({"other"} if self.watch.config.cc_distribution.enable else ())
+        return frozenset({CALL_KIND} if self.watch.config.cc_distribution.enable else ())
 
     def _begin_step(self) -> None:
         self.begun = False

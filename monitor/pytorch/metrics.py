@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from monitor.series import SeriesTable
-from monitor.stats.ops import LAYOUT_OPS, derive
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, derive
 from monitor.stats.rows import KindRows, Layout
 
 Value = float | int | str
@@ -32,13 +32,20 @@ def of_kinds(
     series: SeriesTable,
     layouts: Sequence[Layout],
     rank: int,
+    counted: Collection[str] = (),
 ) -> list[Metrics]:
-    return [metrics_of(measured.get(kind), ops, series, layouts, rank) for kind in kinds]
+    """The rows of each of these kinds by tag.
+
+    Args:
+        counted: Kinds whose rows say how many calls they combine.
+    """
+    ops_of = {kind: (*ops, CALLS) if kind in counted else ops for kind in kinds}
+    return [metrics_of(measured.get(kind), ops_of[kind], series, layouts, rank) for kind in kinds]
 
 
 def _numbers(op: str, rows: KindRows) -> list[Value | None]:
     values, valid = derive(op, rows.partials)
-    whole = op in ("nans", "infs")
+    whole = op in INTEGER_OPS
     return [None if not there else int(value) if whole else value for value, there in zip(values.tolist(), valid, strict=True)]
 
 

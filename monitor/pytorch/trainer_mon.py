@@ -25,8 +25,8 @@ from monitor.pytorch.recording import ORDINALS, Recording
 from monitor.pytorch.startup import announce
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
-from monitor.series import ACTIVATION_KINDS
-from monitor.stats.ops import known_ops
+from monitor.series import ACTIVATION_KINDS, CALL_KIND
+from monitor.stats.ops import CALLS, known_ops
 
 
 class TrainerMon:
@@ -177,6 +177,15 @@ class TrainerMon:
         activations, gradients = self._metrics(ACTIVATION_KINDS)
         return activations, gradients
 
+    def generate_cc_metrics(self) -> Metrics:
+        """What communication operators have moved in the current step, ``{tag: {op: value}}``.
+
+        Beside the ops stands ``calls``, how many calls the values are of. Empty without ``cc_distribution``, otherwise as
+        ``generate_wgrad_metrics``.
+        """
+        (rows,) = self._metrics((CALL_KIND,))
+        return {tag: values for tag, values in rows.items() if CALLS in values}
+
     def reload_xy(self, xy_distribution: bool = False) -> None:
         """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop does it for all ranks alike."""
         warnings.warn("reload_xy will go: use dynamic start and stop.", DeprecationWarning, stacklevel=2)
@@ -280,8 +289,9 @@ class TrainerMon:
 
     def _add_metrics(self, recording: Recording, kinds: Sequence[str], merged: list[Metrics]) -> None:
         measured, layouts = recording.current()
-        rank = recording.attachment.watch.ownership.rank
-        for into, found in zip(merged, of_kinds(kinds, measured, self._ops, recording.series, layouts, rank), strict=True):
+        rank, counted = recording.attachment.watch.ownership.rank, recording.attachment.counted_kinds
+        rows = of_kinds(kinds, measured, self._ops, recording.series, layouts, rank, counted)
+        for into, found in zip(merged, rows, strict=True):
             into.update(found)
 
 

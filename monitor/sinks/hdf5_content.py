@@ -11,12 +11,12 @@ import pyarrow as pa
 from h5py import h5g
 from numpy.typing import NDArray
 
-from monitor.series import NO_MICRO_STEP
 from monitor.sinks.facts import SCHEMA_VERSION, Facts
 from monitor.sinks.hdf5_columns import Column, group_in
 from monitor.sinks.hdf5_image import TABLES
-from monitor.sinks.measurements import SCHEMA
+from monitor.sinks.measurements import MISSING, NULLABLE, SCHEMA
 from monitor.sinks.shard_names import Steps
+from monitor.stats.ops import CALLS
 
 ALL_STEPS: Final = Steps(0, 2**63 - 1)
 
@@ -134,6 +134,8 @@ def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:
 def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.Array:
     if field.name == "kind":
         return _texts(pa.array([kind], type=pa.string()), np.zeros(rows.stop - rows.start, dtype=np.int64))
+    if field.name == CALLS and not group.links.exists(CALLS.encode()):
+        return pa.nulls(rows.stop - rows.start, field.type)
     name, table = TABLES.get(field.name, (field.name, None))
     column = Column(group, name)
     if len(column) != length:
@@ -142,7 +144,7 @@ def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length:
     if table is not None:
         return _texts(Column(group, table).texts(), numbers)
     wanted = np.float64 if field.type == pa.float64() else np.int64
-    missing = numbers == NO_MICRO_STEP if name == "micro_step" else None
+    missing = numbers == MISSING if name in NULLABLE else None
     return pa.array(numbers.astype(wanted, casting="safe", copy=False), mask=missing)
 
 

@@ -17,11 +17,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.series import NO_MICRO_STEP
 from monitor.sinks.facts import SCHEMA_VERSION, Facts
-from monitor.sinks.measurements import SCHEMA, by_kind
+from monitor.sinks.measurements import MISSING, SCHEMA, by_kind
 from monitor.sinks.planes import LEVEL, compressed
 from monitor.sinks.spool import Block
+from monitor.stats.ops import CALLS
 
 CHUNK_ROWS: Final = 32768
 """Rows of a chunk, the unit of compression and of reading: 256 KB of a column. Small kinds have one chunk of their size."""
@@ -80,13 +80,14 @@ class _Group:
         self._columns: dict[str, _Column] = {}
         self._waiting: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self._rows_waiting = 0
+        self._rows_written = 0
 
     def add(self, rows: pa.RecordBatch) -> None:
         for field, column in zip(SCHEMA, rows.columns, strict=True):
             if field.name in TABLES:
                 self._waiting[TABLES[field.name][0]].append(self._numbering[field.name].of(column))
             elif field.name != "kind":
-                self._waiting[field.name].append((column.fill_null(NO_MICRO_STEP) if column.null_count else column).to_numpy())
+                self._waiting[field.name].append((column.fill_null(MISSING) if column.null_count else column).to_numpy())
         self._rows_waiting += len(rows)
         if self._rows_waiting >= CHUNK_ROWS:
             self._write(self._rows_waiting // CHUNK_ROWS * CHUNK_ROWS)
@@ -101,11 +102,20 @@ class _Group:
             return
         for name, parts in self._waiting.items():
             numbers = np.concatenate(parts)
-            if name not in self._columns:
-                self._columns[name] = _Column(self._group, name, numbers[:rows])
-            self._columns[name].add(numbers[:rows])
+            self._write_column(name, numbers[:rows])
             self._waiting[name] = [numbers[rows:]]
         self._rows_waiting -= rows
+        self._rows_written += rows
+
+    def _write_column(self, name: str, numbers: NDArray[Any]) -> None:
+        """``calls`` begins with the first rows that combine some: without any there is no such dataset."""
+        if name not in self._columns:
+            if name == CALLS:
+                if (numbers == MISSING).all():
+                    return
+                numbers = np.concatenate([np.full(self._rows_written, MISSING), numbers])
+            self._columns[name] = _Column(self._group, name, numbers)
+        self._columns[name].add(numbers)
 
 
 class _Column:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.sinks.cells import Cells
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, OPS, derive
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive
 from monitor.stats.partials import COLUMNS, WRITES, Partials
 from monitor.stats.rows import Layout, StepRows
 
@@ -26,14 +26,24 @@ IDENTITY: Final = {
     "call_id": pa.int64(),
     "shape": TEXT,
     "dtype": TEXT,
+    CALLS: pa.int64(),
 }
-"""What a row is of, and where it stands. ``micro_step`` is null where the row belongs to the step as a whole."""
+"""What a row is of, and where it stands. ``micro_step`` is null where the row belongs to the step as a whole, ``calls`` where
+it combines no calls of operators.
+"""
+
+NULLABLE: Final = ("micro_step", CALLS)
+MISSING: Final = -1
+"""What stands for null in a file."""
 
 PARTIALS: Final = COLUMNS[WRITES + 1 :]
 SUMS: Final = ("min", "max", "sum", "sumsq", "m2")
 """The partials that are float64. The others are integers."""
 
 SCHEMA: Final = pa.schema([*IDENTITY.items(), *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
+
+_AS_THEY_ARE: Final = (*LAYOUT_OPS, CALLS)
+"""Columns that are not derived."""
 
 
 class Measurements:
@@ -60,6 +70,7 @@ class Measurements:
             pa.array(micro_step, mask=micro_step == NO_MICRO_STEP),
             pa.array(call_id),
             *(cells.once(layout) for cells in self._cells_of(rows.layouts).values()),
+            _calls(rows),
         ]
         partials = [pa.array(column) for column in _columns([kind.partials for kind in kinds])]
         return pa.RecordBatch.from_arrays([*identity, *partials], schema=SCHEMA)
@@ -99,12 +110,20 @@ def with_ops(table: pa.Table, ops: Sequence[str]) -> pa.Table:
     Raises:
         ValueError: there is no such op.
     """
-    if unknown := [op for op in ops if op not in OPS]:
+    if unknown := [op for op in ops if op not in (*OPS, CALLS)]:
         raise ValueError(f"there is no op {unknown[0]!r}; there are {', '.join(OPS)}")
     partials = partials_of(table)
     columns = {name: table[name] for name in IDENTITY if name not in LAYOUT_OPS}
-    columns |= {op: table[op] if op in LAYOUT_OPS else _derived(op, partials) for op in ops}
+    columns |= {op: table[op] if op in _AS_THEY_ARE else _derived(op, partials) for op in ops}
     return pa.table(columns, metadata=table.schema.metadata)
+
+
+def completed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows in the columns ``SCHEMA``: of those that were written before ``calls`` was counted nothing is said of it."""
+    if CALLS in rows.schema.names:
+        return rows
+    columns = [pa.nulls(len(rows), one.type) if one.name == CALLS else rows[one.name] for one in SCHEMA]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.with_metadata(rows.schema.metadata))
 
 
 def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
@@ -119,6 +138,16 @@ def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
 def _texts(index: NDArray[np.int32], texts: Iterable[str]) -> pa.DictionaryArray:
     # With its type, or pyarrow looks for modules to guess it by, each time.
     return pa.DictionaryArray.from_arrays(pa.array(index), pa.array(list(texts), type=pa.string()))
+
+
+def _calls(rows: StepRows) -> pa.Array:
+    """How many calls each row combines."""
+    counted = [CALLS in rows.ops_of(kind) for kind in rows.kinds]
+    if not any(counted):
+        return pa.nulls(len(rows), pa.int64())
+    values, valid = zip(*(derive(CALLS, kind.partials) for kind in rows.kinds.values()), strict=True)
+    there = np.concatenate(valid) & np.repeat(counted, [*map(len, rows.kinds.values())])
+    return pa.array(np.concatenate(values).astype(np.int64), mask=~there)
 
 
 def _derived(op: str, partials: Partials) -> pa.Array:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow.ipc import IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
 from monitor.sinks.facts import Facts
+from monitor.sinks.measurements import completed
 
 _FRAME: Final = struct.Struct("<II")
 _OPTIONS: Final = IpcWriteOptions(compression="lz4", use_threads=False)
@@ -46,7 +47,7 @@ def blocks(path: Path) -> Iterator[Block]:
     for content in _contents(path):
         with open_stream(content) as stream:  # type: ignore[no-untyped-call]
             (rows,) = stream
-            yield Block(rows, Facts.unpacked(stream.schema.metadata))
+            yield Block(completed(rows), Facts.unpacked(stream.schema.metadata))
 
 
 def whole_bytes(path: Path) -> int:

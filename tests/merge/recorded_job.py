@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from sink_rows import SIX_OPS, Measured, partials_of
+from sink_rows import SIX_OPS, Measured, table_rows
 
 from monitor.failures import Failures
 from monitor.merge.merging import Wanted, merge
@@ -22,7 +22,6 @@ from monitor.ranks.names import RankDirectory
 from monitor.series import Series, SeriesTable
 from monitor.sinks import csv, hdf5, tensorboard
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.partials import Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 
 JOB = "1a2b3c4d" * 4
@@ -56,12 +55,13 @@ class RecordedRank:
         ndigits: int = 16,
         steps_per_record: int = 5,
         micro_step_kinds: Collection[str] = ("actv", "actv_grad"),
+        counted_kinds: Collection[str] = (),
         **config: object,
     ) -> None:
         self.directory = base / str(RankDirectory(TIMESTAMP, rank, suffix or f"{rank:08x}"))
         self.directory.mkdir(parents=True)
         self.series, self.ops, self.layouts = SeriesTable(), ops, []
-        self._micro_step_kinds = frozenset(micro_step_kinds)
+        self._micro_step_kinds, self._counted_kinds = frozenset(micro_step_kinds), frozenset(counted_kinds)
         formats = [format] if isinstance(format, str) else list(format)
         facts = RankFacts(
             JobIdentity(job, TIMESTAMP), rank, world_size, groups or {}, {}, {"ndigits": ndigits, **config}, "", formats
@@ -80,6 +80,7 @@ class RecordedRank:
             {kind: self._rows(kind, each) for kind, each in kinds.items()},
             self.layouts,
             micro_step_kinds=self._micro_step_kinds,
+            counted_kinds=self._counted_kinds,
         )
         for sink in self._sinks:
             sink.write(rows)
@@ -96,7 +97,7 @@ class RecordedRank:
             np.array([m.micro_step for m in measured], dtype=np.int64),
             np.arange(len(measured)),
             np.array([self._layout(m) for m in measured], dtype=np.int64),
-            Partials.from_rows(np.array([partials_of(m.values) for m in measured])),
+            table_rows(measured, counted=kind in self._counted_kinds),
         )
 
     def _layout(self, measured: Measured) -> int:

@@ -72,6 +72,26 @@ def test_what_cannot_be_combined_from_csv_is_missing_with_a_reason(tmp_path: Pat
     assert report.clean
 
 
+@pytest.mark.parametrize(("format", "count"), [("hdf5", 8), ("csv", None)])
+@pytest.mark.parametrize("micro_steps", [(), ("actv",)], ids=["combined", "each"])
+def test_micro_steps_that_were_combined_are_rows_of_whole_tensors(
+    tmp_path: Path,
+    format: str,  # noqa: A002
+    count: int | None,
+    micro_steps: tuple[str, ...],
+) -> None:
+    """Of more elements than the shape says, which of CSV is all that is known."""
+    one = RecordedRank(tmp_path, format=format, ops=("norm", "shape"), micro_step_kinds=micro_steps)
+    if micro_steps:
+        one.write(0, {"actv": [Measured("l.output", [3.0] * 4, micro_step=index) for index in (0, 1)]})
+    else:
+        one.write(0, {"actv": [Measured("l.output", [3.0] * 8, shape=(4,))]})
+    one.close()
+    assert merged(tmp_path).clean
+    found = [(row["name"], row["count"]) for row in tensors(tmp_path, "actv")]
+    assert found == ([("l.output", 4)] * 2 if micro_steps else [("l.output", count)])
+
+
 def test_terms_of_a_sum_are_listed_and_not_combined(tmp_path: Path) -> None:
     for rank in (0, 1):
         one = RecordedRank(tmp_path, rank, 2)

@@ -107,6 +107,14 @@ def test_of_a_step_that_is_not_collected_nothing_is_known(output: Output) -> Non
     assert known == [2, 2, 0, 0, 2, 2]
 
 
+def test_of_communication_nothing_is_told_where_it_is_not_recorded(output: Output) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, format="api", **GRADIENTS) as monitor:
+        train(model, optimizer, 1, X)
+        assert monitor.generate_cc_metrics() == {}
+
+
 def test_an_evaluation_between_steps_does_not_make_them_forget_the_step(output: Output) -> None:
     model = nn.Linear(5, 3)
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.partials import EMPTY, Partials
+from monitor.stats.partials import EMPTY, WRITES, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 
 SIX_OPS = ("min", "max", "mean", "norm", "zeros", "nans")
@@ -24,6 +24,7 @@ class Measured(NamedTuple):
     micro_step: int = NO_MICRO_STEP
     vpp_stage: int = 0
     shape: tuple[int, ...] | None = None
+    calls: int = 0
 
 
 def partials_of(values: Sequence[float]) -> list[float]:
@@ -34,6 +35,14 @@ def partials_of(values: Sequence[float]) -> list[float]:
     if not len(f):
         return [1.0, *map(float, counts), *EMPTY[6:]]
     return [1.0, *map(float, counts), f.min(), f.max(), f.sum(), (f * f).sum(), ((f - f.mean()) ** 2).sum(), 0.0]
+
+
+def table_rows(measured: Sequence[Measured], *, counted: bool) -> Partials:
+    """As the pipeline hands them on: of a kind that counts calls each says how many it combines."""
+    rows = np.array([partials_of(m.values) for m in measured])
+    if counted:
+        rows[:, WRITES] = [m.calls for m in measured]
+    return Partials.from_rows(rows)
 
 
 class Rank:
@@ -50,18 +59,19 @@ class Rank:
         kinds: Mapping[str, Sequence[Measured]],
         ops: tuple[str, ...] = SIX_OPS,
         micro_step_kinds: frozenset[str] = frozenset({"actv", "actv_grad"}),
+        counted_kinds: frozenset[str] = frozenset(),
     ) -> StepRows:
         """What the pipeline hands on for ``step``."""
-        rows = {kind: self._rows(kind, measured) for kind, measured in kinds.items()}
-        return StepRows(step, ops, rows, self.layouts, micro_step_kinds=micro_step_kinds)
+        rows = {kind: self._rows(kind, measured, counted=kind in counted_kinds) for kind, measured in kinds.items()}
+        return StepRows(step, ops, rows, self.layouts, micro_step_kinds=micro_step_kinds, counted_kinds=counted_kinds)
 
-    def _rows(self, kind: str, measured: Sequence[Measured]) -> KindRows:
+    def _rows(self, kind: str, measured: Sequence[Measured], *, counted: bool) -> KindRows:
         return KindRows(
             np.array([self.series.index_of(Series(kind, m.vpp_stage, m.name)) for m in measured], dtype=np.int64),
             np.array([m.micro_step for m in measured], dtype=np.int64),
             np.arange(len(measured)),
             np.array([self._layout(m) for m in measured], dtype=np.int64),
-            Partials.from_rows(np.array([partials_of(m.values) for m in measured])),
+            table_rows(measured, counted=counted),
         )
 
     def _layout(self, measured: Measured) -> int:

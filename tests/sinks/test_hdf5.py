@@ -146,6 +146,7 @@ class TestContent:
             "step",
             "micro_step",
             "call_id",
+            "calls",
             "norm",
             "mean",
             "nans",
