@@ -61,9 +61,6 @@ def attach(by: str, place: Path, model: Any, optimizer: Any) -> None:
     os.environ["MONITOR_OUTPUT_DIR"] = str(place / f"out-{by}")
     with contextlib.redirect_stdout(sys.stderr):
         if by == "ours":
-            from monitor.config.not_built import NOT_BUILT
-
-            NOT_BUILT.pop("cc_distribution.enable", None)  # type: ignore[attr-defined]
             from monitor.pytorch import TrainerMon
         else:
             from msprobe.pytorch import TrainerMon

@@ -508,7 +508,6 @@ class TestAcrossFields:
 ASKS_FOR: dict[str, dict[str, Any]] = {
     "ur_distribution": {"ur_distribution": True, "format": "hdf5"},
     "mg_direction": {"mg_direction": True},
-    "cc_distribution.enable": {"cc_distribution": {"enable": True}},
     "recording_l2_features": {"recording_l2_features": True},
     "replica_check": {"replica_check": True},
     "on_alert": {"on_alert": {"set": {"xy_distribution": True}, "steps": 5}},

@@ -18,7 +18,6 @@ Asked = Callable[[MonitorConfig, bool], bool]
 NOT_BUILT: Final[Mapping[str, Asked]] = {
     "ur_distribution": lambda config, _: config.ur_distribution,
     "mg_direction": lambda config, _: config.mg_direction,
-    "cc_distribution.enable": lambda config, _: config.cc_distribution.enable,
     "recording_l2_features": lambda config, _: config.recording_l2_features,
     "on_alert": lambda config, _: config.on_alert is not None,
     f"environment variable {DYNAMIC_VARIABLE}": lambda _, dynamic: dynamic,

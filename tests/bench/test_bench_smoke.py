@@ -75,6 +75,15 @@ def test_the_turns_of_a_round_begin_with_another_process_each_time(monkeypatch: 
     assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 
 
+def test_collectives_prints_what_a_call_costs_unmonitored_and_monitored() -> None:
+    done = run("collectives.py", "--steps", "3", "--calls", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert said[0][:2] == ["2", "all-reduces"]
+    assert [line[:-4] for line in said[2:]] == [["no", "monitor"], ["monitor"]]
+    assert float(said[2][2]) > 0 == float(said[2][3])
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What the benchmark of the kernels printed, and the figures it wrote."""

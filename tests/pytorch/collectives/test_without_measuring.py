@@ -12,8 +12,6 @@ from jobs import Job
 from torch import nn
 from watching import Output, attached, train
 
-from monitor.config.not_built import NOT_BUILT
-
 
 @pytest.fixture
 def output(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Output:
@@ -31,9 +29,8 @@ def test_with_log_only_the_run_ends_on_every_rank_with_a_log_and_without_rows(ru
 
 
 def test_without_a_process_group_that_is_said_and_the_rest_is_recorded(
-    output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delitem(NOT_BUILT, "cc_distribution.enable", raising=False)  # type: ignore[arg-type]
     caplog.set_level(logging.INFO, logger="monitor")
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

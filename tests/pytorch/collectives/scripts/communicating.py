@@ -9,8 +9,4 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "frameworks" / "script
 
 from framework_run import Attach, run
 
-from monitor.config.not_built import NOT_BUILT
-
-NOT_BUILT.pop("cc_distribution.enable", None)  # type: ignore[attr-defined]
-
 __all__ = ["Attach", "run"]
