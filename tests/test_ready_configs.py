@@ -21,6 +21,7 @@ ASKED_FOR = {
     "activations": {"xy_distribution", "all_xy"},
     "alerts": {"xy_distribution", "all_xy", "wg_distribution"},
     "api": {"xy_distribution", "all_xy", "wg_distribution"},
+    "communication": set(),
     "everything": {"xy_distribution", "all_xy", "wg_distribution", "mv_distribution", "param_distribution"},
     "hdf5": {"wg_distribution", "mv_distribution", "param_distribution"},
     "micro_batch_gradients": {"wg_distribution", "monitor_mbs_grad"},

@@ -42,12 +42,13 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
         config.step_interval,
     )
     bounds = Bounds(config.warn_rows_per_step, config.warn_bytes_per_step, config.warn_files_per_step)
+    line = f"{reckoned.line()}{', and what is communicated' if config.cc_distribution.enable else ''}"
     exceeded = reckoned.exceeded(bounds)
     if exceeded:
         advice = "Name fewer targets, collect less often, or put more steps into a record."
-        LOGGER.warning("%s: %s. %s", reckoned.line(), "; ".join(exceeded), advice)
+        LOGGER.warning("%s: %s. %s", line, "; ".join(exceeded), advice)
     else:
-        LOGGER.info("%s", reckoned.line())
+        LOGGER.info("%s", line)
 
 
 class _Job:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from watching import Output
@@ -33,6 +34,7 @@ PROMISED: dict[str, dict[str, int]] = {
     "activations": ACTIVATIONS,
     "alerts": {},
     "api": {},
+    "communication": {},
     "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
     "hdf5": {},
     "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES},
@@ -89,6 +91,21 @@ def test_the_one_for_alerts_judges_every_step_and_finds_nothing_in_healthy_train
     assert judged.events == 0
     (path,) = output.directory().glob("metrics_0-99.h5")
     assert Counter(read_hdf5(path)["kind"].to_pylist()) == {**GRADIENTS, **ACTIVATIONS}
+
+
+def test_the_one_for_communication_leaves_what_was_communicated_and_where(output: Output, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(5, 4))
+        optimizer = torch.optim.SGD(model.parameters())
+        with TrainerMon(CONFIGS / "communication.json", params_have_main_grad=False) as monitor:
+            monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+            model(torch.randn(6, 5)).square().mean().backward()
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    assert {row.name: row.values["calls"] for row in output.rows("other")} == {"all_reduce.pre_0": 1, "all_reduce.post_0": 1}
+    assert (output.directory() / "communication_log.csv").is_file()
 
 
 def test_the_one_for_hdf5_leaves_one_file_of_all_kinds(output: Output) -> None:
