@@ -16,6 +16,10 @@ from monitor.sinks.protocol import Sink
 from monitor.stats.rows import StepRows
 
 S = TypeVar("S", bound=Sealed)
+T = TypeVar("T")
+
+Arranged = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
+"""Says which sinks and watchers are to be served, by name; those that are already are the same objects."""
 
 UNREADABLE: Final = "could not be read"
 
@@ -42,10 +46,10 @@ class Delivery(Generic[S]):
         watchers: Mapping[str, Watcher],
         save_seconds: float,
     ) -> None:
-        self._sinks = {name: Guarded(f"sink {name!r}", sink, failures) for name, sink in sinks.items()}
+        self._failures, self._gaps, self._put_back = failures, gaps, put_back
+        self._sinks = {name: self._guarded_sink(name, sink) for name, sink in sinks.items()}
         self._watchers = [Guarded(name, watcher, failures) for name, watcher in watchers.items()]
         self._journal = Guarded("the manifest", journal, failures)
-        self._failures, self._gaps, self._put_back = failures, gaps, put_back
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
         self.in_hand: int | None = None
@@ -60,6 +64,25 @@ class Delivery(Generic[S]):
             self._hand_on(rows)
         self.in_hand = None
         self._changed = True
+
+    def rearrange(self, arranged: Arranged) -> None:
+        """Serve other sinks and watchers from the next step on. Sinks that are not among them are closed; watchers are saved,
+        since whoever comes after them goes on with what they found.
+        """
+        try:
+            sinks, watchers = arranged()
+        except Exception as error:
+            self._failures.report("changing what is written", error, "It goes on as before.")
+            return
+        before, watched = self._sinks, self._watchers
+        self._sinks = {name: _among(before.values(), sink) or self._guarded_sink(name, sink) for name, sink in sinks.items()}
+        self._watchers = [_among(watched, one) or Guarded(name, one, self._failures) for name, one in watchers.items()]
+        for sink in before.values():
+            if sink not in self._sinks.values():
+                sink.use(lambda sink: sink.close(), last=True)
+        for watcher in watched:
+            if watcher not in self._watchers:
+                watcher.use(_save, last=True)
 
     def flush(self, *, wait: bool = True) -> bool:
         """Make everything delivered so far visible; whether that went well everywhere."""
@@ -110,6 +133,9 @@ class Delivery(Generic[S]):
         guarded: list[Guarded[Any]] = [*self._watchers, *self._sinks.values(), self._journal]
         return ", ".join(one.name for one in guarded if one.busy) or "reading a step from the device"
 
+    def _guarded_sink(self, name: str, sink: Sink) -> Guarded[Sink]:
+        return Guarded(f"sink {name!r}", sink, self._failures)
+
     def _read(self, step: int, sealed: S) -> StepRows | None:
         try:
             return sealed.rows()
@@ -155,6 +181,10 @@ class Delivery(Generic[S]):
         self, call: Callable[[Watcher], object], *, wait: bool = True, last: bool = False
     ) -> list[BaseException | None]:
         return [watcher.use(call, wait=wait, last=last) for watcher in self._watchers]
+
+
+def _among(guarded: Iterable[Guarded[T]], inner: T) -> Guarded[T] | None:
+    return next((one for one in guarded if one.inner is inner), None)
 
 
 def _none_of(errors: Iterable[BaseException | None]) -> bool:

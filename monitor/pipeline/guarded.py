@@ -33,7 +33,7 @@ class Guarded(Generic[T]):
 
     def __init__(self, name: str, inner: T, failures: Failures) -> None:
         self.name = name
-        self._inner = inner
+        self.inner = inner
         self._failures = failures
         self._lock = threading.Lock()
         self._retired = False
@@ -59,7 +59,7 @@ class Guarded(Generic[T]):
             return None if last else ValueError(f"{self.name} was closed")
         self._retired = last
         try:
-            call(self._inner)
+            call(self.inner)
         except BaseException as error:  # a panic in native code is no Exception, and this thread is nobody's to interrupt
             self._failures.report(self.name, error, advice(error))
             return error

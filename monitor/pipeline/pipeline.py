@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import Delivery
+from monitor.pipeline.delivery import Arranged, Delivery
 from monitor.pipeline.gaps import Gaps
 from monitor.pipeline.patience import Patience
 from monitor.pipeline.ring import Ring
@@ -120,6 +120,15 @@ class Pipeline(Generic[S]):
         step = self._reserved.pop(id(sealed), None)
         if step is not None and not self._writer.inert:
             self._put_back(sealed, step, NOT_SEALED)
+
+    def rearrange(self, arranged: Arranged) -> None:
+        """Hand the steps that are submitted from now on to other sinks and watchers. Does not wait.
+
+        Args:
+            arranged: Called on the writer thread, when all steps submitted before are delivered.
+        """
+        if not self._writer.inert and not self._writer.closing:
+            self._writer.rearrange(arranged)
 
     def latest(self, timeout: float) -> StepRows | None:
         """The rows of the step reserved last; ``None`` if it was dropped or is not read within ``timeout`` seconds."""

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Final, Generic, Literal, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import Delivery
+from monitor.pipeline.delivery import Arranged, Delivery
 from monitor.pipeline.process import PROCESS
 from monitor.pipeline.sealed import Sealed
 from monitor.pipeline.ticket import WRITERS_SHARE, Ticket
@@ -25,6 +25,13 @@ LEFT_BEHIND: Final = "left behind when the monitor was closed"
 class Submitted(Generic[S]):
     step: int
     sealed: S
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """What follows goes to other sinks and watchers."""
+
+    arranged: Arranged
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class Writer(Generic[S]):
         self._close_seconds = close_seconds
         self._close_deadline = 0.0
         self._closed = Ticket()
-        self._inbox: SimpleQueue[Submitted[S] | Asked] = SimpleQueue()
+        self._inbox: SimpleQueue[Submitted[S] | Rearranged | Asked] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"monitor-writer-rank{failures.rank}", daemon=True)
         self._start_once, self._close_once, self._give_up_once = threading.Lock(), threading.Lock(), threading.Lock()
         self._born = PROCESS.forks
@@ -68,6 +75,10 @@ class Writer(Generic[S]):
         if self._start():
             PROCESS.watch_signals(self._failures)
         self._inbox.put(Submitted(step, sealed))
+
+    def rearrange(self, arranged: Arranged) -> None:
+        """What is submitted from now on goes to other sinks and watchers. Never blocks."""
+        self._inbox.put(Rearranged(arranged))
 
     def ask(self, what: Literal["drain", "flush"]) -> Ticket:
         """Never blocks; reentrant."""
@@ -137,7 +148,7 @@ class Writer(Generic[S]):
                 return steps
             if isinstance(message, Submitted):
                 steps.append(message.step)
-            elif message.ticket is not self._closed:
+            elif isinstance(message, Asked) and message.ticket is not self._closed:
                 message.ticket.settle(False)
 
     def _start(self) -> bool:
@@ -166,11 +177,13 @@ class Writer(Generic[S]):
             else:
                 self._handle(message)
 
-    def _handle(self, message: Submitted[S] | Asked) -> None:
+    def _handle(self, message: Submitted[S] | Rearranged | Asked) -> None:
         if isinstance(message, Submitted):
             self._delivery.step(message.step, message.sealed)
             if self._delivery.seconds_to_save() == 0:
                 self._delivery.save()
+        elif isinstance(message, Rearranged):
+            self._delivery.rearrange(message.arranged)
         elif message.what == "drain":
             message.ticket.settle(True)
         else:

@@ -52,6 +52,6 @@ def test_one_that_is_stuck_is_passed_over_by_those_who_do_not_wait():
     stuck.wait()
     assert guarded.busy
     assert isinstance(guarded.use(lambda inner: inner.set(), wait=False), TimeoutError)
-    guarded._inner.set()
+    guarded.inner.set()
     thread.join()
     assert guarded.use(lambda inner: inner.set(), wait=False) is None
