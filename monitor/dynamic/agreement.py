@@ -170,11 +170,12 @@ class Agreement(Generic[C]):
     def _promise(self) -> Talk[int]:
         """The first step that training will not begin undecided. It may be stepping meanwhile."""
         while True:
-            promised = self._boundary.promise(self._horizon.steps())
+            promised = self._boundary.ahead(self._horizon.steps())
+            yield None
+            self._boundary.promise(promised)
             yield None
             if self._boundary.kept(promised):
                 return promised
-            yield None
 
     def _acknowledge(self, promised: int) -> Talk[None]:
         slot = self._slot

@@ -98,15 +98,14 @@ class Boundary(Generic[C]):
         with self._lock:
             return self._origin == origin or any(one.origin == origin for one in self._to_come)
 
-    def promise(self, ahead: int) -> int:
-        """Promise not to begin some step undecided, ``ahead`` steps from here and after all that was agreed; the step.
+    def ahead(self, steps: int) -> int:
+        """The step so many from here, or later: after all that was agreed."""
+        return max(self.step + steps, self._latest + 1)
 
-        The promise stands once ``kept`` has said so.
-        """
+    def promise(self, step: int) -> None:
+        """Promise not to begin ``step`` undecided. It stands once ``kept`` has said so."""
         with self._lock:
-            first = max(self.step + ahead, self._latest + 1)
-            self._promise(first)
-            return first
+            self._promise(step)
 
     def kept(self, promised: int) -> bool:
         """Whether training had not begun ``promised`` when the gate was set there, and so will find it."""

@@ -131,8 +131,9 @@ class Control:
         return None if step < boundary.gate else self._look(step)
 
     def alert(self) -> None:
-        """An alert rule has fired on this rank: propose what ``on_alert`` asks for, unless that is on or about to be. Any thread;
-        does not wait for others.
+        """An alert rule has fired on this rank: propose what ``on_alert`` asks for, unless that holds or is to come.
+
+        Any thread; does not wait for other ranks.
         """
         wanted = self._config.on_alert
         if wanted is not None and self._config.dynamic_on and not self._boundary.expects(FROM_ALERT):

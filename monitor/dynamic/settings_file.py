@@ -1,4 +1,4 @@
-"""The user's configuration file while training runs: seen when it changes, and changed in one place with the rest left alone."""
+"""The user's configuration file while training runs: seen when it changes, and changed in one place alone."""
 
 from __future__ import annotations
 
