@@ -99,8 +99,8 @@ class Boundary(Generic[C]):
             return self._origin == origin or any(one.origin == origin for one in self._to_come)
 
     def ahead(self, steps: int) -> int:
-        """The step so many from here, or later: after all that was agreed."""
-        return max(self.step + steps, self._latest + 1)
+        """The step so many from here, or later: not before the latest that was agreed on, which it may replace."""
+        return max(self.step + steps, self._latest)
 
     def promise(self, step: int) -> None:
         """Promise not to begin ``step`` undecided. It stands once ``kept`` has said so."""

@@ -61,7 +61,7 @@ class FileWatch:
         if stamp is not None and stamp == self._stamp and not self._doubtful:
             return None
         try:
-            content = content_of(self._path)
+            content = _regular(self._path)
             found = _digest(content)
             config = None if found == self._content else config_in(self._path, content)
         except ConfigError as error:
@@ -158,6 +158,13 @@ class _Locked:
             with suppress(OSError):  # while it is held: whoever has opened it meanwhile finds it gone, and opens another
                 self._path.unlink()
             self._lock.release()
+
+
+def _regular(path: str) -> bytes:
+    """As ``content_of``, which would wait for somebody to write to a pipe."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise ConfigError(f"{path}: it is no file any more")
+    return content_of(path)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

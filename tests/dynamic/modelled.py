@@ -22,7 +22,7 @@ from monitor.dynamic.wishes import Wishes
 PACE = Pace(1.0, 1.0, 1.0, 1.0, 1.0)
 
 
-class Unreachable(Exception):
+class UnreachableError(Exception):
     """The store did not answer."""
 
 
@@ -179,8 +179,8 @@ class ModelRank:
 
     def _break_off(self) -> None:
         try:
-            self._conversation.throw(Unreachable())
-        except Unreachable:
+            self._conversation.throw(UnreachableError())
+        except UnreachableError:
             self._conversation = None
         else:
             raise AssertionError("a conversation goes on without its store")
@@ -223,7 +223,7 @@ class World:
         if not decision.startswith(COMMIT):
             return
         step = int(decision.removeprefix(COMMIT))
-        assert all(step > earlier for earlier in self.commits.values())
+        assert all(step >= earlier for earlier in self.commits.values())
         self.commits[number] = step
         for rank in self.ranks:
             assert rank.gave_up or rank.begun < step, f"rank {rank.rank} had begun step {step} when it was agreed on"
