@@ -202,10 +202,9 @@ def test_a_rank_that_stops_answering_costs_the_others_at_most_the_bound_and_they
     path = tmp_path / "config.json"
     write(path, collect_times=1)
     pace = Pace(idle=0.01, open=0.005, waiting=0.002, patience=0.1, bound=1.0)
-    silent, other = (
-        Control(str(path), load_config(path), Job(rank, 2, make_store(), "job/"), Failures(), pace=pace, interval_s=0.01)
-        for rank in (1, 0)
-    )
+    watched = load_config(path)
+    silent = Control(str(path), watched, Job(1, 2, make_store(), "job/"), Failures(), pace=pace)
+    other = Control(str(path), watched, Job(0, 2, make_store(), "job/"), Failures(), pace=pace, interval_s=0.01)
     silent.start(Noted())
     other.start(Noted())
     silent._agreeing._agreement.poll = lambda: iter(())
@@ -252,17 +251,21 @@ def test_a_rank_whose_store_hangs_waits_for_the_bound_and_knows_later_which_step
     cut_off = Control(str(path), load_config(path), Job(1, 2, connection, "job/"), Failures(), pace=pace)
     well.start(Noted())
     cut_off.start(told)
-    agreement = cut_off._agreeing._agreement
-    acknowledge = agreement._acknowledge
+    first, last = cut_off._agreeing._agreement, well._agreeing._agreement
+    acknowledge_first, acknowledge_last = first._acknowledge, last._acknowledge
 
     def acknowledge_and_be_cut_off(promised: int) -> Any:
-        yield from acknowledge(promised)
+        yield from acknowledge_first(promised)
         connection.open.clear()
 
-    agreement._acknowledge = acknowledge_and_be_cut_off
+    def acknowledge_afterwards(promised: int) -> Any:
+        while connection.open.is_set():
+            yield None
+        yield from acknowledge_last(promised)
+
+    first._acknowledge, last._acknowledge = acknowledge_and_be_cut_off, acknowledge_afterwards
     write(path, collect_times=2)
-    wait_until(lambda: not connection.open.is_set())
-    wait_until(lambda: well._boundary.gate == 0)
+    wait_until(lambda: well._boundary.expects("file"))
     assert well.begin(0) is not None
     assert [cut_off.begin(step) for step in range(3)] == [None] * 3
     assert told.undecided_since == 0

@@ -1,7 +1,7 @@
 """A rank that trains in step with the others, and asks at every step what holds; ``agreeing.py STORE CONFIG RESULT``.
 
-``STORE`` is ``tcp`` or a file. What ``collect_times`` was in each step goes to ``RESULT/rank{rank}.json``, with the longest time
-that a step was held up. It ends before the step from which ``collect_times`` is 999, or when a rank is gone.
+``STORE`` is ``tcp`` or a file. What ``collect_times`` was in each step goes to ``RESULT/rank{rank}.json``, with the longest
+time that a step was held up. It ends before the step from which ``collect_times`` is 999, or when a rank is gone.
 """
 
 from __future__ import annotations
