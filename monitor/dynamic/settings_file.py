@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path as FilePath
@@ -100,11 +100,12 @@ class FileWatch:
 
 
 def change_file(
-    path: str, place: Path, value: Any, may: Callable[[bytes], bool] = lambda _: True
+    path: str, edits: Mapping[Path, Any], may: Callable[[bytes], bool] = lambda _: True
 ) -> tuple[bytes, MonitorConfig] | None:
-    """Put ``value`` at ``place`` of the configuration in ``path``, whole or not at all, with everything else as it was.
+    """Put each value at its place of the configuration in ``path``: all or none, with everything else as it was.
 
     Args:
+        edits: Values in the types of ``json.loads``, by where they belong.
         may: Asked with the content that the file has; where it says no, nothing is done and None returned.
 
     Returns:
@@ -112,7 +113,7 @@ def change_file(
 
     Raises:
         ConfigError: The file cannot be read or is no configuration, or would be none.
-        EditError: ``value`` cannot be put there.
+        EditError: A value cannot be put there.
         OSError: The file cannot be written, or somebody else does not let go of it.
     """
     real = FilePath(os.path.realpath(os.path.expanduser(path)))  # a link goes on being one
@@ -121,18 +122,21 @@ def change_file(
         if not may(content):
             return None
         config_in(path, content)
-        changed = _changed(path, content, place, value)
+        changed = _changed(path, content, edits)
         config = config_in(path, changed)
         if changed != content:
             write_whole(real, changed, durable=True, like=real.stat())
         return changed, config
 
 
-def _changed(path: str, content: bytes, place: Path, value: Any) -> bytes:
+def _changed(path: str, content: bytes, edits: Mapping[Path, Any]) -> bytes:
     try:
         text = content.decode("utf-8")
         mark = "\ufeff" if text.startswith("\ufeff") else ""
-        return (mark + edited(text.removeprefix(mark), place, value)).encode("utf-8")
+        text = text.removeprefix(mark)
+        for place, value in edits.items():
+            text = edited(text, place, value)
+        return (mark + text).encode("utf-8")
     except (JsonError, UnicodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 

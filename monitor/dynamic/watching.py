@@ -83,7 +83,7 @@ class Watching:
         if ended is None or not ended.dynamic_on or self._watch.known != ended:
             return
         try:
-            written = change_file(self._path, ("dynamic_on",), False, self._watch.holds)
+            written = change_file(self._path, {("dynamic_on",): False}, self._watch.holds)
         except (ConfigError, OSError) as error:
             advice = "Monitoring has ended and the file still says dynamic_on: true. Change anything else in it to begin again."
             self._failures.report("switching dynamic_on off", error, advice)

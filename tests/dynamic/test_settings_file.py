@@ -118,16 +118,25 @@ def test_a_value_is_written_with_all_else_as_it_was(path: Path) -> None:
     path.write_bytes(before)
     path.chmod(0o640)
     inode = path.stat().st_ino
-    assert change_file(str(path), ("dynamic_on",), False) == (before.replace(b"true", b"false"), MonitorConfig(ops=()))
+    assert change_file(str(path), {("dynamic_on",): False}) == (before.replace(b"true", b"false"), MonitorConfig(ops=()))
     assert path.read_bytes() == before.replace(b"true", b"false")
     assert path.stat().st_mode & 0o7777 == 0o640
     assert path.stat().st_ino != inode
     assert [path.name] == os.listdir(path.parent)
 
 
+def test_of_several_values_all_are_written_or_none(path: Path) -> None:
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="step_interval: 0 is not allowed"):
+        change_file(str(path), {("collect_times",): 5, ("step_interval",): 0})
+    assert path.read_bytes() == before
+    change_file(str(path), {("collect_times",): 5, ("step_interval",): 3})
+    assert path.read_text() == '{"dynamic_on": true, "collect_times": 5, "step_interval": 3} // all\n'
+
+
 def test_a_link_stays_one(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
-    change_file(str(tmp_path / "link"), ("dynamic_on",), False)
+    change_file(str(tmp_path / "link"), {("dynamic_on",): False})
     assert (tmp_path / "link").is_symlink()
     assert not load_config(path).dynamic_on
 
@@ -135,21 +144,21 @@ def test_a_link_stays_one(path: Path, tmp_path: Path) -> None:
 def test_what_would_be_no_usable_configuration_is_not_written(path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(ConfigError, match='collect_times: "many" is not allowed'):
-        change_file(str(path), ("collect_times",), "many")
+        change_file(str(path), {("collect_times",): "many"})
     path.write_text('{"collect_tims": 1}')
     with pytest.raises(ConfigError, match="collect_tims: unknown field"):
-        change_file(str(path), ("collect_tims",), 2)
+        change_file(str(path), {("collect_tims",): 2})
     assert before != path.read_bytes() == b'{"collect_tims": 1}'
 
 
 def test_what_somebody_else_has_changed_meanwhile_is_left_alone(path: Path, watch: FileWatch) -> None:
     path.write_text('{"dynamic_on": true, "collect_times": 7}')
-    assert change_file(str(path), ("dynamic_on",), False, watch.holds) is None
+    assert change_file(str(path), {("dynamic_on",): False}, watch.holds) is None
     assert watch.look(LATER) == MonitorConfig(dynamic_on=True, collect_times=7)
 
 
 def test_what_this_process_wrote_is_no_change(path: Path, watch: FileWatch) -> None:
-    written = change_file(str(path), ("dynamic_on",), False, watch.holds)
+    written = change_file(str(path), {("dynamic_on",): False}, watch.holds)
     assert written is not None
     watch.wrote(*written)
     assert watch.look(LATER) is None
@@ -162,7 +171,7 @@ def test_of_many_who_write_at_once_none_is_lost(path: Path) -> None:
 
     def write(field: str) -> None:
         for value in range(1, 9):
-            change_file(str(path), (field,), value)
+            change_file(str(path), {(field,): value})
 
     threads = [threading.Thread(target=write, args=(field,)) for field in fields]
     for thread in threads:
@@ -177,4 +186,4 @@ def test_of_many_who_write_at_once_none_is_lost(path: Path) -> None:
 def test_a_lock_that_is_never_let_go_of_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_file, "LOCK_S", 0.1)
     with FileLock(path.with_name(".config.json.lock")), pytest.raises(TimeoutError, match="held by another process"):
-        change_file(str(path), ("dynamic_on",), False)
+        change_file(str(path), {("dynamic_on",): False})
