@@ -18,7 +18,7 @@ Path = tuple[str | int, ...]
 MAX_DEPTH: Final = 32
 MAX_DIGITS: Final = 400
 
-_SPACE_OR_COMMENT: Final = re.compile(r"[ \t\r\n]+|//[^\n]*|/\*[\s\S]*?\*/")
+SPACE_OR_COMMENT: Final = re.compile(r"[ \t\r\n]+|//[^\n]*|/\*[\s\S]*?\*/")
 
 
 class JsonError(ValueError):
@@ -42,10 +42,12 @@ class Document:
     Attributes:
         value: What it holds, in the types of ``json.loads``.
         lines: The line of every name and list element, by its path.
+        spans: Where every value stands in the text, first character and the one behind the last, by its path.
     """
 
     value: Any
     lines: dict[Path, int]
+    spans: dict[Path, tuple[int, int]]
 
 
 def parse(text: str) -> Document:
@@ -62,6 +64,7 @@ class _Parser:
         self._text = text
         self._at = 0
         self._lines: dict[Path, int] = {}
+        self._spans: dict[Path, tuple[int, int]] = {}
         self._counted = (0, 1)
         self._scalars = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_refused)
 
@@ -69,17 +72,21 @@ class _Parser:
         value = self._value(())
         if self._next():
             self._fail("something follows the end of the JSON value")
-        return Document(value, self._lines)
+        return Document(value, self._lines, self._spans)
 
     def _value(self, path: Path) -> Any:
         if len(path) > MAX_DEPTH:
             self._fail(f"nested more than {MAX_DEPTH} levels deep")
-        opening = self._next()
+        opening, start = self._next(), self._at
+        value: Any
         if opening == "{":
-            return self._object(path)
-        if opening == "[":
-            return self._list(path)
-        return self._scalar()
+            value = self._object(path)
+        elif opening == "[":
+            value = self._list(path)
+        else:
+            value = self._scalar()
+        self._spans[path] = (start, self._at)
+        return value
 
     def _object(self, path: Path) -> dict[str, Any]:
         members: dict[str, Any] = {}
@@ -134,7 +141,7 @@ class _Parser:
 
     def _next(self) -> str:
         """The next character that counts, "" at the end."""
-        while skipped := _SPACE_OR_COMMENT.match(self._text, self._at):
+        while skipped := SPACE_OR_COMMENT.match(self._text, self._at):
             self._at = skipped.end()
         if self._text.startswith("/*", self._at):
             self._fail("the comment that begins here is never closed")

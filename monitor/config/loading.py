@@ -30,13 +30,26 @@ def load_config(path: str | os.PathLike[str]) -> MonitorConfig:
         ConfigError: The file cannot be read, is not JSON, does not fit the model, or asks for what is not built yet.
     """
     name = os.path.expanduser(os.fsdecode(path))
-    config = _validated(name, _parsed(name, _decoded(name, _content(name))))
+    return config_in(name, content_of(name))
+
+
+def config_in(name: str, content: bytes) -> MonitorConfig:
+    """The configuration that ``content`` spells.
+
+    Args:
+        name: Of the file that it was read from, for the messages.
+
+    Raises:
+        ConfigError: As ``load_config``, except that the file was read.
+    """
+    config = _validated(name, _parsed(name, _decoded(name, content)))
     if missing := not_built(config, dynamic=_is_dynamic(name)):
         raise _unusable(name, *missing)
     return config
 
 
-def _content(name: str) -> bytes:
+def content_of(name: str) -> bytes:
+    """What a configuration file holds. Raises ``ConfigError`` where it cannot be read, or is larger than any configuration."""
     try:
         with open(name, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from monitor.ranks.output import write_whole
 from monitor.ranks.records import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
+    ConfigurationRecord,
     ManifestRecord,
     PipelineRecord,
     SeriesReference,
@@ -39,6 +40,7 @@ from monitor.stats.rows import StepRows
 MOST_NOTES: Final = 256
 MOST_FAILURES: Final = 100
 MOST_CHARACTERS: Final = 1000
+MOST_CONFIGURATIONS: Final = 100
 MORE_NOTES: Final = "more notes were left out"
 
 Note = str | int | float | bool
@@ -95,6 +97,8 @@ class Manifest:
         self._claim = claim
         self._notes: dict[str, Note] = dict(self._earlier.notes)
         self._recorded = _Recorded(series, self._earlier.timeline)
+        self._configurations: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
+        self._undecided_since: int | None = None
         self._closed = False
         self._series_on_disk = ""
 
@@ -122,6 +126,14 @@ class Manifest:
         if key not in self._notes and len(self._notes) >= MOST_NOTES:
             key, value = MORE_NOTES, True
         self._notes[key] = _plain(value)
+
+    def configured(self, record: ConfigurationRecord) -> None:
+        """Another configuration has come into force. Any thread; never waits."""
+        self._configurations.append(record)
+
+    def undecided(self, since: int | None) -> None:
+        """From this step on it is not known what the other ranks have decided; None: it is known again."""
+        self._undecided_since = since
 
     def save(self) -> None:
         """Rewrite the files. They are replaced whole: a reader finds this state or the one before.
@@ -171,6 +183,8 @@ class Manifest:
             failures=_most_frequent(Counter(self._earlier.failures) + self._counted()),
             notes=dict(self._notes),
             resumed=self._earlier.runs,
+            configurations=tuple(self._configurations.copy()),
+            undecided_since=self._undecided_since,
         )
 
     def _counted(self) -> Counter[str]:

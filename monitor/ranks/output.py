@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -56,10 +57,11 @@ def unusable(path: Path, error: OSError) -> OutputError:
     )
 
 
-def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+def write_whole(path: Path, content: bytes, *, durable: bool = False, like: os.stat_result | None = None) -> None:
     """Write a file that is seen complete or not at all; an earlier one under this name is replaced in one move.
 
     Args:
+        like: Of a file whose permissions it is to have, and as far as possible its owner.
         durable: Wait until the content has reached the disk, so that it also survives a crash of the machine.
 
     Raises:
@@ -70,6 +72,8 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         with open(draft, "xb") as file:
             file.write(content)
             file.flush()
+            if like is not None:
+                _resemble(file.fileno(), like)
             if durable:
                 os.fsync(file.fileno())
         os.replace(draft, path)
@@ -77,6 +81,13 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         with suppress(OSError):
             draft.unlink()
         raise
+
+
+def _resemble(descriptor: int, like: os.stat_result) -> None:
+    """The owner first: a change of owner takes the set-user-id bit away. Another's file stays with who writes it."""
+    with suppress(PermissionError):
+        os.fchown(descriptor, like.st_uid, like.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(like.st_mode))
 
 
 def remove_drafts(directory: Path) -> None:

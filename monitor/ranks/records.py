@@ -129,6 +129,29 @@ class SeriesReference(Record):
     count: Natural
 
 
+class ConfigurationRecord(Record):
+    """A configuration that came into force on a rank.
+
+    Attributes:
+        number: Of the agreement, the same on all ranks; 0: the one that training began with. An agreement on some steps
+            has two entries, the second for the return to what held before.
+        origin: What it came from: ``start``, ``file``, ``alert`` or ``return``.
+        from_step: The step from which on all ranks have agreed to use it.
+        since: The first step for which this rank did; later where it learned of the agreement too late.
+        on: ``dynamic_on``.
+        digest: Of all its fields.
+        changed: The fields that differ from the configuration before, for people; cut where it is long.
+    """
+
+    number: Natural
+    origin: str
+    from_step: Natural
+    since: Natural
+    on: bool
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    changed: str
+
+
 class EarlierRun(Record):
     """A run that recorded to the same directory before.
 
@@ -165,6 +188,8 @@ class ManifestRecord(Record):
         first_step: The first step that this run has written or lost; None before. Steps before it are of the runs in
             ``resumed``.
         resumed: The runs that this one carries on, oldest first; of many the latest.
+        configurations: Under dynamic monitoring, what held from which step on, in that order; of many the latest.
+        undecided_since: The step from which on this rank does not know what the others have decided; None: it knows.
     """
 
     schema_version: int
@@ -193,6 +218,8 @@ class ManifestRecord(Record):
     lost: dict[str, dict[str, StepsRecord]]
     failures: dict[str, Natural]
     notes: dict[str, str | int | float | bool]
+    configurations: tuple[ConfigurationRecord, ...] = ()
+    undecided_since: Natural | None = None
 
     @field_validator("schema_version")
     @classmethod

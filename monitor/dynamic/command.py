@@ -1,0 +1,175 @@
+"""The command ``monitor-ctl``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from monitor.config import ConfigError, MonitorConfig, load_config
+from monitor.config.jsonc import JsonError, parse
+from monitor.config.jsonc import Path as FieldPath
+from monitor.dynamic.editing import EditError, path_of
+from monitor.dynamic.settings_file import change_file
+from monitor.dynamic.status import ControlError, WatchedJob, disagreements, job_in
+from monitor.dynamic.summary import NOTHING as NO_DIFFERENCE
+from monitor.dynamic.summary import digest_of, summary
+from monitor.ranks.records import ManifestRecord
+from monitor.terminal import plain, say
+
+DONE, FLAWED, NOTHING = 0, 1, 2
+"""Exit statuses: as asked; ranks disagree, or have not followed in time; nothing was done."""
+
+LOOK_EVERY_S: Final = 0.2
+
+
+class Action(str, Enum):
+    """What to do."""
+
+    on = "on"
+    off = "off"
+    set = "set"
+    status = "status"
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(no_args_is_help=True)
+def monitor_ctl(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")],
+    action: Annotated[Action, typer.Argument(metavar="on|off|set|status", help="What to do.", show_default=False)],
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help='For set: alert.dump=true, targets["h.0.mlp"]={}, a value in JSON.'),
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="The id of the job, or its beginning, where several run.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to change.", show_default="the one that the job's ranks name")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Wait until all ranks have gone over, at most this long.")
+    ] = 0.0,
+) -> None:
+    """Switch the monitoring of a running job on or off, change what it records, and see since which step what holds.
+
+    The job has to run with the environment variable DYNAMIC_MONITOR=True. This command changes its configuration file, one
+    value in place, comments and all the rest untouched; the job sees that within a second or two, and all ranks go over at the
+    same step. What could not be used is not written.
+
+    \b
+      monitor-ctl monitor_output status
+      monitor-ctl monitor_output on --wait 60
+      monitor-ctl monitor_output set xy_distribution=true collect_times=100
+      monitor-ctl monitor_output set 'targets["h.0.mlp"]={}' 'format=["csv","hdf5"]'
+      monitor-ctl monitor_output off
+
+    Exit status: 0 done, 1 ranks disagree or have not gone over in time, 2 nothing was done.
+    """
+    errors = Console(stderr=True)
+    try:
+        edits = _edits(action, values or [])
+        clean = _changed(directory, job, config, edits, wait) if edits else _shown(job_in(directory, job))
+    except (ControlError, ConfigError, EditError, OSError) as error:
+        say(errors, f"Nothing was done: {error}", style="red")
+        raise typer.Exit(NOTHING) from error
+    raise typer.Exit(DONE if clean else FLAWED)
+
+
+def _edits(action: Action, values: Sequence[str]) -> dict[FieldPath, Any]:
+    if action is Action.set and not values:
+        raise ControlError("set needs values, as in: set collect_times=100")
+    if action is not Action.set and values:
+        raise ControlError(f"{action.value} takes no values, and was given {values[0]}")
+    if action in (Action.on, Action.off):
+        return {("dynamic_on",): action is Action.on}
+    return dict(map(_edit, values))
+
+
+def _edit(assignment: str) -> tuple[FieldPath, Any]:
+    key, equals, value = assignment.partition("=")
+    if not equals:
+        raise ControlError(f"{assignment!r} gives no value: write KEY=VALUE")
+    return path_of(key), _value(value)
+
+
+def _value(spelled: str) -> Any:
+    """JSON, or else the text as it is: what a shell leaves of ``format="csv"``."""
+    try:
+        return parse(spelled).value
+    except JsonError:
+        return spelled
+
+
+def _changed(directory: Path, job: str | None, file: Path | None, edits: dict[FieldPath, Any], wait: float) -> bool:
+    """Change the file. Whether all ranks have gone over, where that is waited for."""
+    watched = None if file is not None and not wait else _dynamic(job_in(directory, job))
+    path = str(file) if file is not None else watched.config_path if watched is not None else ""
+    before = load_config(path)
+    written = change_file(path, edits)
+    assert written is not None
+    after = written[1]
+    console = Console()
+    differs = summary(before, after)
+    say(console, f"{path}: {'nothing to change' if differs == NO_DIFFERENCE else differs}")
+    if not wait or watched is None:
+        return True
+    return _shown(_after(directory, watched.job_id, after, wait), after)
+
+
+def _dynamic(job: WatchedJob) -> WatchedJob:
+    if not job.is_dynamic:
+        raise ControlError(
+            f"job {job.job_id} does not look at its file: it was not started with DYNAMIC_MONITOR=True. "
+            "To change the file for the next run all the same, name it with --config."
+        )
+    return job
+
+
+def _after(directory: Path, job: str, config: MonitorConfig, seconds: float) -> WatchedJob:
+    """The job once all ranks have gone over to ``config``, or when time is up."""
+    deadline = time.monotonic() + seconds
+    digest = digest_of(config)
+    while not (watched := job_in(directory, job)).took_over(digest) and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
+    return watched
+
+
+def _shown(job: WatchedJob, awaited: MonitorConfig | None = None) -> bool:
+    """Print where the job stands; whether all is as it should be."""
+    console, errors = Console(), Console(stderr=True)
+    ranks = len({one.rank for one in job.ranks})
+    say(console, f"job {job.job_id}, {ranks} of {job.ranks[0].world_size} ranks, {job.config_path}")
+    console.print(_table(job), soft_wrap=True)
+    wrong = disagreements(job)
+    if not job.is_dynamic:
+        say(console, "This job was not started with DYNAMIC_MONITOR=True: it does not look at its file.")
+    if awaited is not None and not job.took_over(digest_of(awaited)):
+        wrong.append("not all ranks have gone over yet; monitor-ctl status will show when they have")
+    for one in wrong:
+        say(errors, f"warning: {one}", style="yellow")
+    return not wrong
+
+
+def _table(job: WatchedJob) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in ("rank", "recording", "state", "monitoring", "since step", "change", "from", "what changed"):
+        table.add_column(name, overflow="fold")
+    for one in job.ranks:
+        table.add_row(*map(plain, _row(one)))
+    return table
+
+
+def _row(manifest: ManifestRecord) -> tuple[str, ...]:
+    state = "ended" if manifest.closed else "running"
+    where = (str(manifest.rank), str(manifest.recording), state)
+    if not manifest.configurations:
+        return (*where, "", "", "", "", "")
+    last = manifest.configurations[-1]
+    return (*where, "on" if last.on else "off", str(last.since), str(last.number), last.origin, last.changed)
