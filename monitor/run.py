@@ -5,11 +5,14 @@ Framework-free: what a framework knows of the rank comes in as a ``Place``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from monitor.anomalies.alarm import Alarm
 from monitor.anomalies.alerts import Alerts
 from monitor.anomalies.recording import EventFiles
 from monitor.anomalies.rules import RULES
@@ -54,6 +57,7 @@ class Run:
     Attributes:
         directory: The rank's directory.
         base: The directory of all ranks and runs.
+        on_alert: Called on the writer thread when an alert rule has fired, if the configuration says what then. Must not wait.
         resumes_after: The last step that earlier runs have written to ``directory``; -1 if there is none.
     """
 
@@ -79,14 +83,19 @@ class Run:
         Raises:
             OutputError: The output directory cannot be made or written.
         """
-        self.identity = _identity(place, ordinal, failures)
+        self.identity = identity_of(place, ordinal, failures)
         self.base = prepare(base)
         for name in LEFT_BY_EARLIER_RUNS:
             set_aside(self.base, name, self.identity if beside is None else beside.identity)
         mine = home(self.base, place.rank, self.identity.timestamp, ordinal, config.append_output, config.formats, failures)
         self.directory = mine.directory
         self.resumes_after = mine.earlier.timeline.newest
-        facts = RankFacts(
+        self.on_alert: Callable[[], object] = _nobody
+        self._config, self._series = config, series
+        self._sinks: dict[str, tuple[SinkContext, Sink]] = {}
+        self._scanner: Scanner | None = None
+        self._events: EventFiles | None = None
+        self._facts = facts = RankFacts(
             self.identity,
             place.rank,
             place.world_size,
@@ -100,7 +109,7 @@ class Run:
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.claim)
         self.pipeline: Pipeline[Sealed] = Pipeline(
-            {name: _sink(name, config, place.rank, self.directory, series) for name in config.formats},
+            self._sinks_for(config),
             self.manifest,
             failures,
             Sealed,
@@ -108,33 +117,65 @@ class Run:
             queue_wait_seconds=config.queue_wait_seconds,
             close_seconds=config.close_seconds,
             signal_seconds=config.signal_seconds,
-            watchers=self._watchers(config, facts, series),
+            watchers=self._watchers_for(config),
         )
 
-    def _watchers(self, config: MonitorConfig, facts: RankFacts, series: SeriesTable) -> dict[str, Watcher]:
+    def use(self, config: MonitorConfig) -> None:
+        """From the next step on write and watch what ``config`` asks for. Does not wait."""
+        self.manifest.also_in(config.formats)
+        self.pipeline.rearrange(partial(self._arranged, config))
+
+    def _arranged(self, config: MonitorConfig) -> tuple[Mapping[str, Sink], Mapping[str, Watcher]]:
+        return self._sinks_for(config), self._watchers_for(config)
+
+    def _sinks_for(self, config: MonitorConfig) -> dict[str, Sink]:
+        """Those that there are already go on, unless they were made for something else."""
+        self._sinks = {name: self._sink(name, config) for name in config.formats}
+        return {name: sink for name, (_, sink) in self._sinks.items()}
+
+    def _sink(self, name: str, config: MonitorConfig) -> tuple[SinkContext, Sink]:
+        steps = config.steps_per_record(name)
+        context = SinkContext(self.directory, self._facts.rank, self._series, config.ndigits, steps, config.eps)
+        known = self._sinks.get(name)
+        return known if known is not None and known[0] == context else (context, make_sink(name, context))
+
+    def _watchers_for(self, config: MonitorConfig) -> dict[str, Watcher]:
         """The alert rules, if there are any. Alerts come before files: a disk that hangs keeps none from being said."""
         if not config.alert.rules:
+            self._scanner = None
             return {}
+        if self._scanner is None or (config.alert, config.on_alert) != (self._config.alert, self._config.on_alert):
+            self._scanner = self._scanner_for(config)
+        self._config = config
+        return {"the alert rules": self._scanner}
+
+    def _scanner_for(self, config: MonitorConfig) -> Scanner:
         rules = [RULES[rule.rule_name](**rule.args.model_dump()) for rule in config.alert.rules]
-        files = EventFiles(self.base, self.directory.name, facts, series) if config.alert.dump else None
-        alerts = Alerts(facts.rank, series, str(files.folder) if files else "")
-        listeners: list[Listener] = [alerts, files] if files else [alerts]
-        return {"the alert rules": Scanner(rules, listeners)}
+        if config.alert.dump and self._events is None:
+            self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
+        files = self._events if config.alert.dump else None
+        listeners: list[Listener] = [Alerts(self._facts.rank, self._series, str(files.folder) if files else "")]
+        if config.on_alert is not None:
+            listeners.append(Alarm(weakref.WeakMethod(self._alerted)))  # the writer thread must not keep the run
+        return Scanner(rules, [*listeners, files] if files else listeners)
+
+    def _alerted(self) -> None:
+        self.on_alert()
 
     def close(self) -> bool:
         """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""
         return self.pipeline.close()
 
 
-def _identity(place: Place, ordinal: int, failures: Failures) -> JobIdentity:
+def identity_of(place: Place, ordinal: int, failures: Failures) -> JobIdentity:
     """The job's; this rank's own, and marked so, where there are others that cannot be asked."""
     identity = agree(place.store, ordinal, failures)
     return replace(identity, agreed=False) if place.store is None and place.world_size > 1 else identity
 
 
-def _sink(name: str, config: MonitorConfig, rank: int, directory: Path, series: SeriesTable) -> Sink:
-    return make_sink(name, SinkContext(directory, rank, series, config.ndigits, config.steps_per_record(name), config.eps))
-
-
 def _as_dict(config: MonitorConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
+
+
+def _nobody() -> None:
+    """Nobody looks closer."""

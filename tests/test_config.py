@@ -510,16 +510,12 @@ ASKS_FOR: dict[str, dict[str, Any]] = {
     "mg_direction": {"mg_direction": True},
     "recording_l2_features": {"recording_l2_features": True},
     "replica_check": {"replica_check": True},
-    "on_alert": {"on_alert": {"set": {"xy_distribution": True}, "steps": 5}},
-    "environment variable DYNAMIC_MONITOR": {"dynamic_on": True},
 }
 
 
 class TestNotBuilt:
     @pytest.mark.parametrize("name", NOT_BUILT)
-    def test_what_is_not_built_is_refused_by_name(self, problems: Refused, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        if "DYNAMIC_MONITOR" in name:
-            monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    def test_what_is_not_built_is_refused_by_name(self, problems: Refused, name: str) -> None:
         assert f"{name}: not in this version yet, leave it out or switch it off" in problems(ASKS_FOR[name])
 
     def test_several_are_refused_at_once(self, problems: Refused) -> None:
@@ -544,11 +540,35 @@ class TestNotBuilt:
 
     @pytest.mark.parametrize("value", ["True", "true"])
     @pytest.mark.parametrize("dynamic_on", [True, False])
-    def test_dynamic_monitoring_is_refused_whether_it_begins_on_or_off(
-        self, problems: Refused, monkeypatch: pytest.MonkeyPatch, value: str, dynamic_on: bool
+    def test_dynamic_monitoring_may_begin_on_or_off(
+        self, load: Load, monkeypatch: pytest.MonkeyPatch, value: str, dynamic_on: bool
     ) -> None:
         monkeypatch.setenv("DYNAMIC_MONITOR", value)
-        assert "environment variable DYNAMIC_MONITOR: not in this version yet" in problems({"dynamic_on": dynamic_on})
+        assert load({"dynamic_on": dynamic_on}).dynamic_on == dynamic_on
+
+    @pytest.mark.parametrize(
+        ("field", "asked"),
+        [
+            ("print_struct", {"print_struct": True}),
+            ("cc_distribution.cc_log_only", {"cc_distribution": {"enable": True, "cc_log_only": True}}),
+        ],
+    )
+    def test_what_ends_the_run_does_not_go_with_dynamic_monitoring(
+        self, problems: Refused, monkeypatch: pytest.MonkeyPatch, field: str, asked: dict[str, Any]
+    ) -> None:
+        monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+        assert problems(asked) == f"{field}: it ends the run after its first step, unset DYNAMIC_MONITOR to use it"
+
+    def test_on_alert_goes_with_dynamic_monitoring_and_alert_rules_alone(
+        self, problems: Refused, load: Load, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = {"on_alert": {"set": {"xy_distribution": True}, "steps": 5}}
+        ruled = {**asked, "alert": {"rules": [{"rule_name": "AnomalyNan"}]}}
+        said = "on_alert: it changes what is monitored while training runs, which needs DYNAMIC_MONITOR=True"
+        assert problems(ruled) == said
+        monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+        assert problems(asked) == "on_alert: no alert can fire, alert.rules is empty"
+        assert load(ruled).on_alert is not None
 
     def test_the_variable_is_not_guessed_either(self, problems: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DYNAMIC_MONITOR", "1")

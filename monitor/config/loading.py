@@ -10,10 +10,15 @@ from pydantic import ValidationError
 from monitor.config.explain import explain, shown
 from monitor.config.jsonc import Document, JsonError, parse
 from monitor.config.model import MonitorConfig
-from monitor.config.not_built import DYNAMIC_VARIABLE, not_built
+from monitor.config.not_built import not_built
+
+DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 
 MAX_FILE_BYTES: Final = 4 << 20
 """Far above any configuration, and far below a checkpoint whose path was given by mistake."""
+
+
+_ENDS: Final = f"it ends the run after its first step, unset {DYNAMIC_VARIABLE} to use it"
 
 
 class ConfigError(ValueError):
@@ -30,21 +35,22 @@ def load_config(path: str | os.PathLike[str]) -> MonitorConfig:
         ConfigError: The file cannot be read, is not JSON, does not fit the model, or asks for what is not built yet.
     """
     name = os.path.expanduser(os.fsdecode(path))
-    return config_in(name, content_of(name))
+    return config_in(name, content_of(name), dynamic=is_dynamic(name))
 
 
-def config_in(name: str, content: bytes) -> MonitorConfig:
+def config_in(name: str, content: bytes, *, dynamic: bool) -> MonitorConfig:
     """The configuration that ``content`` spells.
 
     Args:
         name: Of the file that it was read from, for the messages.
+        dynamic: Whether it is for dynamic monitoring.
 
     Raises:
         ConfigError: As ``load_config``, except that the file was read.
     """
     config = _validated(name, _parsed(name, _decoded(name, content)))
-    if missing := not_built(config, dynamic=_is_dynamic(name)):
-        raise _unusable(name, *missing)
+    if problems := [*not_built(config), *_unfit(config, dynamic=dynamic)]:
+        raise _unusable(name, *problems)
     return config
 
 
@@ -91,8 +97,26 @@ def _validated(name: str, document: Document) -> MonitorConfig:
         raise _unusable(name, *explain(MonitorConfig, error, document.lines)) from None
 
 
-def _is_dynamic(name: str) -> bool:
-    """What the environment says; anything but a plain yes or no would have to be guessed."""
+def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
+    """What goes with dynamic monitoring alone, and what does not go with it."""
+    problems = []
+    if config.on_alert is not None and not dynamic:
+        problems.append(f"on_alert: it changes what is monitored while training runs, which needs {DYNAMIC_VARIABLE}=True")
+    if config.on_alert is not None and not config.alert.rules:
+        problems.append("on_alert: no alert can fire, alert.rules is empty")
+    if dynamic and config.print_struct:
+        problems.append(f"print_struct: {_ENDS}")
+    if dynamic and config.cc_distribution.enable and config.cc_distribution.cc_log_only:
+        problems.append(f"cc_distribution.cc_log_only: {_ENDS}")
+    return problems
+
+
+def is_dynamic(name: str) -> bool:
+    """Whether the environment asks for dynamic monitoring. Anything but a plain yes or no would have to be guessed.
+
+    Raises:
+        ConfigError: It says neither; ``name`` is that of the file for which it was asked.
+    """
     said = os.environ.get(DYNAMIC_VARIABLE, "")
     if said.lower() not in ("", "true", "false"):
         raise _unusable(name, f"environment variable {DYNAMIC_VARIABLE}: {shown(said)} is not allowed: expected True or False")

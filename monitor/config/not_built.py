@@ -10,24 +10,18 @@ from typing import Final
 
 from monitor.config.model import MonitorConfig
 
-DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
-
-Asked = Callable[[MonitorConfig, bool], bool]
-"""Whether a configuration asks for the capability; the second argument says whether dynamic monitoring was asked for."""
+Asked = Callable[[MonitorConfig], bool]
+"""Whether a configuration asks for the capability."""
 
 NOT_BUILT: Final[Mapping[str, Asked]] = {
-    "ur_distribution": lambda config, _: config.ur_distribution,
-    "mg_direction": lambda config, _: config.mg_direction,
-    "recording_l2_features": lambda config, _: config.recording_l2_features,
-    "on_alert": lambda config, _: config.on_alert is not None,
-    f"environment variable {DYNAMIC_VARIABLE}": lambda _, dynamic: dynamic,
+    "ur_distribution": lambda config: config.ur_distribution,
+    "mg_direction": lambda config: config.mg_direction,
+    "recording_l2_features": lambda config: config.recording_l2_features,
 }
 
 
-def not_built(config: MonitorConfig, *, dynamic: bool) -> list[str]:
+def not_built(config: MonitorConfig) -> list[str]:
     """One sentence for each capability that is asked for and does not exist yet."""
     return [
-        f"{name}: not in this version yet, leave it out or switch it off"
-        for name, asked in NOT_BUILT.items()
-        if asked(config, dynamic)
+        f"{name}: not in this version yet, leave it out or switch it off" for name, asked in NOT_BUILT.items() if asked(config)
     ]

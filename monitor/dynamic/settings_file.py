@@ -63,7 +63,7 @@ class FileWatch:
         try:
             content = _regular(self._path)
             found = _digest(content)
-            config = None if found == self._content else config_in(self._path, content)
+            config = None if found == self._content else config_in(self._path, content, dynamic=True)
         except ConfigError as error:
             return self._bad(Refused(str(error), _digest(str(error).encode())))
         self._doubtful = ""
@@ -121,9 +121,9 @@ def change_file(
         content = content_of(str(real))
         if not may(content):
             return None
-        config_in(path, content)
+        config_in(path, content, dynamic=True)
         changed = _changed(path, content, edits)
-        config = config_in(path, changed)
+        config = config_in(path, changed, dynamic=True)
         if changed != content:
             write_whole(real, changed, durable=True, like=real.stat())
         return changed, config

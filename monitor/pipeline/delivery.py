@@ -83,6 +83,7 @@ class Delivery(Generic[S]):
         for watcher in watched:
             if watcher not in self._watchers:
                 watcher.use(_save, last=True)
+        self.save()  # what holds from when on is in the journal
 
     def flush(self, *, wait: bool = True) -> bool:
         """Make everything delivered so far visible; whether that went well everywhere."""

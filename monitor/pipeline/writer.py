@@ -72,12 +72,12 @@ class Writer(Generic[S]):
         return self._close_once.locked()
 
     def put(self, step: int, sealed: S) -> None:
-        if self._start():
-            PROCESS.watch_signals(self._failures)
+        self._begin()
         self._inbox.put(Submitted(step, sealed))
 
     def rearrange(self, arranged: Arranged) -> None:
         """What is submitted from now on goes to other sinks and watchers. Never blocks."""
+        self._begin()
         self._inbox.put(Rearranged(arranged))
 
     def ask(self, what: Literal["drain", "flush"]) -> Ticket:
@@ -150,6 +150,10 @@ class Writer(Generic[S]):
                 steps.append(message.step)
             elif isinstance(message, Asked) and message.ticket is not self._closed:
                 message.ticket.settle(False)
+
+    def _begin(self) -> None:
+        if self._start():
+            PROCESS.watch_signals(self._failures)
 
     def _start(self) -> bool:
         """Whether the thread was started now. Raises where the system has no thread left; the next step tries again."""

@@ -65,8 +65,9 @@ class Attachment:
     Attributes:
         clock: The step and micro-step.
         begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
-        collected: How many steps were sealed so far.
-        on_first_step: Called once, after the first step, collected or not; may end the run.
+        collected: How many steps were to be collected so far.
+        on_first_step: Called once, after the next step, collected or not; may end the run.
+        at_boundary: Called between two steps, with the number of the one to come: it may have it watched otherwise (``use``).
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Attachment:
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.structure = StructureCollector(failures) if watch.config.print_struct else None
         self.on_first_step: Callable[[], None] | None = None
+        self.at_boundary: Callable[[int], object] = _nobody
         self.begun = False
         self.collected = collected
         self._flow_told = collected > 0
@@ -98,12 +100,29 @@ class Attachment:
         self.modules = ModuleCollector(recorder, self.clock, failures)
         self._stacks: StackCollector | None = None
         self._gradients: GradientCollector | None = None
+        self._weights: WeightCollector | None = None
+        self._moments: MomentCollector | None = None
+        try:
+            self._attach()
+            self._steps = watch.framework.steps(self, failures)
+        except BaseException:
+            self._remove_hooks()
+            raise
+        self._begin_step()
+
+    def use(self, watch: Watch, names: ModelNames) -> None:
+        """Between two steps: watch the same model otherwise. What is collected is counted anew, from the step to come."""
+        self._remove_hooks()
+        self.watch, self._names = watch, names
+        self._schedule = Schedule(self.clock.step, watch.config.step_interval, watch.config.collect_times)
+        self.collected = 0
+        self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
+        self._stacks = self._gradients = self._weights = self._moments = None
         try:
             self._attach()
         except BaseException:
             self._remove_hooks()
             raise
-        self._begin_step()
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
@@ -124,7 +143,6 @@ class Attachment:
         self._weights = WeightCollector(*rest) if config.param_distribution else None
         self._moments = MomentCollector(*rest) if config.mv_distribution else None
         self._attach_beginning()
-        self._steps = watch.framework.steps(self, self._failures)
 
     def _attach_beginning(self) -> None:
         begins = ModuleHook(self._failures.guarded("beginning a forward", self._forward_begins))
@@ -261,12 +279,13 @@ class Attachment:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
         finally:
             self.modules.end_step()
+            self.collected += self._schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
+            self.at_boundary(self.clock.step)
             self._begin_step()
         self._finish_first_step()
 
     def _seal(self, status: Status) -> None:
-        self.collected += 1
         try:
             self._submit(status)
         except BaseException:
@@ -364,3 +383,7 @@ class Attachment:
 
 def _key(module: NamedModule) -> str:
     return f"{module.chunk}:{module.name}"
+
+
+def _nobody(_step: int) -> None:
+    """Nobody asks for anything else."""

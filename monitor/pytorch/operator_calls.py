@@ -79,13 +79,14 @@ _Staged = tuple[Call, int, int, torch.Size]
 class OperatorCalls(LateRows):
     """Reads what calls have moved, on any thread.
 
-    Args:
-        step_ends: Called at the last moment to read something in the step in progress. Must not raise.
+    Attributes:
+        ending: Called at the last moment to read something in the step in progress. Must not raise.
     """
 
-    def __init__(self, recorder: Recorder, step_ends: Callable[[], object]) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self.ending: Callable[[], object] = _nothing
         self._recorder = recorder
-        self._step_ends = step_ends
+        self._series: dict[Series, CallSeries] = {}
         self._staging = Staging()
         self._staged: list[_Staged] = []
         recorder.late = self
@@ -113,14 +114,23 @@ class OperatorCalls(LateRows):
             lock.release()
 
     def step_ends(self) -> None:
-        self._step_ends()
+        self.ending()
 
-    def close(self) -> None:
-        """Enter what was measured, and let go of the recorder."""
-        with self._recorder.lock:
-            self.enter()
-            if self._recorder.late is self:
-                self._recorder.late = LateRows()
+    @classmethod
+    def of(cls, recorder: Recorder) -> OperatorCalls:
+        """Those of ``recorder``: whoever comes after others goes on with their rows."""
+        return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
+
+    def series(self, series: Series) -> CallSeries:
+        """The rows of ``series``."""
+        known = self._series.get(series)
+        if known is None:
+            known = self._series[series] = CallSeries(series)
+        return known
+
+    def let_go(self) -> None:
+        """Nobody reads anything more. What was measured stays."""
+        self.ending = _nothing
 
     def enter(self) -> None:
         if not self._staged:
@@ -205,3 +215,7 @@ class OperatorCalls(LateRows):
 def _are_still(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
     """Whether no tensor was changed since it had its version."""
     return not versions or all(x._version == was for x, was in zip(tensors, versions, strict=True) if was is not None)
+
+
+def _nothing() -> None:
+    """Nobody has anything to add."""

@@ -95,6 +95,11 @@ class Recorder:
         """Whether anything was recorded since the last seal."""
         return self.table.writes > 0
 
+    def use(self, eps: float) -> None:
+        """Between two steps: count as small what is below ``eps``."""
+        if eps != self._eps:
+            self.host, self._eps = HostKernel(eps), eps
+
     def activate(self, wanted: bool) -> None:
         """Record the coming step or not. In a forked child nothing is ever recorded."""
         self.active = wanted and not self._inert

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from monitor.config import MonitorConfig
+from monitor.dynamic import Job, Journal
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.attachment import Attachment, Watch
 from monitor.pytorch.names import ModelNames
-from monitor.pytorch.place import versions
+from monitor.pytorch.place import initialized, versions
 from monitor.pytorch.recorder import Recorder
-from monitor.run import Place, Run
+from monitor.pytorch.switching import Switching
+from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
 from monitor.stats.table import combined_micro_steps
@@ -34,6 +36,7 @@ class Recording:
 
     Attributes:
         attachment: Set by ``attach``.
+        switching: Under dynamic monitoring, what is in force; else None.
     """
 
     attachment: Attachment
@@ -60,6 +63,46 @@ class Recording:
         self._opened: Run | None = None
         self._closed = False
         self._communication: Communication | None = None
+        self.switching: Switching | None = None
+        self._put_in_force: Callable[[MonitorConfig], None] = _nothing
+
+    def follow_file(self, put_in_force: Callable[[MonitorConfig], None]) -> None:
+        """From the end of the first step on, record what the configuration file asks for.
+
+        Args:
+            put_in_force: Between two steps: calls ``use`` with what a configuration comes to.
+        """
+        self._put_in_force = put_in_force
+        if self.switching is None:
+            self.switching = Switching(self._config_path, self._config, self, self._failures)
+            if self._opened is not None:
+                self._opened.on_alert = self.switching.alert
+        self.attachment.at_boundary = self.switching.at_boundary
+
+    def use(self, watch: Watch, names: ModelNames) -> None:
+        """Between two steps: record otherwise."""
+        if watch.ownership.monitored:
+            self.open().use(watch.config)
+        self._recorder.use(watch.config.eps)
+        self.attachment.use(watch, names)
+
+    def put_in_force(self, config: MonitorConfig) -> None:
+        """See ``Switched``."""
+        self._put_in_force(config)
+
+    def collected(self) -> int:
+        """See ``Switched``."""
+        return self.attachment.collected
+
+    def journal(self) -> Journal | None:
+        """See ``Switched``."""
+        return self.open().manifest if self.attachment.watch.ownership.monitored else None
+
+    def job(self) -> Job:
+        """See ``Switched``."""
+        here = self._where()
+        identity = identity_of(here, self._ordinal, self._failures) if self.run is None else self.run.identity
+        return Job(here.rank, here.world_size, here.store, f"monitor/dynamic/{identity.job_id}/{self._ordinal}", initialized)
 
     def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
         """Hook the model and the optimizer, in place of what was hooked before."""
@@ -88,6 +131,8 @@ class Recording:
                 self._failures,
             )
             OPEN.add(self)
+            if self.switching is not None:
+                self._opened.on_alert = self.switching.alert
             self._announce(here.rank, self._opened)
         return self._opened
 
@@ -155,6 +200,8 @@ class Recording:
 
     def close(self) -> None:
         """Detach, write what is left, and say what was lost. Any number of times."""
+        if self.switching is not None:
+            self._failures.guarded("closing dynamic monitoring", self.switching.close)()
         self.detach()
         run = self.run
         if run is None or self._closed:
@@ -166,3 +213,7 @@ class Recording:
         if lost or not complete:
             said = f"{lost} steps were dropped" if lost else "not everything could be written"
             LOGGER.warning("[rank %d] %s; see %s", self._failures.rank, said, run.directory / "manifest.json")
+
+
+def _nothing(_config: MonitorConfig) -> None:
+    """Nothing is put in force before there is a file to follow."""

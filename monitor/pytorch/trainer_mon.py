@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from monitor.config import MonitorConfig, load_config
+from monitor.config.loading import is_dynamic
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.arguments import chunks_of, count, given
 from monitor.pytorch.attachment import Watch
@@ -23,6 +24,7 @@ from monitor.pytorch.names import ModelNames
 from monitor.pytorch.place import group_ranks, is_settled, place
 from monitor.pytorch.recording import ORDINALS, Recording
 from monitor.pytorch.startup import announce
+from monitor.pytorch.switching import resting
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
@@ -70,8 +72,9 @@ class TrainerMon:
         self._wrapped_optimizer: Any = None
         self._recordings: list[Recording] = []
         self._closed = False
-        # Now, since some libraries keep what they import of torch.distributed for themselves.
-        self._communication = communication(self._config.cc_distribution, self._failures)
+        self._dynamic = is_dynamic(self._config_path)
+        # Now, since communication of the first step may come before the model is there.
+        self._communication = None if self._dynamic else communication(self._config.cc_distribution, self._failures)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -117,50 +120,90 @@ class TrainerMon:
             raise RuntimeError("This TrainerMon was closed. Make a new one.")
         # Drawn on every rank, also on one that is not monitored: ranks agree on a name for each call of set_monitor.
         ordinal = next(ORDINALS)
-        ownership = self._ownership(*groups)
-        watch = Watch(framework.chunks, framework, grad_acc_steps, self._config, ownership, ops=lambda: self._ops)
+        watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizer)), None)
-        if not ownership.monitored:
+        config = self._first_config(shared)
+        watch = watch_of(config)
+        if not watch.ownership.monitored:
             self._close_communication()
-        if not ownership.monitored and not self._ends_after_first_step:
-            self._say_if_nobody(ownership)
+        if not watch.ownership.monitored and not self._ends_after_first_step and not self._dynamic:
+            self._say_if_nobody(watch.ownership)
         elif shared is not None:
             said = "set_monitor was called again for the same model or optimizer: it is attached anew, and the count goes on."
             self._failures.warn("attached twice", said)
-            self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step)
+            self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step, watch_of)
         else:
-            self._begin(watch, groups, start, ordinal)
+            self._begin(watch, groups, start, ordinal, watch_of)
+
+    def _first_config(self, shared: Recording | None) -> MonitorConfig:
+        """What is in force when a model is attached."""
+        if not self._dynamic:
+            return self._config
+        switching = None if shared is None else shared.switching
+        return resting(self._config) if switching is None else switching.config
+
+    def _watch_of(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig) -> Watch:
+        ownership = self._ownership(*groups, config.module_ranks)
+        return Watch(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
     def _framework(self, chunks: Sequence[nn.Module], optimizer: Any) -> Framework:
         return framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
 
     def _names(self, watch: Watch) -> ModelNames:
-        names = ModelNames(watch.chunks, self._config)
+        names = ModelNames(watch.chunks, watch.config)
         if (unmatched := names.selection.warning()) is not None:
             LOGGER.warning("[rank %d] %s", watch.ownership.rank, unmatched)
         return names
 
-    def _begin(self, watch: Watch, groups: tuple[Any, Any], start: int, ordinal: int) -> None:
+    def _begin(
+        self, watch: Watch, groups: tuple[Any, Any], start: int, ordinal: int, watch_of: Callable[[MonitorConfig], Watch]
+    ) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
         where = partial(place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
         recording = Recording(self._config, self._config_path, self._base, where, ordinal, self._failures, start)
-        if is_settled():
+        if is_settled() and watch.ownership.monitored:
             recording.open()
         try:
-            self._hook(recording, watch, names, start)
+            self._hook(recording, watch, names, start, watch_of)
         except BaseException:
             recording.close()
             raise
         self._recordings.append(recording)
-        self._failures.guarded("reckoning what a step will come to", announce)(watch, names, self._config, recording.series)
+        if not self._dynamic:
+            self._failures.guarded("reckoning what a step will come to", announce)(watch, names, watch.config, recording.series)
 
-    def _hook(self, recording: Recording, watch: Watch, names: ModelNames, start: int) -> None:
+    def _hook(
+        self, recording: Recording, watch: Watch, names: ModelNames, start: int, watch_of: Callable[[MonitorConfig], Watch]
+    ) -> None:
         recording.attach(watch, names, start)
+        if self._dynamic:
+            recording.follow_file(partial(self._switch, recording, watch_of))
         if self._communication is not None:
             recording.record_communication(self._communication)
         if self._communication is not None or self._ends_after_first_step:
+            recording.attachment.on_first_step = partial(self._after_first_step, recording)
+
+    def _switch(self, recording: Recording, watch_of: Callable[[MonitorConfig], Watch], config: MonitorConfig) -> None:
+        """Between two steps: record what ``config`` asks for."""
+        watch = watch_of(config)
+        names = self._names(watch)
+        self.ops = config.ops
+        recording.use(watch, names)
+        self._switch_communication(recording, watch)
+        if config.collect_times and watch.ownership.monitored:
+            announce(watch, names, config, recording.series)
+
+    def _switch_communication(self, recording: Recording, watch: Watch) -> None:
+        """Of several recordings, the rows of communication stand with the first."""
+        if recording is not self._recordings[0]:
+            return
+        self._close_communication()
+        if watch.ownership.monitored:
+            self._communication = communication(watch.config.cc_distribution, self._failures)
+        if self._communication is not None:
+            recording.record_communication(self._communication)
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
     def generate_wgrad_metrics(self) -> tuple[Metrics, Metrics]:
@@ -233,11 +276,11 @@ class TrainerMon:
             LOGGER.warning("ops %s are not known and left out. Recorded: %s.", list(unknown), list(known))
         return known
 
-    def _ownership(self, dp_group: Any, tp_group: Any) -> Ownership:
+    def _ownership(self, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
         here = place()
         members = group_ranks("dp_group", dp_group), group_ranks("tp_group", tp_group)
         group_ranks("process_group", self._process_group)
-        return Ownership(here.rank, here.world_size, self._config.module_ranks, *members)
+        return Ownership(here.rank, here.world_size, module_ranks, *members)
 
     def _say_if_nobody(self, ownership: Ownership) -> None:
         warning = nobody_monitored(self._config.module_ranks, ownership.world_size)
@@ -259,7 +302,7 @@ class TrainerMon:
     @property
     def _ends_after_first_step(self) -> bool:
         wanted = self._config.cc_distribution
-        return self._config.print_struct or (wanted.enable and wanted.cc_log_only)
+        return not self._dynamic and (self._config.print_struct or (wanted.enable and wanted.cc_log_only))
 
     def _after_first_step(self, recording: Recording) -> None:
         """The other ranks end here, too: that this one could not write must not leave it to wait for them."""

@@ -127,6 +127,10 @@ class Manifest:
             key, value = MORE_NOTES, True
         self._notes[key] = _plain(value)
 
+    def also_in(self, formats: Sequence[str]) -> None:
+        """From now on it is recorded in these formats, too. Any thread; never waits."""
+        self._fixed = {**self._fixed, "formats": tuple(dict.fromkeys((*self._fixed["formats"], *formats)))}
+
     def configured(self, record: ConfigurationRecord) -> None:
         """Another configuration has come into force. Any thread; never waits."""
         self._configurations.append(record)

@@ -75,7 +75,8 @@ class Communication(CollectiveListener):
         """
         if self._recorder is None:
             self._recorder, self._note = recorder, note
-            self._calls = OperatorCalls(recorder, self._step_ended)
+            self._calls = OperatorCalls.of(recorder)
+            self._calls.ending = self._step_ended
             INTERCEPTION.training_begins(self)
         self._groups.learn(roles)
         if not initialized():
@@ -101,7 +102,7 @@ class Communication(CollectiveListener):
         self._completion.remove()
         self._functional.clear()
         if self._calls is not None:
-            self._calls.close()
+            self._calls.let_go()
         if self.unread and self._note is not None:
             self._note("communication", UNREAD.format(self.unread))
         self._recorder = self._log = self._note = self._calls = None
@@ -204,11 +205,13 @@ class Communication(CollectiveListener):
         return read
 
     def _new_call(self, operator: Operator, group: Group, what: str) -> Call:
+        assert self._calls is not None  # since something is recorded
+        assert self._recorder is not None
         key = (operator.name, group.label, what)
         series = self._series.get(key)
         if series is None:
-            series = self._series[key] = CallSeries(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
-        return Call(series, 0 if self._recorder is None else self._recorder.steps)
+            series = self._series[key] = self._calls.series(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
+        return Call(series, self._recorder.steps)
 
     def _end_step(self) -> None:
         self._completion.read_what_is_done()
