@@ -46,6 +46,7 @@ bench: environment peer
 	.venv/bin/python bench/merge.py
 	.venv/bin/python bench/rules.py
 	.venv/bin/python bench/ranking.py
+	.venv/bin/python bench/dynamic.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
 
 clean:
