@@ -93,7 +93,10 @@ class Control:
         self._agreeing: Agreeing = (
             Alone(agreement) if alone else AmongOthers(agreement, self._boundary, horizon, pace, job, failures)
         )
-        watches = job.rank == WATCHING_RANK
+        watches = job.rank == WATCHING_RANK and (job.world == 1 or not alone)
+        if alone and job.world > 1:
+            said = f"There is no store through which {job.world} ranks could agree: the configuration stays as it is."
+            failures.warn("no store", f"{said} Initialise torch.distributed before set_monitor.")
         self._watching = Watching(path, config, self._file_changed, failures, interval_s) if watches else None
         self._pid = os.getpid()
         self._at_exit: Callable[[], Any] | None = None

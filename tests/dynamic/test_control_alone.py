@@ -190,6 +190,18 @@ def test_what_this_process_could_not_use_is_refused_with_the_reason(tmp_path: Pa
     control.close()
 
 
+def test_a_rank_of_several_that_has_no_way_to_agree_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    failures = Failures()
+    control = Control(str(path), load_config(path), Job(0, 2), failures)
+    control.start(Noted())
+    assert control._watching is None
+    assert list(failures.counts) == ["no store"]
+    assert control.begin(0) is None
+    control.close()
+
+
 def test_a_thousand_switches_leave_nothing_behind(training: Training) -> None:
     threads = threading.active_count()
     for count in range(1000):

@@ -117,7 +117,7 @@ def test_fifty_edits_at_random_moments_hold_from_the_same_steps_on_all_ranks(
         rank.start()
     moments = random.Random(count)
     for edit in range(1, 51):
-        time.sleep(moments.choice([0.0, 0.01, 0.03, 0.08]))
+        time.sleep(moments.choice([0.0, 0.005, 0.02, 0.04]))
         write(path, collect_times=edit)
     write(path, collect_times=LAST)
     for rank in ranks:
