@@ -185,8 +185,16 @@ class Control:
         for switch in switches:
             before, self._config = self._config, switch.config
             self._record(switch, step, before)
-            LOGGER.info("[rank %d] from step %d on: %s", self._rank, step, summary(before, switch.config))
+            self._say(switch, step, before)
         return switches[-1] if switches else None
+
+    def _say(self, switch: Switch[MonitorConfig], since: int, before: MonitorConfig) -> None:
+        """Once for the job, and wherever a rank was late."""
+        if since > switch.from_step:
+            said = "[rank %d] learned late of a change: steps %d to %d were recorded as before"
+            LOGGER.warning(said, self._rank, switch.from_step, since - 1)
+        if self._rank == WATCHING_RANK:
+            LOGGER.info("[rank %d] from step %d on: %s", self._rank, since, summary(before, switch.config))
 
     def _record(self, switch: Switch[MonitorConfig], since: int, before: MonitorConfig | None) -> None:
         if self._journal is not None:
