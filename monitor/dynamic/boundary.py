@@ -32,7 +32,7 @@ class Boundary(Generic[C]):
         wake: Called when training has to wait. Must not wait itself.
 
     Attributes:
-        step: The step that training has begun last.
+        step: The step that training has announced last: it is about to begin it, or has.
         gate: See above.
         promised: The first step that this rank has promised not to begin undecided; None: no promise is open.
         undecided_since: The step at which waiting was given up, as long as the decision is not known; else None.
@@ -119,20 +119,23 @@ class Boundary(Generic[C]):
             if switches:
                 self._latest = switches[0].from_step
                 self._to_come = [one for one in self._to_come if one.from_step < self._latest] + list(switches)
+            # Last: training reads the gate without the lock, and is never to find it beyond a switch that is known.
             self._promise(None)
 
     def _wait_for_decision(self, step: int) -> None:
         waited = 0.0
-        while self.undecided(step):
-            if waited == 0.0:
-                self.waiting = True
-                self._wake()
-            elif waited >= self._pace.bound:
-                self.give_up(step)
-            elif waited >= self._pace.patience and not self.called_off:
-                self.call_off(step)
-            waited += _slept(SLICE_S)
-        self.waiting = False
+        try:
+            while self.undecided(step):
+                if waited == 0.0:
+                    self.waiting = True
+                    self._wake()
+                elif waited >= self._pace.bound:
+                    self.give_up(step)
+                elif waited >= self._pace.patience and not self.called_off:
+                    self.call_off(step)
+                waited += _slept(SLICE_S)
+        finally:
+            self.waiting = False
 
     def _promise(self, step: int | None) -> None:
         self.promised = step

@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from monitor.config import ConfigError, MonitorConfig, load_config
+from monitor.config import ConfigError, MonitorConfig
 from monitor.config.jsonc import JsonError, parse
 from monitor.config.jsonc import Path as FieldPath
+from monitor.config.loading import config_in, content_of
 from monitor.dynamic.editing import EditError, path_of
 from monitor.dynamic.settings_file import change_file
 from monitor.dynamic.status import ControlError, WatchedJob, disagreements, job_in
@@ -111,7 +112,7 @@ def _changed(directory: Path, job: str | None, file: Path | None, edits: dict[Fi
     """Change the file. Whether all ranks have gone over, where that is waited for."""
     watched = None if file is not None and not wait else _dynamic(job_in(directory, job))
     path = str(file) if file is not None else watched.config_path if watched is not None else ""
-    before = load_config(path)
+    before = config_in(path, content_of(path), dynamic=True)
     written = change_file(path, edits)
     assert written is not None
     after = written[1]

@@ -93,7 +93,10 @@ class Control:
         self._agreeing: Agreeing = (
             Alone(agreement) if alone else AmongOthers(agreement, self._boundary, horizon, pace, job, failures)
         )
-        watches = job.rank == WATCHING_RANK
+        watches = job.rank == WATCHING_RANK and (job.world == 1 or not alone)
+        if alone and job.world > 1:
+            said = f"There is no store through which {job.world} ranks could agree: the configuration stays as it is."
+            failures.warn("no store", f"{said} Initialise torch.distributed before set_monitor.")
         self._watching = Watching(path, config, self._file_changed, failures, interval_s) if watches else None
         self._pid = os.getpid()
         self._at_exit: Callable[[], Any] | None = None
@@ -182,8 +185,16 @@ class Control:
         for switch in switches:
             before, self._config = self._config, switch.config
             self._record(switch, step, before)
-            LOGGER.info("[rank %d] from step %d on: %s", self._rank, step, summary(before, switch.config))
+            self._say(switch, step, before)
         return switches[-1] if switches else None
+
+    def _say(self, switch: Switch[MonitorConfig], since: int, before: MonitorConfig) -> None:
+        """Once for the job, and wherever a rank was late."""
+        if since > switch.from_step:
+            said = "[rank %d] learned late of a change: steps %d to %d were recorded as before"
+            LOGGER.warning(said, self._rank, switch.from_step, since - 1)
+        if self._rank == WATCHING_RANK:
+            LOGGER.info("[rank %d] from step %d on: %s", self._rank, since, summary(before, switch.config))
 
     def _record(self, switch: Switch[MonitorConfig], since: int, before: MonitorConfig | None) -> None:
         if self._journal is not None:

@@ -110,12 +110,16 @@ class Attachment:
             raise
         self._begin_step()
 
-    def use(self, watch: Watch, names: ModelNames) -> None:
-        """Between two steps: watch the same model otherwise. What is collected is counted anew, from the step to come."""
+    def use(self, watch: Watch, names: ModelNames, collected: int) -> None:
+        """Between two steps: watch the same model otherwise, from the step to come on.
+
+        Args:
+            collected: From where the steps that are collected are counted.
+        """
         self._remove_hooks()
         self.watch, self._names = watch, names
         self._schedule = Schedule(self.clock.step, watch.config.step_interval, watch.config.collect_times)
-        self.collected = 0
+        self.collected = collected
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
         self._stacks = self._gradients = self._weights = self._moments = None
         try:

@@ -64,9 +64,9 @@ class Recording:
         self._closed = False
         self._communication: Communication | None = None
         self.switching: Switching | None = None
-        self._put_in_force: Callable[[MonitorConfig], None] = _nothing
+        self._put_in_force: Callable[[MonitorConfig, int], None] = _nothing
 
-    def follow_file(self, put_in_force: Callable[[MonitorConfig], None]) -> None:
+    def follow_file(self, put_in_force: Callable[[MonitorConfig, int], None]) -> None:
         """From the end of the first step on, record what the configuration file asks for.
 
         Args:
@@ -79,16 +79,16 @@ class Recording:
                 self._opened.on_alert = self.switching.alert
         self.attachment.at_boundary = self.switching.at_boundary
 
-    def use(self, watch: Watch, names: ModelNames) -> None:
-        """Between two steps: record otherwise."""
+    def use(self, watch: Watch, names: ModelNames, collected: int) -> None:
+        """Between two steps: record otherwise, as if so many steps of it had been collected."""
         if watch.ownership.monitored:
             self.open().use(watch.config)
         self._recorder.use(watch.config.eps)
-        self.attachment.use(watch, names)
+        self.attachment.use(watch, names, collected)
 
-    def put_in_force(self, config: MonitorConfig) -> None:
+    def put_in_force(self, config: MonitorConfig, collected: int) -> None:
         """See ``Switched``."""
-        self._put_in_force(config)
+        self._put_in_force(config, collected)
 
     def collected(self) -> int:
         """See ``Switched``."""
@@ -215,5 +215,5 @@ class Recording:
             LOGGER.warning("[rank %d] %s; see %s", self._failures.rank, said, run.directory / "manifest.json")
 
 
-def _nothing(_config: MonitorConfig) -> None:
+def _nothing(_config: MonitorConfig, _collected: int) -> None:
     """Nothing is put in force before there is a file to follow."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
-from monitor.dynamic import Control, Job, Journal
+from monitor.dynamic import FROM_ALERT, FROM_FILE, Control, Job, Journal, Switch
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.ranks.records import ConfigurationRecord
@@ -22,11 +22,11 @@ class Switched(Protocol):
     def journal(self) -> Journal | None:
         """Where it is written down what held when; None on a rank that has no directory."""
 
-    def put_in_force(self, config: MonitorConfig) -> None:
-        """Record what ``config`` asks for, from the step to come on."""
+    def put_in_force(self, config: MonitorConfig, collected: int) -> None:
+        """Record what ``config`` asks for, from the step to come on, as if so many steps of it had been collected."""
 
     def collected(self) -> int:
-        """How many steps were to be collected since then."""
+        """How many steps of what is in force were to be collected so far."""
 
 
 class Switching:
@@ -48,7 +48,8 @@ class Switching:
         self._switched = switched
         self._failures = failures
         self._control: Control | None = None
-        self._on = False
+        self._on = self._ended = False
+        self._collected_before = 0
         self._forks = PROCESS.forks
         self.at_boundary: Callable[[int], object] = failures.guarded("switching the configuration", self._boundary)
 
@@ -69,25 +70,36 @@ class Switching:
             self._control = self._started(step)
             self._put_in_force((self._control.begin(step) or self._control).config)
         elif (switch := self._control.begin(step)) is not None:
-            self._put_in_force(switch.config)
+            self._follow(switch)
         elif self._on and self._switched.collected() >= self.config.collect_times:
+            self._ended = True
             self._control.ended()
             self._put_in_force(self.config.model_copy(update={"dynamic_on": False}))
+
+    def _follow(self, switch: Switch[MonitorConfig]) -> None:
+        """An alert brings a closer look for some steps, after which what held before goes on where it was."""
+        if switch.origin == FROM_FILE:
+            self._ended, self._collected_before = False, 0
+            self._put_in_force(switch.config)
+        elif not self._ended:
+            if switch.origin == FROM_ALERT:
+                self._collected_before = self._switched.collected()
+            self._put_in_force(switch.config, 0 if switch.origin == FROM_ALERT else self._collected_before)
 
     def _started(self, step: int) -> Control:
         control = Control(self._path, self._first, self._switched.job(), self._failures, step, accept_running)
         control.start(self._switched.journal() or _Nowhere())
         return control
 
-    def _put_in_force(self, config: MonitorConfig) -> None:
+    def _put_in_force(self, config: MonitorConfig, collected: int = 0) -> None:
         self._on = config.dynamic_on and config.collect_times > 0
         self.config = config if self._on else resting(config)
         try:
-            self._switched.put_in_force(self.config)
+            self._switched.put_in_force(self.config, collected)
         except Exception as error:
             self._failures.report("putting a configuration in force", error, "Nothing is recorded until the next change.")
             self._on, self.config = False, resting(config)
-            self._switched.put_in_force(self.config)
+            self._switched.put_in_force(self.config, 0)
 
 
 class _Nowhere:

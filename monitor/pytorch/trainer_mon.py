@@ -185,12 +185,14 @@ class TrainerMon:
         if self._communication is not None or self._ends_after_first_step:
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
-    def _switch(self, recording: Recording, watch_of: Callable[[MonitorConfig], Watch], config: MonitorConfig) -> None:
+    def _switch(
+        self, recording: Recording, watch_of: Callable[[MonitorConfig], Watch], config: MonitorConfig, collected: int
+    ) -> None:
         """Between two steps: record what ``config`` asks for."""
         watch = watch_of(config)
         names = self._names(watch)
         self.ops = config.ops
-        recording.use(watch, names)
+        recording.use(watch, names, collected)
         self._switch_communication(recording, watch)
         if config.collect_times and watch.ownership.monitored:
             announce(watch, names, config, recording.series)

@@ -217,9 +217,9 @@ class ManifestRecord(Record):
     dropped: dict[str, StepsRecord]
     lost: dict[str, dict[str, StepsRecord]]
     failures: dict[str, Natural]
-    notes: dict[str, str | int | float | bool]
     configurations: tuple[ConfigurationRecord, ...] = ()
     undecided_since: Natural | None = None
+    notes: dict[str, str | int | float | bool]
 
     @field_validator("schema_version")
     @classmethod

@@ -158,3 +158,12 @@ def test_ranking_prints_what_the_command_takes_for_each_shape_of_events(tmp_path
     assert [row[:3] for row in cells_of(done.stdout)] == [[shape, "4", "400"] for shape in ("flood", "sparse", "few ranks")]
     assert all(cost["memory"] > 10_000_000 and cost["cpu"] > 0 for cost in json.loads(figures.read_text())["costs"])
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_dynamic_prints_what_a_step_pays_while_nothing_changes(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("dynamic.py", "--steps", "1000", "--rounds", "3", "--seconds", "0.1", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert [row[:2] for row in cells_of(done.stdout)] == [[each["process"], f"{each['step_us']:.3f}"] for each in found]
+    assert [each["process"] for each in found] == ["alone", "rank 0 of 2"]

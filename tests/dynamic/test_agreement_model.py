@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modelled import ModelRank, World
+from modelled import Ahead, ModelRank, World
 
 from monitor.dynamic.boundary import Boundary
+from monitor.dynamic.store import Add
 
 Ends = set[frozenset[tuple[int, int]]]
 
@@ -158,6 +159,35 @@ def test_a_wish_is_granted_where_all_answer_before_any_has_waited_long_enough(si
         getattr(rank, data.draw(st.sampled_from([*steps, "talk", "talk"])))()
     world.talk_all()
     assert list(world.commits) == [1]
+
+
+def test_an_acknowledgement_of_which_no_answer_came_is_not_made_again():
+    """It was counted, and twice would stand for the rank that has not acknowledged."""
+    world = joined(World(2, last_step=3))
+    first = world.ranks[0]
+    world.wish(0, "new")
+    while not isinstance(first._operation, Add):
+        first.talk()
+    first.lose_answer()
+    for _ in range(20):
+        first.talk()
+    assert world.store.get("1/acknowledged") == b"1"
+    world.talk_all()
+    assert list(world.commits) == [1]
+
+
+def test_a_later_change_does_not_come_before_an_earlier_one():
+    """Training has become faster, or slower, and the second promise reaches less far."""
+    world = joined(World(2, ahead=4, last_step=6))
+    world.wish(0, "new")
+    world.talk_all()
+    for rank in world.ranks:
+        rank.agreement._horizon = Ahead(1)
+    world.wish(1, "newer")
+    world.talk_all()
+    assert world.commits == {1: 3, 2: 3}
+    run_to_the_end(world)
+    assert world.configs == {**dict.fromkeys(range(3), "start"), **dict.fromkeys(range(3, 7), "newer")}
 
 
 def test_an_excursion_ends_by_itself_on_all_ranks():

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from journals import Noted
 
-from monitor.config import MonitorConfig, load_config, loading
+from monitor.config import MonitorConfig, load_config
 from monitor.dynamic import Control, Job, Switch
 from monitor.failures import Failures
+
+RULES = {"rules": [{"rule_name": "AnomalyNan"}]}
 
 
 class Training:
@@ -48,7 +50,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.setattr(loading, "not_built", lambda *_, **__: [])
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
     path = tmp_path / "config.json"
     path.write_text('{"dynamic_on": true, "collect_times": 2}')
     training = Training(path)
@@ -138,7 +140,7 @@ def unwritable(*_: object, **__: object) -> None:
 
 
 def test_an_alert_brings_more_detail_for_some_steps_and_then_what_was_before(training: Training) -> None:
-    training.edit(dynamic_on=True, on_alert={"set": {"xy_distribution": True}, "steps": 2})
+    training.edit(dynamic_on=True, on_alert={"set": {"xy_distribution": True}, "steps": 2}, alert=RULES)
     training.begin()
     before = training.control.config
     training.control.alert()
@@ -155,7 +157,7 @@ def test_an_alert_brings_more_detail_for_some_steps_and_then_what_was_before(tra
 def test_an_alert_without_anything_to_switch_or_while_switched_off_changes_nothing(training: Training) -> None:
     training.control.alert()
     assert training.begin() is None
-    training.edit(dynamic_on=False, on_alert={"set": {"xy_distribution": True}, "steps": 2})
+    training.edit(dynamic_on=False, on_alert={"set": {"xy_distribution": True}, "steps": 2}, alert=RULES)
     training.begin()
     training.control.alert()
     assert training.begin() is None
@@ -187,6 +189,18 @@ def test_what_this_process_could_not_use_is_refused_with_the_reason(tmp_path: Pa
     control._watching.turn()
     assert control.begin(0) is None
     assert "was not taken over by any rank: rank 0: format hdf5 needs h5py" in caplog.text
+    control.close()
+
+
+def test_a_rank_of_several_that_has_no_way_to_agree_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    failures = Failures()
+    control = Control(str(path), load_config(path), Job(0, 2), failures)
+    control.start(Noted())
+    assert control._watching is None
+    assert list(failures.counts) == ["no store"]
+    assert control.begin(0) is None
     control.close()
 
 

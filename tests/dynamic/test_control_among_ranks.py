@@ -15,13 +15,14 @@ import pytest
 import torch.distributed as dist
 from journals import Noted
 
-from monitor.config import load_config, loading
+from monitor.config import load_config
 from monitor.dynamic import Control, Job
 from monitor.dynamic.pace import Pace
 from monitor.failures import Failures
 
 FAST = Pace(idle=0.02, open=0.005, waiting=0.002, patience=1.0, bound=2.0)
 SOON = timedelta(seconds=20)
+RULES = {"rules": [{"rule_name": "AnomalyNan"}]}
 LAST = 999
 """A ``collect_times`` that ends a test: all ranks stop before the step from which it holds."""
 
@@ -29,8 +30,8 @@ MakeStore = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
-def _every_field_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "not_built", lambda *_, **__: [])
+def _dynamic_monitoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,7 @@ def test_fifty_edits_at_random_moments_hold_from_the_same_steps_on_all_ranks(
         rank.start()
     moments = random.Random(count)
     for edit in range(1, 51):
-        time.sleep(moments.choice([0.0, 0.01, 0.03, 0.08]))
+        time.sleep(moments.choice([0.0, 0.005, 0.02, 0.04]))
         write(path, collect_times=edit)
     write(path, collect_times=LAST)
     for rank in ranks:
@@ -136,7 +137,7 @@ def test_an_alert_on_one_rank_brings_detail_to_all_at_the_same_step_and_takes_it
 ) -> None:
     path = tmp_path / "config.json"
     on_alert = {"set": {"xy_distribution": True}, "steps": 5}
-    write(path, dynamic_on=True, on_alert=on_alert)
+    write(path, dynamic_on=True, on_alert=on_alert, alert=RULES)
     ranks = two_ranks(path, make_store)
     wait_until(lambda: len(ranks[1].ran) > 3)
     ranks[1].control.alert()
@@ -150,7 +151,7 @@ def test_an_alert_on_one_rank_brings_detail_to_all_at_the_same_step_and_takes_it
 
 def test_alerts_on_all_ranks_at_once_bring_detail_once(make_store: MakeStore, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    write(path, dynamic_on=True, on_alert={"set": {"xy_distribution": True}, "steps": 3})
+    write(path, dynamic_on=True, on_alert={"set": {"xy_distribution": True}, "steps": 3}, alert=RULES)
     ranks = two_ranks(path, make_store)
     for rank in ranks:
         rank.control.alert()
