@@ -10,7 +10,10 @@ import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import wraps
+from types import FunctionType
 from typing import Any
+
+from monitor.pytorch.untraced import untraced
 
 
 class CallListener:
@@ -95,7 +98,7 @@ class CallPatch:
                     told.call_ended(self, args, kwargs, result)
             return result
 
-        return patched
+        return patched if isinstance(original, FunctionType) else untraced(patched)
 
     def _now(self) -> Any:
         return vars(self.owner)[self.name]

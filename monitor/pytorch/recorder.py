@@ -17,6 +17,7 @@ from monitor.stats.rows import KindRows
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_memory import DevicePage, HostPage
+from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
 from monitor.stats.torch_op import reduce_into
 from monitor.stats.torch_tensors import local_shard
 
@@ -213,7 +214,8 @@ class Recorder:
         return page
 
     def _new_page(self, device: torch.device, rows: int) -> Page:
-        memory = HostPage(rows) if device.type == "cpu" else DevicePage(rows, device)
+        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+            memory = HostPage(rows) if device.type == "cpu" else DevicePage(rows, device)
         return self.table.add_page(memory, rows)
 
     def reduce(self, x: Tensor, page: Page, local_row: int) -> bool:

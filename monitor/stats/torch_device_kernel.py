@@ -29,7 +29,7 @@ from monitor.stats.partials import (
     SUMSQ,
     WRITES,
 )
-from monitor.stats.torch_keys import KEYS_ABOVE_US
+from monitor.stats.torch_modes import KEYS_ABOVE_US
 from monitor.stats.torch_tensors import Readable, pieces, readable, working_precision
 
 CHUNK: Final = 1 << 22

@@ -21,7 +21,7 @@ from torch import sum as sum_of
 
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import EMPTY, Floats, union
-from monitor.stats.torch_keys import KEYS_ABOVE_US
+from monitor.stats.torch_modes import KEYS_ABOVE_US
 from monitor.stats.torch_small_tensors import Staging, batches, reduce_laid_out, reduce_small
 from monitor.stats.torch_tensors import Readable, is_plain, pieces, readable, working_precision
 

@@ -56,9 +56,10 @@ def local_shard(x: Tensor) -> Tensor | None:
         return local_shard(local)
     if hasattr(x, "trigger_wait"):
         return _when_there(x)
-    pretends = isinstance(x, torch._subclasses.FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if isinstance(x, torch._subclasses.FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
     wrapper = hasattr(type(x), "__tensor_flatten__") and not x.is_nested
-    return None if pretends or wrapper else x
+    return None if wrapper else x
 
 
 def _when_there(x: Any) -> Tensor | None:

@@ -23,6 +23,7 @@ from monitor.pytorch.operator_calls import Call, CallSeries, OperatorCalls
 from monitor.pytorch.place import initialized
 from monitor.pytorch.recorder import Recorder
 from monitor.series import Series
+from monitor.stats.torch_modes import unseen
 from monitor.stats.torch_tensors import local_shard
 
 MAX_WAITED_FOR: Final = 4096
@@ -113,7 +114,8 @@ class Communication(CollectiveListener):
         if self._log is None and not (recording and self._looks_first):
             return recording
         try:
-            return self._look(operator, args, recording)
+            with unseen():
+                return self._look(operator, args, recording)
         except Exception as error:
             self._failures.report("looking at a communication operator", error)
             return False
@@ -121,15 +123,17 @@ class Communication(CollectiveListener):
     def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
         try:
             outputs = operator.given(args, result)
-            if outputs and _real(outputs):
-                self._follow(operator, args, result, outputs)
+            with unseen():
+                if outputs and _real(outputs):
+                    self._follow(operator, args, result, outputs)
         except Exception as error:
             self._failures.report("following a communication operator", error)
 
     def tensor_waited_for(self, tensor: Tensor) -> None:
         if self._functional:
             try:
-                self._tensor_waited_for(tensor)
+                with unseen():
+                    self._tensor_waited_for(tensor)
             except Exception as error:
                 self._failures.report("reading the outputs of a communication operator", error)
 
@@ -143,6 +147,8 @@ class Communication(CollectiveListener):
         if not _real(inputs):
             return False
         group = self._groups.of(args[operator.group])
+        if group is None:
+            return False
         wanted = self._site_wanted(operator, args, inputs, group)
         if not recording or not wanted:
             return False
@@ -163,7 +169,7 @@ class Communication(CollectiveListener):
 
     def _follow(self, operator: Operator, args: Sequence[Any], result: Any, outputs: Sequence[Tensor]) -> None:
         group = self._groups.of(args[operator.group])
-        if operator.rooted == "outputs" and operator.root(args) != group.rank:
+        if group is None or (operator.rooted == "outputs" and operator.root(args) != group.rank):
             return
         self.unread += 1
         call = self._new_call(operator, group, "post_0")
@@ -196,7 +202,8 @@ class Communication(CollectiveListener):
 
     def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
         try:
-            read = self._calls is not None and self._calls.read(call, outputs, versions)
+            with unseen():
+                read = self._calls is not None and self._calls.read(call, outputs, versions)
         except Exception as error:
             self._failures.report("reading the outputs of a communication operator", error)
             return False

@@ -44,16 +44,17 @@ class Groups:
             self._roles.setdefault(tuple(sorted(ranks)), role)
         self._known.clear()
 
-    def of(self, given: Any) -> Group:
-        """What is known of a process group.
+    def of(self, given: Any) -> Group | None:
+        """What is known of a process group; None of what is none, which torch will refuse.
 
         Args:
             given: Itself, its name, or what the dispatcher makes of it.
         """
-        if isinstance(given, str):
-            given = _resolve(given)
-        elif not isinstance(given, dist.ProcessGroup):
-            given = dist.ProcessGroup.unbox(given)
+        if not isinstance(given, dist.ProcessGroup):
+            try:
+                given = _resolve(given) if isinstance(given, str) else dist.ProcessGroup.unbox(given)
+            except (RuntimeError, TypeError):
+                return None
         group = self._known.get(weakref.ref(given))
         if group is None:
             group = self._known[weakref.ref(given, self._forget)] = self._described(given)

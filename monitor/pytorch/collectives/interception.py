@@ -8,7 +8,7 @@ for functional collectives. Modes and tracers stand above, so that no compiler m
 
 A kernel in Python costs a call three times what a method does: its arguments are turned into Python's objects and back. So the
 kernels of ``c10d`` stand only as long as C++ may issue something: until training has gone through some steps without, and from
-the making of a DistributedDataParallel on.
+the making of a DistributedDataParallel on, or the first call of another operator that issues some.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
-from monitor.pytorch.collectives.operators import Method, Operator, Overload, methods, operators, wait_operator
+from monitor.pytorch.collectives.operators import Method, Operator, Overload, issuers, methods, operators, wait_operator
 from monitor.pytorch.patches import CallListener, CallPatch
+from monitor.pytorch.untraced import untraced
 
 KEY: Final = "BackendSelect"
 _BELOW: Final = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
@@ -129,6 +130,7 @@ class Interception(CallListener):
         functional = [one for one in operators() if one.functional]
         self._functional = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in functional)
         self._functional += _implemented([("_c10d_functional", "wait_tensor", self._wait)])
+        self._functional += _implemented((namespace, name, self._issuer(op)) for namespace, name, op in issuers())
         for one in methods():
             original = vars(dist.ProcessGroup)[one.method]
             self._replaced[one.method] = original, self._method(one, original)
@@ -159,6 +161,16 @@ class Interception(CallListener):
 
         return kernel
 
+    def _issuer(self, overload: Any) -> Function:
+        """Of an operator that calls others from C++, from its first call on."""
+
+        def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            self._issued_below = True
+            self._watch_below()
+            return overload.redispatch(keys & _BELOW, *args, **kwargs)
+
+        return kernel
+
     def _method(self, operator: Method, original: Function) -> Function:
         inside = self._inside
 
@@ -176,6 +188,7 @@ class Interception(CallListener):
                 listener.call_issued(operator, seen, result)
             return result
 
+        method = untraced(method)
         method.__name__, method.__qualname__ = operator.method, f"ProcessGroup.{operator.method}"
         method.__doc__ = original.__doc__
         return method

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NAMESPACES: Final = ("c10d", "_c10d_functional")
+NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+ISSUERS: Final = ("_dtensor",)
 
 Rooted = Literal["inputs", "outputs", ""]
 
@@ -82,12 +83,12 @@ class Operator:
     """Whether the result holds the outputs, which are there once ``wait_tensor`` has returned."""
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
-        """The tensors that go in; those of a list together are one input."""
-        return [] if self.inputs is None else _tensors(args[self.inputs])
+        """The tensors that go in; those of a list together are one input. None of a call that torch will refuse."""
+        return _tensors(args[self.inputs]) if self.inputs is not None and self.inputs < len(args) else []
 
     def given(self, args: Sequence[Any], _result: Any) -> list[Tensor]:
         """The tensors that come out once it has completed."""
-        return [] if self.outputs is None else _tensors(args[self.outputs])
+        return _tensors(args[self.outputs]) if self.outputs is not None and self.outputs < len(args) else []
 
     def root(self, args: Sequence[Any]) -> int:
         """The root's rank in the group, of an operator that is ``rooted``."""
@@ -188,6 +189,21 @@ def operators() -> tuple[Overload, ...]:
         if namespace in NAMESPACES and name not in _NO_TRAFFIC:
             found.append(_described(namespace, name, schema))
     return tuple(one for one in found if one is not None)
+
+
+@cache
+def issuers() -> tuple[tuple[str, str, Any], ...]:
+    """Operators written in C++ that call those of ``c10d``: the namespace of each, its name there, and the operator."""
+    import torch.distributed._functional_collectives  # registers them
+
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace in ISSUERS and any(argument.name == "group_name" for argument in schema.arguments):
+            full_name = f"{name}.{schema.overload_name}" if schema.overload_name else name
+            overload = getattr(getattr(getattr(torch.ops, namespace), name), schema.overload_name or "default")
+            found.append((namespace, full_name, overload))
+    return tuple(found)
 
 
 def wait_operator() -> Any:

@@ -1,8 +1,9 @@
-"""Keys of torch's dispatcher that reading a tensor passes by."""
+"""What reading a tensor passes by: keys of torch's dispatcher, and modes of the user's."""
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 import torch
 
@@ -24,3 +25,11 @@ def _keys_above_us() -> torch._C.DispatchKeySet:
 
 KEYS_ABOVE_US: Final = _keys_above_us()
 """Autograd, autocast and the user's dispatch modes: reading a tensor records nothing, casts nothing and is seen by nobody."""
+
+_NOTHING: Final = nullcontext()
+_function_modes: Final[Any] = torch._C._len_torch_function_stack
+
+
+def unseen() -> AbstractContextManager[object]:
+    """What is called inside is not told to a ``TorchFunctionMode`` of the user's. Costs next to nothing where there is none."""
+    return torch._C.DisableTorchFunction() if _function_modes() else _NOTHING
