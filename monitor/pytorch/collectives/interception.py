@@ -129,7 +129,7 @@ class Interception(CallListener):
         self._reducer_made.add(self)
         functional = [one for one in operators() if one.functional]
         self._functional = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in functional)
-        self._functional += _implemented([("_c10d_functional", "wait_tensor", self._wait)])
+        self._functional += _implemented([("_c10d_functional", "wait_tensor", self._wait())])
         self._functional += _implemented((namespace, name, self._issuer(op)) for namespace, name, op in issuers())
         for one in methods():
             original = vars(dist.ProcessGroup)[one.method]
@@ -201,14 +201,19 @@ class Interception(CallListener):
             return (only,) if only is not None and only.call_begins(operator, args) else ()
         return [one for known in listeners if (one := known()) is not None and one.call_begins(operator, args)]
 
-    def _wait(self, keys: DispatchKeySet, tensor: Tensor) -> Any:
-        result = wait_operator().redispatch(keys & _BELOW, tensor)
-        if not self._inside.another:
-            for known in self._listeners:
-                listener = known()
-                if listener is not None:
-                    listener.tensor_waited_for(tensor)
-        return result
+    def _wait(self) -> Function:
+        redispatch, inside = wait_operator().redispatch, self._inside
+
+        def kernel(keys: DispatchKeySet, tensor: Tensor) -> Any:
+            result = redispatch(keys & _BELOW, tensor)
+            if not inside.another:
+                for known in self._listeners:
+                    listener = known()
+                    if listener is not None:
+                        listener.tensor_waited_for(tensor)
+            return result
+
+        return kernel
 
 
 def _implemented(kernels: Iterable[tuple[str, str, Function]]) -> list[torch.library.Library]:
@@ -217,7 +222,7 @@ def _implemented(kernels: Iterable[tuple[str, str, Function]]) -> list[torch.lib
     for namespace, name, kernel in kernels:
         if namespace not in libraries:
             libraries[namespace] = torch.library.Library(namespace, "IMPL")
-        libraries[namespace].impl(name, kernel, KEY, with_keyset=True)
+        libraries[namespace].impl(name, untraced(kernel), KEY, with_keyset=True)
     return [*libraries.values()]
 
 

@@ -113,7 +113,7 @@ def of_a_leaf() -> list[Tensor]:
     leaf = numbers(5).requires_grad_()
     dist.all_reduce(leaf)
     leaf.square().sum().backward()
-    return [leaf, leaf.grad]
+    return [leaf, leaf.grad.clone()]
 
 
 def of_a_view() -> list[Tensor]:
@@ -121,7 +121,7 @@ def of_a_view() -> list[Tensor]:
     whole = leaf * 2
     dist.all_reduce(whole[1])
     whole.square().sum().backward()
-    return [leaf, whole, leaf.grad]
+    return [leaf, whole, leaf.grad.clone()]
 
 
 def gathered_views() -> list[Tensor]:

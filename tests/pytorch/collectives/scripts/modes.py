@@ -59,7 +59,7 @@ def some_traffic() -> list[Tensor]:
     large = numbers(6000)  # which is read where it lies
     work = dist.all_reduce(large, async_op=True)
     work.wait()
-    return [x, large.sum(), leaf.grad]
+    return [x, large.sum(), leaf.grad.clone()]
 
 
 def under(mode: Any) -> list[Any]:
@@ -75,7 +75,7 @@ def elsewhere() -> Any:
         dist.all_reduce(x)
         leaf = numbers_of_the_host().requires_grad_()
         reduced(leaf * 2).square().sum().backward()
-    return [x, leaf.grad]
+    return [x, leaf.grad.clone()]
 
 
 def numbers_of_the_host() -> Tensor:
@@ -97,7 +97,7 @@ def checkpointed(reentrant: bool) -> list[Any]:
         return reduced(x * 2).sin()
 
     checkpoint(segment, leaf, use_reentrant=reentrant).square().sum().backward()
-    return [calls, leaf.grad]
+    return [calls, leaf.grad.clone()]
 
 
 def transformed(transform: str) -> Any:
