@@ -122,12 +122,9 @@ class ParameterSeries:
         self._failures.warn(f"layout of {self._kind}", f"{said}. The rows of such tensors are missing.")
         return None
 
-    def _failed(self, watched: Watched | None, error: Exception) -> None:
+    def _failed(self, watched: Watched, error: Exception) -> None:
         """One tensor that cannot be read does not hide the others."""
-        if watched is None:
-            self._failures.report("reading small tensors together", error, "Each is read alone.")
-        else:
-            self._missing(watched.series.name, error)
+        self._missing(watched.series.name, error)
 
     def _missing(self, name: str, error: Exception) -> None:
         self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=name)

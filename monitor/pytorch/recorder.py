@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.pipeline.process import PROCESS
@@ -15,11 +17,14 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.partials import Floats
 from monitor.stats.rows import KindRows
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
+from monitor.stats.torch_copies import Copies
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_memory import DevicePage, HostPage
 from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
 from monitor.stats.torch_op import reduce_into
-from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch_tensors import is_plain, local_shard
+
+HOST: Final = torch.device("cpu")
 
 MAX_SEEN: Final = 8192
 """Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
@@ -80,6 +85,7 @@ class Recorder:
         self.active = False
         self.table = StatsTable(series)
         self.host = HostKernel(eps)
+        self._copies = Copies(eps, self.host.reduce, self._enter)
         self._eps = eps
         self._open_pages: dict[torch.device, Page] = {}
         self._slots: dict[tuple[Series, torch.device, tuple[int, ...]], Slot] = {}
@@ -100,6 +106,7 @@ class Recorder:
         """Between two steps: count as small what is below ``eps``."""
         if eps != self._eps:
             self.host, self._eps = HostKernel(eps), eps
+            self._copies = Copies(eps, self.host.reduce, self._enter)
 
     def activate(self, wanted: bool) -> None:
         """Record the coming step or not. In a forked child nothing is ever recorded."""
@@ -121,53 +128,69 @@ class Recorder:
             aliases: A tensor read before under another name, and unchanged since by its version, is not read again. Off
                 for parameters and their gradients, which loops do change behind the version (``p.data.clamp_()``).
         """
-        if not has_data(x):
-            return
-        with self.lock:
-            slot, offset = self._slot(watched, x.device, micro_step)
-            version = _version(x) if aliases else None
-            if version is not None:
-                seen = self._seen.get(id(x))
-                if seen is not None and seen.version == version and seen.tensor() is x:
-                    self.table.note(slot.row + offset, seen.layout, alias=seen.row)
-                    return
-            if self.reduce(x, slot.page, slot.local_row + offset):
-                layout = self.layout(x)
-                self.table.note(slot.row + offset, layout, NOT_AN_ALIAS)
-                if version is not None:
-                    self._remember(x, version, slot.row + offset, layout)
+        plain = is_plain(x)
+        if plain or has_data(x):
+            with self.lock:
+                self._record(watched, x, micro_step, plain=plain, aliases=aliases)
 
-    def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched | None, Exception], None]) -> None:
-        """Reduce tensors that are no aliases into their rows, in this order; small ones are read together.
+    def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
+        """Reduce tensors that are no aliases into the rows of as many series, in this order.
 
         Args:
-            failed: Told of a tensor that could not be read; of none (None) where small ones could only not be read together.
+            failed: Told of a tensor that could not be read.
         """
-        try:
-            together = self.host.small_rows([x for _, x in items])
-        except Exception as error:
-            failed(None, error)
-            together = {}
-        for place, (watched, x) in enumerate(items):
-            try:
-                if place in together:
-                    self._enter(watched, x, together[place])
-                else:
-                    self.record(watched, x, aliases=False)
-            except Exception as error:
-                failed(watched, error)
-
-    def _enter(self, watched: Watched, x: Tensor, numbers: Floats) -> None:
         with self.lock:
-            slot, _ = self._slot(watched, x.device, 0)
-            memory = slot.page.memory
-            assert isinstance(memory, HostPage)
-            memory.numbers[slot.local_row] = numbers
-            self.table.note(slot.row, self.layout(x), NOT_AN_ALIAS)
+            rows, orders, layouts, tensors = [], [], [], []  # type: list[int], list[int], list[int], list[Tensor]
+            for watched, x in items:
+                try:
+                    plain = is_plain(x)
+                    if plain and self._copies.takes(x):
+                        rows.append(self._slot(watched, HOST, 0)[0].row)
+                        orders.append(self.table.next_order())
+                        layouts.append(self.table.layout_of(x.shape, x.dtype))
+                        tensors.append(x)
+                    elif plain or has_data(x):
+                        self._record(watched, x, 0, plain=plain, aliases=False)
+                except Exception as error:
+                    failed(watched, error)
+            if rows:
+                self._copies.take_all(rows, tensors)
+                self.table.note_rows(np.array(rows), np.array(orders), np.array(layouts))
+
+    def _record(self, watched: Watched, x: Tensor, micro_step: int, *, plain: bool, aliases: bool) -> None:
+        slot, offset = self._slot(watched, HOST if plain else x.device, micro_step)
+        row = slot.row + offset
+        version = _version(x) if aliases else None
+        if version is not None:
+            seen = self._seen.get(id(x))
+            if seen is not None and seen.version == version and seen.tensor() is x:
+                self._copies.give_up(row)
+                self.table.note(row, seen.layout, alias=seen.row)
+                return
+        if plain and self._copies.takes(x):
+            self._copies.take(row, x)
+            layout = self.table.layout_of(x.shape, x.dtype)
+        elif self.reduce(x, slot.page, slot.local_row + offset):
+            self._copies.give_up(row)
+            layout = self.layout(x)
+        else:
+            return
+        self.table.note(row, layout, NOT_AN_ALIAS)
+        if version is not None:
+            self._remember(x, version, row, layout)
+
+    def _enter(self, rows: NDArray[np.int64], numbers: Floats) -> None:
+        """The numbers of rows on the host that were noted before."""
+        for page in self.table.pages:
+            here = (rows >= page.first_row) & (rows < page.first_row + page.rows)
+            if here.any():
+                assert isinstance(page.memory, HostPage)
+                page.memory.numbers[rows[here] - page.first_row] = numbers[here]
 
     def seal(self, into: Sealed) -> None:
         """Copy the table into ``into`` and begin a new step."""
         with self.lock:
+            self._copies.reduce()
             self.late.enter()
             self.table.seal(into)
             self.steps += 1
@@ -176,12 +199,14 @@ class Recorder:
     def kinds_now(self) -> dict[str, KindRows]:
         """What the step in progress has measured so far. Waits for the device."""
         with self.lock:
+            self._copies.reduce()
             self.late.enter()
             return self.table.kinds_now()
 
     def discard(self) -> None:
         """Begin a new step without keeping this one."""
         with self.lock:
+            self._copies.discard()
             self.late.discard()
             self.table.discard()
             self.steps += 1
@@ -249,4 +274,7 @@ def has_data(x: Tensor) -> bool:
 
 def _version(x: Tensor) -> int | None:
     """The number of in-place changes so far; None for inference tensors, which do not count them."""
-    return None if x.is_inference() else x._version
+    try:
+        return x._version
+    except RuntimeError:
+        return None

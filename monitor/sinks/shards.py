@@ -225,8 +225,7 @@ class Shards:
         self._files().add(Named(shard.kind, shard.called_after, path))
 
     def _free_path(self, shard: Shard) -> Path:
-        names = (shard_name(shard.kind, shard.called_after, copy) for copy in count(1))
-        paths = (self._directory / name for name in names)
+        paths = (self._directory / shard_name(shard.kind, shard.called_after, copy) for copy in count(1))
         return next(path for path in paths if path == shard.replaces or not os.path.lexists(path))
 
     def _files(self) -> _Files:
@@ -243,7 +242,7 @@ class _Files:
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
-        self._directory = directory
+        self._directory = str(directory)
         self._steps_per_record = steps_per_record
         self._kinds: set[str] = set()
         self._others: dict[Steps, set[Named]] = defaultdict(set)
@@ -265,14 +264,19 @@ class _Files:
 
     def of(self, kind: str, record: Steps) -> list[Named]:
         """The files of a kind that hold nothing but steps of this record: the one called after it first."""
-        return [one for one in self.with_some_of(record) if one.kind == kind and record.holds(one.steps)]
+        kinds = [kind] if kind in self._kinds else []
+        return [one for one in self._found(kinds, record) if one.kind == kind and record.holds(one.steps)]
 
     def with_some_of(self, record: Steps) -> list[Named]:
         """The files of all kinds that may hold steps of this record."""
-        names = ((kind, self._directory / shard_name(kind, record)) for kind in sorted(self._kinds))
-        files = [Named(kind, record, path) for kind, path in names]
+        return self._found(sorted(self._kinds), record)
+
+    def _found(self, kinds: Iterable[str], record: Steps) -> list[Named]:
+        """Those of ``kinds`` that are called after the record, and the others of any kind."""
+        names = ((kind, os.path.join(self._directory, shard_name(kind, record))) for kind in kinds)
+        files = [Named(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
-        return [one for one in (*files, *sorted(others)) if os.path.lexists(one.path)]
+        return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]
 
     def _record_of(self, step: int) -> Steps:
         return Steps.of_record(step, self._steps_per_record)

@@ -186,6 +186,11 @@ class StatsTable:
         if alias != NOT_AN_ALIAS:
             columns.alias_order[row] = columns.order[alias]
 
+    def next_order(self) -> int:
+        """The place, among all that is written in this step, of a row that is noted later: see ``note_rows``."""
+        self.writes += 1
+        return self.writes
+
     def note_rows(self, rows: NDArray[np.int64], orders: NDArray[np.int64], layouts: NDArray[np.int64]) -> None:
         """Enter the host columns of rows that were measured before, each at the place (``writes``) that it had then."""
         self.columns.order[rows] = orders

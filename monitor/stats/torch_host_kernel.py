@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import sum as sum_of
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import EMPTY, Floats, union
 from monitor.stats.torch_modes import KEYS_ABOVE_US
-from monitor.stats.torch_small_tensors import Staging, batches, reduce_laid_out, reduce_small
+from monitor.stats.torch_small_tensors import Staging, reduce_segments
 from monitor.stats.torch_tensors import Readable, is_plain, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
@@ -83,24 +82,13 @@ class HostKernel:
         page[row] = numbers
         return True
 
-    def small_rows(self, tensors: Sequence[Tensor]) -> dict[int, Floats]:
-        """The rows of the small ones among ``tensors``, by place. Those that need a closer look are absent, as are large ones:
-        ``reduce`` is for them.
-        """
-        rows: dict[int, Floats] = {}
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
-            for batch in batches(tensors):
-                found, hold = reduce_small([tensors[place] for place in batch], self._eps[torch.float32].bound)
-                rows.update((place, row) for place, row, holds in zip(batch, found, hold.tolist(), strict=True) if holds)
-        return rows
-
     def staged_rows(self, staging: Staging) -> Floats:
         """The rows of the tensors in ``staging``, shape ``(len(staging), len(COLUMNS))``, which is empty then."""
         numbers, lengths = staging.take()
-        rows, hold = reduce_laid_out(numbers, lengths, self._eps[torch.float32].bound)
-        ends = np.cumsum(lengths)
+        starts = np.cumsum(lengths) - lengths
+        rows, hold = reduce_segments(numbers, starts, lengths, self._eps[torch.float32].bound, np.empty(len(numbers)))
         for place in np.flatnonzero(~hold).tolist():
-            rows[place] = self.reduce(torch.tensor(numbers[ends[place] - lengths[place] : ends[place]]))
+            rows[place] = self.reduce(torch.tensor(numbers[starts[place] : starts[place] + lengths[place]]))
         return rows
 
     def reduce(self, x: Tensor) -> Row | Floats | None:

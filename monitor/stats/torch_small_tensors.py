@@ -7,12 +7,10 @@ float32 neither overflow nor vanish.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from ctypes import string_at
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +25,9 @@ BATCH: Final = 98_304
 
 SMALL_BYTES: Final = 4 * SMALL
 BATCH_BYTES: Final = 4 * BATCH
+
+Found = tuple[Floats, NDArray[np.bool_]]
+"""Rows, shape ``(tensors, len(COLUMNS))``, and which of them hold; the others want a closer look."""
 
 
 class Staging:
@@ -73,61 +74,37 @@ class Staging:
         return numbers, lengths
 
 
-def is_small(x: Tensor) -> bool:
-    """Whether ``x`` may be one of many."""
-    return x.numel() <= SMALL and is_plain(x)
-
-
-def batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The places of the small tensors among ``tensors``, in runs that fill a buffer."""
-    batch: list[int] = []
-    room = BATCH
-    for place, x in enumerate(tensors):
-        if is_small(x):
-            if x.numel() > room:
-                yield batch
-                batch, room = [], BATCH
-            batch.append(place)
-            room -= x.numel()
-    if batch:
-        yield batch
-
-
-def reduce_small(tensors: Sequence[Tensor], bound: float) -> tuple[Floats, NDArray[np.bool_]]:
-    """The rows of small tensors, ``BATCH`` elements of them at most.
+def reduce_segments(
+    narrow: NDArray[np.float32], starts: NDArray[np.int64], lengths: NDArray[np.int64], bound: float, wide: Floats
+) -> Found:
+    """The rows of tensors that lie end to end.
 
     Args:
+        narrow: Their elements.
+        starts: Where each begins, ascending from 0.
+        lengths: How many elements each has, none 0.
         bound: ``|x| < bound`` is what ``zeros`` counts, exact for float32.
+        wide: Scratch of their size.
 
     Returns:
-        Rows, shape ``(len(tensors), len(COLUMNS))``, and which of them hold: not those of tensors with NaN or Inf, nor those
+        Rows, shape ``(len(starts), len(COLUMNS))``, and which of them hold: not those of tensors with NaN or Inf, nor those
         whose mean is so large against their spread that even float64 would lose it.
     """
-    lengths = np.array([x.numel() for x in tensors])
-    return reduce_laid_out(torch.cat([x.view(-1) for x in tensors]).numpy(), lengths, bound)
-
-
-def reduce_laid_out(narrow: NDArray[np.float32], lengths: NDArray[np.int64], bound: float) -> tuple[Floats, NDArray[np.bool_]]:
-    """The same of tensors that are laid end to end already.
-
-    Args:
-        narrow: Their elements, shape ``(sum(lengths),)``.
-        lengths: Elements of each; none is empty.
-    """
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    wide = narrow.astype(np.float64)
-    rows = np.zeros((len(lengths), len(COLUMNS)))
+    np.copyto(wide, narrow)
+    rows = np.zeros((len(starts), len(COLUMNS)))
     rows[:, WRITES] = 1.0
     rows[:, COUNT] = lengths
     with np.errstate(invalid="ignore"):
-        rows[:, MIN] = np.minimum.reduceat(narrow, starts)
-        rows[:, MAX] = np.maximum.reduceat(narrow, starts)
-        rows[:, SMALLS] = np.add.reduceat(np.abs(narrow) < np.float32(bound), starts, dtype=np.float64)
+        low = rows[:, MIN] = np.minimum.reduceat(narrow, starts)
+        high = rows[:, MAX] = np.maximum.reduceat(narrow, starts)
+        below = np.abs(narrow) < np.float32(bound)
+        if below.any():
+            rows[:, SMALLS] = np.add.reduceat(below, starts, dtype=np.int64)
         total = rows[:, SUM] = np.add.reduceat(wide, starts)
         np.multiply(wide, wide, out=wide)
         sumsq = rows[:, SUMSQ] = np.add.reduceat(wide, starts)
         m2 = rows[:, M2] = sumsq - total * total / lengths
     # A constant tensor (a fresh norm's weight) leaves a difference of rounding errors, which is a spread of zero.
-    constant = rows[:, MIN] == rows[:, MAX]
+    constant = low == high
     rows[constant, M2] = 0.0
     return rows, np.isfinite(sumsq) & (constant | (m2 > 1e-8 * sumsq))

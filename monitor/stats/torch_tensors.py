@@ -31,7 +31,7 @@ class Readable:
 
 def is_plain(x: Tensor) -> bool:
     """Whether ``x`` is what most tensors of most models are on the host: float32, contiguous, with elements."""
-    dense = x.dtype is torch.float32 and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
+    dense = type(x) in PLAIN and x.dtype is torch.float32 and x.is_cpu and x.layout is torch.strided
     return dense and x.numel() > 0 and x.is_contiguous()
 
 

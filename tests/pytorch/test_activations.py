@@ -24,7 +24,7 @@ from torch.func import functional_call
 from watching import Output, attached
 
 from monitor.pytorch import recorder
-from monitor.stats.torch_host_kernel import HostKernel
+from monitor.stats.torch_copies import Copies
 
 
 def values(*shape: int) -> Tensor:
@@ -249,21 +249,21 @@ def test_a_nan_is_counted_and_hides_nothing_of_other_rows(output: Output) -> Non
     assert math.isnan(numbers[".output_0", "norm"])
 
 
-class CountingKernel(HostKernel):
+class CountingCopies(Copies):
     """Counts what it reads."""
 
     read = 0
 
-    def reduce_into(self, *args: Any) -> bool:
+    def take(self, *args: Any) -> None:
         type(self).read += 1
-        return super().reduce_into(*args)
+        super().take(*args)
 
 
 def test_a_tensor_seen_by_several_hooks_is_read_once(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Kernel(CountingKernel):
+    class Counting(CountingCopies):
         pass
 
-    monkeypatch.setattr(recorder, "HostKernel", Kernel)
+    monkeypatch.setattr(recorder, "Copies", Counting)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Identity()), nn.ReLU(inplace=True))
 
     found = activations(output, model, torch.ones(2, 4))
@@ -277,7 +277,7 @@ def test_a_tensor_seen_by_several_hooks_is_read_once(output: Output, monkeypatch
     groups = [{norms[name] for name in group} for group in (the_input, the_product, after_it_was_changed_in_place)]
     assert [len(group) for group in groups] == [1, 1, 1]
     assert len(norms) == 10
-    assert Kernel.read == 3
+    assert Counting.read == 3
 
 
 # When rows are recorded.

@@ -17,6 +17,7 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.recorder import Recorder
+from monitor.stats.torch_copies import Copies
 from monitor.stats.torch_host_kernel import HostKernel
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
@@ -58,7 +59,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ways into the kernel that are taken, as they are."""
+    """The ways to the numbers of a tensor that are taken, as they are."""
     taken: list[str] = []
 
     def counting(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,8 +69,8 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("reduce_into", "small_rows"):
-        monkeypatch.setattr(HostKernel, name, counting(name, getattr(HostKernel, name)))
+    for way, name in ((HostKernel, "reduce_into"), (Copies, "take"), (Copies, "take_all")):
+        monkeypatch.setattr(way, name, counting(name, getattr(way, name)))
     return taken
 
 
