@@ -14,7 +14,8 @@ from watching import assert_statistics
 ONE_CALL = (
     "waited for twice", "overwritten at once", "waited for with a limit", "future waited for twice", "work and future",
     "changed by what follows", "changed twice", "changed by a callback", "failing callback", "waited for elsewhere",
-    "method of a list", "method of a tensor", "method with an operator", "method with options", "method of the class",
+    "let go of", "method of a list", "method of a tensor", "method with an operator", "method with options",
+    "method of the class",
 )  # fmt: skip
 ROWS: dict[str, tuple[str, int]] = {
     **dict.fromkeys(ONE_CALL, ("all_reduce", 1)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -205,6 +206,18 @@ def in_python() -> Told:
     return [x, work.wait(), work.waits, len(work.get_future().wait()), type(work).__name__]
 
 
+def let_go_of() -> Told:
+    """Whether what was moved is let go of with the last name that the program has for it."""
+    x = numbers(4)
+    gone = weakref.ref(x)
+    dist.all_reduce(x)
+    del x
+    deadline = time.monotonic() + 2.0
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return [sum_of_all(), gone() is None]
+
+
 CASES: dict[str, Case] = {
     "waited for twice": waited_for_twice,
     "overwritten at once": overwritten_at_once,
@@ -227,6 +240,7 @@ CASES: dict[str, Case] = {
     "method from a root": by_method(lambda group, x: group.broadcast(x, root=0)),
     "method of nested lists": lambda: gathered_by_method(True),
     "method of plain lists": lambda: gathered_by_method(False),
+    "let go of": let_go_of,
     "polled": polled,
     "below the dispatcher": by_method(lambda group, x: group._get_backend(torch.device("cpu")).allreduce([x])),
     "in Python": in_python,
