@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -103,15 +104,18 @@ def why_not(python: str) -> str:
 
 
 def measure(options: argparse.Namespace, pythons: dict[str, str], progress: Progress) -> Iterator[Cost]:
-    """Run every trial that was asked for, one after the other."""
-    for model in options.models:
-        for recorded in options.configs:
-            with tempfile.TemporaryDirectory(prefix="overhead-") as directory:
-                config = write_config(Path(directory), recorded)
-                trial = Trial(
-                    WORKLOADS[model], config, pythons, Path(directory), partial(progress.show, f"{model}, {recorded}")
-                )
-                times, peaks = trial.times(options.rounds), trial.peaks()
+    """Run every trial that was asked for, one after the other.
+
+    Their files are removed at the end: for some seconds ext4 looks at each inode that has become free, and a trial that begins
+    after thousands were removed would pay for it with every file.
+    """
+    with tempfile.TemporaryDirectory(prefix="overhead-") as directory:
+        for model, recorded in product(options.models, options.configs):
+            place = Path(directory, f"{model}-{recorded}")
+            place.mkdir()
+            config = write_config(place, recorded)
+            trial = Trial(WORKLOADS[model], config, pythons, place, partial(progress.show, f"{model}, {recorded}"))
+            times, peaks = trial.times(options.rounds), trial.peaks()
             for name in pythons:
                 yield cost_of(name, trial.workload, recorded, times, peaks)
 
