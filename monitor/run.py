@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from monitor.anomalies.alarm import Alarm
 from monitor.anomalies.alerts import Alerts
-from monitor.anomalies.recording import EventFiles
+from monitor.anomalies.recording import EventFiles, OnlyEnd
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Listener, Scanner
 from monitor.config import MonitorConfig
@@ -122,7 +122,8 @@ class Run:
 
     def use(self, config: MonitorConfig) -> None:
         """From the next step on write and watch what ``config`` asks for. Does not wait."""
-        self.manifest.also_in(config.formats)
+        if config.collect_times:
+            self.manifest.also_in(config.formats)
         self.pipeline.rearrange(partial(self._arranged, config))
 
     def _arranged(self, config: MonitorConfig) -> tuple[Mapping[str, Sink], Mapping[str, Watcher]]:
@@ -143,7 +144,7 @@ class Run:
         """The alert rules, if there are any. Alerts come before files: a disk that hangs keeps none from being said."""
         if not config.alert.rules:
             self._scanner = None
-            return {}
+            return {"the event files": Scanner((), (OnlyEnd(self._events),))} if self._events is not None else {}
         if self._scanner is None or (config.alert, config.on_alert) != (self._config.alert, self._config.on_alert):
             self._scanner = self._scanner_for(config)
         self._config = config
