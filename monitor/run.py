@@ -57,7 +57,6 @@ class Run:
     Attributes:
         directory: The rank's directory.
         base: The directory of all ranks and runs.
-        on_alert: Called on the writer thread when an alert rule has fired, if the configuration says what then. Must not wait.
         resumes_after: The last step that earlier runs have written to ``directory``; -1 if there is none.
     """
 
@@ -90,7 +89,7 @@ class Run:
         mine = home(self.base, place.rank, self.identity.timestamp, ordinal, config.append_output, config.formats, failures)
         self.directory = mine.directory
         self.resumes_after = mine.earlier.timeline.newest
-        self.on_alert: Callable[[], object] = _nobody
+        self._listener: weakref.WeakMethod[Callable[[], object]] | None = None
         self._config, self._series = config, series
         self._sinks: dict[str, tuple[SinkContext, Sink]] = {}
         self._scanner: Scanner | None = None
@@ -119,6 +118,14 @@ class Run:
             signal_seconds=config.signal_seconds,
             watchers=self._watchers_for(config),
         )
+
+    def tell_of_alerts(self, listener: Callable[[], object]) -> None:
+        """Call a method, for as long as its object lives, when an alert rule has fired and the configuration says what then.
+
+        Args:
+            listener: Called on the writer thread; must not wait.
+        """
+        self._listener = weakref.WeakMethod(listener)  # what is queued holds the run, and would hold a model with it
 
     def use(self, config: MonitorConfig) -> None:
         """From the next step on write and watch what ``config`` asks for. Does not wait."""
@@ -161,7 +168,8 @@ class Run:
         return Scanner(rules, [*listeners, files] if files else listeners)
 
     def _alerted(self) -> None:
-        self.on_alert()
+        if self._listener is not None and (tell := self._listener()) is not None:
+            tell()
 
     def close(self) -> bool:
         """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""
@@ -176,7 +184,3 @@ def identity_of(place: Place, ordinal: int, failures: Failures) -> JobIdentity:
 
 def _as_dict(config: MonitorConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
-
-
-def _nobody() -> None:
-    """Nobody looks closer."""

@@ -64,7 +64,7 @@ class Switching:
 
     def opened(self, run: Run) -> None:
         """From now on there is a run, and a manifest of it."""
-        run.on_alert = self.alert
+        run.tell_of_alerts(self.alert)
         self._journal.stands_in(run.manifest)
 
     def alert(self) -> None:
