@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from monitor.anomalies.alarm import Alarm
 from monitor.anomalies.alerts import Alerts
-from monitor.anomalies.recording import EventFiles
+from monitor.anomalies.recording import EventFiles, OnlyEnd
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Listener, Scanner
 from monitor.config import MonitorConfig
@@ -57,7 +57,6 @@ class Run:
     Attributes:
         directory: The rank's directory.
         base: The directory of all ranks and runs.
-        on_alert: Called on the writer thread when an alert rule has fired, if the configuration says what then. Must not wait.
         resumes_after: The last step that earlier runs have written to ``directory``; -1 if there is none.
     """
 
@@ -90,7 +89,7 @@ class Run:
         mine = home(self.base, place.rank, self.identity.timestamp, ordinal, config.append_output, config.formats, failures)
         self.directory = mine.directory
         self.resumes_after = mine.earlier.timeline.newest
-        self.on_alert: Callable[[], object] = _nobody
+        self._listener: weakref.WeakMethod[Callable[[], object]] | None = None
         self._config, self._series = config, series
         self._sinks: dict[str, tuple[SinkContext, Sink]] = {}
         self._scanner: Scanner | None = None
@@ -120,9 +119,18 @@ class Run:
             watchers=self._watchers_for(config),
         )
 
+    def tell_of_alerts(self, listener: Callable[[], object]) -> None:
+        """Call a method, for as long as its object lives, when an alert rule has fired and the configuration says what then.
+
+        Args:
+            listener: Called on the writer thread; must not wait.
+        """
+        self._listener = weakref.WeakMethod(listener)  # what is queued holds the run, and would hold a model with it
+
     def use(self, config: MonitorConfig) -> None:
         """From the next step on write and watch what ``config`` asks for. Does not wait."""
-        self.manifest.also_in(config.formats)
+        if config.collect_times:
+            self.manifest.also_in(config.formats)
         self.pipeline.rearrange(partial(self._arranged, config))
 
     def _arranged(self, config: MonitorConfig) -> tuple[Mapping[str, Sink], Mapping[str, Watcher]]:
@@ -143,7 +151,7 @@ class Run:
         """The alert rules, if there are any. Alerts come before files: a disk that hangs keeps none from being said."""
         if not config.alert.rules:
             self._scanner = None
-            return {}
+            return {"the event files": Scanner((), (OnlyEnd(self._events),))} if self._events is not None else {}
         if self._scanner is None or (config.alert, config.on_alert) != (self._config.alert, self._config.on_alert):
             self._scanner = self._scanner_for(config)
         self._config = config
@@ -160,7 +168,8 @@ class Run:
         return Scanner(rules, [*listeners, files] if files else listeners)
 
     def _alerted(self) -> None:
-        self.on_alert()
+        if self._listener is not None and (tell := self._listener()) is not None:
+            tell()
 
     def close(self) -> bool:
         """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""
@@ -175,7 +184,3 @@ def identity_of(place: Place, ordinal: int, failures: Failures) -> JobIdentity:
 
 def _as_dict(config: MonitorConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
-
-
-def _nobody() -> None:
-    """Nobody looks closer."""

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from monitor.config.explain import explain, shown
 from monitor.config.jsonc import Document, JsonError, parse
-from monitor.config.model import MonitorConfig
+from monitor.config.model import MonitorConfig, OnAlert
 from monitor.config.not_built import not_built
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
@@ -108,7 +108,19 @@ def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
         problems.append(f"print_struct: {_ENDS}")
     if dynamic and config.cc_distribution.enable and config.cc_distribution.cc_log_only:
         problems.append(f"cc_distribution.cc_log_only: {_ENDS}")
+    if config.on_alert is not None and not problems:
+        problems += [f"on_alert.set: {problem}" for problem in _problems_of_closer_look(config, config.on_alert)]
     return problems
+
+
+def _problems_of_closer_look(config: MonitorConfig, wanted: OnAlert) -> list[str]:
+    """What an alert would lead to has to be usable before there is one."""
+    fields = {**config.model_dump(mode="json"), **wanted.model_dump(mode="json")["set"]}
+    try:
+        closer = MonitorConfig.model_validate(fields)
+    except ValidationError as error:
+        return explain(MonitorConfig, error, {})
+    return [*not_built(closer), *_unfit(closer.model_copy(update={"on_alert": None}), dynamic=True)]
 
 
 def is_dynamic(name: str) -> bool:

@@ -50,6 +50,9 @@ class Agreeing(Protocol):
     def stop(self) -> None:
         """End, within about a second; a call of the store that hangs is left behind."""
 
+    def retire(self) -> None:
+        """End after the next turn. Takes no lock."""
+
 
 class Alone:
     """A process without others: what is wished for is agreed on at once, by whoever wishes."""
@@ -69,6 +72,8 @@ class Alone:
 
     def stop(self) -> None: ...
 
+    def retire(self) -> None: ...
+
 
 class AmongOthers:
     """A daemon thread that talks to the store over a connection of its own. Nobody ever waits for it without a bound."""
@@ -84,6 +89,7 @@ class AmongOthers:
         self._held_up_since: float | None = None
         self._pause_s = pace.idle
         self._wake, self._joined, self._stopped = Event(), Event(), Event()
+        self._retired = False
         self._thread = Thread(target=self._run, name="monitor-agreement", daemon=True)
 
     def start(self, timeout_s: float) -> bool:
@@ -98,9 +104,12 @@ class AmongOthers:
         self._wake.set()
         self._thread.join(JOIN_S)
 
+    def retire(self) -> None:
+        self._retired = True
+
     def _run(self) -> None:
         try:
-            while not self._stopped.is_set() and self._alive():
+            while not (self._stopped.is_set() or self._retired) and self._alive():
                 self._turn()
                 self._wake.wait(self._pause())
                 self._wake.clear()

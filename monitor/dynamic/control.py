@@ -160,6 +160,12 @@ class Control:
             self._watching.stop()
         self._agreeing.stop()
 
+    def retire(self) -> None:
+        """Nobody is left who could ask: end soon. Called when the asker is collected, at whatever moment: takes no lock."""
+        if self._watching is not None:
+            self._watching.retired = True
+        self._agreeing.retire()
+
     def began_otherwise(self) -> None:
         """The agreement's: training begins with what another rank has read. Of two, the file's latest is to hold in the end."""
         if self._watching is not None:

@@ -22,6 +22,9 @@ class Watching:
 
     Args:
         changed: Called on that thread with each new configuration.
+
+    Attributes:
+        retired: Set to end the thread after its next turn, without waking it.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Watching:
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._path, self._changed, self._failures, self._interval_s = path, changed, failures, interval_s
+        self.retired = False
         self._watch = FileWatch(path, known)
         self._ended: MonitorConfig | None = None
         self._looking = Lock()
@@ -65,7 +69,7 @@ class Watching:
 
     def _run(self) -> None:
         turn = self._failures.guarded("watching the configuration file", self.turn)
-        while not self._stopped.is_set():
+        while not (self._stopped.is_set() or self.retired):
             turn()
             self._wake.wait(self._interval_s)
             self._wake.clear()

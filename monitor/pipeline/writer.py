@@ -174,15 +174,19 @@ class Writer(Generic[S]):
 
     def _run(self) -> None:
         while not self._closed.done:
-            try:
-                message = self._inbox.get(timeout=self._delivery.seconds_to_save())
-            except Empty:
-                self._delivery.save()
-            else:
-                self._handle(message)
+            self._handle(self._next())  # without a name: while this waits it must not keep what the last message was about
 
-    def _handle(self, message: Submitted[S] | Rearranged | Asked) -> None:
-        if isinstance(message, Submitted):
+    def _next(self) -> Submitted[S] | Rearranged | Asked | None:
+        """None when it is time to save."""
+        try:
+            return self._inbox.get(timeout=self._delivery.seconds_to_save())
+        except Empty:
+            return None
+
+    def _handle(self, message: Submitted[S] | Rearranged | Asked | None) -> None:
+        if message is None:
+            self._delivery.save()
+        elif isinstance(message, Submitted):
             self._delivery.step(message.step, message.sealed)
             if self._delivery.seconds_to_save() == 0:
                 self._delivery.save()

@@ -64,6 +64,7 @@ class Attachment:
 
     Attributes:
         clock: The step and micro-step.
+        schedule: Which steps are collected.
         begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
         collected: How many steps were to be collected so far.
         on_first_step: Called once, after the next step, collected or not; may end the run.
@@ -79,8 +80,10 @@ class Attachment:
         start_step: int,
         failures: Failures,
         collected: int = 0,
+        schedule: Schedule | None = None,
     ) -> None:
         self.watch = watch
+        self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.structure = StructureCollector(failures) if watch.config.print_struct else None
         self.on_first_step: Callable[[], None] | None = None
@@ -92,7 +95,6 @@ class Attachment:
         self._recorder = recorder
         self._run = run
         self._failures = failures
-        self._schedule = Schedule.of(watch.config)
         self._loss_scale, self._found_inf = Watched(LOSS_SCALE), Watched(FOUND_INF)
         self._introduced = False
         self._forks = PROCESS.forks
@@ -110,23 +112,24 @@ class Attachment:
             raise
         self._begin_step()
 
-    def use(self, watch: Watch, names: ModelNames, collected: int) -> None:
+    def use(self, watch: Watch, names: ModelNames, schedule: Schedule, collected: int) -> None:
         """Between two steps: watch the same model otherwise, from the step to come on.
 
         Args:
-            collected: From where the steps that are collected are counted.
+            collected: How many steps of ``schedule`` were to be collected so far.
         """
-        self._remove_hooks()
+        self.rest()
         self.watch, self._names = watch, names
-        self._schedule = Schedule(self.clock.step, watch.config.step_interval, watch.config.collect_times)
-        self.collected = collected
+        self._flow_told = self._flow_told and not watch.config.xy_distribution
+        self._attach()
+        self.schedule, self.collected = schedule, collected
+
+    def rest(self) -> None:
+        """Between two steps: watch nothing, and collect none, until ``use``."""
+        self.schedule = Schedule(self.clock.step, 1, 0)
+        self._remove_hooks()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
         self._stacks = self._gradients = self._weights = self._moments = None
-        try:
-            self._attach()
-        except BaseException:
-            self._remove_hooks()
-            raise
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
@@ -283,11 +286,11 @@ class Attachment:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
         finally:
             self.modules.end_step()
-            self.collected += self._schedule.collects(self.clock.step, self.collected)
+            self.collected += self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
+            self._finish_first_step()  # of what was watched in it: what the boundary brings has yet to see a step
             self.at_boundary(self.clock.step)
             self._begin_step()
-        self._finish_first_step()
 
     def _seal(self, status: Status) -> None:
         try:
@@ -335,7 +338,7 @@ class Attachment:
 
     def _begin_step(self) -> None:
         self.begun = False
-        wanted = self.watch.ownership.monitored and self._schedule.collects(self.clock.step, self.collected)
+        wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted)
         if self._recorder.active and self._gradients is not None:
             self._gradients.begin_step()

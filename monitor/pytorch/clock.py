@@ -19,10 +19,19 @@ class Schedule:
     def of(cls, config: MonitorConfig) -> Schedule:
         return cls(config.start_step, config.step_interval, config.collect_times)
 
+    @classmethod
+    def counted_from(cls, step: int, config: MonitorConfig) -> Schedule:
+        """Of a configuration that holds from ``step`` on, whatever its ``start_step``."""
+        return cls(step, config.step_interval, config.collect_times)
+
     def collects(self, step: int, collected: int) -> bool:
         """Whether ``step`` is collected after ``collected`` others were."""
         since = step - self.start_step
         return collected < self.collect_times and since >= 0 and since % self.step_interval == 0
+
+    def collected_before(self, step: int) -> int:
+        """How many steps were to be collected where each from ``start_step`` on came to pass."""
+        return min(len(range(self.start_step, step, self.step_interval)), self.collect_times)
 
 
 @dataclass(slots=True)

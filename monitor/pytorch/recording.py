@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from monitor.config import MonitorConfig
-from monitor.dynamic import Job, Journal
+from monitor.dynamic import Job
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.attachment import Attachment, Watch
+from monitor.pytorch.clock import Schedule
 from monitor.pytorch.names import ModelNames
 from monitor.pytorch.place import initialized, versions
 from monitor.pytorch.recorder import Recorder
-from monitor.pytorch.switching import Switching
+from monitor.pytorch.switching import PutInForce, Switching
 from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
@@ -64,39 +65,36 @@ class Recording:
         self._closed = False
         self._communication: Communication | None = None
         self.switching: Switching | None = None
-        self._put_in_force: Callable[[MonitorConfig, int], None] = _nothing
+        self._put_in_force: PutInForce = _nothing
 
-    def follow_file(self, put_in_force: Callable[[MonitorConfig, int], None]) -> None:
+    def follow_file(self, put_in_force: PutInForce) -> None:
         """From the end of the first step on, record what the configuration file asks for.
 
         Args:
-            put_in_force: Between two steps: calls ``use`` with what a configuration comes to.
+            put_in_force: Between two steps: calls ``use`` with what a configuration comes to. Where it raises, it has left
+                nothing recorded.
         """
         self._put_in_force = put_in_force
         if self.switching is None:
             self.switching = Switching(self._config_path, self._config, self, self._failures)
             if self._opened is not None:
-                self._opened.on_alert = self.switching.alert
+                self.switching.opened(self._opened)
         self.attachment.at_boundary = self.switching.at_boundary
 
-    def use(self, watch: Watch, names: ModelNames, collected: int) -> None:
-        """Between two steps: record otherwise, as if so many steps of it had been collected."""
-        if watch.ownership.monitored:
+    def use(self, watch: Watch, names: ModelNames, schedule: Schedule, collected: int) -> None:
+        """Between two steps: record otherwise, as if so many steps of ``schedule`` had been collected."""
+        if watch.ownership.monitored or self._opened is not None:
             self.open().use(watch.config)
         self._recorder.use(watch.config.eps)
-        self.attachment.use(watch, names, collected)
+        self.attachment.use(watch, names, schedule, collected)
 
-    def put_in_force(self, config: MonitorConfig, collected: int) -> None:
+    def put_in_force(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
         """See ``Switched``."""
-        self._put_in_force(config, collected)
+        self._put_in_force(config, schedule, collected)
 
     def collected(self) -> int:
         """See ``Switched``."""
         return self.attachment.collected
-
-    def journal(self) -> Journal | None:
-        """See ``Switched``."""
-        return self.open().manifest if self.attachment.watch.ownership.monitored else None
 
     def job(self) -> Job:
         """See ``Switched``."""
@@ -106,12 +104,12 @@ class Recording:
 
     def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
         """Hook the model and the optimizer, in place of what was hooked before."""
-        collected = 0
+        rest: tuple[int, Schedule | None] = (0, None)
         if hasattr(self, "attachment"):
             # The step in progress goes on under its number, and would stand twice if what it has so far were kept.
             self.attachment.detach(keep=False)
-            collected = self.attachment.collected
-        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, collected)
+            rest = self.attachment.collected, self.attachment.schedule
+        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, *rest)
 
     def open(self) -> Run:
         """The run, begun now if it was not: before the first record at the latest, when rank and job are known."""
@@ -132,7 +130,7 @@ class Recording:
             )
             OPEN.add(self)
             if self.switching is not None:
-                self._opened.on_alert = self.switching.alert
+                self.switching.opened(self._opened)
             self._announce(here.rank, self._opened)
         return self._opened
 
@@ -215,5 +213,5 @@ class Recording:
             LOGGER.warning("[rank %d] %s; see %s", self._failures.rank, said, run.directory / "manifest.json")
 
 
-def _nothing(_config: MonitorConfig, _collected: int) -> None:
+def _nothing(_config: MonitorConfig, _schedule: Schedule, _collected: int) -> None:
     """Nothing is put in force before there is a file to follow."""

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
-from monitor.dynamic import FROM_ALERT, FROM_FILE, Control, Job, Journal, Switch
+from monitor.config.not_built import not_built
+from monitor.dynamic import FROM_ALERT, RETURN, Control, Job, Journal, Switch
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
+from monitor.pytorch.clock import Schedule
+from monitor.ranks.manifest import MOST_CONFIGURATIONS
 from monitor.ranks.records import ConfigurationRecord
+from monitor.run import Run
+
+PutInForce = Callable[[MonitorConfig, Schedule, int], None]
+"""Between two steps: record what a configuration asks for, in these steps, as if so many of them had been collected."""
 
 
 class Switched(Protocol):
-    """What a configuration is put in force on. May raise: then nothing is recorded until the next change."""
+    """What a configuration is put in force on."""
 
     def job(self) -> Job:
         """How this rank reaches the others."""
 
-    def journal(self) -> Journal | None:
-        """Where it is written down what held when; None on a rank that has no directory."""
-
-    def put_in_force(self, config: MonitorConfig, collected: int) -> None:
-        """Record what ``config`` asks for, from the step to come on, as if so many steps of it had been collected."""
+    def put_in_force(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
+        """See ``PutInForce``. Where it raises, nothing is recorded until the next change."""
 
     def collected(self) -> int:
         """How many steps of what is in force were to be collected so far."""
@@ -47,11 +54,18 @@ class Switching:
         self._path, self._first = path, config
         self._switched = switched
         self._failures = failures
+        self._journal = _Journal()
         self._control: Control | None = None
+        self._schedule = Schedule.counted_from(0, self.config)
         self._on = self._ended = False
-        self._collected_before = 0
+        self._set_aside: tuple[Schedule, int] | None = None
         self._forks = PROCESS.forks
         self.at_boundary: Callable[[int], object] = failures.guarded("switching the configuration", self._boundary)
+
+    def opened(self, run: Run) -> None:
+        """From now on there is a run, and a manifest of it."""
+        run.tell_of_alerts(self.alert)
+        self._journal.stands_in(run.manifest)
 
     def alert(self) -> None:
         """An alert rule has fired on this rank. Any thread; does not wait."""
@@ -64,50 +78,87 @@ class Switching:
             self._control.close()
 
     def _boundary(self, step: int) -> None:
+        if PROCESS.forks != self._forks:  # where nothing is recorded, and nobody answers
+            return
         if self._control is None:
-            if PROCESS.forks != self._forks:
-                return
-            self._control = self._started(step)
-            self._put_in_force((self._control.begin(step) or self._control).config)
+            self._begin(step)
         elif (switch := self._control.begin(step)) is not None:
-            self._follow(switch)
-        elif self._on and self._switched.collected() >= self.config.collect_times:
+            self._follow(switch, step)
+        elif self._on and self._set_aside is None and self._switched.collected() >= self._schedule.collect_times:
             self._ended = True
             self._control.ended()
-            self._put_in_force(self.config.model_copy(update={"dynamic_on": False}))
+            self._put_in_force(self.config.model_copy(update={"dynamic_on": False}), self._schedule, 0)
 
-    def _follow(self, switch: Switch[MonitorConfig]) -> None:
-        """An alert brings a closer look for some steps, after which what held before goes on where it was."""
-        if switch.origin == FROM_FILE:
-            self._ended, self._collected_before = False, 0
-            self._put_in_force(switch.config)
-        elif not self._ended:
-            if switch.origin == FROM_ALERT:
-                self._collected_before = self._switched.collected()
-            self._put_in_force(switch.config, 0 if switch.origin == FROM_ALERT else self._collected_before)
-
-    def _started(self, step: int) -> Control:
+    def _begin(self, step: int) -> None:
         control = Control(self._path, self._first, self._switched.job(), self._failures, step, accept_running)
-        control.start(self._switched.journal() or _Nowhere())
-        return control
+        self._control = control
+        weakref.finalize(self, control.retire).atexit = False  # at exit it is closed, within bounds
+        control.start(self._journal)
+        config = (control.begin(step) or control).config
+        self._put_in_force(config, Schedule.counted_from(step, config), 0)
 
-    def _put_in_force(self, config: MonitorConfig, collected: int = 0) -> None:
+    def _follow(self, switch: Switch[MonitorConfig], step: int) -> None:
+        """An alert brings a closer look for some steps, after which what held before goes on where it was."""
+        schedule = Schedule.counted_from(switch.from_step, switch.config)
+        if switch.origin == FROM_ALERT and not self._ended:
+            if self._set_aside is None:
+                self._set_aside = self._schedule, self._schedule.collected_before(switch.from_step)
+            schedule = _closer(schedule, switch.config)
+            self._put_in_force(switch.config, schedule, schedule.collected_before(step))
+        elif switch.origin == RETURN and self._set_aside is not None:
+            schedule, collected = self._set_aside
+            self._set_aside = None
+            self._put_in_force(switch.config, schedule, collected)
+        elif switch.origin not in (FROM_ALERT, RETURN):
+            self._ended, self._set_aside = False, None
+            self._put_in_force(switch.config, schedule, schedule.collected_before(step))
+
+    def _put_in_force(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
         self._on = config.dynamic_on and config.collect_times > 0
         self.config = config if self._on else resting(config)
+        self._schedule = schedule if self._on else replace(schedule, collect_times=0)
         try:
-            self._switched.put_in_force(self.config, collected)
+            self._switched.put_in_force(self.config, self._schedule, collected)
         except Exception as error:
             self._failures.report("putting a configuration in force", error, "Nothing is recorded until the next change.")
             self._on, self.config = False, resting(config)
-            self._switched.put_in_force(self.config, 0)
 
 
-class _Nowhere:
-    """The journal of a rank that has none."""
+class _Journal:
+    """Keeps what is told until there is a manifest: a rank that is not monitored has none, or none yet."""
 
-    def configured(self, record: ConfigurationRecord) -> None: ...
+    def __init__(self) -> None:
+        self._kept: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
+        self._undecided_since: int | None = None
+        self._manifest: Journal | None = None
 
-    def undecided(self, since: int | None) -> None: ...
+    def stands_in(self, manifest: Journal) -> None:
+        """Training thread: hand on what was told, and what will be."""
+        self._manifest = manifest
+        manifest.undecided(self._undecided_since)
+        while self._kept:
+            manifest.configured(self._kept.popleft())
+
+    def configured(self, record: ConfigurationRecord) -> None:
+        """See ``Journal``."""
+        if self._manifest is not None:
+            self._manifest.configured(record)
+        else:
+            self._kept.append(record)
+
+    def undecided(self, since: int | None) -> None:
+        """See ``Journal``."""
+        self._undecided_since = since
+        if self._manifest is not None:
+            self._manifest.undecided(since)
+
+
+def _closer(schedule: Schedule, config: MonitorConfig) -> Schedule:
+    """Of a closer look: its number of steps bounds it, and not what is left of ``collect_times``."""
+    wanted = config.on_alert
+    if wanted is None or "collect_times" in wanted.set.model_fields_set:
+        return schedule
+    return replace(schedule, collect_times=wanted.steps)
 
 
 def resting(config: MonitorConfig) -> MonitorConfig:
@@ -131,7 +182,9 @@ def accept_running(config: MonitorConfig) -> None:
     """Whether a configuration may come into force while training runs.
 
     Raises:
-        ValueError: It asks for what only a start can do.
+        ValueError: It asks for what only a start can do, or nobody can.
     """
     if config.print_struct or (config.cc_distribution.enable and config.cc_distribution.cc_log_only):
         raise ValueError("print_struct and cc_log_only end a run after its first step: unset DYNAMIC_MONITOR to use them")
+    if missing := not_built(config):
+        raise ValueError("; ".join(missing))

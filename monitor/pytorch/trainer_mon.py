@@ -12,9 +12,11 @@ from torch import nn
 
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import is_dynamic
+from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.arguments import chunks_of, count, given
 from monitor.pytorch.attachment import Watch
+from monitor.pytorch.clock import Schedule
 from monitor.pytorch.collectives.installing import communication
 from monitor.pytorch.errors import RunEnded
 from monitor.pytorch.frameworks.framework import Framework
@@ -186,24 +188,35 @@ class TrainerMon:
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
     def _switch(
-        self, recording: Recording, watch_of: Callable[[MonitorConfig], Watch], config: MonitorConfig, collected: int
+        self,
+        recording: Recording,
+        watch_of: Callable[[MonitorConfig], Watch],
+        config: MonitorConfig,
+        schedule: Schedule,
+        collected: int,
     ) -> None:
-        """Between two steps: record what ``config`` asks for."""
-        watch = watch_of(config)
-        names = self._names(watch)
-        self.ops = config.ops
-        recording.use(watch, names, collected)
-        self._switch_communication(recording, watch)
+        """Between two steps: record what ``config`` asks for; nothing, if that cannot be."""
+        try:
+            watch = watch_of(config)
+            names = self._names(watch)
+            self.ops = config.ops
+            recording.use(watch, names, schedule, collected)
+            self._switch_communication(recording, watch)
+        except BaseException:
+            recording.attachment.rest()
+            if recording is self._recordings[0]:
+                self._close_communication()
+            raise
         if config.collect_times and watch.ownership.monitored:
-            announce(watch, names, config, recording.series)
+            self._failures.guarded("reckoning what a step will come to", announce)(watch, names, config, recording.series)
 
     def _switch_communication(self, recording: Recording, watch: Watch) -> None:
-        """Of several recordings, the rows of communication stand with the first."""
-        if recording is not self._recordings[0]:
+        """Of several recordings, the rows of communication stand with the first. What is listened to already goes on."""
+        wanted = watch.config.cc_distribution if watch.ownership.monitored else CcDistribution()
+        if recording is not self._recordings[0] or (self._communication is not None and self._communication.wanted == wanted):
             return
         self._close_communication()
-        if watch.ownership.monitored:
-            self._communication = communication(watch.config.cc_distribution, self._failures)
+        self._communication = communication(wanted, self._failures)
         if self._communication is not None:
             recording.record_communication(self._communication)
             recording.attachment.on_first_step = partial(self._after_first_step, recording)

@@ -68,11 +68,15 @@ class Started:
     def wait_for(self, line: str) -> None:
         """Wait until it has said ``line``."""
 
-        def said() -> bool:
-            return f"{line}\n" in self._out.read_text().splitlines(keepends=True)
+        def has_said() -> bool:
+            return f"{line}\n" in self.said().splitlines(keepends=True)
 
-        assert until(lambda: said() or self.child.poll() is not None, PATIENCE), f"it never said {line!r}"
-        assert said(), f"it ended before it said {line!r}:\n{self._errors.read_text()}"
+        assert until(lambda: has_said() or self.child.poll() is not None, PATIENCE), f"it never said {line!r}"
+        assert has_said(), f"it ended before it said {line!r}:\n{self._errors.read_text()}"
+
+    def said(self) -> str:
+        """Standard output so far."""
+        return self._out.read_text()
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.child.pid, number)

@@ -39,12 +39,13 @@ class Communication(CollectiveListener):
     """Listens from its making until ``close``.
 
     Attributes:
+        wanted: What it was made for.
         unread: Calls whose outputs have not been read: still under way, never waited for, or changed before they could be.
     """
 
     def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
         self.unread = 0
-        self._wanted = wanted
+        self.wanted = wanted
         self._failures = failures
         self._recorder: Recorder | None = None
         self._note: Callable[[str, str], None] | None = None
@@ -65,7 +66,7 @@ class Communication(CollectiveListener):
     @property
     def log_only(self) -> bool:
         """Whether nothing is measured, and the run ends when the log is written."""
-        return self._wanted.cc_log_only
+        return self.wanted.cc_log_only
 
     def record_into(self, recorder: Recorder, roles: Mapping[str, Sequence[int]], note: Callable[[str, str], None]) -> None:
         """Give what is communicated from now on rows in ``recorder``, unless it has them in another already.
@@ -152,7 +153,7 @@ class Communication(CollectiveListener):
         wanted = self._site_wanted(operator, args, inputs, group)
         if not recording or not wanted:
             return False
-        if self._wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and operator.root(args) != group.rank):
+        if self.wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and operator.root(args) != group.rank):
             assert self._calls is not None  # since there is a recorder
             self._calls.read(self._new_call(operator, group, "pre_0"), inputs)
         return True
