@@ -19,8 +19,11 @@ ROOTED = {
 }
 """The root has rank 0 in the group, and rank 1 in the job. Which ranks of the job have which row."""
 
+RAISING = ("without a future", "without an end")
+"""Of a Work in Python that leaves everything to torch."""
+
 UNDER = ("double precision", "deterministic", "anomalies detected", "autocast")
-OTHERS = ("in Python", "reduced in Python", "broadcast alone", "by name", "of nobody", "saved and loaded")
+OTHERS = ("in Python", "reduced in Python", "named", "broadcast alone", "by name", "of nobody", "saved and loaded")
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,19 @@ def given(job: Job, rank: int, case: str) -> Any:
 
 
 def test_no_case_is_left_out(job: Job) -> None:
-    assert sorted([*ROOTED, *UNDER, *OTHERS]) == sorted(job.monitored[0]["cases"])
+    assert sorted([*ROOTED, *UNDER, *OTHERS, *RAISING]) == sorted(job.monitored[0]["cases"])
 
 
 @pytest.mark.parametrize("case", [*ROOTED, *UNDER, *OTHERS])
 def test_programs_find_what_they_would_find(case: str, job: Job) -> None:
     for rank in range(2):
         assert "raised" not in outcome(job, rank, case)
+
+
+@pytest.mark.parametrize("case", RAISING)
+def test_programs_see_the_exceptions_that_they_would_see(case: str, job: Job) -> None:
+    for rank in range(2):
+        assert outcome(job, rank, case)["raised"][0] == "RuntimeError"
 
 
 @pytest.mark.parametrize("case", ROOTED)

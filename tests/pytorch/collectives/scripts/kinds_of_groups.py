@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,6 +82,40 @@ def reduced_in_python() -> Told:
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2), process_group=GROUPS["lonely"])
     model(numbers(2, 3)).square().sum().backward()
     return [[p.grad for p in model.parameters()], len(GROUPS["lonely"].works) > 0]
+
+
+class Named(dist.ProcessGroup):
+    """Has a name of its own, and leaves everything else to the backend below."""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "named"
+
+
+class Nothing(dist.Work):
+    """Has nothing of its own."""
+
+
+def named() -> Told:
+    """Calls that torch looks up in the class of the group, where it finds nothing but what it has put there itself."""
+    with TemporaryDirectory() as own:
+        store = dist.FileStore(f"{own}/met", 1)
+        group = Named(0, 1)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, 0, 1))
+        group._set_group_name("named")
+        x = numbers(4)
+        group.allreduce([x]).wait()
+        group.broadcast([x]).wait()
+        group.allgather([[torch.zeros(4)]], [x]).wait()
+        group.barrier().wait()
+        return [x]
+
+
+def without_a_future() -> Told:
+    return [Nothing().get_future()]
+
+
+def without_an_end() -> Told:
+    return [Nothing().wait(timedelta(milliseconds=20))]
 
 
 def broadcast(group: str, root: int) -> Told:
@@ -170,6 +205,9 @@ def under(surroundings: Callable[[], Any]) -> Told:
 CASES: dict[str, Case] = {
     "in Python": in_python,
     "reduced in Python": reduced_in_python,
+    "named": named,
+    "without a future": without_a_future,
+    "without an end": without_an_end,
     "broadcast alone": lambda: broadcast(f"alone {dist.get_rank()}", dist.get_rank()),
     "broadcast in another order": partial(broadcast, "other order", 1),
     "scattered": scattered,
