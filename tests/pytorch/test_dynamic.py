@@ -139,9 +139,7 @@ def test_another_length_of_records_and_number_of_digits_hold_from_the_switch_on(
 
 
 @pytest.mark.parametrize("formats", [("csv", "hdf5"), ("hdf5", "csv"), ("tensorboard", "csv")])
-def test_a_format_holds_from_the_switch_on_and_a_merge_finds_all_steps(
-    output: Output, formats: tuple[str, ...]
-) -> None:
+def test_a_format_holds_from_the_switch_on_and_a_merge_finds_all_steps(output: Output, formats: tuple[str, ...]) -> None:
     before, after = formats
     with training(output, **GRADIENTS | {"format": before, "step_count_per_record": 10}) as one:
         one.train(3)
