@@ -570,6 +570,16 @@ class TestNotBuilt:
         assert problems(asked) == "on_alert: no alert can fire, alert.rules is empty"
         assert load(ruled).on_alert is not None
 
+    def test_what_an_alert_would_lead_to_is_checked_before_there_is_one(
+        self, problems: Refused, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+        asked: dict[str, Any] = {"alert": {"rules": [{"rule_name": "AnomalyNan"}]}, "ops": ["max"]}
+        said = problems({**asked, "on_alert": {"set": {"replica_check": True}, "steps": 5}})
+        assert said.startswith("on_alert.set: replica_check")
+        said = problems({**asked, "on_alert": {"set": {"print_struct": True}, "steps": 5}})
+        assert said.startswith("on_alert.set: print_struct: it ends the run")
+
     def test_the_variable_is_not_guessed_either(self, problems: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DYNAMIC_MONITOR", "1")
         assert problems("{}") == 'environment variable DYNAMIC_MONITOR: "1" is not allowed: expected True or False'

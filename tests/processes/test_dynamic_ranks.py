@@ -25,6 +25,9 @@ GRADIENTS: dict[str, Any] = {"dynamic_on": True, "wg_distribution": True, "ops":
 SOON = 30.0
 
 
+Start = Callable[..., "Job"]
+
+
 class Job:
     """Ranks that train, and the file that they follow."""
 
@@ -51,9 +54,7 @@ class Job:
 
     def wait_until(self, condition: Callable[[ManifestRecord], object]) -> None:
         """Until it holds of every rank that records."""
-        assert until(lambda: all(condition(one) for one in self.manifests()), SOON), [
-            one.configurations for one in self.manifests()
-        ]
+        assert until(lambda: all(condition(one) for one in self.manifests()), SOON)
 
     def wait_for(self, digest: str) -> None:
         self.wait_until(lambda one: one.configurations and one.configurations[-1].digest == digest)
@@ -81,8 +82,8 @@ class Job:
 
 
 @pytest.fixture
-def start(launcher: Launcher, tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    yield lambda ranks, *arguments, **config: Job(launcher, tmp_path, ranks, *arguments, **config)
+def start(launcher: Launcher, tmp_path: Path) -> Start:
+    return lambda ranks, *arguments, **config: Job(launcher, tmp_path, ranks, *arguments, **config)
 
 
 def seeded_edits(seed: int) -> Iterator[dict[str, Any]]:
@@ -112,7 +113,7 @@ def due(log: list[ConfigurationRecord], edited: dict[str, MonitorConfig], end: i
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_fifty_edits_at_random_moments_lead_to_the_same_steps_on_all_ranks(start: Callable[..., Job], ranks: int) -> None:
+def test_fifty_edits_at_random_moments_lead_to_the_same_steps_on_all_ranks(start: Start, ranks: int) -> None:
     job = start(ranks, dynamic_on=False)
     moments = random.Random(ranks)
     for config in seeded_edits(ranks):
@@ -135,7 +136,7 @@ def test_fifty_edits_at_random_moments_lead_to_the_same_steps_on_all_ranks(start
 
 
 def test_an_alert_on_one_rank_brings_activations_to_both_for_some_steps_and_the_count_goes_on(
-    start: Callable[..., Job],
+    start: Start,
 ) -> None:
     job = start(
         2,
@@ -162,7 +163,7 @@ def test_an_alert_on_one_rank_brings_activations_to_both_for_some_steps_and_the_
 
 
 def test_communication_is_recorded_from_the_switch_on_until_the_next_and_nothing_stays_patched(
-    start: Callable[..., Job],
+    start: Start,
 ) -> None:
     job = start(2, **GRADIENTS)
     job.wait_for(job.edit(**GRADIENTS, cc_distribution={"enable": True}))
@@ -178,7 +179,7 @@ def test_communication_is_recorded_from_the_switch_on_until_the_next_and_nothing
     assert [one["patched"] for one in told] == [[], []]
 
 
-def test_a_rank_that_is_not_monitored_takes_part_and_begins_to_record_when_it_is_to(start: Callable[..., Job]) -> None:
+def test_a_rank_that_is_not_monitored_takes_part_and_begins_to_record_when_it_is_to(start: Start) -> None:
     job = start(2, **GRADIENTS, module_ranks=[0])
     assert len(job.manifests()) == 1
     wanted = job.edit(**GRADIENTS, module_ranks=[1])
@@ -196,7 +197,7 @@ def test_a_rank_that_is_not_monitored_takes_part_and_begins_to_record_when_it_is
     assert job.steps(1, "grad_unreduced") == list(range(one, end))
 
 
-def test_the_command_switches_a_running_job_and_waits_for_all_of_its_ranks(start: Callable[..., Job]) -> None:
+def test_the_command_switches_a_running_job_and_waits_for_all_of_its_ranks(start: Start) -> None:
     job = start(2, dynamic_on=False, wg_distribution=True, ops=["norm"], step_count_per_record=50)
 
     def control(*arguments: str) -> str:

@@ -10,6 +10,8 @@ from switched import GRADIENTS, training
 from torch import nn
 from watching import Output, warnings_in
 
+from monitor.merge.merging import Wanted, merge
+from monitor.merge.output import read_merged
 from monitor.pytorch import TrainerMon
 from monitor.sinks.csv import read_csv
 
@@ -134,6 +136,24 @@ def test_another_length_of_records_and_number_of_digits_hold_from_the_switch_on(
     digits = {row.step: max(len(f"{row.values['norm']!r}".split(".")[1]), 0) for row in output.rows("grad_reduced")}
     assert all(digits[step] > 2 for step in (1, 2, 3))
     assert all(digits[step] <= 2 for step in (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize("formats", [("csv", "hdf5"), ("hdf5", "csv"), ("tensorboard", "csv")])
+def test_a_format_holds_from_the_switch_on_and_a_merge_finds_all_steps(output: Output, formats: tuple[str, ...]) -> None:
+    before, after = formats
+    with training(output, **GRADIENTS | {"format": before, "step_count_per_record": 10}) as one:
+        one.train(3)
+        one.edit(**GRADIENTS | {"format": after, "step_count_per_record": 10, "step_interval": 2})
+        one.train(5)
+        one.edit(**GRADIENTS | {"format": before, "step_count_per_record": 10})
+        one.train(3)
+    wanted = {"tensorboard": [4, 6, 8]}.get(before, [1, 2, 3, 4, 6, 8, 9, 10])
+    report = merge(Wanted(output.base, output.base / "merged"))
+    (merged,) = (output.base / "merged" / "per_rank").glob("grad_reduced_*")
+    steps = read_merged(merged)["step"].to_pylist()
+    assert steps == [step for step in wanted for _ in range(4)]
+    assert report.clean or before == "tensorboard"
+    assert output.manifest()["formats"] == [before, after]
 
 
 def test_eps_is_that_of_each_step(output: Output) -> None:

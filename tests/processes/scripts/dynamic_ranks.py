@@ -1,4 +1,4 @@
-"""A data-parallel rank under dynamic monitoring, then the same steps unmonitored; ``dynamic_ranks.py CONFIG RESULT [NAN_STEP]``.
+"""A data-parallel rank under dynamic monitoring, then without it; ``dynamic_ranks.py CONFIG RESULT [NAN_STEP]``.
 
 It trains until ``RESULT/stop`` is there, each step after a random delay. Its losses, with and without the monitor, and what is
 left patched in torch.distributed go to ``RESULT/rank{rank}.json``. In the step ``NAN_STEP`` a parameter of rank 1 that takes no
