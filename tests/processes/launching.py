@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, NamedTuple, Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,10 +237,12 @@ class Launcher:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    """Below those that systems give to whoever asks for any: no connection of another test gets it before the job does."""
+    while True:
+        port = SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _surroundings() -> dict[str, str]:
