@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,3 +222,18 @@ def test_the_command_switches_a_running_job_and_waits_for_all_of_its_ranks(start
     assert first.configurations == second.configurations
     assert job.steps(0, "grad_unreduced") == job.steps(1, "grad_unreduced")
     assert len(first.configurations) == 4
+
+
+def test_a_rank_that_is_killed_while_a_change_is_agreed_on_leaves_the_files_of_the_other_whole(start: Start) -> None:
+    job = start(2, **GRADIENTS)
+    job.wait_for(digest_of(MonitorConfig.model_validate(GRADIENTS)))
+    job.train_on()
+    job.edit(**GRADIENTS, xy_distribution=True, all_xy=True)
+    job.ranks[1].send(signal.SIGKILL)
+    assert job.ranks[1].end().status == -signal.SIGKILL
+    assert job.ranks[0].end().status == 1  # of a collective without its peer
+    (mine,) = [one for one in job.manifests() if one.rank == 0]
+    assert mine.closed
+    assert (mine.dropped, mine.lost) == ({}, {})
+    incomplete = set(mine.steps.incomplete.steps())  # of which there may be gradients or not
+    assert set(mine.steps.written.steps()) - incomplete == set(job.steps(0, "grad_unreduced")) - incomplete
