@@ -27,9 +27,11 @@ KEYS_ABOVE_US: Final = _keys_above_us()
 """Autograd, autocast and the user's dispatch modes: reading a tensor records nothing, casts nothing and is seen by nobody."""
 
 _NOTHING: Final = nullcontext()
-_function_modes: Final[Any] = torch._C._len_torch_function_stack
+
+function_modes: Final[Any] = torch._C._len_torch_function_stack
+"""How many there are of the user's."""
 
 
 def unseen() -> AbstractContextManager[object]:
-    """What is called inside is not told to a ``TorchFunctionMode`` of the user's. Costs next to nothing where there is none."""
-    return torch._C.DisableTorchFunction() if _function_modes() else _NOTHING
+    """What is called inside is not told to a ``TorchFunctionMode`` of the user's."""
+    return torch._C.DisableTorchFunction() if function_modes() else _NOTHING

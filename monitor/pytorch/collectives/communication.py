@@ -23,7 +23,7 @@ from monitor.pytorch.operator_calls import Call, CallSeries, OperatorCalls
 from monitor.pytorch.place import initialized
 from monitor.pytorch.recorder import Recorder
 from monitor.series import Series
-from monitor.stats.torch_modes import unseen
+from monitor.stats.torch_modes import function_modes, unseen
 from monitor.stats.torch_tensors import local_shard
 
 MAX_WAITED_FOR: Final = 4096
@@ -123,10 +123,11 @@ class Communication(CollectiveListener):
 
     def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
         try:
-            outputs = operator.given(args, result)
-            with unseen():
-                if outputs and _real(outputs):
-                    self._follow(operator, args, result, outputs)
+            if function_modes():
+                with unseen():
+                    self._follow(operator, args, result)
+            else:  # nearly always, and a thousand times a step
+                self._follow(operator, args, result)
         except Exception as error:
             self._failures.report("following a communication operator", error)
 
@@ -168,7 +169,10 @@ class Communication(CollectiveListener):
             self._log.add(operator.name, group.label, tensors, site)
         return site.wanted
 
-    def _follow(self, operator: Operator, args: Sequence[Any], result: Any, outputs: Sequence[Tensor]) -> None:
+    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+        outputs = operator.given(args, result)
+        if not outputs or not _real(outputs):
+            return
         group = self._groups.of(args[operator.group])
         if group is None or (operator.rooted == "outputs" and operator.root(args) != group.rank):
             return
@@ -203,7 +207,10 @@ class Communication(CollectiveListener):
 
     def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
         try:
-            with unseen():
+            if function_modes():
+                with unseen():
+                    read = self._calls is not None and self._calls.read(call, outputs, versions)
+            else:
                 read = self._calls is not None and self._calls.read(call, outputs, versions)
         except Exception as error:
             self._failures.report("reading the outputs of a communication operator", error)
