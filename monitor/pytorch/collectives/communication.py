@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,8 +24,11 @@ from monitor.pytorch.operator_calls import Call, CallSeries, OperatorCalls
 from monitor.pytorch.place import initialized
 from monitor.pytorch.recorder import Recorder
 from monitor.series import Series
-from monitor.stats.torch_modes import function_modes, unseen
+from monitor.stats.torch_modes import KEYS_ABOVE_US, function_modes, unseen
 from monitor.stats.torch_tensors import local_shard
+
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
+"""Where in its storage a tensor lies: its type, size, stride and offset."""
 
 MAX_WAITED_FOR: Final = 4096
 """Results of functional collectives remembered until they are waited for. The oldest are forgotten, and have no row."""
@@ -53,7 +57,7 @@ class Communication(CollectiveListener):
         self._groups = Groups()
         self._log: CommunicationLog | None = CommunicationLog()
         self._series: dict[tuple[str, str, str], CallSeries] = {}
-        self._functional: OrderedDict[int, Call] = OrderedDict()
+        self._functional: OrderedDict[int, tuple[Call, Layout]] = OrderedDict()
         self._calls: OperatorCalls | None = None
         # Nothing of a call is looked at before it is issued.
         self._looks_first = bool(wanted.cc_codeline or wanted.cc_pre_hook)
@@ -193,16 +197,17 @@ class Communication(CollectiveListener):
             # By its memory, as torch itself finds the work to wait for: the tensor that comes back may be another object.
             key = output.untyped_storage()._cdata
             self._functional.pop(key, None)
-            self._functional[key] = call
+            self._functional[key] = call, (output.dtype, output.size(), output.stride(), output.storage_offset())
         while len(self._functional) > MAX_WAITED_FOR:
             self._functional.popitem(last=False)
 
     def _tensor_waited_for(self, tensor: Tensor) -> None:
         local = local_shard(tensor)
-        call = None if local is None or local.is_meta else self._functional.pop(local.untyped_storage()._cdata, None)
-        if call is not None and local is not None:
+        found = None if local is None or local.is_meta else self._functional.pop(local.untyped_storage()._cdata, None)
+        if found is not None and local is not None:
+            call, layout = found
             first = call.step < 0
-            if self._calls is not None and self._calls.read(call, [local]) and first:
+            if self._calls is not None and self._calls.read(call, [_whole(local, layout)]) and first:
                 self.unread -= 1
 
     def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
@@ -231,6 +236,15 @@ class Communication(CollectiveListener):
     def _end_step(self) -> None:
         self._completion.read_what_is_done()
         INTERCEPTION.step_ends(self)
+
+
+def _whole(part: Tensor, layout: Layout) -> Tensor:
+    """The output of which somebody has waited for ``part``, with which all of it is there."""
+    dtype, size, stride, offset = layout
+    if part.dtype == dtype and part.size() == size and part.stride() == stride and part.storage_offset() == offset:
+        return part
+    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        return part.new_empty(0, dtype=dtype).set_(part.untyped_storage(), offset, size, stride)
 
 
 def _real(tensors: Sequence[Tensor]) -> bool:

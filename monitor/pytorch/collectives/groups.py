@@ -45,7 +45,7 @@ class Groups:
         self._known.clear()
 
     def of(self, given: Any) -> Group | None:
-        """What is known of a process group; None of what is none, which torch will refuse.
+        """What is known of a process group; None where torch knows none.
 
         Args:
             given: Itself, its name, or what the dispatcher makes of it.
@@ -56,15 +56,18 @@ class Groups:
             except (RuntimeError, TypeError):
                 return None
         group = self._known.get(weakref.ref(given))
-        if group is None:
-            group = self._known[weakref.ref(given, self._forget)] = self._described(given)
+        if group is None and (group := self._described(given)) is not None:
+            self._known[weakref.ref(given, self._forget)] = group
         return group
 
     def _forget(self, gone: weakref.ref[dist.ProcessGroup]) -> None:
         self._known.pop(gone, None)
 
-    def _described(self, given: dist.ProcessGroup) -> Group:
-        ranks = tuple(sorted(dist.get_process_group_ranks(given)))
+    def _described(self, given: dist.ProcessGroup) -> Group | None:
+        try:
+            ranks = tuple(sorted(dist.get_process_group_ranks(given)))
+        except KeyError:  # made without torch's knowledge: nobody knows which ranks it is of
+            return None
         if len(ranks) == dist.get_world_size():
             return Group(WORLD, given.rank())
         return Group(self._roles.get(ranks) or spelled(ranks), given.rank())
