@@ -8,6 +8,9 @@ ARGS ?=
 # Ranks and test workers are processes of their own; more threads than that would only take turns on the cores.
 export OMP_NUM_THREADS ?= 1
 
+# DeepSpeed builds a library for the interpreter that asks first, and all others wait for it: each checkout has its own.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
+
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-fault test lint bench clean environment peer
 
