@@ -22,7 +22,6 @@ def end(run: SmallRun, how: str) -> None:
 
 
 def main(how: str, steps: str = "10") -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs in the background of a shell starts without it
     run = SmallRun()
     run.train_to(int(steps))
     run.forward()
