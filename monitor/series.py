@@ -18,10 +18,34 @@ MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 REPLICA_KIND = "replica"
 CALL_KIND = "other"
 """The kind that has rows of calls of communication operators, each of all calls of a step, among others that are none."""
-KINDS = (*ACTIVATION_KINDS, *GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS, CALL_KIND, REPLICA_KIND)
+FEATURE_KINDS = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook", "update_ratio")
+"""Kinds whose rows have columns of their own in place of ops."""
+FORWARD_FEATURE_KINDS = ("attention_hook", "moe_router_logit_hook")
+"""Those of them that are seen in every forward."""
+DIRECTION_KIND = "mg_direction"
+"""How much of a gradient agrees with its momentum in sign. To whoever reads, a scalar among the ``other`` ones."""
+ADAM_KINDS = ("adam_update", "adam_ratio")
+"""What Adam makes of its moments, with histograms of signed numbers."""
+KINDS = (
+    *ACTIVATION_KINDS,
+    *GRADIENT_KINDS,
+    *PARAMETER_KINDS,
+    *MOMENT_KINDS,
+    CALL_KIND,
+    REPLICA_KIND,
+    *FEATURE_KINDS,
+    DIRECTION_KIND,
+    *ADAM_KINDS,
+)
+
 
 NO_MICRO_STEP = -1
 """The micro-step of a row that belongs to the step as a whole."""
+
+
+def shown_kind(kind: str) -> str:
+    """What a kind is called in the names of files and in tags."""
+    return CALL_KIND if kind == DIRECTION_KIND else kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +66,7 @@ class Series:
     def tag(self, rank: int, micro_step: int = NO_MICRO_STEP) -> str:
         """The TensorBoard tag and event ``tag_name``, without its ``_{op}``."""
         place = f":{micro_step}" if micro_step != NO_MICRO_STEP else ""
-        return f"{self.vpp_stage}:{self.name}{place}/rank{rank}/{self.kind}"
+        return f"{self.vpp_stage}:{self.name}{place}/rank{rank}/{shown_kind(self.kind)}"
 
 
 class SeriesTable:

@@ -27,6 +27,12 @@ from monitor.config.values import INT64_MAX, Formats, Patterns, Positive, Ranks,
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
+_LOW_PRECISION: Final = ("fp16", "bf16", "e4m3", "e5m2")
+HISTOGRAM_OPS: Final = frozenset(
+    {"magnitude_histogram", *(f"{lost}_{name}" for lost in ("underflow", "overflow") for name in _LOW_PRECISION)}
+)
+"""The ops that a histogram of every tensor is counted for."""
+
 HISTOGRAM_FORMATS: Final = frozenset({"tensorboard", "hdf5"})
 
 DEFAULT_STEPS_PER_RECORD: Final = {"hdf5": 100}
@@ -189,8 +195,9 @@ class Settings(_Strict):
     format: Annotated[Formats, OUTPUT] = Field(default=("csv",), validate_default=True)
     """What the results are written as. `api`: kept in memory for the program to ask for."""
     ops: Annotated[Strings, STATISTICS] = ()
-    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `shape`, `dtype`. An unknown one is
-    left out with a warning; none left: `norm`."""
+    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `shape`, `dtype`; and of what formats
+    of low precision would lose, `magnitude_histogram`, and `underflow_` or `overflow_` with `fp16`, `bf16`, `e4m3` or `e5m2`.
+    An unknown one is left out with a warning; none left: `norm`."""
     eps: Annotated[float, Field(gt=0), STATISTICS] = 1e-8
     """`zeros` is the share of elements whose magnitude is below this."""
     ndigits: Annotated[int, Field(ge=0, le=17), OUTPUT] = 6
@@ -209,6 +216,10 @@ class Settings(_Strict):
     """The modules of each feature."""
     sa_order: Annotated[Literal["s,b,h,d", "b,s,h,d"], FEATURES] = "s,b,h,d"
     """The dimensions of an attention module's Q and K: sequence, batch, heads, head size."""
+    sa_heads: Annotated[Step, FEATURES] = 1
+    """Of how many heads, from the first on, `attention_hook` looks at the attention weights. 0: all."""
+    sa_batch_rows: Annotated[Step, FEATURES] = 1
+    """Of how many rows of the batch, from the first on. 0: all."""
     micro_steps: Annotated[Literal["each", "combined"], ACTIVATIONS] = "each"
     """A row for each micro-step, or one for the step that combines them."""
     queue_bytes: Annotated[int, Field(ge=MIB, le=INT64_MAX), LIMITS] = 256 * MIB
@@ -227,6 +238,11 @@ class Settings(_Strict):
     """The same for files."""
     replica_check: Annotated[bool, RANKS] = False
     """Keep the norm of every replica that is not written, so that replicas that differ are found afterwards."""
+
+    @property
+    def counts_magnitudes(self) -> bool:
+        """Whether an op is asked for that is derived from histograms of magnitudes."""
+        return not HISTOGRAM_OPS.isdisjoint(self.ops)
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -195,6 +195,6 @@ def _interleaved(exact: Statistics, others: Statistics, which: Flags) -> Statist
         np.concatenate([exact.count, others.count]),
         np.concatenate([exact.values, others.values], axis=1),
         np.concatenate([exact.known, others.known], axis=1),
-        Partials(np.concatenate([exact.partials.columns, others.partials.columns], axis=1)),
+        Partials.joined([exact.partials, others.partials]),
         np.concatenate([exact.exact, others.exact]),
     ).take(order)

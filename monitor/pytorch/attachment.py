@@ -30,7 +30,7 @@ from monitor.pytorch.stacks import StackCollector
 from monitor.pytorch.structure import StructureCollector
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
-from monitor.series import ACTIVATION_KINDS, CALL_KIND, REPLICA_KIND, Series
+from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, REPLICA_KIND, Series
 from monitor.stats.rows import Status
 
 AGGREGATED_EARLY: Final = (
@@ -327,7 +327,7 @@ class Attachment:
         """Kinds with a row for each micro-step, and kinds whose micro-steps, or calls of operators, are combined."""
         config = self.watch.config
         gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
-        activations = frozenset(ACTIVATION_KINDS)
+        activations = frozenset((*ACTIVATION_KINDS, *FORWARD_FEATURE_KINDS))
         calls = self.counted_kinds
         return (activations | gradients, calls) if config.micro_steps == "each" else (gradients, activations | calls)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from monitor.series import SeriesTable
-from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, derive
+from monitor.stats.histograms import MAGNITUDES, spelled
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, counted, derive
 from monitor.stats.rows import KindRows, Layout
 
 Value = float | int | str
@@ -17,7 +18,7 @@ def metrics_of(rows: KindRows | None, ops: Sequence[str], series: SeriesTable, l
     """The rows of one kind by tag; empty where there are none."""
     if rows is None:
         return {}
-    columns = {op: _layout_column(op, rows, layouts) if op in LAYOUT_OPS else _numbers(op, rows) for op in ops}
+    columns = {op: _column(op, rows, layouts) for op in ops}
     found: Metrics = {}
     for place, (index, micro_step) in enumerate(zip(rows.series.tolist(), rows.micro_step.tolist(), strict=True)):
         values = {op: column[place] for op, column in columns.items()}
@@ -41,6 +42,18 @@ def of_kinds(
     """
     ops_of = {kind: (*ops, CALLS) if kind in counted else ops for kind in kinds}
     return [metrics_of(measured.get(kind), ops_of[kind], series, layouts, rank) for kind in kinds]
+
+
+def _column(op: str, rows: KindRows, layouts: Sequence[Layout]) -> list[Value | None]:
+    if op in LAYOUT_OPS:
+        return _layout_column(op, rows, layouts)
+    return _histograms(rows) if op == MAGNITUDES else _numbers(op, rows)
+
+
+def _histograms(rows: KindRows) -> list[Value | None]:
+    histogram = rows.partials.histogram
+    there = counted(rows.partials).tolist()
+    return [spelled(histogram[i]) if histogram is not None and has_one else None for i, has_one in enumerate(there)]
 
 
 def _numbers(op: str, rows: KindRows) -> list[Value | None]:

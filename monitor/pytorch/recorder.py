@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from monitor.pipeline.process import PROCESS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.partials import Floats
+from monitor.stats.histograms import BINS
+from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.rows import KindRows
-from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, Sealed, Slot, StatsTable
+from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, PageMemory, Sealed, Slot, StatsTable
 from monitor.stats.torch_copies import Copies
 from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_memory import DevicePage, HostPage
+from monitor.stats.torch_magnitudes import count_magnitudes, count_magnitudes_there
+from monitor.stats.torch_memory import DevicePage, HostPage, write_histogram, write_numbers
 from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
 from monitor.stats.torch_op import reduce_into
 from monitor.stats.torch_tensors import is_plain, local_shard
@@ -79,14 +81,18 @@ class Recorder:
         table: Changed by whoever has the ``lock``.
         steps: How many were ended.
         late: Who enters rows late.
+
+    Args:
+        magnitudes: Whether a histogram of magnitudes is counted of every tensor.
     """
 
-    def __init__(self, series: SeriesTable, eps: float) -> None:
+    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
         self.active = False
         self.table = StatsTable(series)
         self.host = HostKernel(eps)
         self._copies = Copies(eps, self.host.reduce, self._enter)
         self._eps = eps
+        self._magnitudes = magnitudes
         self._open_pages: dict[torch.device, Page] = {}
         self._slots: dict[tuple[Series, torch.device, tuple[int, ...]], Slot] = {}
         self._seen: dict[int, _Seen] = {}
@@ -102,8 +108,9 @@ class Recorder:
         """Whether anything was recorded since the last seal."""
         return self.table.writes > 0
 
-    def use(self, eps: float) -> None:
-        """Between two steps: count as small what is below ``eps``."""
+    def use(self, eps: float, *, magnitudes: bool = False) -> None:
+        """Between two steps: count as small what is below ``eps``, and say whether histograms of magnitudes are counted."""
+        self._magnitudes = magnitudes
         if eps != self._eps:
             self.host, self._eps = HostKernel(eps), eps
             self._copies = Copies(eps, self.host.reduce, self._enter)
@@ -144,7 +151,7 @@ class Recorder:
             for watched, x in items:
                 try:
                     plain = is_plain(x)
-                    if plain and self._copies.takes(x):
+                    if plain and self._is_copied(x):
                         rows.append(self._slot(watched, HOST, 0)[0].row)
                         orders.append(self.table.next_order())
                         layouts.append(self.table.layout_of(x.shape, x.dtype))
@@ -167,17 +174,60 @@ class Recorder:
                 self._copies.give_up(row)
                 self.table.note(row, seen.layout, alias=seen.row)
                 return
-        if plain and self._copies.takes(x):
+        if plain and self._is_copied(x):
             self._copies.take(row, x)
             layout = self.table.layout_of(x.shape, x.dtype)
         elif self.reduce(x, slot.page, slot.local_row + offset):
             self._copies.give_up(row)
             layout = self.layout(x)
+            if self._magnitudes:
+                self._count_magnitudes(x, slot.page, slot.local_row + offset)
         else:
             return
         self.table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
             self._remember(x, version, row, layout)
+
+    def record_numbers(
+        self,
+        watched: Watched,
+        numbers: Mapping[int, float | Tensor],
+        x: Tensor,
+        micro_step: int = 0,
+        histogram: Tensor | None = None,
+    ) -> None:
+        """Write a row whose numbers were computed elsewhere.
+
+        Args:
+            numbers: By column of partials (``monitor.stats.partials``); the others are 0. Tensors have one element, on the
+                device of ``x``, and are not waited for.
+            x: What was measured, whose local part's shape and dtype are those of the row.
+            histogram: Elements in each bin, shape of at most ``(BINS,)``, on the device of ``x``.
+        """
+        if not has_data(x):
+            return
+        with self.lock:
+            device = HOST if is_plain(x) else x.device
+            slot, offset = self._slot(watched, device, micro_step)
+            with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+                write_numbers(slot.page.memory, slot.local_row + offset, numbers)
+                if histogram is not None:
+                    write_histogram(self._histogram_page(slot.page, device), slot.local_row + offset, histogram)
+            self._copies.give_up(slot.row + offset)
+            self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
+
+    def _is_copied(self, x: Tensor) -> bool:
+        return not self._magnitudes and self._copies.takes(x)
+
+    def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
+        counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_there(x)
+        if counts is not None:
+            write_histogram(self._histogram_page(page, x.device), local_row, counts)
+
+    def _histogram_page(self, page: Page, device: torch.device) -> PageMemory:
+        if page.histogram is None:
+            page.histogram = _memory(page.rows, device, BINS, slice(None))
+        return page.histogram
 
     def _enter(self, rows: NDArray[np.int64], numbers: Floats) -> None:
         """The numbers of rows on the host that were noted before."""
@@ -239,9 +289,7 @@ class Recorder:
         return page
 
     def _new_page(self, device: torch.device, rows: int) -> Page:
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
-            memory = HostPage(rows) if device.type == "cpu" else DevicePage(rows, device)
-        return self.table.add_page(memory, rows)
+        return self.table.add_page(_memory(rows, device, len(COLUMNS), WRITES), rows)
 
     def reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
         """Write the partials of ``x`` into a row. False, and nothing written, if there is no data to read."""
@@ -264,6 +312,11 @@ class Recorder:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[id(x)] = _Seen(x, version, row, layout)
+
+
+def _memory(rows: int, device: torch.device, columns: int, cleared: int | slice) -> PageMemory:
+    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+        return HostPage(rows, columns, cleared) if device.type == "cpu" else DevicePage(rows, device, columns, cleared)
 
 
 def has_data(x: Tensor) -> bool:

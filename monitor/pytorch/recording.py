@@ -60,7 +60,7 @@ class Recording:
         self._failures = failures
         self._ordinal = ordinal
         self._start_step = start_step
-        self._recorder = Recorder(self.series, config.eps)
+        self._recorder = Recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
         self._opened: Run | None = None
         self._closed = False
         self._communication: Communication | None = None
@@ -85,7 +85,7 @@ class Recording:
         """Between two steps: record otherwise, as if so many steps of ``schedule`` had been collected."""
         if watch.ownership.monitored or self._opened is not None:
             self.open().use(watch.config)
-        self._recorder.use(watch.config.eps)
+        self._recorder.use(watch.config.eps, magnitudes=watch.config.counts_magnitudes)
         self.attachment.use(watch, names, schedule, collected)
 
     def put_in_force(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:

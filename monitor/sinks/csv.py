@@ -9,10 +9,13 @@ import pyarrow as pa
 from pyarrow.csv import ConvertOptions, ParseOptions  # type: ignore[attr-defined]
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
+from monitor.series import shown_kind
 from monitor.sinks.lines import Lines, header
 from monitor.sinks.protocol import SinkContext
 from monitor.sinks.shards import Shards
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS
+from monitor.stats.features import FEATURES
+from monitor.stats.histograms import LOSSES
+from monitor.stats.ops import INTEGER_OPS, NUMERIC_OPS, TEXT_OPS
 from monitor.stats.rows import StepRows
 
 COLUMN_TYPES: Final = {
@@ -22,7 +25,8 @@ COLUMN_TYPES: Final = {
     "micro_step": pa.int64(),
     **dict.fromkeys(NUMERIC_OPS, pa.float64()),
     **dict.fromkeys(INTEGER_OPS, pa.int64()),
-    **dict.fromkeys(LAYOUT_OPS, pa.string()),
+    **dict.fromkeys((*LOSSES, *FEATURES), pa.float64()),
+    **dict.fromkeys(TEXT_OPS, pa.string()),
 }
 """What the cells of a column are; empty ones are null, in a column of text they are empty text."""
 
@@ -48,10 +52,10 @@ class CsvSink:
         """Add one step to the files of its kinds. Rows of a step that was written before take the place of the old ones, and
         of those after it in its record.
         """
-        headers = {kind: header(rows, kind) for kind in rows.kinds}
+        headers = {shown_kind(kind): header(rows, kind) for kind in rows.kinds}
         with self._shards.step(rows.step, headers) as write:
             for kind, text in self._lines.of(rows):
-                write(kind, text)
+                write(shown_kind(kind), text)
 
     def flush(self) -> None:
         """Make the open records visible as they are. Their next steps join them."""

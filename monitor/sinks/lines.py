@@ -17,7 +17,8 @@ from monitor.series import Series, SeriesTable
 from monitor.sinks.cells import Cells
 from monitor.sinks.decimals import spell, spell_counts
 from monitor.sinks.pieces import Piece, blocks
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, derive
+from monitor.stats.histograms import MAGNITUDES, spelled
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, counted, derive
 from monitor.stats.partials import Partials
 from monitor.stats.rows import Layout, StepRows
 
@@ -73,8 +74,9 @@ class Lines:
 
     def _op_columns(self, ops: tuple[str, ...], block: list[Piece]) -> list[pa.StringArray]:
         layout = np.concatenate([piece.rows.layout for piece in block])
-        partials = Partials(np.concatenate([piece.rows.partials.columns for piece in block], axis=1))
+        partials = Partials.joined(piece.rows.partials for piece in block)
         columns = {op: self._layouts[op].take(layout) for op in ops if op in LAYOUT_OPS}
+        columns |= {op: _histogram_cells(partials) for op in ops if op == MAGNITUDES}
         columns |= {op: spell_counts(*derive(op, partials)) for op in ops if op in INTEGER_OPS}
         columns |= self._number_columns([op for op in ops if op not in columns], partials)
         return [columns[op] for op in ops]
@@ -109,6 +111,13 @@ def _when_cells(rows: StepRows) -> pa.StringArray:
 
 def _series_cells(series: Series) -> str:
     return f"{series.vpp_stage},{quoted(series.name)}"
+
+
+def _histogram_cells(partials: Partials) -> pa.StringArray:
+    histogram = partials.histogram
+    there = counted(partials).tolist()
+    cells = [spelled(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
+    return pa.array(cells, type=pa.string())
 
 
 def _shape_cell(layout: Layout) -> str:

@@ -19,7 +19,8 @@ def blocks(rows: StepRows, most: int) -> Iterator[list[Piece]]:
     """The rows of the step in blocks of at most ``most`` rows; small kinds with the same ops share one."""
     block: list[Piece] = []
     room = most
-    for kind, of_kind in rows.kinds.items():
+    for kind in rows.kinds:
+        of_kind = rows.read(kind)
         if block and rows.ops_of(kind) != rows.ops_of(block[0].kind):
             yield block
             block, room = [], most

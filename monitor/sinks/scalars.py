@@ -15,10 +15,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.series import NO_MICRO_STEP, Series, SeriesTable, shown_kind
 from monitor.sinks.cells import Cells
 from monitor.sinks.pieces import Piece, blocks
-from monitor.stats.ops import LAYOUT_OPS, derive
+from monitor.stats.ops import TEXT_OPS, derive
 from monitor.stats.partials import Floats, Partials
 from monitor.stats.rows import StepRows
 
@@ -47,9 +47,9 @@ class Scalars:
         """Fields ``value`` of a summary, many in each piece. A piece may be empty."""
         for block in blocks(rows, BLOCK_ROWS):
             tags = self._tags(block)
-            partials = Partials(np.concatenate([piece.rows.partials.columns for piece in block], axis=1))
+            partials = Partials.joined(piece.rows.partials for piece in block)
             for op in rows.ops_of(block[0].kind):
-                if op not in LAYOUT_OPS:
+                if op not in TEXT_OPS:
                     yield scalar_values(tags, op, *derive(op, partials))
 
     def _tags(self, block: list[Piece]) -> pa.BinaryArray:
@@ -58,7 +58,7 @@ class Scalars:
         micro_step = np.concatenate([piece.rows.micro_step for piece in block]) - NO_MICRO_STEP
         micro_steps = ["", *(f":{i}" for i in range(int(micro_step.max(initial=0))))]
         kind = np.repeat(np.arange(len(block)), [len(piece.rows) for piece in block])
-        kinds = [f"/rank{self._rank}/{piece.kind}" for piece in block]
+        kinds = [f"/rank{self._rank}/{shown_kind(piece.kind)}" for piece in block]
         columns = [self._names.take(series), _taken(micro_steps, micro_step), _taken(kinds, kind)]
         return _join([column.cast(pa.binary()) for column in columns])
 

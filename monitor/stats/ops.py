@@ -10,12 +10,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.stats.features import DERIVED
+from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost
 from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
 
 Valid = NDArray[np.bool_]
 
 DEFAULT_OP: Final = "norm"
 LAYOUT_OPS: Final = ("shape", "dtype")
+TEXT_OPS: Final = (*LAYOUT_OPS, MAGNITUDES)
+"""Ops that are no number."""
 CALLS: Final = "calls"
 """Beside the ops, of kinds whose rows are calls of operators: how many a row combines."""
 
@@ -92,21 +96,39 @@ _DERIVED: Final[dict[str, Callable[[Partials], Floats]]] = {
 _DEFINED_WHEN_EMPTY: Final = frozenset({"norm", "nans", "infs"})
 
 NUMERIC_OPS: Final = tuple(_DERIVED)
-OPS: Final = (*NUMERIC_OPS, *LAYOUT_OPS)
+OPS: Final = (*NUMERIC_OPS, *LAYOUT_OPS, *HISTOGRAM_OPS)
 
 
 def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
     """The values of a numeric op, one a row, and which of them exist.
 
     Args:
-        op: One of ``NUMERIC_OPS``, or ``CALLS``.
+        op: One of ``NUMERIC_OPS`` or ``LOSSES``, a column of features, or ``CALLS``.
     """
     if op == CALLS:
         return partials["writes"], partials["writes"] > 0
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        if op in LOSSES:
+            return _share_lost(op, partials)
+        if op in DERIVED:
+            return DERIVED[op](partials)
         values = _DERIVED[op](partials)
     valid = np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
     return values, valid
+
+
+def counted(partials: Partials) -> Valid:
+    """Which rows have a histogram: all of their finite elements are in it."""
+    if partials.histogram is None:
+        return np.zeros(len(partials), dtype=np.bool_)
+    whole: Valid = partials.histogram.sum(axis=1) == partials.finite
+    return whole & (partials["count"] > 0)
+
+
+def _share_lost(op: str, partials: Partials) -> tuple[Floats, Valid]:
+    if partials.histogram is None:
+        return np.zeros(len(partials)), counted(partials)
+    return lost(op, partials.histogram) / partials["count"], counted(partials)
 
 
 def known_ops(ops: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

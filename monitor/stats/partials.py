@@ -16,6 +16,7 @@ pairwise algorithm for computing sample variances".
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,14 +52,23 @@ class Partials:
 
     Attributes:
         columns: float64, shape ``(len(COLUMNS), rows)``, contiguous along rows.
+        histogram: Where histograms were counted, the elements of each row in each bin, int64, shape ``(rows, bins)``; zeros
+            for rows without one.
     """
 
     columns: Floats
+    histogram: NDArray[np.int64] | None = None
 
     @classmethod
     def from_rows(cls, rows: Floats) -> Partials:
         """From table rows, shape ``(rows, len(COLUMNS))``."""
         return cls(np.ascontiguousarray(rows.T))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Partials]) -> Partials:
+        """The rows of one after those of the other."""
+        every = list(parts)
+        return cls(np.concatenate([one.columns for one in every], axis=1), _joined_histograms(every))
 
     def __len__(self) -> int:
         return int(self.columns.shape[1])
@@ -69,10 +79,11 @@ class Partials:
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Partials:
         """Some of the rows, contiguous along rows as before: an index in brackets would lay them out row by row."""
+        histogram = None if self.histogram is None else self.histogram[rows]
         if isinstance(rows, slice):
-            return Partials(self.columns[:, rows])
+            return Partials(self.columns[:, rows], histogram)
         index = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
-        return Partials(self.columns.take(index, axis=1))
+        return Partials(self.columns.take(index, axis=1), histogram)
 
     @property
     def finite(self) -> Floats:
@@ -122,14 +133,27 @@ def combine_groups(parts: Partials, starts: NDArray[np.int64]) -> Partials:
     mean = out[SUM] / np.maximum(np.add.reduceat(n, starts), 1.0)
     off = sums / np.maximum(n, 1.0) - mean[run]
     out[M2] = np.add.reduceat(_lowered(c[M2], 2 * down) + n * off * off, starts)
-    return Partials(out)
+    return Partials(out, None if parts.histogram is None else np.add.reduceat(parts.histogram, starts, axis=0))
 
 
 def combine(a: Partials, b: Partials) -> Partials:
     """The partials of the union of two sets of elements, row by row."""
-    pairs = np.empty((len(COLUMNS), 2 * len(a)))
-    pairs[:, 0::2], pairs[:, 1::2] = a.columns, b.columns
-    return combine_groups(Partials(pairs), np.arange(0, 2 * len(a), 2))
+    pairs = Partials.joined([a, b]).take(np.arange(2 * len(a)).reshape(2, -1).T.ravel())
+    return combine_groups(pairs, np.arange(0, 2 * len(a), 2))
+
+
+def _joined_histograms(parts: list[Partials]) -> NDArray[np.int64] | None:
+    """None where no part has any."""
+    bins = max((one.histogram.shape[1] for one in parts if one.histogram is not None), default=0)
+    if not bins:
+        return None
+    joined = np.zeros((sum(map(len, parts)), bins), dtype=np.int64)
+    start = 0
+    for one in parts:
+        if one.histogram is not None:
+            joined[start : start + len(one), : one.histogram.shape[1]] = one.histogram
+        start += len(one)
+    return joined
 
 
 def _meaningful_exponent(parts: Partials) -> Floats:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import REPLICA_KIND
+from monitor.series import ADAM_KINDS, DIRECTION_KIND, REPLICA_KIND, shown_kind
+from monitor.stats.features import COLUMNS_OF, as_scalar
+from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS
 from monitor.stats.partials import Partials
 
@@ -75,7 +77,16 @@ class StepRows:
         """The statistics to write of a kind. Of replicas the norm, whatever was asked for: it is there to be compared."""
         if kind == REPLICA_KIND:
             return REPLICA_OPS
-        return (*self.ops, CALLS) if kind in self.counted_kinds else self.ops
+        if kind in COLUMNS_OF:
+            return tuple(COLUMNS_OF[kind])
+        if kind in ADAM_KINDS:
+            return tuple(op for op in self.ops if op not in HISTOGRAM_OPS)  # theirs are of signed numbers
+        return (*self.ops, CALLS) if shown_kind(kind) in self.counted_kinds else self.ops
+
+    def read(self, kind: str) -> KindRows:
+        """The rows of a kind as its ops are derived from them."""
+        rows = self.kinds[kind]
+        return replace(rows, partials=as_scalar(rows.partials)) if kind == DIRECTION_KIND else rows
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.kinds.values())

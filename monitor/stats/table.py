@@ -12,7 +12,7 @@ clears ``writes``, which alone decides whether a row is present: an empty tensor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -27,16 +27,18 @@ NOT_AN_ALIAS: Final = -1
 
 
 class PageMemory(Protocol):
-    """The numbers of one page, shape ``(rows, len(COLUMNS))``, float64, on the device where they are measured."""
+    """The numbers of one page, float64, on the device where they are measured: rows, shape ``(rows, len(COLUMNS))``, of which
+    ``writes`` is cleared, or histograms, shape ``(rows, BINS)``, which are cleared altogether.
+    """
 
     def new_copy(self) -> PageCopy:
         """Memory for one sealed copy of this page."""
 
     def clear(self) -> None:
-        """Clear ``writes``, in the stream of the training thread. Does not wait."""
+        """In the stream of the training thread. Does not wait."""
 
     def forget(self, row: int) -> None:
-        """Clear ``writes`` of one row, in the current stream."""
+        """Clear one row, in the current stream."""
 
     def rows_now(self) -> Floats:
         """A copy of the live rows, on the host. Waits for the device."""
@@ -48,7 +50,7 @@ class PageCopy(Protocol):
     nbytes: int
 
     def take(self) -> None:
-        """On the training thread, in its stream: copy the live page and clear its ``writes``. Does not wait."""
+        """On the training thread, in its stream: copy the live page and clear it. Does not wait."""
 
     def rows(self) -> Floats:
         """On the writer thread: the numbers, on the host. May wait for the device."""
@@ -56,12 +58,17 @@ class PageCopy(Protocol):
 
 @dataclass(slots=True)
 class Page:
-    """A page and where it stands in the table."""
+    """A page and where it stands in the table.
+
+    Attributes:
+        histogram: Histograms of its rows, from the first on that has one.
+    """
 
     memory: PageMemory
     first_row: int
     rows: int
     used: int = 0
+    histogram: PageMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +213,8 @@ class StatsTable:
         """Begin anew without keeping anything."""
         for page in self.pages:
             page.memory.clear()
+            if page.histogram is not None:
+                page.histogram.clear()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -215,7 +224,8 @@ class StatsTable:
     def kinds_now(self) -> dict[str, KindRows]:
         """What the step in progress has measured so far. Waits for the device."""
         numbers = np.concatenate([page.memory.rows_now() for page in self.pages] or [np.zeros((0, len(COLUMNS)))])
-        return measured(numbers, self.columns, self.identity)
+        histograms = _whole([None if page.histogram is None else page.histogram.rows_now() for page in self.pages], self.pages)
+        return measured(numbers, self.columns, self.identity, histograms)
 
 
 @dataclass
@@ -230,6 +240,7 @@ class Sealed:
     counted_kinds: frozenset[str] = frozenset()
     nbytes: int = 0
     _copies: list[PageCopy] = field(default_factory=list)
+    _histograms: dict[int, PageCopy] = field(default_factory=dict)
     _columns: HostColumns = field(default_factory=lambda: HostColumns.of(0))
     _rows: int = 0
     _table: StatsTable | None = None
@@ -238,47 +249,67 @@ class Sealed:
     def take(self, table: StatsTable) -> None:
         for page in table.pages[len(self._copies) :]:
             self._copies.append(page.memory.new_copy())
-        for copy in self._copies:
+        for number, page in enumerate(table.pages):
+            if page.histogram is not None and number not in self._histograms:
+                self._histograms[number] = page.histogram.new_copy()
+        for copy in (*self._copies, *self._histograms.values()):
             copy.take()
         if len(self._columns.order) < table.rows:
             self._columns = HostColumns.of(table.rows)
         self._columns.copy_from(table.columns, table.rows)
         self._rows, self._table, self._identity = table.rows, table, table.identity
-        self.nbytes = sum(copy.nbytes for copy in self._copies) + self._columns.nbytes
+        self.nbytes = sum(copy.nbytes for copy in (*self._copies, *self._histograms.values())) + self._columns.nbytes
 
     def rows(self) -> StepRows:
         """The rows that were measured, in arrays of their own. May wait for the device."""
         if self._table is None or self._identity is None:
             raise RuntimeError("nothing was sealed into this copy")
         numbers = np.concatenate([copy.rows() for copy in self._copies] or [np.zeros((0, len(COLUMNS)))])
-        kinds = measured(numbers, self._columns, self._identity)
+        counted = [self._histograms[i].rows() if i in self._histograms else None for i in range(len(self._copies))]
+        kinds = measured(numbers, self._columns, self._identity, _whole(counted, self._table.pages))
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         return StepRows(self.step, self.ops, kinds, self._table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
 
 
-def measured(numbers: Floats, columns: HostColumns, identity: RowIdentity) -> dict[str, KindRows]:
+def _whole(parts: Sequence[Floats | None], pages: Sequence[Page]) -> Floats | None:
+    """The histograms of all pages as one, shape ``(rows, BINS)``; None where there is none."""
+    if all(part is None for part in parts):
+        return None
+    bins = next(part.shape[1] for part in parts if part is not None)
+    return np.concatenate(
+        [np.zeros((page.rows, bins)) if one is None else one for one, page in zip(parts, pages[: len(parts)], strict=True)]
+    )
+
+
+def measured(
+    numbers: Floats, columns: HostColumns, identity: RowIdentity, histograms: Floats | None = None
+) -> dict[str, KindRows]:
     """The rows that were written, by kind and in the order in which they were.
 
     Args:
         numbers: All rows of the table, shape ``(rows, len(COLUMNS))``. Aliases are filled in, in place.
+        histograms: Of all rows, shape ``(rows, BINS)``; likewise.
     """
     order = columns.order[: len(numbers)]
-    _resolve_aliases(numbers, order, columns)
+    _resolve_aliases(numbers, order, columns, histograms)
     present = np.flatnonzero(numbers[:, WRITES] > 0)
     present = present[np.argsort(order[present], kind="stable")]
     place = np.arange(len(present))
-    partials = Partials.from_rows(numbers[present])
+    counted = None if histograms is None else histograms[present].astype(np.int64)
+    partials = Partials(Partials.from_rows(numbers[present]).columns, counted)
     rows = KindRows(identity.series[present], identity.micro_step[present], place, columns.layout[present], partials)
     return _by_kind(rows, identity.kind[present])
 
 
-def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostColumns) -> None:
+def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostColumns, histograms: Floats | None) -> None:
     """Fill in the rows that stand for others. One whose source was written again since has lost its numbers: absent."""
     aliases = np.flatnonzero((columns.alias[: len(order)] != NOT_AN_ALIAS) & (order > 0))
     source = columns.alias[aliases]
     intact = order[source] == columns.alias_order[aliases]
     numbers[aliases[~intact], WRITES] = 0.0
     numbers[aliases[intact]] = numbers[source[intact]]
+    if histograms is not None:
+        histograms[aliases[intact]] = histograms[source[intact]]
 
 
 def _by_kind(rows: KindRows, kinds: NDArray[np.int64]) -> dict[str, KindRows]:
@@ -299,7 +330,8 @@ def combined_micro_steps(rows: KindRows) -> KindRows:
     by_series = _take(rows, np.lexsort((rows.micro_step, rows.series)))
     starts = np.flatnonzero(np.r_[True, np.diff(by_series.series) != 0]) if len(rows) else np.zeros(0, dtype=np.int64)
     first = _take(by_series, starts)
-    partials = Partials(combine_groups(by_series.partials, starts).columns.copy())
+    together = combine_groups(by_series.partials, starts)
+    partials = replace(together, columns=together.columns.copy())
     partials.columns[WRITES] = _micro_steps(by_series, starts)
     combined = KindRows(first.series, np.full(len(starts), NO_MICRO_STEP), first.call_id, first.layout, partials)
     return _take(combined, np.argsort(combined.call_id, kind="stable"))

@@ -6,36 +6,39 @@ device copy into the sealed slot and a reset, on a side stream from there to pin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from monitor.stats.partials import COLUMNS, WRITES, Floats
-from monitor.stats.table import PageCopy
+from monitor.stats.table import PageCopy, PageMemory
 
 
 class HostPage:
     """A page in host memory.
 
     Attributes:
-        numbers: The live rows, shape ``(rows, len(COLUMNS))``.
+        numbers: The live rows, shape ``(rows, columns)``.
         tensor: The same memory, for code that is compiled.
+        cleared: The columns that are.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.numbers: Floats = np.zeros((rows, len(COLUMNS)))
+    def __init__(self, rows: int, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
+        self.numbers: Floats = np.zeros((rows, columns))
         self.tensor = torch.from_numpy(self.numbers)
+        self.cleared = cleared
 
     def new_copy(self) -> PageCopy:
-        return HostPageCopy(self.numbers)
+        return HostPageCopy(self)
 
     def clear(self) -> None:
-        self.numbers[:, WRITES] = 0.0
+        self.numbers[:, self.cleared] = 0.0
 
     def forget(self, row: int) -> None:
-        self.numbers[row, WRITES] = 0.0
+        self.numbers[row, self.cleared] = 0.0
 
     def rows_now(self) -> Floats:
         return self.numbers.copy()
@@ -44,14 +47,14 @@ class HostPage:
 class HostPageCopy:
     """A sealed copy of a ``HostPage``."""
 
-    def __init__(self, live: Floats) -> None:
-        self._live = live
-        self._sealed = np.empty_like(live)
-        self.nbytes = live.nbytes
+    def __init__(self, page: HostPage) -> None:
+        self._page = page
+        self._sealed = np.empty_like(page.numbers)
+        self.nbytes = self._sealed.nbytes
 
     def take(self) -> None:
-        np.copyto(self._sealed, self._live)
-        self._live[:, WRITES] = 0.0
+        np.copyto(self._sealed, self._page.numbers)
+        self._page.clear()
 
     def rows(self) -> Floats:
         return self._sealed
@@ -63,11 +66,12 @@ class DevicePage:
     A row is written in the stream in which its tensor is ready. If that is not the stream that seals, events order the two.
 
     Attributes:
-        tensor: The live rows, shape ``(rows, len(COLUMNS))``, float64.
+        tensor: The live rows, shape ``(rows, columns)``, float64.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(rows, len(COLUMNS), dtype=torch.float64, device=device)
+    def __init__(self, rows: int, device: torch.device, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
+        self.tensor = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+        self._cleared_columns = cleared
         self._side = torch.Stream(device=device)
         self._sealing = torch.accelerator.current_stream(device)
         self._cleared = self._sealing.record_event()
@@ -101,12 +105,12 @@ class DevicePage:
 
     def clear(self) -> None:
         stream = self.join()
-        self.tensor[:, WRITES].zero_()
+        self.tensor[:, self._cleared_columns].zero_()
         self._cleared = stream.record_event()
 
     def forget(self, row: int) -> None:
         with self.written():
-            self.tensor[row, WRITES].zero_()
+            self.tensor[row, self._cleared_columns].zero_()
 
     def rows_now(self) -> Floats:
         self.join()
@@ -139,3 +143,33 @@ class DevicePageCopy:
     def rows(self) -> Floats:
         self._arrived.synchronize()
         return self._host.numpy()
+
+
+def write_numbers(page: PageMemory, row: int, numbers: Mapping[int, float | torch.Tensor]) -> None:
+    """Write a row, 0 in the columns that are not among ``numbers``. Does not wait for tensors on a device."""
+    if isinstance(page, HostPage):
+        page.numbers[row] = 0.0
+        page.numbers[row, WRITES] = 1.0
+        for column, number in numbers.items():
+            page.numbers[row, column] = number.item() if isinstance(number, torch.Tensor) else number
+        return
+    assert isinstance(page, DevicePage)
+    with page.written():
+        page.tensor[row].zero_()
+        page.tensor[row, WRITES].fill_(1.0)
+        for column, number in numbers.items():
+            place = page.tensor[row, column]
+            place.copy_(number) if isinstance(number, torch.Tensor) else place.fill_(number)
+
+
+def write_histogram(page: PageMemory, row: int, counts: NDArray[np.int64] | torch.Tensor) -> None:
+    """Write the bins of a row, 0 in those beyond ``counts``."""
+    if isinstance(page, HostPage):
+        page.numbers[row] = 0.0
+        page.numbers[row, : len(counts)] = counts
+        return
+    assert isinstance(page, DevicePage)
+    assert isinstance(counts, torch.Tensor)
+    with page.written():
+        page.tensor[row].zero_()
+        page.tensor[row, : len(counts)].copy_(counts)

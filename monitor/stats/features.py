@@ -1,0 +1,105 @@
+"""Features of a higher order: numbers of a module or a parameter that are no statistic of one tensor.
+
+A row of one has columns of its own in place of ops. It is kept as sums in the columns of partials, so that calls, ranks and
+shards combine by the algebra that all rows combine by: a mean as its sum and what it is a mean over, a norm as its square. What
+does not combine, such as the spectral norm of a matrix of which every rank holds a part, is missing where there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.series import DIRECTION_KIND
+from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, SMALLS, SUM, SUMSQ, WRITES, Floats, Partials
+
+Valid = NDArray[np.bool_]
+Derived = tuple[Floats, Valid]
+
+MATRICES: Final = SMALLS
+"""Of how many matrices a row is; a number of one of them does not add up."""
+
+PLACES: Final[dict[str, tuple[int, ...]]] = {
+    "attention_hook": (COUNT, SUM, SUMSQ),
+    "linear_hook": (COUNT, MATRICES, SUMSQ, MAX),
+    "moe_router_weight_hook": (COUNT, MATRICES, SUM),
+    "moe_router_logit_hook": (COUNT, SUM),
+    "update_ratio": (COUNT, SUM, SUMSQ),
+    DIRECTION_KIND: (COUNT, SUM),
+}
+"""The columns of partials in which a kind keeps its numbers:
+
+- ``attention_hook``: queries, and over them the sums of the entropy of the attention weights and of their greatest.
+- ``linear_hook``: elements, matrices (1), the square of the Frobenius norm, the spectral norm.
+- ``moe_router_weight_hook``: pairs of experts, matrices (1), the sum of the cosines of the pairs.
+- ``moe_router_logit_hook``: tokens, and over them the sum of the entropy of the softmax over the experts.
+- ``update_ratio``: elements, the squares of the norms of the update and of the weight before it.
+- ``mg_direction``: elements, and how many of them have a gradient and a momentum that agree in sign.
+"""
+
+
+def _mean(column: int) -> Callable[[Partials], Derived]:
+    def derived(p: Partials) -> Derived:
+        return p.columns[column] / p.columns[COUNT], p.columns[COUNT] > 0
+
+    return derived
+
+
+def _root(column: int) -> Callable[[Partials], Derived]:
+    def derived(p: Partials) -> Derived:
+        return np.sqrt(p.columns[column]), np.ones(len(p), dtype=np.bool_)
+
+    return derived
+
+
+def _spectral(p: Partials) -> Derived:
+    return p.columns[MAX], p.columns[MATRICES] == 1
+
+
+def _stable_rank(p: Partials) -> Derived:
+    spectral, there = _spectral(p)
+    return np.sqrt(p.columns[SUMSQ]) / spectral, there & (spectral != 0)
+
+
+def _similarity(p: Partials) -> Derived:
+    mean, there = _mean(SUM)(p)
+    return mean, there & (p.columns[MATRICES] == 1)
+
+
+def _ratio(p: Partials) -> Derived:
+    update, weight = np.sqrt(p.columns[SUM]), np.sqrt(p.columns[SUMSQ])
+    return update / weight, weight != 0
+
+
+COLUMNS_OF: Final[dict[str, dict[str, Callable[[Partials], Derived]]]] = {
+    "attention_hook": {"entropy": _mean(SUM), "softmax_max": _mean(SUMSQ)},
+    "linear_hook": {"sr": _stable_rank, "kernel_norm": _spectral, "frobenius_norm": _root(SUMSQ)},
+    "moe_router_weight_hook": {"router_weight_similarity": _similarity},
+    "moe_router_logit_hook": {"per_token_expert_entropy": _mean(SUM)},
+    "update_ratio": {"update_ratio": _ratio, "update_norm": _root(SUM), "weight_norm": _root(SUMSQ)},
+}
+"""Of each kind of features its columns, by name."""
+
+DERIVED: Final = {
+    **{name: derived for columns in COLUMNS_OF.values() for name, derived in columns.items()},
+    DIRECTION_KIND: _mean(SUM),
+}
+
+FEATURES: Final = tuple(DERIVED)
+
+
+def as_scalar(partials: Partials) -> Partials:
+    """The partials of a scalar for each row of ``mg_direction``: the share that it is.
+
+    Whoever combines such rows combines them before: the mean of means is wrong as soon as parts differ in size.
+    """
+    share, there = DERIVED[DIRECTION_KIND](partials)
+    columns = np.zeros((len(COLUMNS), len(partials)))
+    known = there & ~np.isnan(share)
+    columns[WRITES], columns[COUNT], columns[NANS] = 0.0, there, there & np.isnan(share)
+    columns[MIN] = columns[MAX] = columns[SUM] = np.where(known, share, 0.0)
+    columns[SUMSQ] = columns[SUM] ** 2
+    return Partials(columns)

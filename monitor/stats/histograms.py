@@ -1,0 +1,81 @@
+"""Histograms of magnitudes by power of two, and what they say of formats of low precision.
+
+A bin holds the elements with ``upper[i - 1] < |x| <= upper[i]``; the first one holds the zeros. The edges are the powers of two
+of single precision, and where a format of low precision begins to overflow one more each: so what would be lost in each of
+these formats is a sum of whole bins. Elements of double precision are counted as what they round to in single precision;
+what leaves its range stands in the bins at the ends, never among the zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+"""Of each row the elements in each bin, shape ``(rows, BINS)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of low precision, with rounding to nearest, ties to even.
+
+    Attributes:
+        underflows: The greatest magnitude that becomes zero: half of the smallest subnormal.
+        overflows: The greatest number of single precision that does not become infinite, NaN or saturated.
+    """
+
+    underflows: float
+    overflows: float
+
+
+def _below(limit: float) -> float:
+    """The number of single precision in front of ``limit``: what rounds up there is beyond the format."""
+    return float(np.nextafter(np.float32(limit), np.float32(0)))
+
+
+FORMATS: Final = {
+    "fp16": Format(2.0**-25, _below(65520.0)),
+    "bf16": Format(2.0**-134, _below(2.0**128 - 2.0**119)),
+    "e4m3": Format(2.0**-10, 464.0),  # the tie between 448, the greatest, and what would be next goes to 448
+    "e5m2": Format(2.0**-17, _below(61440.0)),
+}
+
+FIRST_POWER: Final = -149
+LAST_POWER: Final = 128
+
+_POWERS: Final = [2.0**power for power in range(FIRST_POWER, LAST_POWER + 1)]
+
+UPPER: Final = np.array(sorted({0.0, *_POWERS, *(one.overflows for one in FORMATS.values()), np.inf}))
+"""The greatest magnitude in each bin, float64, shape ``(BINS,)``. The last one is for what single precision does not reach."""
+
+BINS: Final = len(UPPER)
+
+UNIT_BINS: Final = 64
+UNIT_UPPER: Final = np.array([*np.linspace(-1.0, 1.0, UNIT_BINS + 1), np.inf])
+"""The upper ends of the bins of a histogram of signed numbers, most of which are between -1 and 1, float64."""
+
+MAGNITUDES: Final = "magnitude_histogram"
+LOSSES: Final = tuple(f"{what}_{name}" for name in FORMATS for what in ("underflow", "overflow"))
+"""Ops that are derived from the histogram: the share of all elements, ``count``, that would be lost."""
+
+HISTOGRAM_OPS: Final = (MAGNITUDES, *LOSSES)
+
+
+def lost(op: str, counts: Counts) -> Counts:
+    """How many elements of each row one of ``LOSSES`` is about: zeros do not underflow, and Inf and NaN are in no bin."""
+    what, _, name = op.partition("_")
+    if what == "underflow":
+        bins = slice(1, int(np.searchsorted(UPPER, FORMATS[name].underflows)) + 1)
+    else:
+        bins = slice(int(np.searchsorted(UPPER, FORMATS[name].overflows)) + 1, BINS)
+    elements: Counts = counts[:, bins].sum(axis=1)
+    return elements
+
+
+def spelled(counts: NDArray[np.int64]) -> str:
+    """A row's histogram as text: of each bin that is not empty its upper end and its elements, ``0:12 0.5:7 1:3``."""
+    filled = np.flatnonzero(counts)
+    return " ".join(f"{UPPER[i]:.8g}:{counts[i]}" for i in filled.tolist())
