@@ -31,8 +31,9 @@ def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Te
     """
     agreeing = []
     for g, m in together(gradient, momentum):
-        signs = torch.sgn(g)
-        agreeing.append(torch.eq(signs.neg_() if uphill else signs, torch.sgn(m)).sum(dtype=torch.float64))
+        signs = torch.sgn(g)  # 0 of NaN
+        agree = torch.eq(signs.neg_() if uphill else signs, torch.sgn(m)).logical_and_(g == g).logical_and_(m == m)
+        agreeing.append(agree.sum(dtype=torch.float64))
     return _total(agreeing, gradient)
 
 
