@@ -10,7 +10,7 @@ Kingma and Ba (2015), "Adam: A method for stochastic optimization".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework, Stepped
-from monitor.pytorch.parameter_series import Computed, NamedParameter, ParameterSeries, SeriesOf
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.frameworks.framework import Stepped
+from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
+from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.stats.torch_tensors import local_shard
 from monitor.stats.torch_updates import Scratch, signed, together
 
@@ -53,20 +52,12 @@ class Moments:
 class AdamCollector:
     """``adam_update`` and ``adam_ratio``."""
 
-    def __init__(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        series_of: SeriesOf,
-        failures: Failures,
-        framework: Framework,
-        eps: float,
-    ) -> None:
-        self._update = ParameterSeries("adam_update", parameters, recorder, series_of, failures)
-        self._ratio = ParameterSeries("adam_ratio", parameters, recorder, series_of, failures)
-        self._framework = framework
-        self._failures = failures
-        self._kernel = recorder.host
+    def __init__(self, watched: WatchedParameters, eps: float) -> None:
+        self._update = watched.series("adam_update")
+        self._ratio = watched.series("adam_ratio")
+        self._framework = watched.framework
+        self._failures = watched.failures
+        self._kernel = watched.recorder.host
         self._eps = eps
 
     def after_step(self, optimizer: Optimizer) -> None:
