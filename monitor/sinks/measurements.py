@@ -151,7 +151,7 @@ def _texts(index: NDArray[np.int32], texts: Iterable[str]) -> pa.DictionaryArray
 
 def _calls(rows: StepRows) -> pa.Array:
     """How many calls each row combines."""
-    counted = [CALLS in rows.ops_of(kind) for kind in rows.kinds]
+    counted = [kind in rows.counted_kinds for kind in rows.kinds]
     if not any(counted):
         return pa.nulls(len(rows), pa.int64())
     values, valid = zip(*(derive(CALLS, kind.partials) for kind in rows.kinds.values()), strict=True)

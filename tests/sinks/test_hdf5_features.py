@@ -80,6 +80,13 @@ class TestFeatures:
         assert table["mg_direction"].to_pylist() == [None, 0.75]
         assert table["mean"].to_pylist() == [3.5, 0.75]
 
+    def test_a_share_is_not_of_calls(self, rank: Rank) -> None:
+        sink = Hdf5Sink(rank.context)
+        rows = {"other": [Measured("all_reduce.post_0", calls=3)], "mg_direction": [AGREEING]}
+        sink.write(rank.step(0, rows, counted_kinds=frozenset({"other"})))
+        sink.close()
+        assert read_hdf5(rank.context.directory / "metrics_0-9.h5", ops=[])["calls"].to_pylist() == [None, 3]
+
     def test_partials_that_were_read_combine(self, rank: Rank) -> None:
         table = read_hdf5(written(rank, {"mg_direction": [AGREEING, Measured("v", numbers={COUNT: 2, SUM: 0.0})]}))
         whole = combine_groups(partials_of(table), np.array([0])).columns[:, 0]
