@@ -33,6 +33,7 @@ from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, REPLICA_KIND, Series
+from monitor.stats.features import own_columns
 from monitor.stats.rows import Status
 
 AGGREGATED_EARLY: Final = (
@@ -196,11 +197,13 @@ class Attachment:
         )
 
     def _series_of(self, kind: str, parameter: NamedParameter, seen: Tensor | None = None) -> Series | None:
-        """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare."""
+        """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare: by its
+        norm, which features have none of.
+        """
         ownership, placement = self.watch.ownership, self._placement(kind, parameter, seen)
         if ownership.writes(placement):
             series = Series(kind, parameter.chunk, parameter.name)
-        elif self.watch.config.replica_check and ownership.monitored:
+        elif self.watch.config.replica_check and ownership.monitored and not own_columns(kind):
             series = Series(REPLICA_KIND, parameter.chunk, f"{kind}/{parameter.name}")
         else:
             return None
