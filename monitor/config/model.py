@@ -188,6 +188,9 @@ class Settings(_Strict):
     """With `wg_distribution`: a row for every micro-batch, holding the local gradient as accumulated so far."""
     mg_direction: Annotated[bool, UPDATES] = False
     """Record the share of elements whose gradient and momentum agree in sign."""
+    update_ratio: Annotated[bool, UPDATES] = False
+    """Record the norm of each step's update over the norm of the weight. Keeps a copy of the targeted weights during the
+    step."""
     cc_distribution: Annotated[CcDistribution, COMMUNICATION] = CcDistribution()
     """What to record of communication operators."""
     alert: Annotated[Alert, ALERTS] = Alert()

@@ -14,8 +14,6 @@ Asked = Callable[[MonitorConfig], bool]
 """Whether a configuration asks for the capability."""
 
 NOT_BUILT: Final[Mapping[str, Asked]] = {
-    "ur_distribution": lambda config: config.ur_distribution,
-    "mg_direction": lambda config: config.mg_direction,
     "recording_l2_features": lambda config: config.recording_l2_features,
 }
 

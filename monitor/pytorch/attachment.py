@@ -28,6 +28,7 @@ from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder, Watched
 from monitor.pytorch.stacks import StackCollector
 from monitor.pytorch.structure import StructureCollector
+from monitor.pytorch.updates.updates import Updates
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, REPLICA_KIND, Series
@@ -104,6 +105,7 @@ class Attachment:
         self._gradients: GradientCollector | None = None
         self._weights: WeightCollector | None = None
         self._moments: MomentCollector | None = None
+        self._updates = Updates()
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
@@ -130,6 +132,7 @@ class Attachment:
         self._remove_hooks()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
         self._stacks = self._gradients = self._weights = self._moments = None
+        self._updates = Updates()
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
@@ -149,6 +152,7 @@ class Attachment:
         rest = (parameters, self._recorder, self._series_of, self._failures, watch.framework)
         self._weights = WeightCollector(*rest) if config.param_distribution else None
         self._moments = MomentCollector(*rest) if config.mv_distribution else None
+        self._updates = Updates.wanted(config, *rest)
         self._attach_beginning()
 
     def _attach_beginning(self) -> None:
@@ -260,14 +264,19 @@ class Attachment:
                 self._moments.before_step(optimizer)
             if self._weights is not None:
                 self._weights.before_step()
+            self._updates.before_step()
 
     def gradients_ready(self) -> None:
-        if self._recorder.active and self._gradients is not None:
-            self._gradients.before_step()
+        if self._recorder.active:
+            if self._gradients is not None:
+                self._gradients.before_step()
+            self._updates.gradients_ready(self._steps.optimizer)
 
     def after_step(self) -> None:
-        if self._recorder.active and self._weights is not None:
-            self._weights.after_step()
+        if self._recorder.active:
+            if self._weights is not None:
+                self._weights.after_step()
+            self._updates.after_step(self._steps.optimizer)
         self._end_step("complete")
 
     def step_skipped(self) -> None:
@@ -286,6 +295,7 @@ class Attachment:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
         finally:
             self.modules.end_step()
+            self._updates.forget_step()
             self.collected += self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
             self._finish_first_step()  # of what was watched in it: what the boundary brings has yet to see a step

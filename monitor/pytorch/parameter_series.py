@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.dtensor import layout_of
 from monitor.pytorch.recorder import Recorder, Watched
 from monitor.series import GRADIENT_KINDS, NO_MICRO_STEP, Series
+from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,23 @@ class NamedParameter:
     chunk: int
     name: str
     tensor: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A row that was computed by whoever measures.
+
+    Attributes:
+        numbers: By column of partials, as ``Recorder.record_numbers`` takes them.
+        x: What it is of, on the device where its numbers are.
+        histogram: Elements in each bin, int64.
+        shape: That of the row, where it is not that of ``x``.
+    """
+
+    numbers: Mapping[int, float | Tensor]
+    x: Tensor
+    histogram: Tensor | None = None
+    shape: tuple[int, ...] | None = None
 
 
 class SeriesOf(Protocol):
@@ -102,6 +121,28 @@ class ParameterSeries:
             if x is not None and watched is not None:
                 found.append((watched, x))
         self._recorder.record_all(found, self._failed)
+
+    def each(self, look: Callable[[NamedParameter], object]) -> None:
+        """Look at each parameter. One that cannot be read does not hide the others."""
+        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+            for parameter in self._parameters:
+                try:
+                    look(parameter)
+                except Exception as error:
+                    self._missing(parameter.name, error)
+
+    def record_computed(self, compute: Callable[[NamedParameter], Computed | None]) -> None:
+        """Record what ``compute`` finds for each parameter; where it finds nothing there is no row."""
+
+        def record(parameter: NamedParameter) -> None:
+            watched = self._watched.get(parameter)
+            # A replica is there to have its norm compared, and this is none.
+            computed = compute(parameter) if watched is not None and watched.series.kind == self._kind else None
+            if watched is not None and computed is not None:
+                of = computed
+                self._recorder.record_numbers(watched, of.numbers, of.x, histogram=of.histogram, shape=of.shape)
+
+        self.each(record)
 
     def _watch(self, parameter: NamedParameter, seen: Tensor | None = None) -> Watched | None:
         series = self._series_of(self._kind, parameter, seen)

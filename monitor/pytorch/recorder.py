@@ -194,7 +194,9 @@ class Recorder:
         numbers: Mapping[int, float | Tensor],
         x: Tensor,
         micro_step: int = 0,
+        *,
         histogram: Tensor | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         """Write a row whose numbers were computed elsewhere.
 
@@ -203,6 +205,7 @@ class Recorder:
                 device of ``x``, and are not waited for.
             x: What was measured, whose local part's shape and dtype are those of the row.
             histogram: Elements in each bin, shape of at most ``(BINS,)``, on the device of ``x``.
+            shape: That of the row, where it is not that of ``x``.
         """
         if not has_data(x):
             return
@@ -214,7 +217,8 @@ class Recorder:
                 if histogram is not None:
                     write_histogram(self._histogram_page(slot.page, device), slot.local_row + offset, histogram)
             self._copies.give_up(slot.row + offset)
-            self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
+            layout = self.layout(x) if shape is None else self.table.layout_of(shape, x.dtype)
+            self.table.note(slot.row + offset, layout, NOT_AN_ALIAS)
 
     def _is_copied(self, x: Tensor) -> bool:
         return not self._magnitudes and self._copies.takes(x)

@@ -6,6 +6,7 @@ A framework that keeps them elsewhere is a subclass that overrides what differs,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
@@ -44,6 +45,18 @@ class LocalGradients(Protocol):
             complete: Whether it is the sum over the whole step, so that its row can be written without counting
                 micro-batches. Otherwise it is what one backward left.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a torch optimizer steps in the place of a parameter, if not the parameter itself.
+
+    Attributes:
+        key: The tensor that it knows.
+    """
+
+    optimizer: Optimizer
+    key: Tensor
 
 
 class Steps(Protocol):
@@ -154,7 +167,16 @@ class Framework:
         Args:
             optimizer: The torch optimizer that is about to step.
         """
-        return in_state(kind, optimizer, parameter.tensor)
+        stepped = self.stepped(parameter, optimizer)
+        return None if stepped is None else in_state(kind, stepped)
+
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+        """What is stepped for a parameter, of which this rank may hold a part; None where nothing is, or it cannot be told.
+
+        Args:
+            optimizer: The torch optimizer that steps.
+        """
+        return Stepped(optimizer, parameter.tensor)
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
         """Tell ``listener`` of every step from now on."""
@@ -164,10 +186,10 @@ class Framework:
         return getattr(tensor, "main_grad", None) if self._main_grad else None
 
 
-def in_state(kind: str, optimizer: Optimizer, key: Tensor) -> Tensor | None:
-    """The moment that an optimizer keeps for ``key``, which is the parameter as the optimizer knows it."""
+def in_state(kind: str, stepped: Stepped) -> Tensor | None:
+    """The moment that an optimizer keeps of what it steps."""
     # `state` is a defaultdict: asking for a parameter that has none yet would make one, and change training.
-    state = optimizer.state.get(key)
+    state = stepped.optimizer.state.get(stepped.key)
     if state is None:
         return None
     found = (state.get(name) for name in STATE_NAMES[kind])

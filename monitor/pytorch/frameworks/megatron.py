@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from monitor.failures import Failures
 from monitor.placement import Placement
-from monitor.pytorch.frameworks.framework import Framework, LocalGradients, Steps, in_state
+from monitor.pytorch.frameworks.framework import Framework, LocalGradients, Stepped, Steps
 from monitor.pytorch.frameworks.megatron_gradients import MainGradients
 from monitor.pytorch.frameworks.megatron_layout import Layout
 from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, members
@@ -86,10 +86,10 @@ class Megatron(Framework):
         # Of one that is reduced, another rank steps this part; one that is not stays as it is.
         return parameter.tensor if self._weights.known and not parameter.tensor.requires_grad else None
 
-    def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
         del optimizer  # of a chained one the first
-        stepped = self._weights.of(parameter.tensor)
-        return None if stepped is None or stepped.decoupled else in_state(kind, stepped.optimizer, stepped.tensor)
+        found = self._weights.of(parameter.tensor)
+        return None if found is None or found.decoupled else Stepped(found.optimizer, found.tensor)
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
         return MegatronSteps(self._weights, listener, failures)

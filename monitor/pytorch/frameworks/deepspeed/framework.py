@@ -16,7 +16,7 @@ from monitor.pytorch.frameworks.deepspeed.loss_scale import is_scaled
 from monitor.pytorch.frameworks.deepspeed.patches import STEP_PATCH
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece
 from monitor.pytorch.frameworks.deepspeed.steps import EngineSteps
-from monitor.pytorch.frameworks.framework import Framework, in_state
+from monitor.pytorch.frameworks.framework import Framework, Stepped
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.optimizer_steps import StepListener
 from monitor.pytorch.parameter_series import NamedParameter
@@ -101,7 +101,11 @@ class Repacked(DeepSpeed):
 
     def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
         piece = self._pieces.get(id(parameter.tensor))
-        return None if piece is None else piece.of(in_state(kind, optimizer, piece.stepped))
+        return None if piece is None else piece.of(super().moment(kind, parameter, optimizer))
+
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+        piece = self._pieces.get(id(parameter.tensor))
+        return None if piece is None else Stepped(optimizer, piece.stepped)
 
 
 def check_version(patch: CallPatch) -> None:

@@ -1,0 +1,135 @@
+"""``ur_distribution``: what Adam makes of its moments, as histograms.
+
+With the moments of the step that was just made, ``m`` and ``v`` corrected for their bias:
+
+    update = m / (sqrt(v) + eps)        ratio = m / sqrt(v)
+
+the first as the optimizer applies it, before the learning rate; the second 0 where both moments are 0, as nothing was updated.
+Kingma and Ba (2015), "Adam: A method for stochastic optimization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from monitor.failures import Failures
+from monitor.pytorch.frameworks.framework import Framework, Stepped
+from monitor.pytorch.parameter_series import Computed, NamedParameter, ParameterSeries, SeriesOf
+from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.updates.groups import Groups
+from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch_updates import SignedCounts, together
+
+ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
+"""Classes, by name, whose step is this rule; a class made from one of them counts."""
+
+Correction = float | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What the step of a parameter was computed from.
+
+    Attributes:
+        mean: ``exp_avg``.
+        square: ``exp_avg_sq``, or the greatest that it has been.
+        mean_correction: What ``mean`` is to be divided by; a tensor where the step's number is on a device.
+        square_correction: The same of ``square``.
+    """
+
+    mean: Tensor
+    square: Tensor
+    mean_correction: Correction
+    square_correction: Correction
+    eps: float
+
+
+class AdamCollector:
+    """``adam_update`` and ``adam_ratio``."""
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        recorder: Recorder,
+        series_of: SeriesOf,
+        failures: Failures,
+        framework: Framework,
+        eps: float,
+    ) -> None:
+        self._update = ParameterSeries("adam_update", parameters, recorder, series_of, failures)
+        self._ratio = ParameterSeries("adam_ratio", parameters, recorder, series_of, failures)
+        self._framework = framework
+        self._failures = failures
+        self._eps = eps
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        groups = Groups()
+        counted: dict[NamedParameter, Computed] = {}
+
+        def update(parameter: NamedParameter) -> Computed | None:
+            moments = self._moments(parameter, optimizer, groups)
+            if moments is None:
+                return None
+            updates, counted[parameter] = self._count(moments)
+            return updates
+
+        self._update.record_computed(update)
+        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None))
+
+    def _moments(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Moments | None:
+        stepped = self._framework.stepped(parameter, optimizer)
+        group = None if stepped is None else groups.of(stepped)
+        if stepped is None or group is None or not self._is_adam(stepped.optimizer):
+            return None
+        kinds = ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
+        found = [self._framework.moment(kind, parameter, optimizer) for kind in kinds]
+        mean, square = (None if one is None else local_shard(one) for one in found)
+        step = _step(stepped, group)
+        if mean is None or square is None or step is None or mean.shape != square.shape or not mean.is_floating_point():
+            return None
+        corrections = [_correction(beta, step, group) for beta in group["betas"][:2]]
+        return Moments(mean, square, corrections[0], corrections[1], float(group["eps"]))
+
+    def _count(self, moments: Moments) -> tuple[Computed, Computed]:
+        updates, ratios = SignedCounts(moments.mean, self._eps), SignedCounts(moments.mean, self._eps)
+        for mean, square in together(moments.mean, moments.square):
+            precision = torch.float64 if mean.dtype is torch.float64 else torch.float32
+            m = mean.to(precision) / moments.mean_correction
+            root = (square.to(precision) / moments.square_correction).sqrt_()
+            updates.add(m / (root + moments.eps))
+            ratios.add(torch.where((m == 0) & (root == 0), 0, m / root))
+        made = [Computed(one.numbers(), moments.mean, one.histogram()) for one in (updates, ratios)]
+        return made[0], made[1]
+
+    def _is_adam(self, optimizer: Optimizer) -> bool:
+        known = any(base.__name__ in ADAMS for base in type(optimizer).__mro__)
+        if not known:
+            name = type(optimizer).__name__
+            self._failures.warn(
+                "ur_distribution", f"ur_distribution records what Adam makes of its moments, and {name} is no Adam: no rows."
+            )
+        return known
+
+
+def _step(stepped: Stepped, group: Mapping[str, Any]) -> float | Tensor | None:
+    """How many steps were made; a tensor where it is on an accelerator. Some optimizers count for a group."""
+    state = stepped.optimizer.state.get(stepped.key) or {}
+    step = state.get("step", group.get("step"))
+    if isinstance(step, Tensor):
+        return step.detach().to(torch.float64) if step.device.type != "cpu" else float(step.item())
+    return None if step is None else float(step)
+
+
+def _correction(beta: float | Tensor, step: float | Tensor, group: Mapping[str, Any]) -> Correction:
+    """A hyperparameter may be a tensor, too; its value is taken where it is."""
+    if group.get("bias_correction", True) in (False, 0):
+        return 1.0
+    exact = beta.detach().to(torch.float64) if isinstance(beta, Tensor) else beta
+    corrected: Correction = 1 - exact**step
+    return corrected

@@ -1,0 +1,84 @@
+"""``mg_direction``: how much of a gradient points where the momentum does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from monitor.failures import Failures
+from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.parameter_series import Computed, NamedParameter, ParameterSeries, SeriesOf
+from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.updates.groups import Groups
+from monitor.series import DIRECTION_KIND
+from monitor.stats.partials import COUNT, SUM
+from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch_updates import agreement
+
+
+class DirectionCollector:
+    """Compares the reduced gradient with the momentum before the step.
+
+    In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        recorder: Recorder,
+        series_of: SeriesOf,
+        failures: Failures,
+        framework: Framework,
+    ) -> None:
+        self._series = ParameterSeries(DIRECTION_KIND, parameters, recorder, series_of, failures)
+        self._framework = framework
+        self._begins: dict[NamedParameter, int] = {}
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        """Before the step; again for every backward of a closure."""
+        self._begins.clear()
+        groups = Groups()
+        self._series.record_computed(lambda parameter: self._compared(parameter, optimizer, groups))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Of what had no momentum before the step and has one now."""
+        begins, self._begins = self._begins, {}
+
+        def begun(parameter: NamedParameter) -> Computed | None:
+            momentum = self._momentum(parameter, optimizer) if parameter in begins else None
+            elements = begins.get(parameter)
+            return None if momentum is None or elements is None else _share(float(elements), elements, momentum)
+
+        if begins:
+            self._series.record_computed(begun)
+
+    def forget_step(self) -> None:
+        """The step was skipped, or has ended."""
+        self._begins.clear()
+
+    def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Computed | None:
+        gradient = self._framework.reduced(parameter)
+        held = None if gradient is None else local_shard(gradient)
+        if held is None or held.layout is not torch.strided:
+            return None
+        momentum = self._momentum(parameter, optimizer)
+        if momentum is None:
+            self._begins[parameter] = held.numel()
+            return None
+        if momentum.numel() != held.numel() or momentum.device != held.device:
+            return None  # another part of the parameter than the gradient is of
+        stepped = self._framework.stepped(parameter, optimizer)
+        group = None if stepped is None else groups.of(stepped)
+        uphill = group is not None and bool(group.get("maximize"))
+        return _share(agreement(held, momentum.view(held.shape), uphill=uphill), held.numel(), held)
+
+    def _momentum(self, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
+        momentum = self._framework.moment("exp_avg", parameter, optimizer)
+        return None if momentum is None else local_shard(momentum)
+
+
+def _share(agreeing: float | Tensor, elements: int, x: Tensor) -> Computed | None:
+    return Computed({COUNT: float(elements), SUM: agreeing}, x, shape=()) if elements else None

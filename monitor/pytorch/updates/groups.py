@@ -1,0 +1,25 @@
+"""The parameter groups of optimizers, by what they step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from monitor.pytorch.frameworks.framework import Stepped
+
+
+class Groups:
+    """For the time of one step: a checkpoint that is loaded replaces the groups, and schedules change what is in them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Optimizer, dict[int, dict[str, Any]]] = {}
+
+    def of(self, stepped: Stepped) -> dict[str, Any] | None:
+        """The group with the hyperparameters of what is stepped; None where the optimizer does not list it."""
+        known = self._groups.get(stepped.optimizer)
+        if known is None:
+            known = self._groups[stepped.optimizer] = {
+                id(parameter): group for group in stepped.optimizer.param_groups for parameter in group["params"]
+            }
+        return known.get(id(stepped.key))
