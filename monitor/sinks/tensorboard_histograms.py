@@ -53,7 +53,7 @@ class Histograms:
         self._rank = rank
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
-        """Fields ``value`` of a summary: of magnitudes where they are among the ops, of signed numbers where a kind has such."""
+        """Fields ``value`` of a summary: of magnitudes where they are among the ops, of signed numbers of ``ADAM_KINDS``."""
         for kind in rows.kinds:
             if kind in ADAM_KINDS:
                 yield from self._spelled(rows.read(kind), SIGNED, _OF_SIGNED)
