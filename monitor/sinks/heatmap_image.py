@@ -17,13 +17,13 @@ Image.preinit()
 """What saving looks through, loaded here and not by the thread that writes: a process that forks meanwhile would have the
 locks of a half-loaded module."""
 
-WIDTH: Final = 420
-PLOT_WIDTH: Final = 320
-LEFT: Final = 28
+WIDTH: Final = 346
+PLOT_WIDTH: Final = 256
+LEFT: Final = 26
 TOP: Final = 6
-BIN: Final = 3
+BIN: Final = 2
 """Height of a bin between -1 and 1."""
-BEYOND: Final = 9
+BEYOND: Final = 8
 """Height of a bin beyond."""
 GAP: Final = 2
 """Between the two."""
@@ -123,7 +123,7 @@ def _label_values(draw: ImageDraw.ImageDraw) -> None:
 
 def _draw_legend(draw: ImageDraw.ImageDraw) -> None:
     """The shades with their shares, the greatest on top, and below them what has no element."""
-    left, top, step = LEFT + PLOT_WIDTH + 12, TOP + 24, 36
+    left, top, step = LEFT + PLOT_WIDTH + 12, TOP + 27, 24
     draw.text((left, TOP - 3), "share of\nelements", fill=INK, font=_font(), spacing=0)
     for y in range(DECADES * step + 1):
         shade = round(DEEPEST - y / (DECADES * step) * (DEEPEST - 1))
@@ -131,7 +131,7 @@ def _draw_legend(draw: ImageDraw.ImageDraw) -> None:
     for decade in range(DECADES + 1):
         share = f"{100 / 10**decade:g} %"
         draw.text((left + 16, top + decade * step), share, fill=INK, font=_font(), anchor="lm")
-    none = top + DECADES * step + 14
+    none = top + DECADES * step + 10
     draw.rectangle((left, none, left + 11, none + 11), outline=LINES)
     draw.text((left + 16, none + 6), "none", fill=INK, font=_font(), anchor="lm")
 
@@ -143,5 +143,5 @@ def _write_steps(image: Image.Image, history: History) -> None:
     if history.recorded > 1:
         draw.text((LEFT + PLOT_WIDTH, y), f"step {history.last[-1]}", fill=INK, font=_font(), anchor="rt")
     if history.each > 1:
-        text = f"a column: {history.each} recorded steps"
+        text = f"{history.each} steps a column"
         draw.text((LEFT + PLOT_WIDTH // 2, y), text, fill=INK, font=_font(), anchor="mt")
