@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from PIL import Image
 from sink_rows import Measured, Rank
 
 from monitor.sinks import heatmaps as drawing
-from monitor.sinks.heatmap_history import DEEPEST
-from monitor.sinks.heatmap_image import INK, LEFT, PLOT_HEIGHT, PLOT_WIDTH, TOP, column_of, row_of
-from monitor.sinks.heatmaps import is_due
+from monitor.sinks.heatmap_history import DEEPEST, History
+from monitor.sinks.heatmap_image import INK, LEFT, PLOT_HEIGHT, PLOT_WIDTH, TOP, column_of, drawn, row_of
+from monitor.sinks.heatmaps import BINS, MOST_COLUMNS, is_due
 from monitor.sinks.tensorboard import TensorBoardSink
 
 TAG = "0:w/rank0/adam_update_heatmap"
@@ -72,25 +73,27 @@ class TestPictures:
         assert deepest == [61, ZERO_BIN, 16, 65, 0]
         assert [shade_at(image, 1, 5, place) for place in (ZERO_BIN, ZERO_BIN - 1)] == [DEEPEST, 0]
 
-    def test_columns_fill_the_width_however_many_there_are(self, rank: Rank, out: Path) -> None:
-        for count in (1, 10, 130, 256, 300, 500):
-            sink = TensorBoardSink(rank.context)
-            write(sink, rank, *range(count))
-            sink.close()
-            _, image = heatmaps(out)[TAG][-1]
-            assert set(plot(image)[row_of(ZERO_BIN)].tolist()) == {DEEPEST}
-            for path in out.iterdir():
-                path.unlink()
+    @pytest.mark.parametrize("steps", [1, 10, 130, 256, 300, 500])
+    def test_columns_fill_the_width_however_many_there_are(self, steps: int) -> None:
+        history = History.empty(BINS)
+        for step in range(steps):
+            history = history.with_step(step, np.full(BINS, 1 + step // 2, dtype=np.uint8), MOST_COLUMNS)
+        middle = plot(Image.open(BytesIO(drawn(history).png)))[PLOT_HEIGHT // 2].tolist()
+        assert middle == sorted(middle)
+        assert set(middle) == set(range(1, 2 + (steps - 1) // 2))
 
-    def test_a_single_step_among_many_that_differs_is_seen(self, rank: Rank, out: Path) -> None:
+    def test_a_single_step_among_many_that_differs_is_seen(
+        self, rank: Rank, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(drawing, "MOST_COLUMNS", 8)
+        monkeypatch.setattr(drawing, "FEWEST_COLUMNS", 8)
         sink = TensorBoardSink(rank.context)
-        write(sink, rank, *range(300))
-        write(sink, rank, 300, values=[0.0] * 99_999 + [5.0])
-        write(sink, rank, *range(301, 600))
+        write(sink, rank, *range(20))
+        write(sink, rank, 20, values=[0.0] * 9_999 + [5.0])
+        write(sink, rank, *range(21, 40))
         sink.close()
-        top = plot(heatmaps(out)[TAG][-1][1])[row_of(65)]
-        assert sorted(set(top.tolist())) == [0, 1]
-        assert 256 * 0.4 < np.flatnonzero(top).mean() < 256 * 0.6
+        image = heatmaps(out)[TAG][-1][1]
+        assert [shade_at(image, column, 5, 65) for column in range(5)] == [0, 0, 1, 0, 0]
 
     def test_deeper_shades_are_darker_and_what_is_empty_is_white(self, rank: Rank, out: Path) -> None:
         sink = TensorBoardSink(rank.context)
