@@ -29,6 +29,7 @@ from monitor.pytorch.recorder import Recorder, Watched
 from monitor.pytorch.stacks import StackCollector
 from monitor.pytorch.structure import StructureCollector
 from monitor.pytorch.updates.updates import Updates
+from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, REPLICA_KIND, Series
@@ -150,10 +151,10 @@ class Attachment:
                 self.structure.watch(_key(module), module.module)
         if config.wg_distribution:
             self._gradients = self._attach_gradients(parameters)
-        rest = (parameters, self._recorder, self._series_of, self._failures, watch.framework)
-        self._weights = WeightCollector(*rest) if config.param_distribution else None
-        self._moments = MomentCollector(*rest) if config.mv_distribution else None
-        self._updates = Updates.wanted(config, *rest)
+        watched = WatchedParameters(parameters, self._recorder, self._series_of, self._failures, watch.framework)
+        self._weights = WeightCollector(watched) if config.param_distribution else None
+        self._moments = MomentCollector(watched) if config.mv_distribution else None
+        self._updates = Updates.wanted(config, watched)
         self._attach_beginning()
 
     def _attach_beginning(self) -> None:

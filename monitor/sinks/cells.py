@@ -35,7 +35,7 @@ class Cells(Generic[T]):
         """The texts of the items numbered ``index``."""
         known, now = len(self._texts), len(self.of)
         if now > known:
-            new = pa.array([_encodable(self._spelled(self.of[i])) for i in range(known, now)], type=pa.string())
+            new = pa.array([encodable(self._spelled(self.of[i])) for i in range(known, now)], type=pa.string())
             self._texts = pa.concat_arrays([self._texts, new])
         return self._texts.take(pa.array(index))
 
@@ -48,6 +48,6 @@ class Cells(Generic[T]):
         return pa.DictionaryArray.from_arrays(pa.array(place[index].astype(np.int32)), texts)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """``text`` with halves of surrogate pairs, which UTF-8 has no bytes for, written as escapes."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

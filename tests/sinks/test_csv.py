@@ -295,15 +295,6 @@ def found_in(directory: Path) -> dict[tuple[str, ...], list[tuple[int, float]]]:
 
 
 @pytest.fixture
-def file_size_limit():
-    """Sets the size that no file may exceed: a write across it comes half through, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture
 def ordinary_user():
     """A directory of a user whom permissions hold back, who runs the test even if root started it."""
     with tempfile.TemporaryDirectory() as directory:

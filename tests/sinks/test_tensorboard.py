@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,15 +191,6 @@ class TestFiles:
         sink.close()
         sink.close()
         assert len(os.listdir(out)) == 1
-
-
-@pytest.fixture
-def file_size_limit() -> Iterator:
-    """Sets the size that no file may exceed: a write across it comes half through, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class TestFaults:
