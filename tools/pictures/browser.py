@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, Final
 
 PROGRAMS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -33,6 +33,8 @@ FLAGS: Final = (
 )
 
 PATIENCE_S: Final = 60.0
+ANSWER_S: Final = 10.0
+"""A question to a page that is just being replaced by another one has no answer; it is asked again."""
 LEAVING_S: Final = 10.0
 
 
@@ -79,7 +81,7 @@ class Page:
                 if found := self.evaluate(expression):
                     return found
             if time.monotonic() > end:
-                raise BrowserError(f"not seen in {seconds:g} s: {expression}\n{self.evaluate('document.body.innerText')}")
+                raise BrowserError(f"not seen in {seconds:g} s: {expression}")
             time.sleep(0.1)
 
     def picture(self, *, left: float, top: float, width: float, height: float) -> bytes:
@@ -128,8 +130,8 @@ class Pipes:
 
     def _next(self, asked: str) -> dict[str, Any]:
         while b"\0" not in self._read:
-            if not select.select([self._from], [], [], PATIENCE_S)[0]:
-                raise BrowserError(f"no answer to {asked} in {PATIENCE_S:g} s")
+            if not select.select([self._from], [], [], ANSWER_S)[0]:
+                raise BrowserError(f"no answer to {asked} in {ANSWER_S:g} s")
             more = os.read(self._from, 1 << 20)
             if not more:
                 raise BrowserError("the browser has ended")
@@ -149,12 +151,25 @@ def page(width: int, height: int, chromium: str | None = None) -> Iterator[Page]
     chromium = chromium or program()
     if chromium is None:
         raise BrowserError(f"no Chromium is installed: none of {', '.join(PROGRAMS)} is found")
-    with TemporaryDirectory(prefix="browser-") as folder, _running(chromium, Path(folder), width, height) as pipes:
+    with _folder() as folder, _running(chromium, folder, width, height) as pipes:
         target = pipes.ask("Target.createTarget", url="about:blank")["targetId"]
         session = pipes.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         pipes.ask("Emulation.setDeviceMetricsOverride", session, **size)
         yield Page(pipes, session)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """For all that the browser writes. Its helpers may write a moment longer than it is there."""
+    folder = Path(mkdtemp(prefix="browser-"))
+    try:
+        yield folder
+    finally:
+        end = time.monotonic() + LEAVING_S
+        while folder.exists() and time.monotonic() < end:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05)
 
 
 @contextmanager
