@@ -24,11 +24,13 @@ ASKED_FOR = {
     "communication": set(),
     "everything": {"xy_distribution", "all_xy", "wg_distribution", "mv_distribution", "param_distribution"},
     "hdf5": {"wg_distribution", "mv_distribution", "param_distribution"},
+    "low_precision": {"xy_distribution", "all_xy", "wg_distribution", "update_ratio"},
     "micro_batch_gradients": {"wg_distribution", "monitor_mbs_grad"},
     "optimizer_moments": {"mv_distribution"},
     "print_structure": {"print_struct"},
     "stack_info": {"stack_info"},
     "tensorboard": {"wg_distribution", "param_distribution"},
+    "updates": {"update_ratio", "mg_direction", "ur_distribution"},
     "weight_gradients": {"wg_distribution"},
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 from monitor.anomalies.alignment import Aligned
 from monitor.anomalies.columns import Columns, Fired, Flags, Rule
 from monitor.anomalies.findings import Findings, Group
+from monitor.stats.features import own_columns
 from monitor.stats.rows import KindRows, StepRows
 
 
@@ -31,7 +32,7 @@ class Listener(Protocol):
 
 
 class Scanner:
-    """Looks at the rows of each step on the writer thread.
+    """Looks at the rows of each step on the writer thread, all but those of features, which are no statistics of a tensor.
 
     Args:
         rules: The most important first: for each row and statistic the first that fires counts.
@@ -46,7 +47,8 @@ class Scanner:
     def look(self, rows: StepRows) -> None:
         """Judge the step."""
         try:
-            groups = tuple(group for kind, part in rows.kinds.items() if len(part) for group in self._groups(kind, part))
+            judged = ((kind, part) for kind, part in rows.kinds.items() if len(part) and not own_columns(kind))
+            groups = tuple(group for kind, part in judged for group in self._groups(kind, part))
         except Exception as error:
             self.dropped(rows.step, f"the rules failed: {error!r}")
             raise

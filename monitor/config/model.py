@@ -198,9 +198,10 @@ class Settings(_Strict):
     format: Annotated[Formats, OUTPUT] = Field(default=("csv",), validate_default=True)
     """What the results are written as. `api`: kept in memory for the program to ask for."""
     ops: Annotated[Strings, STATISTICS] = ()
-    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `shape`, `dtype`; and of what formats
-    of low precision would lose, `magnitude_histogram`, and `underflow_` or `overflow_` with `fp16`, `bf16`, `e4m3` or `e5m2`.
-    An unknown one is left out with a warning; none left: `norm`."""
+    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `shape`, `dtype`,
+    `magnitude_histogram`, and the share that a format of low precision would lose: `underflow_fp16`, `overflow_fp16`,
+    `underflow_bf16`, `overflow_bf16`, `underflow_e4m3`, `overflow_e4m3`, `underflow_e5m2`, `overflow_e5m2`. An unknown one is
+    left out with a warning; none left: `norm`."""
     eps: Annotated[float, Field(gt=0), STATISTICS] = 1e-8
     """`zeros` is the share of elements whose magnitude is below this."""
     ndigits: Annotated[int, Field(ge=0, le=17), OUTPUT] = 6

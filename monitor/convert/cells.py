@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from monitor.convert.recorded import Record
 from monitor.convert.rows import ops_of, read_record
 from monitor.merge.discovery import SetAside
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
+from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
 
 NAN: Final = "nan"
 """A measured NaN. SQLite has none, and would make null of it, which is what was not measured."""
@@ -89,7 +89,7 @@ def _targets(rows: pa.Table) -> tuple[list[Target], NDArray[np.int64]]:
 
 
 def _cells(op: str, column: pa.ChunkedArray) -> list[Cell]:
-    if op in LAYOUT_OPS or op in INTEGER_OPS:
+    if op in TEXT_OPS or op in INTEGER_OPS:
         texts: list[Cell] = column.to_pylist()
         return texts
     values = column.to_numpy()  # null is NaN here

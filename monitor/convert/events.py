@@ -21,7 +21,7 @@ from monitor.merge.drafts import draft_of
 from monitor.merge.engines import engine, run_in_order
 from monitor.sinks.scalars import BLOCK_ROWS, scalar_values
 from monitor.sinks.tensorboard import EventFile
-from monitor.stats.ops import LAYOUT_OPS
+from monitor.stats.ops import TEXT_OPS
 
 ENDING: Final = "csv2tensorboard_by_step"
 
@@ -119,7 +119,7 @@ def _values(rows: pa.Table, place: str) -> Iterator[memoryview]:
     for block in _blocks(rows):
         tags = _tags(block, place)
         for op in ops_of(block):
-            if op not in LAYOUT_OPS:
+            if op not in TEXT_OPS:
                 yield scalar_values(tags, op, *numbers_of(block[op]))
 
 

@@ -12,12 +12,10 @@ from typing import Final
 from monitor.convert.errors import ConversionError
 from monitor.ranks.names import timestamp_of
 from monitor.ranks.resume import Span, span_between
-from monitor.series import KINDS
+from monitor.series import KINDS, shown_kind
 
-FEATURE_KINDS: Final = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
-"""Their columns are features in place of ops."""
-
-DATA_TYPES: Final = tuple(dict.fromkeys((*KINDS, *FEATURE_KINDS)))
+DATA_TYPES: Final = tuple(dict.fromkeys(map(shown_kind, KINDS)))
+"""What files are called after."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from monitor.convert.recorded import RankFiles, Record
 from monitor.merge.discovery import SetAside
 from monitor.merge.shards import ForeignError, csv_rows
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
+from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
 
 IDENTITY: Final = {"vpp_stage": pa.int64(), "name": pa.string(), "step": pa.int64(), "micro_step": pa.int64()}
 """What a row is of. ``micro_step`` is null in a row that is about the whole step."""
@@ -101,7 +101,7 @@ def _typed(table: pa.Table) -> pa.Table:
 
 
 def _op(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if name in LAYOUT_OPS:
+    if name in TEXT_OPS:
         return _without_empty(column)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_null(column.type)):
         raise ForeignError(f"its column {name} does not hold numbers")

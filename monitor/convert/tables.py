@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Final
 
 from monitor.convert.cells import Block, Cells, Target
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
+from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
 
 MOST_JOINED: Final = 500
 """Tables in one view: more SQLite does not take."""
@@ -185,7 +185,7 @@ def _runs(steps: list[int], width: int) -> Iterable[tuple[int, int, int]]:
 
 
 def _column(op: str) -> str:
-    kind = "TEXT" if op in LAYOUT_OPS else "INTEGER" if op in INTEGER_OPS else "REAL"
+    kind = "TEXT" if op in TEXT_OPS else "INTEGER" if op in INTEGER_OPS else "REAL"
     return f"{_quoted(op)} {kind}"
 
 

@@ -29,9 +29,11 @@ from monitor.pytorch.recorder import Recorder, Watched
 from monitor.pytorch.stacks import StackCollector
 from monitor.pytorch.structure import StructureCollector
 from monitor.pytorch.updates.updates import Updates
+from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, REPLICA_KIND, Series
+from monitor.stats.features import own_columns
 from monitor.stats.rows import Status
 
 AGGREGATED_EARLY: Final = (
@@ -149,10 +151,10 @@ class Attachment:
                 self.structure.watch(_key(module), module.module)
         if config.wg_distribution:
             self._gradients = self._attach_gradients(parameters)
-        rest = (parameters, self._recorder, self._series_of, self._failures, watch.framework)
-        self._weights = WeightCollector(*rest) if config.param_distribution else None
-        self._moments = MomentCollector(*rest) if config.mv_distribution else None
-        self._updates = Updates.wanted(config, *rest)
+        watched = WatchedParameters(parameters, self._recorder, self._series_of, self._failures, watch.framework)
+        self._weights = WeightCollector(watched) if config.param_distribution else None
+        self._moments = MomentCollector(watched) if config.mv_distribution else None
+        self._updates = Updates.wanted(config, watched)
         self._attach_beginning()
 
     def _attach_beginning(self) -> None:
@@ -195,11 +197,13 @@ class Attachment:
         )
 
     def _series_of(self, kind: str, parameter: NamedParameter, seen: Tensor | None = None) -> Series | None:
-        """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare."""
+        """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare: by its
+        norm, which features have none of.
+        """
         ownership, placement = self.watch.ownership, self._placement(kind, parameter, seen)
         if ownership.writes(placement):
             series = Series(kind, parameter.chunk, parameter.name)
-        elif self.watch.config.replica_check and ownership.monitored:
+        elif self.watch.config.replica_check and ownership.monitored and not own_columns(kind):
             series = Series(REPLICA_KIND, parameter.chunk, f"{kind}/{parameter.name}")
         else:
             return None

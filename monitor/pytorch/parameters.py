@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.parameter_series import NamedParameter, ParameterSeries, SeriesOf
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.watched_parameters import WatchedParameters
 
 
 class WeightCollector:
     """``param_origin`` and ``param_updated``."""
 
-    def __init__(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        series_of: SeriesOf,
-        failures: Failures,
-        framework: Framework,
-    ) -> None:
-        self._origin = ParameterSeries("param_origin", parameters, recorder, series_of, failures)
-        self._updated = ParameterSeries("param_updated", parameters, recorder, series_of, failures)
-        self._framework = framework
+    def __init__(self, watched: WatchedParameters) -> None:
+        self._origin = watched.series("param_origin")
+        self._updated = watched.series("param_updated")
+        self._framework = watched.framework
 
     def before_step(self) -> None:
         self._origin.record_all(self._framework.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Final
 
@@ -16,7 +17,10 @@ from monitor.pytorch.names import ModelNames
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.estimate import Bounds, KindLoad, estimate
 from monitor.selection import ModuleSelection
-from monitor.series import PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
+from monitor.series import ADAM_KINDS, DIRECTION_KIND, PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
+from monitor.stats.features import own_columns
+from monitor.stats.histograms import MAGNITUDES
+from monitor.stats.ops import is_of
 
 NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict)
 
@@ -70,14 +74,27 @@ class _Job:
             loads.update({kind: self._of_parameters(kind, frozen=True) for kind in PARAMETER_KINDS})
         if config.mv_distribution:
             loads.update({kind: self._of_parameters(kind) for kind in ("exp_avg", "exp_avg_sq")})
+        loads |= self._of_updates(config)
         if config.replica_check:
-            kept = sum(map(self._kept, loads))
+            kept = sum(self._kept(kind) for kind in loads if not own_columns(kind))
             loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
         if config.xy_distribution:
             called = [module for module in names.modules() if not isinstance(module.module, NEVER_CALLED)]
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
+        if config.counts_magnitudes:
+            loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}
+        return loads
+
+    def _of_updates(self, config: MonitorConfig) -> dict[str, KindLoad]:
+        loads: dict[str, KindLoad] = {}
+        if config.update_ratio:
+            loads["update_ratio"] = self._of_parameters("update_ratio", frozen=True)
+        if config.mg_direction:
+            loads[DIRECTION_KIND] = self._of_parameters(DIRECTION_KIND)
+        if config.ur_distribution:
+            loads |= {kind: replace(self._of_parameters(kind), histogram="signed") for kind in ADAM_KINDS}
         return loads
 
     def _of_modules(self, series: int, rows_each: int) -> KindLoad:

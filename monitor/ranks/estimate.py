@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 BYTES_PER_ROW: Final[Mapping[str, float]] = MappingProxyType({"csv": 110.0, "hdf5": 32.0, "tensorboard": 500.0, "api": 0.0})
 """Measured with six ops and names of fifty characters (``bench/formats.py``)."""
+
+Histogram = Literal["magnitudes", "signed"]
+
+BYTES_PER_HISTOGRAM: Final[Mapping[Histogram, Mapping[str, float]]] = MappingProxyType(
+    {"magnitudes": {"csv": 220.0, "hdf5": 45.0}, "signed": {"hdf5": 95.0, "tensorboard": 1100.0}}
+)
+"""What a row with a histogram takes beside that, measured with normally distributed numbers: of magnitudes with the op
+``magnitude_histogram`` in CSV, and of signed numbers.
+"""
 
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _FILE_PER_KIND: Final = frozenset({"csv"})
@@ -23,11 +32,13 @@ class KindLoad:
         series: Series that all ranks of the job write: one of each set of replicas, every shard.
         rows: Rows that they write in a collected step: series times micro-steps where each has its own row.
         ranks: How many ranks write any.
+        histogram: What each of the rows has a histogram of, if anything.
     """
 
     series: int
     rows: int
     ranks: int
+    histogram: Histogram | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +104,16 @@ def estimate(
     return Estimate(
         series=sum(load.series for load in loads.values()),
         rows=rows,
-        bytes=rows * sum(bytes_per_row.get(one, 0.0) for one in formats),
+        bytes=rows * sum(bytes_per_row.get(one, 0.0) for one in formats)
+        + sum(load.rows * _bytes_per_histogram(load, formats) for load in loads.values()),
         files=per_record / max(1.0, step_count_per_record / step_interval),
         ranks=ranks,
     )
+
+
+def _bytes_per_histogram(load: KindLoad, formats: Collection[str]) -> float:
+    each = BYTES_PER_HISTOGRAM[load.histogram] if load.histogram else {}
+    return sum(each.get(one, 0.0) for one in formats)
 
 
 def _files_per_record(name: str, loads: Mapping[str, KindLoad], ranks: int) -> int:

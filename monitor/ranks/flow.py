@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from monitor.series import MOMENT_KINDS, Series
+from monitor.series import ADAM_KINDS, MOMENT_KINDS, Series
 
 MOST_EDGES: Final = 200_000
 """What is kept of the edges that were seen; a module of a thousand inputs and outputs alone has a million."""
@@ -16,6 +16,7 @@ MOST_PASSES: Final = 20_000
 _FED_BY: Final = {
     "grad_reduced": ("grad_unreduced",),
     "param_updated": ("grad_reduced", "param_origin", *MOMENT_KINDS),
+    **dict.fromkeys(ADAM_KINDS, ("grad_reduced", *MOMENT_KINDS)),
 }
 """Kinds of a parameter, and the kinds of the same parameter that they are made from within a step. Moments are those from
 before the step: this step's gradient shows in the next one's.

@@ -22,11 +22,18 @@ from numpy.typing import NDArray
 
 from monitor.ranks.flow import Flow, Pass
 from monitor.ranks.records import ManifestRecord
-from monitor.series import MOMENT_KINDS, NO_MICRO_STEP, PARAMETER_KINDS
+from monitor.series import (
+    FORWARD_FEATURE_KINDS,
+    MOMENT_KINDS,
+    NO_MICRO_STEP,
+    PARAMETER_KINDS,
+    UPDATE_KINDS,
+    WEIGHT_FEATURE_KINDS,
+)
 
-IN_FORWARD: Final = frozenset({"actv"})
+IN_FORWARD: Final = frozenset({"actv", *FORWARD_FEATURE_KINDS})
 IN_BACKWARD: Final = frozenset({"actv_grad", "grad_unreduced"})
-AT_THE_STEP: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS})
+AT_THE_STEP: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS, *WEIGHT_FEATURE_KINDS, *UPDATE_KINDS})
 """Kinds that are read when every backward is done. Rows of other kinds are ordered among those of their own rank."""
 
 _FAR: Final = 2**32

@@ -8,6 +8,7 @@ from os import PathLike, fspath
 import h5py
 import pyarrow as pa
 
+from monitor.sinks.bins import whole
 from monitor.sinks.facts import Facts
 from monitor.sinks.hdf5_content import ALL_STEPS, NotAShardError, read_rows
 from monitor.sinks.hdf5_shards import Hdf5Shards
@@ -56,7 +57,8 @@ def read_hdf5(
     steps: tuple[int, int] | None = None,
     ops: Sequence[str] | None = None,
 ) -> pa.Table:
-    """The rows of one file: what each is of, and its partials (``monitor.sinks.measurements.SCHEMA``).
+    """The rows of one file: what each is of, and its partials (``monitor.sinks.measurements.SCHEMA``). Where rows have
+    histograms a column ``histogram`` follows, lists of the elements of every bin; null in the rows that have none.
 
     Kind by kind, and within a kind in the order in which they were measured. What is to be known of the steps stands in the
     table's metadata (``Facts.unpacked``).
@@ -64,7 +66,8 @@ def read_hdf5(
     Args:
         kinds: Those to read; None: all.
         steps: The first and the last one to read; None: all. Only what is asked for is read.
-        ops: Give these, derived from the partials, in place of them. They need not be those that were configured.
+        ops: Give these, derived from the partials, in place of them; also the columns of features, and ``mg_direction``. They
+            need not be those that were configured. Null where a row's kind has none.
 
     Raises:
         OSError: the file cannot be opened, or is not HDF5.
@@ -73,4 +76,4 @@ def read_hdf5(
     """
     with h5py.File(fspath(path), "r", locking=False) as file:
         table = read_rows(file, kinds, ALL_STEPS if steps is None else Steps(*steps))
-    return table if ops is None else with_ops(table, ops)
+    return whole(table) if ops is None else with_ops(table, ops)

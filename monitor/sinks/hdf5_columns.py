@@ -1,4 +1,4 @@
-"""Columns of numbers and tables of text in an HDF5 file, read through h5py's lower interface.
+"""Columns of numbers, histograms and tables of text in an HDF5 file, read through h5py's lower interface.
 
 A shard of few rows is nearly all columns, some twenty for each kind, and a job has thousands of shards: read through
 ``h5py.Dataset`` and its checks the columns of a kind take 8 ms however few rows there are, through what is used here 4.
@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 
 
 class Column:
-    """A dataset of one dimension whose content is in this very file, and was written.
+    """A dataset of an entry a row, whose content is in this very file, and was written.
+
+    Args:
+        inner: The shape of an entry: nothing of a number. Entries that are no numbers may be left out, and are zeros then.
 
     Raises:
         KeyError: there is no such name in the group.
@@ -24,14 +27,14 @@ class Column:
         ValueError: its shape is another, its content lies elsewhere, or it has more rows than were written.
     """
 
-    def __init__(self, group: h5g.GroupID, name: str) -> None:
+    def __init__(self, group: h5g.GroupID, name: str, *inner: int) -> None:
         self._dataset = _own(group, name, h5d.DatasetID, "Dataset")
         created, shape = self._dataset.get_create_plist(), self._dataset.shape
         layout = created.get_layout()
-        if len(shape) != 1 or layout == h5d.VIRTUAL or created.get_external_count():
+        if tuple(shape[1:]) != inner or not shape or layout == h5d.VIRTUAL or created.get_external_count():
             raise ValueError(f"{_path(group, name)} is not a plain column")
-        self._length = int(shape[0])
-        if layout == h5d.CHUNKED and self._dataset.get_num_chunks() * created.get_chunk()[0] < self._length:
+        self._length, self._inner = int(shape[0]), inner
+        if not inner and layout == h5d.CHUNKED and self._dataset.get_num_chunks() * created.get_chunk()[0] < self._length:
             raise ValueError(f"{_path(group, name)} says that it has more rows than it has")
 
     def __len__(self) -> int:
@@ -40,13 +43,13 @@ class Column:
     def read(self, first: int = 0, end: int | None = None) -> NDArray[Any]:
         """The rows from ``first`` to before ``end``."""
         count = (self._length if end is None else end) - first
-        values = np.empty(count, dtype=self._dataset.dtype)
+        values = np.empty((count, *self._inner), dtype=self._dataset.dtype)
         if count == self._length:
             self._dataset.read(h5s.ALL, h5s.ALL, values)
         elif count:
             rows = self._dataset.get_space()
-            rows.select_hyperslab((first,), (count,))
-            self._dataset.read(h5s.create_simple((count,)), rows, values)
+            rows.select_hyperslab((first, *(0 for _ in self._inner)), values.shape)
+            self._dataset.read(h5s.create_simple(values.shape), rows, values)
         return values
 
     def texts(self) -> pa.StringArray:

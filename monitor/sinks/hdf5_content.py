@@ -11,14 +11,18 @@ import pyarrow as pa
 from h5py import h5g
 from numpy.typing import NDArray
 
+from monitor.sinks.bins import FILLED, HISTOGRAM, filled, upper_of
 from monitor.sinks.facts import SCHEMA_VERSION, Facts
 from monitor.sinks.hdf5_columns import Column, group_in
 from monitor.sinks.hdf5_image import TABLES
-from monitor.sinks.measurements import MISSING, NULLABLE, SCHEMA
+from monitor.sinks.measurements import MISSING, NULLABLE, SCHEMA, WITH_HISTOGRAMS
 from monitor.sinks.shard_names import Steps
 from monitor.stats.ops import CALLS
 
 ALL_STEPS: Final = Steps(0, 2**63 - 1)
+
+HISTOGRAMS_AT_ONCE: Final = 4096
+"""Read together: 9 MB, of which a tenth is left."""
 
 _FOREIGN: Final = (KeyError, TypeError, ValueError, OSError, RuntimeError, UnicodeDecodeError)
 """What a file that is not ours, or is damaged, makes h5py and the checks below raise."""
@@ -46,7 +50,7 @@ def read_facts(file: h5py.File) -> Facts:
 
 
 def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Steps = ALL_STEPS) -> pa.Table:
-    """The rows, kind by kind.
+    """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` where a kind has any.
 
     Args:
         kinds: Those to read; None: all. One that is not there has no rows.
@@ -55,10 +59,11 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
         NotAShardError: they are not those of a shard.
     """
     facts = read_facts(file)
-    schema = SCHEMA.with_metadata(facts.only(steps).packed())
+    about = facts.only(steps).packed()
     try:
-        tables = [pa.Table.from_arrays(_columns(kind, group, steps), schema=schema) for kind, group in _groups(file, kinds)]
-        return pa.concat_tables(tables).unify_dictionaries() if tables else schema.empty_table()
+        tables = [_rows(kind, group, steps) for kind, group in _groups(file, kinds)] or [SCHEMA.empty_table()]
+        joined = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
+        return joined.replace_schema_metadata(about)
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -70,7 +75,7 @@ def read_kind(file: h5py.File, kind: str, steps: Steps) -> pa.Table:
         NotAShardError: they are not those of a shard.
     """
     try:
-        return pa.Table.from_arrays(_columns(kind, group_in(file.id, kind), steps), schema=SCHEMA)
+        return _rows(kind, group_in(file.id, kind), steps)
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -119,10 +124,22 @@ def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[st
             yield kind, group_in(file.id, kind)
 
 
-def _columns(kind: str, group: h5g.GroupID, steps: Steps) -> list[pa.Array]:
+def _rows(kind: str, group: h5g.GroupID, steps: Steps) -> pa.Table:
     step = Column(group, "step").read()
     rows = _rows_of(step, steps)
-    return [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
+    columns = [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
+    if not group.links.exists(HISTOGRAM.encode()):
+        return pa.Table.from_arrays(columns, schema=SCHEMA)
+    return pa.Table.from_arrays([*columns, _histograms(kind, group, rows, len(step))], schema=WITH_HISTOGRAMS)
+
+
+def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.ChunkedArray:
+    histograms = Column(group, HISTOGRAM, len(upper_of(kind)))
+    if len(histograms) != length:
+        raise ValueError(f"{kind}/{HISTOGRAM} has {len(histograms)} rows and not {length}")
+    starts = range(rows.start, rows.stop, HISTOGRAMS_AT_ONCE)
+    parts = (histograms.read(start, min(start + HISTOGRAMS_AT_ONCE, rows.stop)) for start in starts)
+    return pa.chunked_array([filled(part.astype(np.int64, casting="safe", copy=False)) for part in parts], type=FILLED)
 
 
 def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:

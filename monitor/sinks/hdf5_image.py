@@ -8,7 +8,7 @@ may not close a file any more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import h5py
@@ -17,14 +17,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
 
+from monitor.sinks.bins import HISTOGRAM, counts_of, upper_of
 from monitor.sinks.facts import SCHEMA_VERSION, Facts
-from monitor.sinks.measurements import MISSING, SCHEMA, by_kind
+from monitor.sinks.measurements import MISSING, PARTIALS, SCHEMA, by_kind
 from monitor.sinks.planes import LEVEL, compressed
 from monitor.sinks.spool import Block
-from monitor.stats.ops import CALLS
+from monitor.stats.features import own_columns
+from monitor.stats.ops import CALLS, derive
+from monitor.stats.partials import COLUMNS, WRITES, Partials
 
 CHUNK_ROWS: Final = 32768
 """Rows of a chunk, the unit of compression and of reading: 256 KB of a column. Small kinds have one chunk of their size."""
+
+CHUNK_HISTOGRAMS: Final = 128
+"""Rows of a chunk of histograms: 290 KB."""
 
 READABLE_SINCE: Final = ("v110", "v110")
 """HDF5 1.10 (2016) reads it. What older ones read takes 2 KB more for each dataset."""
@@ -48,7 +54,7 @@ def image(blocks: Iterable[Block]) -> bytes:
             facts = block.facts if facts is None else facts.then(block.facts)
             for kind, rows in by_kind(block.rows):
                 if kind not in groups:
-                    groups[kind] = _Group(file.create_group(kind))
+                    groups[kind] = _Group(file.create_group(kind), kind)
                 groups[kind].add(rows)
         for group in groups.values():
             group.end()
@@ -74,8 +80,10 @@ def attributes(facts: Facts) -> dict[str, Any]:
 class _Group:
     """The group of a kind while it is written, a chunk at a time."""
 
-    def __init__(self, group: h5py.Group) -> None:
+    def __init__(self, group: h5py.Group, kind: str) -> None:
         self._group = group
+        self._features = own_columns(kind)
+        self._histograms = _Histograms(group, upper_of(kind))
         self._numbering = {name: _Numbering() for name in TABLES}
         self._columns: dict[str, _Column] = {}
         self._waiting: dict[str, list[NDArray[Any]]] = defaultdict(list)
@@ -83,27 +91,32 @@ class _Group:
         self._rows_written = 0
 
     def add(self, rows: pa.RecordBatch) -> None:
-        for field, column in zip(SCHEMA, rows.columns, strict=True):
+        for field, column in zip(SCHEMA, rows.columns, strict=False):
             if field.name in TABLES:
                 self._waiting[TABLES[field.name][0]].append(self._numbering[field.name].of(column))
             elif field.name != "kind":
                 self._waiting[field.name].append((column.fill_null(MISSING) if column.null_count else column).to_numpy())
+        self._histograms.add(rows[HISTOGRAM] if HISTOGRAM in rows.schema.names else None, len(rows))
         self._rows_waiting += len(rows)
         if self._rows_waiting >= CHUNK_ROWS:
             self._write(self._rows_waiting // CHUNK_ROWS * CHUNK_ROWS)
 
     def end(self) -> None:
         self._write(self._rows_waiting)
+        self._histograms.end()
         for column, numbering in self._numbering.items():
             _write_texts(self._group, TABLES[column][1], numbering.texts.to_pylist())
 
     def _write(self, rows: int) -> None:
         if not rows:
             return
+        columns: dict[str, NDArray[Any]] = {}
         for name, parts in self._waiting.items():
             numbers = np.concatenate(parts)
-            self._write_column(name, numbers[:rows])
-            self._waiting[name] = [numbers[rows:]]
+            columns[name], self._waiting[name] = numbers[:rows], [numbers[rows:]]
+            self._write_column(name, columns[name])
+        for name in self._features:
+            self._write_column(name, _derived(name, columns))
         self._rows_waiting -= rows
         self._rows_written += rows
 
@@ -116,6 +129,72 @@ class _Group:
                 numbers = np.concatenate([np.full(self._rows_written, MISSING), numbers])
             self._columns[name] = _Column(self._group, name, numbers)
         self._columns[name].add(numbers)
+
+
+def _derived(feature: str, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    """NaN where there is no value."""
+    partials = np.ones((len(COLUMNS), len(columns["step"])))
+    for number, name in enumerate(PARTIALS, WRITES + 1):
+        partials[number] = columns[name]
+    values, there = derive(feature, Partials(partials))
+    return np.where(there, values, np.nan)
+
+
+class _Histograms:
+    """The histograms of a kind, which grow. There is a dataset from the first one on, and what is not written in it is zero."""
+
+    def __init__(self, group: h5py.Group, upper: NDArray[np.float64]) -> None:
+        self._group, self._upper = group, upper
+        self._dataset: h5py.Dataset | None = None
+        self._rows = 0
+        self._chunk: NDArray[np.int64] | None = None
+        """The rows since the last whole chunk, where one of them has a histogram."""
+
+    def add(self, histograms: pa.LargeListArray | None, rows: int) -> None:
+        """Of the next ``rows`` rows; None where none has any."""
+        if histograms is None and self._chunk is None:
+            self._rows += rows
+            return
+        start = 0
+        while start < rows:
+            first = self._rows % CHUNK_HISTOGRAMS
+            count = min(CHUNK_HISTOGRAMS - first, rows - start)
+            self._put(None if histograms is None else histograms.slice(start, count), first)
+            self._rows, start = self._rows + count, start + count
+            if first + count == CHUNK_HISTOGRAMS:
+                self._write(self._rows - CHUNK_HISTOGRAMS)
+
+    def end(self) -> None:
+        first = self._rows - self._rows % CHUNK_HISTOGRAMS
+        self._write(first)
+        if self._dataset is not None:
+            self._dataset.resize(self._rows, axis=0)
+
+    def _put(self, histograms: pa.LargeListArray | None, first: int) -> None:
+        if histograms is None or histograms.null_count == len(histograms):
+            return
+        if self._chunk is None:
+            self._chunk = np.zeros((CHUNK_HISTOGRAMS, len(self._upper)), dtype=np.int64)
+        self._chunk[first : first + len(histograms)] = counts_of(histograms, len(self._upper))
+
+    def _write(self, first: int) -> None:
+        if self._chunk is None:
+            return
+        chunk, self._chunk = self._chunk, None
+        if self._dataset is None:
+            rows = min(self._rows, CHUNK_HISTOGRAMS)
+            self._dataset = self._new(rows)
+        self._dataset.resize(self._rows, axis=0)
+        chunk = chunk[: self._dataset.chunks[0]]
+        self._dataset.id.write_direct_chunk((first, 0), compressed(chunk.reshape(-1)))
+
+    def _new(self, chunk_rows: int) -> h5py.Dataset:
+        bins = len(self._upper)
+        options = {"compression": "gzip", "compression_opts": LEVEL, "shuffle": True, "chunks": (chunk_rows, bins)}
+        shape = (self._rows, bins)
+        dataset = self._group.create_dataset(HISTOGRAM, shape, np.int64, maxshape=(None, bins), **options)
+        dataset.attrs["upper"] = self._upper
+        return dataset
 
 
 class _Column:

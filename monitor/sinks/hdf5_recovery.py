@@ -53,7 +53,8 @@ def _recover_steps(path: Path, record: Steps) -> None:
     if not left:
         path.unlink()
         return
-    rows = pa.Table.from_batches([block.rows.replace_schema_metadata(None) for block in left])
+    tables = [pa.Table.from_batches([block.rows.replace_schema_metadata(None)]) for block in left]
+    rows = pa.concat_tables(tables, promote_options="default")  # a step without histograms has no column of them
     _shards_of(path, record).take_up(path, record, whole_bytes(path), rows, left[-1].facts)
 
 

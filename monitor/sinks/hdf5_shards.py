@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from monitor.sinks.bins import FILLED, HISTOGRAM
 from monitor.sinks.facts import Facts
 from monitor.sinks.growing import GrowingFile, opened
 from monitor.sinks.hdf5_files import Names, Shard, is_shard, part_name, shard_name, write_hidden
@@ -240,8 +241,10 @@ def _news(rows: pa.Table, visible: list[pa.Table]) -> int | None:
 
 
 def _plain(rows: pa.Table) -> pa.Table:
-    """With texts in place of numbers that stand for texts, which can be compared."""
-    return rows.replace_schema_metadata(None).cast(PLAIN)
+    """With texts in place of numbers that stand for texts, and with the column of histograms: so rows can be compared."""
+    plain = rows.select(SCHEMA.names).replace_schema_metadata(None).cast(PLAIN)
+    histograms = rows[HISTOGRAM] if HISTOGRAM in rows.column_names else pa.nulls(len(rows), FILLED)
+    return plain.append_column(HISTOGRAM, histograms)
 
 
 def _of_step(rows: pa.Table, step: int) -> pa.Table:

@@ -91,6 +91,11 @@ DERIVED: Final = {
 FEATURES: Final = tuple(DERIVED)
 
 
+def own_columns(kind: str) -> tuple[str, ...]:
+    """The names of the numbers that rows of a kind are kept for, where these are no statistics of a tensor; of others none."""
+    return (DIRECTION_KIND,) if kind == DIRECTION_KIND else tuple(COLUMNS_OF.get(kind, ()))
+
+
 def as_scalar(partials: Partials) -> Partials:
     """The partials of a scalar for each row of ``mg_direction``: the share that it is.
 

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.stats.features import DERIVED
+from monitor.series import ADAM_KINDS, DIRECTION_KIND
+from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
 from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost
 from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
 
@@ -115,6 +116,15 @@ def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
         values = _DERIVED[op](partials)
     valid = np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
     return values, valid
+
+
+def is_of(op: str, kind: str) -> bool:
+    """Whether rows of a kind may have an op: partials of features are sums of something else, and histograms of signed numbers
+    say nothing of magnitudes.
+    """
+    if kind in COLUMNS_OF or op in FEATURES:
+        return op in own_columns(kind)
+    return not (kind in (*ADAM_KINDS, DIRECTION_KIND) and op in HISTOGRAM_OPS)
 
 
 def counted(partials: Partials) -> Valid:

@@ -13,7 +13,8 @@ from sink_rows import Measured
 from monitor.anomalies.findings import Findings
 from monitor.anomalies.rules import RULES
 from monitor.config import AlertRule, RuleArgs
-from monitor.stats.partials import Partials
+from monitor.series import ADAM_KINDS, DIRECTION_KIND, FEATURE_KINDS
+from monitor.stats.partials import COUNT, MAX, SUM, SUMSQ, Partials
 
 RULE, NAN_RULE = "AnomalyTurbulence", "AnomalyNan"
 
@@ -54,6 +55,20 @@ def test_events_of_a_step_stand_in_call_order_whatever_their_kind_and_rule() -> 
     _, spiked, spoiled = (watched.look(step) for step in rows)
     assert [(one.name, one.op) for one in spiked] == [(name, op) for name in "acdb" for op in ("norm", "mean")]
     assert [one.name for one in spoiled] == ["a", "c", "d", "b"]
+
+
+@pytest.mark.parametrize("kind", [*FEATURE_KINDS, DIRECTION_KIND])
+def test_features_are_not_judged_as_if_they_were_statistics_of_a_tensor(kind: str) -> None:
+    watched = Watched((NAN_RULE, 5.0), (RULE, 0.5))
+    for number in (1.0, 1e9, NAN):
+        feature = Measured("w", numbers={COUNT: 1, SUM: number, SUMSQ: number, MAX: number})
+        assert watched.step({kind: [feature]}) == []
+
+
+@pytest.mark.parametrize("kind", ADAM_KINDS)
+def test_what_adam_makes_of_its_moments_is_judged_as_the_tensor_that_it_is(kind: str) -> None:
+    watched = Watched((NAN_RULE, None))
+    assert said(watched.step({kind: [Measured("w", [NAN, 1.0])]})) == [("w", NAN_RULE, "nans")]
 
 
 def kinds(values: list[float]) -> dict[str, list[Measured]]:

@@ -17,6 +17,7 @@ from monitor.anomalies.judged import Judged
 from monitor.config import load_config
 from monitor.pytorch import RunEnded, TrainerMon
 from monitor.sinks.hdf5 import read_hdf5
+from monitor.stats.features import COLUMNS_OF
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STEPS, MICRO_BATCHES = 3, 2
@@ -37,11 +38,13 @@ PROMISED: dict[str, dict[str, int]] = {
     "communication": {},
     "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
     "hdf5": {},
+    "low_precision": {**ACTIVATIONS, **GRADIENTS, "update_ratio": WEIGHTS},
     "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES},
     "optimizer_moments": MOMENTS,
     "print_structure": {},
     "stack_info": {},
     "tensorboard": {**GRADIENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
+    "updates": {"other": WEIGHTS, "update_ratio": WEIGHTS, "adam_update": WEIGHTS, "adam_ratio": WEIGHTS},
     "weight_gradients": GRADIENTS,
 }
 """By the file's stem: how many rows of each kind there are in CSV."""
@@ -66,8 +69,9 @@ def test_a_ready_file_leaves_the_rows_it_promises(output: Output, name: str) -> 
     trained(CONFIGS / f"{name}.json").close()
     kinds = {path.stem.rpartition("_")[0] for path in output.directory().glob("*_*-*.csv")}
     assert {kind: len(output.rows(kind)) for kind in kinds} == PROMISED[name]
+    ops = load_config(CONFIGS / f"{name}.json").ops
     for kind in kinds:
-        assert all(list(row.values) == list(load_config(CONFIGS / f"{name}.json").ops) for row in output.rows(kind))
+        assert all(list(row.values) == list(COLUMNS_OF.get(kind, ops)) for row in output.rows(kind))
     assert output.manifest()["steps"]["written"]["ranges"] == [[0, STEPS - 1, 1]]
 
 

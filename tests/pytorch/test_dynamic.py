@@ -240,3 +240,20 @@ def test_in_a_context_that_ends_at_once_nothing_is_left(output: Output) -> None:
     with TrainerMon(path):
         pass
     assert output.directories() == []
+
+
+def test_updates_and_histograms_are_switched_on_and_off_like_everything_else(output: Output) -> None:
+    deep = {"update_ratio": True, "mg_direction": True, "ops": ["norm", "underflow_fp16"]}
+    with training(output, **GRADIENTS) as one:
+        one.train(3)
+        one.edit(**GRADIENTS | deep)
+        one.train(3)
+        one.edit(**GRADIENTS)
+        one.train(3)
+    assert one.steps("update_ratio") == [4, 5, 6]
+    assert one.steps("other") == [4, 5, 6]
+    with_shares = [path.stem for path in output.directory().glob("grad_reduced_*.csv") if "underflow" in path.read_text()]
+    assert sorted(with_shares) == ["grad_reduced_4-4", "grad_reduced_5-5", "grad_reduced_6-6"]
+    cells = [row.values["underflow_fp16"] for row in output.rows("grad_reduced") if "underflow_fp16" in row.values]
+    assert len(cells) == 12
+    assert None not in cells

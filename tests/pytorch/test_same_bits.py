@@ -23,6 +23,14 @@ from watching import EVERYTHING, Output, attached
 STEPS = 3
 MICRO_STEPS = 2
 
+OF_THE_STEP: dict[str, Any] = {
+    "mg_direction": True,
+    "update_ratio": True,
+    "ur_distribution": True,
+    "ops": [*EVERYTHING["ops"], "magnitude_histogram", "underflow_e4m3"],
+    "format": ["csv", "hdf5"],
+}
+
 reentrant = partial(checkpoint, use_reentrant=True)
 non_reentrant = partial(checkpoint, use_reentrant=False)
 
@@ -173,7 +181,7 @@ def result_of(
     random.seed(0)
     model = wrap(case.build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
-    recording = {**EVERYTHING, "monitor_mbs_grad": True}
+    recording = {**EVERYTHING, **OF_THE_STEP, "monitor_mbs_grad": True}
     with nullcontext() if output is None else attached(output, model, optimizer, MICRO_STEPS, **recording):
         losses = train(model, optimizer, case.inputs, **inputs)
     return {

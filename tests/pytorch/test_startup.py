@@ -88,6 +88,7 @@ def test_there_are_as_many_lines_for_many_modules_as_for_one(output: Output, cap
         ({"xy_distribution": True, "forward_only": True, "targets": {"0": {}}}, 2),
         ({"xy_distribution": True, "micro_steps": "combined"}, 2),
         (EVERYTHING, 1),
+        ({"ur_distribution": True, "mg_direction": True, "update_ratio": True, "format": ["csv", "tensorboard"]}, 1),
     ],
     ids=str,
 )

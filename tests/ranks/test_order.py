@@ -16,7 +16,7 @@ from monitor.ranks.records import ManifestRecord, PipelineRecord
 from monitor.series import NO_MICRO_STEP
 
 FEW = settings(max_examples=40, deadline=None)
-AT_THE_STEP = ("param_origin", "grad_reduced", "param_updated")
+AT_THE_STEP = ("param_origin", "grad_reduced", "param_updated", "linear_hook", "adam_update")
 
 
 class Row(NamedTuple):

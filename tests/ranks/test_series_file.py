@@ -252,13 +252,13 @@ def test_an_edge_waits_until_both_of_its_series_were_seen(seen, tmp_path):
 
 
 def test_the_kinds_of_a_parameter_are_joined_as_soon_as_they_are_there(tmp_path):
-    kinds = ["grad_unreduced", "exp_avg", "param_origin", "grad_reduced", "param_updated"]
+    kinds = ["grad_unreduced", "exp_avg", "param_origin", "grad_reduced", "param_updated", "adam_update", "update_ratio"]
     table = SeriesTable(Series(kind, 0, name) for name in ("weight", "bias") for kind in kinds)
     measured = Measured(table)
     measured.see(step_of(*((series, VECTOR) for series in table), table=table, layouts=[VECTOR]))
     found = read_flow(tmp_path, manifest_of(saved(tmp_path, measured))).edges
-    one = {Edge(0, 3), Edge(1, 4), Edge(2, 4), Edge(3, 4)}
-    assert set(found) == one | {Edge(source + 5, target + 5) for source, target in one}
+    one = {Edge(0, 3), Edge(1, 4), Edge(2, 4), Edge(3, 4), Edge(1, 5), Edge(3, 5)}
+    assert set(found) == one | {Edge(source + 7, target + 7) for source, target in one}
 
 
 class Group(tuple):

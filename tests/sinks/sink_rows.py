@@ -10,7 +10,8 @@ import numpy as np
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.partials import EMPTY, WRITES, Partials
+from monitor.stats.histograms import BINS, UPPER
+from monitor.stats.partials import COLUMNS, EMPTY, WRITES, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 
 SIX_OPS = ("min", "max", "mean", "norm", "zeros", "nans")
@@ -25,6 +26,26 @@ class Measured(NamedTuple):
     vpp_stage: int = 0
     shape: tuple[int, ...] | None = None
     calls: int = 0
+    numbers: Mapping[int, float] | None = None
+    """Of a feature, by column of partials, in place of those of ``values``."""
+    magnitudes: bool = False
+    """Whether ``values`` are counted by magnitude."""
+    histogram: Sequence[int] | None = None
+    """What was counted, in place of that."""
+
+
+def features(numbers: Mapping[int, float]) -> list[float]:
+    """A row of the table for a feature."""
+    row = np.zeros(len(COLUMNS))
+    row[WRITES] = 1.0
+    row[list(numbers)] = list(numbers.values())
+    return row.tolist()
+
+
+def magnitudes_of(values: Sequence[float]) -> np.ndarray:
+    """How many of the finite elements are in each bin."""
+    x = np.abs(np.array(values, dtype=np.float64))
+    return np.bincount(np.searchsorted(UPPER, x[np.isfinite(x)]), minlength=BINS)
 
 
 def partials_of(values: Sequence[float]) -> list[float]:
@@ -39,10 +60,21 @@ def partials_of(values: Sequence[float]) -> list[float]:
 
 def table_rows(measured: Sequence[Measured], *, counted: bool) -> Partials:
     """As the pipeline hands them on: of a kind that counts calls each says how many it combines."""
-    rows = np.array([partials_of(m.values) for m in measured])
+    rows = np.array([partials_of(m.values) if m.numbers is None else features(m.numbers) for m in measured])
     if counted:
         rows[:, WRITES] = [m.calls for m in measured]
-    return Partials.from_rows(rows)
+    return Partials(Partials.from_rows(rows).columns, _histograms(measured))
+
+
+def _histograms(measured: Sequence[Measured]) -> np.ndarray | None:
+    """As the table has them: all of one width, zeros where there is none."""
+    if not any(m.magnitudes or m.histogram for m in measured):
+        return None
+    counts = np.zeros((len(measured), BINS), dtype=np.int64)
+    for row, m in zip(counts, measured, strict=True):
+        own = magnitudes_of(m.values) if m.magnitudes else np.array(m.histogram or [], dtype=np.int64)
+        row[: len(own)] = own
+    return counts
 
 
 class Rank:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from monitor.stats.histograms import UNIT_UPPER
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.torch_updates import CHUNK, SignedCounts, agreement, squares_of_update
+from monitor.stats.partials import COLUMNS, EMPTY, Partials
+from monitor.stats.torch_host_kernel import HostKernel
+from monitor.stats.torch_updates import CHUNK, DeviceSigned, HostSigned, agreement, squares_of_update
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -60,8 +61,12 @@ def test_what_is_compared_stays_as_it_is() -> None:
     assert torch.equal(copies[1], before)
 
 
-def counted(*chunks: Tensor) -> tuple[Partials, list[int]]:
-    counts = SignedCounts(chunks[0], 1e-8)
+COUNTERS = {"host": lambda: HostSigned(HostKernel(1e-8)), "device": lambda: DeviceSigned(torch.device("cpu"), 1e-8)}
+both = pytest.mark.parametrize("where", COUNTERS)
+
+
+def counted(where: str, *chunks: Tensor) -> tuple[Partials, list[int]]:
+    counts = COUNTERS[where]()
     for chunk in chunks:
         counts.add(chunk)
     row = np.zeros((len(COLUMNS), 1))
@@ -70,15 +75,17 @@ def counted(*chunks: Tensor) -> tuple[Partials, list[int]]:
     return Partials(row), counts.histogram().tolist()
 
 
-def test_bins_hold_what_is_at_most_their_upper_end() -> None:
+@both
+def test_bins_hold_what_is_at_most_their_upper_end(where: str) -> None:
     x = torch.cat([normal(5000), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 1.0000001, -2.0, 1 / 32, 33 / 32])])
     expected = np.bincount(np.searchsorted(UNIT_UPPER, x.double().numpy()), minlength=len(UNIT_UPPER)).tolist()
-    assert expected == counted(x)[1]
+    assert expected == counted(where, x)[1]
 
 
-def test_partials_are_those_of_all_chunks() -> None:
+@both
+def test_partials_are_those_of_all_chunks(where: str) -> None:
     x = torch.cat([normal(5000), torch.zeros(5)])
-    partials, _ = counted(*x.split(999))
+    partials, _ = counted(where, *x.split(999))
     wide = x.double()
     expected = {
         "count": 5005.0,
@@ -92,8 +99,16 @@ def test_partials_are_those_of_all_chunks() -> None:
     assert expected == {name: pytest.approx(partials[name][0], rel=1e-6) for name in expected}
 
 
-def test_nan_and_inf_are_counted_and_hide_nothing() -> None:
-    partials, histogram = counted(torch.tensor([float("nan"), math.inf, -math.inf, -math.inf, 0.5, -0.25]))
+@both
+def test_nan_and_inf_are_counted_and_hide_nothing(where: str) -> None:
+    partials, histogram = counted(where, torch.tensor([float("nan"), math.inf, -math.inf, -math.inf, 0.5, -0.25]))
     numbers = {name: partials[name][0] for name in ("count", "nans", "posinfs", "neginfs", "min", "max", "sum")}
     assert numbers == {"count": 6, "nans": 1, "posinfs": 1, "neginfs": 2, "min": -0.25, "max": 0.5, "sum": 0.25}
     assert sum(histogram) == 2
+
+
+@both
+def test_of_nothing_there_are_the_partials_of_nothing(where: str) -> None:
+    counts = COUNTERS[where]()
+    assert EMPTY[1:] == tuple(counts.numbers()[column] for column in range(1, len(COLUMNS)))
+    assert counts.histogram().sum() == 0

@@ -10,7 +10,7 @@ Kingma and Ba (2015), "Adam: A method for stochastic optimization".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework, Stepped
-from monitor.pytorch.parameter_series import Computed, NamedParameter, ParameterSeries, SeriesOf
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.frameworks.framework import Stepped
+from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
+from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.stats.torch_tensors import local_shard
-from monitor.stats.torch_updates import SignedCounts, together
+from monitor.stats.torch_updates import Scratch, signed, together
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
 """Classes, by name, whose step is this rule; a class made from one of them counts."""
@@ -53,19 +52,12 @@ class Moments:
 class AdamCollector:
     """``adam_update`` and ``adam_ratio``."""
 
-    def __init__(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        series_of: SeriesOf,
-        failures: Failures,
-        framework: Framework,
-        eps: float,
-    ) -> None:
-        self._update = ParameterSeries("adam_update", parameters, recorder, series_of, failures)
-        self._ratio = ParameterSeries("adam_ratio", parameters, recorder, series_of, failures)
-        self._framework = framework
-        self._failures = failures
+    def __init__(self, watched: WatchedParameters, eps: float) -> None:
+        self._update = watched.series("adam_update")
+        self._ratio = watched.series("adam_ratio")
+        self._framework = watched.framework
+        self._failures = watched.failures
+        self._kernel = watched.recorder.host
         self._eps = eps
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -97,13 +89,15 @@ class AdamCollector:
         return Moments(mean, square, corrections[0], corrections[1], float(group["eps"]))
 
     def _count(self, moments: Moments) -> tuple[Computed, Computed]:
-        updates, ratios = SignedCounts(moments.mean, self._eps), SignedCounts(moments.mean, self._eps)
+        updates, ratios = (signed(moments.mean, self._kernel, self._eps) for _ in range(2))
+        scratch = Scratch()
+        precision = torch.float64 if moments.mean.dtype is torch.float64 else torch.float32
         for mean, square in together(moments.mean, moments.square):
-            precision = torch.float64 if mean.dtype is torch.float64 else torch.float32
-            m = mean.to(precision) / moments.mean_correction
-            root = (square.to(precision) / moments.square_correction).sqrt_()
-            updates.add(m / (root + moments.eps))
-            ratios.add(torch.where((m == 0) & (root == 0), 0, m / root))
+            m = scratch.copy("mean", mean, precision).div_(moments.mean_correction)
+            root = scratch.copy("square", square, precision).div_(moments.square_correction).sqrt_()
+            vector = scratch.of("vector", m, precision)
+            updates.add(torch.div(m, torch.add(root, moments.eps, out=vector), out=vector))
+            ratios.add(_ratio(m, root, vector))
         made = [Computed(one.numbers(), moments.mean, one.histogram()) for one in (updates, ratios)]
         return made[0], made[1]
 
@@ -115,6 +109,13 @@ class AdamCollector:
                 "ur_distribution", f"ur_distribution records what Adam makes of its moments, and {name} is no Adam: no rows."
             )
         return known
+
+
+def _ratio(mean: Tensor, root: Tensor, into: Tensor) -> Tensor:
+    if root.is_cpu and root.amin().item() > 0:
+        return torch.div(mean, root, out=into)
+    neither = (mean == 0) & (root == 0)
+    return torch.div(mean, root, out=into).masked_fill_(neither, 0)
 
 
 def _step(stepped: Stepped, group: Mapping[str, Any]) -> float | Tensor | None:

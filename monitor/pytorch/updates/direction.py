@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.parameter_series import Computed, NamedParameter, ParameterSeries, SeriesOf
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
+from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM
 from monitor.stats.torch_tensors import local_shard
@@ -25,16 +21,9 @@ class DirectionCollector:
     In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        series_of: SeriesOf,
-        failures: Failures,
-        framework: Framework,
-    ) -> None:
-        self._series = ParameterSeries(DIRECTION_KIND, parameters, recorder, series_of, failures)
-        self._framework = framework
+    def __init__(self, watched: WatchedParameters) -> None:
+        self._series = watched.series(DIRECTION_KIND)
+        self._framework = watched.framework
         self._begins: dict[NamedParameter, int] = {}
 
     def gradients_ready(self, optimizer: Optimizer) -> None:

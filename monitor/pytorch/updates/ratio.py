@@ -6,15 +6,11 @@ and for that a copy of those that are watched is kept from before the step until
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.parameter_series import Computed, NamedParameter, ParameterSeries, SeriesOf
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.parameter_series import Computed, NamedParameter
+from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 from monitor.stats.torch_tensors import local_shard
 from monitor.stats.torch_updates import squares_of_update
@@ -23,16 +19,9 @@ from monitor.stats.torch_updates import squares_of_update
 class RatioCollector:
     """Norm of the update over norm of the weight before it, for each parameter."""
 
-    def __init__(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        series_of: SeriesOf,
-        failures: Failures,
-        framework: Framework,
-    ) -> None:
-        self._series = ParameterSeries("update_ratio", parameters, recorder, series_of, failures)
-        self._framework = framework
+    def __init__(self, watched: WatchedParameters) -> None:
+        self._series = watched.series("update_ratio")
+        self._framework = watched.framework
         self._before: dict[NamedParameter, Tensor] = {}
 
     def before_step(self) -> None:

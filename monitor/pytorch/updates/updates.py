@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch.optim import Optimizer
 
 from monitor.config import MonitorConfig
-from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.parameter_series import NamedParameter, SeriesOf
-from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.updates.adam import AdamCollector
 from monitor.pytorch.updates.direction import DirectionCollector
 from monitor.pytorch.updates.ratio import RatioCollector
+from monitor.pytorch.watched_parameters import WatchedParameters
 
 
 class Updates:
@@ -28,21 +23,12 @@ class Updates:
         self._direction, self._ratio, self._adam = direction, ratio, adam
 
     @classmethod
-    def wanted(
-        cls,
-        config: MonitorConfig,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        series_of: SeriesOf,
-        failures: Failures,
-        framework: Framework,
-    ) -> Updates:
+    def wanted(cls, config: MonitorConfig, watched: WatchedParameters) -> Updates:
         """What a configuration asks for."""
-        rest = (parameters, recorder, series_of, failures, framework)
         return cls(
-            DirectionCollector(*rest) if config.mg_direction else None,
-            RatioCollector(*rest) if config.update_ratio else None,
-            AdamCollector(*rest, config.eps) if config.ur_distribution else None,
+            DirectionCollector(watched) if config.mg_direction else None,
+            RatioCollector(watched) if config.update_ratio else None,
+            AdamCollector(watched, config.eps) if config.ur_distribution else None,
         )
 
     def before_step(self) -> None:
