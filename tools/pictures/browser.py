@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,15 @@ FLAGS: Final = (
     "--remote-debugging-pipe",
 )
 
+BECOME: Final = """
+import fcntl, os, sys
+reads, writes = (fcntl.fcntl(int(one), fcntl.F_DUPFD_CLOEXEC, 5) for one in sys.argv[1:3])  # neither is 3 or 4 itself
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+"""Becomes another program, which has two descriptors of this one as 3 and 4."""
+
 PATIENCE_S: Final = 60.0
 ANSWER_S: Final = 10.0
 """A question to a page that is just being replaced by another one has no answer; it is asked again."""
@@ -39,7 +49,11 @@ LEAVING_S: Final = 10.0
 
 
 class BrowserError(Exception):
-    """The browser refused what it was asked, is gone, or shows in good time nothing of what was awaited."""
+    """The browser refused what it was asked, or did not show what was awaited in good time."""
+
+
+class BrowserGone(BrowserError):  # noqa: N818 - it says what has happened
+    """The browser has ended."""
 
 
 def program() -> str | None:
@@ -77,9 +91,13 @@ class Page:
         """What an expression is once that is something. It may throw until then: the page is being made."""
         end = time.monotonic() + seconds
         while True:
-            with suppress(BrowserError):
+            try:
                 if found := self.evaluate(expression):
                     return found
+            except BrowserGone:
+                raise
+            except BrowserError:
+                pass
             if time.monotonic() > end:
                 raise BrowserError(f"not seen in {seconds:g} s: {expression}")
             time.sleep(0.1)
@@ -126,7 +144,7 @@ class Pipes:
             while message:
                 message = message[os.write(self._to, message) :]
         except BrokenPipeError as error:
-            raise BrowserError("the browser has ended") from error
+            raise BrowserGone("the browser has ended") from error
 
     def _next(self, asked: str) -> dict[str, Any]:
         while b"\0" not in self._read:
@@ -134,7 +152,7 @@ class Pipes:
                 raise BrowserError(f"no answer to {asked} in {ANSWER_S:g} s")
             more = os.read(self._from, 1 << 20)
             if not more:
-                raise BrowserError("the browser has ended")
+                raise BrowserGone("the browser has ended")
             self._read += more
         message, _, self._read = self._read.partition(b"\0")
         answer: dict[str, Any] = json.loads(message)
@@ -191,7 +209,7 @@ def _running(chromium: str, folder: Path, width: int, height: int) -> Iterator[P
 def _started(command: list[str], reads: int, writes: int, folder: Path) -> subprocess.Popen[bytes]:
     """The browser takes its messages from descriptor 3 and answers on 4."""
     return subprocess.Popen(
-        ["sh", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "sh", *command],
+        [sys.executable, "-c", BECOME, str(reads), str(writes), *command],
         pass_fds=(reads, writes),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

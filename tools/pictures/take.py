@@ -1,7 +1,7 @@
 """Take pictures of what TensorBoard shows of a recording: histograms, heatmaps, curves. Needs a Chromium.
 
-    MONITOR_OUTPUT_DIR=pictured python tools/pictures/train.py
-    python tools/pictures/take.py pictured docs/pictures
+MONITOR_OUTPUT_DIR=pictured python tools/pictures/train.py
+python tools/pictures/take.py pictured docs/pictures
 """
 
 from __future__ import annotations
