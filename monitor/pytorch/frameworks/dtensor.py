@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
+from monitor.stats.torch_tensors import local_shard
 
 Indices = NDArray[np.int64]
 
@@ -33,6 +34,29 @@ def placement_of(tensor: Tensor) -> Placement | None:
         return placed(spec.mesh, spec.placements, tuple(spec.shape))
     layout = layout_of(tensor)
     return None if layout is None else placed(*layout, tuple(tensor.shape))
+
+
+def part_like(whole: Tensor, part: Tensor) -> Tensor | None:
+    """What this rank holds of ``whole``, as far as ``part`` is of the same elements; None where that cannot be told.
+
+    The gradient of a parameter that is cut may be whole on every rank, and is then cut when the optimizer steps.
+
+    Args:
+        whole: A tensor of any kind, of the shape of ``part``.
+        part: A tensor of any kind. Without a layout of its own it is of what this rank holds of ``whole``.
+    """
+    held, other = local_shard(whole), local_shard(part)
+    if held is None or other is None:
+        return None
+    wide, narrow = placement_of(whole), placement_of(part)
+    if wide is None or narrow is None or layout_of(whole) == layout_of(part):
+        return held
+    cut = narrow.shard
+    if wide.partial or wide.shard is not None or cut is None or cut.flat or not cut.offset:
+        return None
+    for dim, (start, length) in enumerate(zip(cut.offset, other.shape, strict=True)):
+        held = held.narrow(dim, start, length)
+    return held
 
 
 def activation_placement(tensor: Tensor) -> Placement:

@@ -53,10 +53,12 @@ class Stepped:
 
     Attributes:
         key: The tensor that it knows.
+        group: Its hyperparameters, where the optimizer does not list it in a group of its own between steps.
     """
 
     optimizer: Optimizer
     key: Tensor
+    group: Mapping[str, Any] | None = None
 
 
 class Steps(Protocol):

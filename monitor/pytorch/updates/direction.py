@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.watched_parameters import WatchedParameters
@@ -50,7 +51,7 @@ class DirectionCollector:
 
     def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Computed | None:
         gradient = self._framework.reduced(parameter)
-        held = None if gradient is None else local_shard(gradient)
+        held = None if gradient is None else part_like(gradient, parameter.tensor)
         if held is None or held.layout is not torch.strided:
             return None
         momentum = self._momentum(parameter, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,8 +16,10 @@ class Groups:
     def __init__(self) -> None:
         self._groups: dict[Optimizer, dict[int, dict[str, Any]]] = {}
 
-    def of(self, stepped: Stepped) -> dict[str, Any] | None:
-        """The group with the hyperparameters of what is stepped; None where the optimizer does not list it."""
+    def of(self, stepped: Stepped) -> Mapping[str, Any] | None:
+        """The hyperparameters of what is stepped; None where the optimizer does not list it."""
+        if stepped.group is not None:
+            return stepped.group
         known = self._groups.get(stepped.optimizer)
         if known is None:
             known = self._groups[stepped.optimizer] = {

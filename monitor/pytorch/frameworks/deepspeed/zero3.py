@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import get_rank
+from torch.optim import Optimizer
 
 from monitor.failures import Failures
 from monitor.placement import Placement, Shard
@@ -16,7 +17,7 @@ from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.framework import Repacked
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece, flat_shard
 from monitor.pytorch.frameworks.deepspeed.zero12 import EACH_MICRO_BATCH, ON_THEIR_WAY
-from monitor.pytorch.frameworks.framework import LocalGradients
+from monitor.pytorch.frameworks.framework import LocalGradients, Stepped
 from monitor.pytorch.hooks import HookSet, Removable
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
@@ -45,6 +46,14 @@ class Zero3(Repacked):
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         tensor: Any = parameter.tensor
         return super().weight(parameter) if id(tensor) in self._pieces or not hasattr(tensor, "ds_id") else _kept_of(tensor)
+
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+        """Groups of the torch optimizer are empty between steps: ZeRO lends them one flat tensor after the other."""
+        piece = self._pieces.get(id(parameter.tensor))
+        if piece is None:
+            return None
+        place = getattr(self._wrapper, "sub_group_to_group_id", {}).get(piece.group)
+        return Stepped(optimizer, piece.stepped, None if place is None else optimizer.param_groups[place])
 
     def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
         for group, parameters in enumerate(self._wrapper.fp16_groups):
