@@ -9,11 +9,12 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, Final
 
 PROGRAMS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -32,12 +33,27 @@ FLAGS: Final = (
     "--remote-debugging-pipe",
 )
 
+BECOME: Final = """
+import fcntl, os, sys
+reads, writes = (fcntl.fcntl(int(one), fcntl.F_DUPFD_CLOEXEC, 5) for one in sys.argv[1:3])  # neither is 3 or 4 itself
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+"""Becomes another program, which has two descriptors of this one as 3 and 4."""
+
 PATIENCE_S: Final = 60.0
+ANSWER_S: Final = 10.0
+"""A question to a page that is just being replaced by another one has no answer; it is asked again."""
 LEAVING_S: Final = 10.0
 
 
 class BrowserError(Exception):
-    """The browser refused what it was asked, is gone, or shows in good time nothing of what was awaited."""
+    """The browser refused what it was asked, or did not show what was awaited in good time."""
+
+
+class BrowserGone(BrowserError):  # noqa: N818 - it says what has happened
+    """The browser has ended."""
 
 
 def program() -> str | None:
@@ -75,11 +91,15 @@ class Page:
         """What an expression is once that is something. It may throw until then: the page is being made."""
         end = time.monotonic() + seconds
         while True:
-            with suppress(BrowserError):
+            try:
                 if found := self.evaluate(expression):
                     return found
+            except BrowserGone:
+                raise
+            except BrowserError:
+                pass
             if time.monotonic() > end:
-                raise BrowserError(f"not seen in {seconds:g} s: {expression}\n{self.evaluate('document.body.innerText')}")
+                raise BrowserError(f"not seen in {seconds:g} s: {expression}")
             time.sleep(0.1)
 
     def picture(self, *, left: float, top: float, width: float, height: float) -> bytes:
@@ -124,15 +144,15 @@ class Pipes:
             while message:
                 message = message[os.write(self._to, message) :]
         except BrokenPipeError as error:
-            raise BrowserError("the browser has ended") from error
+            raise BrowserGone("the browser has ended") from error
 
     def _next(self, asked: str) -> dict[str, Any]:
         while b"\0" not in self._read:
-            if not select.select([self._from], [], [], PATIENCE_S)[0]:
-                raise BrowserError(f"no answer to {asked} in {PATIENCE_S:g} s")
+            if not select.select([self._from], [], [], ANSWER_S)[0]:
+                raise BrowserError(f"no answer to {asked} in {ANSWER_S:g} s")
             more = os.read(self._from, 1 << 20)
             if not more:
-                raise BrowserError("the browser has ended")
+                raise BrowserGone("the browser has ended")
             self._read += more
         message, _, self._read = self._read.partition(b"\0")
         answer: dict[str, Any] = json.loads(message)
@@ -149,12 +169,25 @@ def page(width: int, height: int, chromium: str | None = None) -> Iterator[Page]
     chromium = chromium or program()
     if chromium is None:
         raise BrowserError(f"no Chromium is installed: none of {', '.join(PROGRAMS)} is found")
-    with TemporaryDirectory(prefix="browser-") as folder, _running(chromium, Path(folder), width, height) as pipes:
+    with _folder() as folder, _running(chromium, folder, width, height) as pipes:
         target = pipes.ask("Target.createTarget", url="about:blank")["targetId"]
         session = pipes.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         pipes.ask("Emulation.setDeviceMetricsOverride", session, **size)
         yield Page(pipes, session)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """For all that the browser writes. Its helpers may write a moment longer than it is there."""
+    folder = Path(mkdtemp(prefix="browser-"))
+    try:
+        yield folder
+    finally:
+        end = time.monotonic() + LEAVING_S
+        while folder.exists() and time.monotonic() < end:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -176,7 +209,7 @@ def _running(chromium: str, folder: Path, width: int, height: int) -> Iterator[P
 def _started(command: list[str], reads: int, writes: int, folder: Path) -> subprocess.Popen[bytes]:
     """The browser takes its messages from descriptor 3 and answers on 4."""
     return subprocess.Popen(
-        ["sh", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "sh", *command],
+        [sys.executable, "-c", BECOME, str(reads), str(writes), *command],
         pass_fds=(reads, writes),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
