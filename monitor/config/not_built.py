@@ -16,7 +16,6 @@ Asked = Callable[[MonitorConfig], bool]
 NOT_BUILT: Final[Mapping[str, Asked]] = {
     "ur_distribution": lambda config: config.ur_distribution,
     "mg_direction": lambda config: config.mg_direction,
-    "recording_l2_features": lambda config: config.recording_l2_features,
 }
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from monitor.placement import Placement, Ranks, ranks_of
-from monitor.series import MOMENT_KINDS, PARAMETER_KINDS
+from monitor.series import MOMENT_KINDS, PARAMETER_KINDS, WEIGHT_FEATURE_KINDS
 
-SAME_AFTER_REDUCTION: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS})
+SAME_AFTER_REDUCTION: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS, *WEIGHT_FEATURE_KINDS})
 """Kinds in which the ranks of a data-parallel group hold replicas; their activations and unreduced gradients differ."""
 
 OF_PARAMETERS: Final = frozenset({"grad_unreduced", *SAME_AFTER_REDUCTION})
