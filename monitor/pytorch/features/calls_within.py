@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from monitor.pytorch.features.attention import Scores
 from monitor.pytorch.features.sources import MisfitError, called_scores
+from monitor.stats.torch_modes import unseen
 
 
 class CallsWithin(TorchFunctionMode):
@@ -29,7 +30,8 @@ class CallsWithin(TorchFunctionMode):
     ) -> Any:
         # In code that is being compiled this is traced, and must come to nothing.
         if not torch.compiler.is_compiling() and not self.saw:
-            self._look(func, args, kwargs or {})
+            with unseen():  # by the user's modes, which are below this one
+                self._look(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,14 +14,20 @@ from monitor.stats.torch_tensors import working_precision
 BLOCK: Final = 1 << 18
 """Elements that are converted at once: a tensor of low precision has no copy of its size made."""
 
-TOLERANCE: Final = 1e-3
-"""The power iteration ends when what is still to come is reckoned to be below this part of the norm."""
+FIRST: Final = 30
+"""Products for the first row of a matrix: as many steps of power iteration, and what is best among all of their vectors."""
 
-MOST: Final = 200
-"""Iterations for one row, if it does not end before."""
+LATER: Final = (1, 5, 30)
+"""Products for any other, one number after the other until the estimate stays where it was: mostly one product is enough."""
 
-FIRST_THERE, LATER_THERE = 100, 4
-"""Iterations on an accelerator, where nobody may wait to see how far it has come: for the first row, for any other."""
+STAYS: Final = 1e-3
+"""The part of itself by which an estimate may move and still be where it was."""
+
+LATER_THERE: Final = 3
+"""Products for a later row on an accelerator, where nobody may wait to see whether the estimate moves."""
+
+SQUARINGS: Final = 12
+"""2^12 steps of power iteration in the space of the combinations, which has 30 dimensions at most."""
 
 SEED: Final = 20_251_207
 FARTHEST: Final = 126
@@ -38,8 +44,10 @@ class Norms(NamedTuple):
 class FollowedMatrix:
     """A matrix whose norms are asked for again and again, while its elements change.
 
-    The spectral norm is found by power iteration with W^T W. The vector it has come to is where it goes on the next time, so
-    that few iterations serve a matrix that changes little. The start is drawn from a generator of its own.
+    The spectral norm is found by power iteration with W^T W, and what it has come to is where it goes on the next time, so
+    that one product serves a matrix that changes little. The start is drawn from a generator of its own. Power iteration by
+    itself takes a hundred steps where singular values lie close together, as those of random matrices do. So the first row,
+    and one that moves, takes what is best in the space of all the vectors on the way (Lanczos): 30 products then suffice.
     """
 
     def __init__(self) -> None:
@@ -50,10 +58,12 @@ class FollowedMatrix:
         """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN."""
         work = _Scaled(matrix)
         vector = self._start(matrix, work.dtype)
-        if matrix.is_cpu:
-            spectral = self._iterated(work, vector) if work.is_finite else torch.tensor(math.nan, dtype=torch.float64)
+        if not matrix.is_cpu:
+            spectral = self._followed_unseen(work, vector)
+        elif work.is_finite:
+            spectral = torch.tensor(self._followed(work, vector), dtype=torch.float64)
         else:
-            spectral = self._iterated_unseen(work, vector)
+            spectral = torch.tensor(math.nan, dtype=torch.float64)
         return Norms(work.sum_of_squares(), spectral)
 
     def _start(self, matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,38 +75,61 @@ class FollowedMatrix:
             return self._vector
         return vector
 
-    def _iterated(self, work: _Scaled, vector: Tensor) -> Tensor:
-        """Until it has come near enough, which on the host can be looked at for nothing."""
-        found, moved = -math.inf, math.inf
-        for _ in range(MOST):
-            estimate, vector = work.iterate(vector)
-            before, found = found, estimate.item()
-            if self._is_where_it_was(found, work.exponent) or _is_near(found, moved, found - before):
+    def _followed(self, work: _Scaled, vector: Tensor) -> float:
+        """Until the estimate stays, which on the host can be looked at for nothing."""
+        last = self._last
+        for products in (FIRST,) if last is None else LATER:
+            estimate, vector = _estimated(work, vector, products)
+            found = math.ldexp(estimate.item(), work.exponent)
+            stays = last is not None and abs(found - last) <= STAYS * found
+            last = found
+            if stays:
                 break
-            moved = found - before
-        self._vector, self._last = vector, math.ldexp(found, work.exponent)
-        return torch.tensor(self._last, dtype=torch.float64)
+        self._vector, self._last = vector, found
+        return found
 
-    def _is_where_it_was(self, found: float, exponent: int) -> bool:
-        return self._last is not None and abs(math.ldexp(found, exponent) - self._last) <= TOLERANCE * self._last
-
-    def _iterated_unseen(self, work: _Scaled, vector: Tensor) -> Tensor:
-        start = vector
-        for _ in range(FIRST_THERE if self._last is None else LATER_THERE):
-            estimate, vector = work.iterate(vector)
-        self._vector, self._last = torch.where(work.finite, vector, start), 0.0
-        return torch.where(work.finite, estimate.double() / work.factor, math.nan)
+    def _followed_unseen(self, work: _Scaled, vector: Tensor) -> Tensor:
+        estimate, found = _estimated(work, vector, FIRST if self._last is None else LATER_THERE)
+        self._vector, self._last = torch.where(work.finite, found, vector), 0.0
+        return torch.where(work.finite, estimate / work.factor, math.nan)
 
 
-def _is_near(found: float, moved_before: float, moved: float) -> bool:
-    """Whether what is to come, if each step goes on to be the same part of the one before, is little.
+def _estimated(work: _Scaled, vector: Tensor, products: int) -> tuple[Tensor, Tensor]:
+    """What so many products with A = W^T W make known of its largest eigenvector, from a vector of norm 1.
 
-    A step alone says less: where singular values lie close together steps are small long before the end.
+    Returns:
+        The root of |A v| for the best v, no greater than the spectral norm of W whatever v is; and A v, normalized.
     """
-    if not math.isfinite(moved_before):
-        return found == 0
-    part = moved / moved_before if moved_before > 0 else 0.0
-    return moved <= 0 or (part < 1 and moved * part / (1 - part) <= TOLERANCE * found)
+    basis, images = [vector], [work.times(vector)]
+    while len(basis) < min(products, vector.shape[0]):
+        basis.append(_beyond(torch.stack(basis), images[-1]))
+        images.append(work.times(basis[-1]))
+    space, image = torch.stack(basis), torch.stack(images)
+    best = _largest_eigenvector((space @ image.T).double()).to(image.dtype)
+    reached = best @ image
+    length = torch.linalg.vector_norm(reached, dtype=torch.float64)
+    return length.sqrt(), torch.where(length > 0, (reached / length).to(vector.dtype), vector)
+
+
+def _beyond(space: Tensor, vector: Tensor) -> Tensor:
+    """What of a vector lies in none of the directions of ``space``, normalized; zeros if that is nothing but rounding."""
+    rest = vector
+    for _ in range(2):
+        rest = rest - (space @ rest) @ space
+    length = torch.linalg.vector_norm(rest)
+    return torch.where(length > 1e-5 * torch.linalg.vector_norm(vector), rest / length, 0.0)
+
+
+def _largest_eigenvector(projected: Tensor) -> Tensor:
+    """Of a small symmetric matrix without negative eigenvalues, by squaring it: that waits for no device."""
+    power = projected
+    for _ in range(SQUARINGS):
+        trace = power.diagonal().sum()
+        power = power / torch.where(trace > 0, trace, 1.0)
+        power = power @ power
+    column = power.index_select(1, power.diagonal().argmax().view(1)).squeeze(1)
+    length = torch.linalg.vector_norm(column)
+    return column / torch.where(length > 0, length, 1.0)
 
 
 class _Scaled:
@@ -109,41 +142,37 @@ class _Scaled:
         self.dtype = working_precision(matrix.dtype)
         greatest = torch.stack([_greatest(block) for block in self._blocks()]).amax()
         self.exponent = 0
+        self._by: float | Tensor
         if matrix.is_cpu:
             self.is_finite = math.isfinite(greatest.item())
             self.exponent = max(-FARTHEST, min(FARTHEST, math.frexp(greatest.item())[1])) if self.is_finite else 0
             # Within this range nothing can go wrong, and the multiplication is saved.
             self.exponent = self.exponent if abs(self.exponent) > FARTHEST // 6 else 0
-            self._by: float | Tensor = math.ldexp(1.0, -self.exponent)
+            self._by = math.ldexp(1.0, -self.exponent)
         else:
             self.finite = torch.isfinite(greatest)
             power = torch.frexp(greatest).exponent.clamp(-FARTHEST, FARTHEST)
             self.factor = torch.ldexp(torch.ones((), dtype=torch.float64, device=matrix.device), -power)
             self._by = self.factor.to(self.dtype)
 
-    def iterate(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of power iteration from a vector of norm 1: what is now known of the spectral norm, and the next vector.
-
-        ``|W^T y| / |y|`` for any y is no greater than the norm, and for ``y = W v`` no smaller than ``|W v|``.
-        """
-        result, squares = torch.zeros_like(vector), torch.zeros((), dtype=torch.float64, device=vector.device)
+    def times(self, vector: Tensor) -> Tensor:
+        """``W^T W v``, of the matrix as it is scaled."""
+        result = torch.zeros_like(vector)
         for block in self._blocks():
-            scaled = block if self._by == 1.0 and self._matrix.is_cpu else block * self._by
-            image = torch.mv(scaled, vector)
-            squares += torch.dot(image, image)
-            result.addmv_(scaled.t(), image)
-        length = torch.linalg.vector_norm(result, dtype=torch.float64)
-        there = squares > 0
-        estimate = torch.where(there, length / squares.sqrt(), 0.0)
-        return estimate, torch.where(there & (length > 0), (result / length).to(self.dtype), vector)
+            scaled = self._scaled(block)
+            result.addmv_(scaled.t(), torch.mv(scaled, vector))
+        return result
 
     def sum_of_squares(self) -> Tensor:
         """Of the matrix as it is."""
         total = torch.zeros((), dtype=torch.float64, device=self._matrix.device)
         for block in self._blocks():
-            flat = (block if self._by == 1.0 and self._matrix.is_cpu else block * self._by).flatten()
+            flat = self._scaled(block).flatten()
             total += torch.dot(flat, flat)
-        return total / (self._by**2 if self._matrix.is_cpu else self.factor.square())
+        return total / (math.ldexp(1.0, -2 * self.exponent) if self._matrix.is_cpu else self.factor.square())
+
+    def _scaled(self, block: Tensor) -> Tensor:
+        return block if self._matrix.is_cpu and self.exponent == 0 else block * self._by
 
     def _blocks(self) -> Iterator[Tensor]:
         rows = max(1, BLOCK // max(1, self._matrix.shape[1]))

@@ -32,7 +32,7 @@ from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.recorder import Watched
 from monitor.series import Series
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
-from monitor.stats.torch_modes import beneath
+from monitor.stats.torch_modes import beneath, unseen
 
 MATRICES = SMALLS
 
@@ -80,7 +80,11 @@ class FeatureWatcher:
             self._calls.restart(micro_step)
 
     def _hook(self, what: str, call: Any) -> ModuleHook:
-        return ModuleHook(self._modules.failures.guarded(what, call, "The feature of this module is missing.", of=self.name))
+        def hidden(*args: Any) -> None:
+            with unseen():
+                call(*args)
+
+        return ModuleHook(self._modules.failures.guarded(what, hidden, "The feature of this module is missing.", of=self.name))
 
     def _is_watched(self, module: nn.Module) -> bool:
         # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.
