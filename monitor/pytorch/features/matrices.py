@@ -167,8 +167,7 @@ class _Scaled:
         """Of the matrix as it is."""
         total = torch.zeros((), dtype=torch.float64, device=self._matrix.device)
         for block in self._blocks():
-            flat = self._scaled(block).flatten()
-            total += torch.dot(flat, flat)
+            total += self._scaled(block).square().sum()
         return total / (math.ldexp(1.0, -2 * self.exponent) if self._matrix.is_cpu else self.factor.square())
 
     def _scaled(self, block: Tensor) -> Tensor:

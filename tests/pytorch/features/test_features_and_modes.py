@@ -108,20 +108,23 @@ def test_attention_within_attention_has_its_own_row(output: Output) -> None:
 
 
 def test_a_mode_of_the_users_sees_what_it_always_saw(output: Output) -> None:
-    model, x = Attention(), seeded(1, 2, 5, 4)
+    model, x = nn.Sequential(Attention(), nn.Linear(4, 4)), seeded(1, 2, 5, 4)
 
     def names() -> list[str]:
         with Seen() as seen:
             model(x).sum().backward()
         return seen.names
 
-    expected = names()
-    monitor, optimizer = watched(output, model, "", l2_targets={"attention_hook": [""], "linear_hook": []})
-    with monitor:
-        found = names()
-        optimizer.step()
-    assert found == expected
-    assert len(output.rows("attention_hook")) == 1
+    targets = {"attention_hook": ["0"], **dict.fromkeys(("linear_hook", "moe_router_logit_hook"), ["1"])}
+    seen: dict[bool, list[str]] = {}
+    for wanted in (False, True):
+        monitor, optimizer = watched(output, model, recording_l2_features=wanted, l2_targets=targets)
+        with monitor:
+            seen[wanted] = names()
+            optimizer.step()
+    assert seen[True] == seen[False]
+    assert "scaled_dot_product_attention" in seen[True]
+    assert len(output.rows("attention_hook", output.directories()[-1])) == 1
 
 
 def test_a_mode_that_is_entered_in_a_forward_and_left_later_stays_where_it_is(output: Output) -> None:
