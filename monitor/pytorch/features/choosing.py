@@ -43,8 +43,8 @@ def chosen(names: ModelNames, config: MonitorConfig) -> Mapping[str, Chosen]:
     wanted = {hook: getattr(config.l2_targets, hook) for hook in SUFFIXES}
     found = {hook: _named(names, targets) for hook, targets in wanted.items() if targets}
     if wanted["linear_hook"] == ():
-        found["linear_hook"] = Chosen([module for module in names.modules() if _has_matrix(module)], named=False)
-    return {hook: one._replace(modules=[_unwrapped(module) for module in one.modules]) for hook, one in found.items()}
+        found["linear_hook"] = Chosen([one for one in map(_unwrapped, names.modules()) if _has_matrix(one)], named=False)
+    return found
 
 
 def warning(found: Mapping[str, Chosen]) -> str | None:
@@ -59,7 +59,7 @@ def warning(found: Mapping[str, Chosen]) -> str | None:
 
 def _named(names: ModelNames, targets: Sequence[str]) -> Chosen:
     modules, unmatched = names.targeted(targets)
-    return Chosen(modules, unmatched=unmatched)
+    return Chosen([_unwrapped(module) for module in modules], unmatched=unmatched)
 
 
 def _has_matrix(module: NamedModule) -> bool:

@@ -64,14 +64,31 @@ def called_scores(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def matrix_of(module: nn.Module) -> Tensor | None:
-    """``weight`` or ``wg`` of a module, which may be a layer that has it."""
+    """``weight`` or ``wg`` of a module, which may be a layer that has it.
+
+    As it lies there: ZeRO gathers a parameter that is asked for by its name, and a parametrization computes it.
+    """
     for name in ("weight", "wg"):
-        value = getattr(module, name, None)
+        value = _lying(module, name)
         if isinstance(value, nn.Module):
-            value = getattr(value, "weight", None)
+            value = _lying(value, "weight")
         if isinstance(value, Tensor):
             return value
     return None
+
+
+def bias_of(module: nn.Module, experts: int) -> Tensor | None:
+    """What is added to logits, whole; None where there is none."""
+    bias = _lying(module, "bias")
+    return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
+
+
+def _lying(module: nn.Module, name: str) -> Any:
+    return next((found for place in _places(module) if (found := dict.get(place, name)) is not None), None)
+
+
+def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._parameters, module._modules
 
 
 def local_matrix(weight: Tensor | None) -> Tensor:

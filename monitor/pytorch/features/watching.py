@@ -19,6 +19,7 @@ from monitor.pytorch.features.sources import (
     NO_SCORES,
     ONE_EXPERT,
     MisfitError,
+    bias_of,
     given_scores,
     local_matrix,
     matrix_of,
@@ -26,6 +27,7 @@ from monitor.pytorch.features.sources import (
     whole_rows,
 )
 from monitor.pytorch.hooks import HookSet, ModuleHook
+from monitor.pytorch.leaves import output_leaves
 from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.names import NamedModule
 from monitor.pytorch.parameter_series import NamedParameter
@@ -282,12 +284,10 @@ class RouterLogitWatcher(FeatureWatcher):
     def _formed(self, module: nn.Module, args: Any, kwargs: Any, weight: Tensor) -> Routing | None:
         """From what the router is given."""
         tokens, whole = tokens_of(args, kwargs, weight.shape[1]), whole_rows(weight)
-        bias = getattr(module, "bias", None)
         if tokens is None or whole is None or whole.shape != weight.shape or not tokens.numel():
             return None
-        usable = whole_rows(bias) if isinstance(bias, Tensor) and bias.shape == weight.shape[:1] else None
         with beneath():
-            return entropy_from(tokens, whole, usable, dtype_of_routing(module, tokens, weight))
+            return entropy_from(tokens, whole, bias_of(module, len(whole)), dtype_of_routing(module, tokens, weight))
 
     def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
         if not self._open or module is not self._module:
@@ -305,9 +305,8 @@ class RouterLogitWatcher(FeatureWatcher):
         if formed is None:
             self._misfit(NO_LOGITS)
             return
-        x = next((one for one in (logits, matrix_of(module)) if one is not None), None)
-        assert x is not None
-        self._record(place.call, {COUNT: formed.tokens, SUM: formed.entropy}, x, place.micro_step)
+        for leaf in output_leaves(result)[:1]:
+            self._record(place.call, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor, place.micro_step)
 
 
 def _logits(result: Any, experts: int | None) -> Tensor | None:
