@@ -508,7 +508,6 @@ class TestAcrossFields:
 ASKS_FOR: dict[str, dict[str, Any]] = {
     "ur_distribution": {"ur_distribution": True, "format": "hdf5"},
     "mg_direction": {"mg_direction": True},
-    "recording_l2_features": {"recording_l2_features": True},
     "replica_check": {"replica_check": True},
 }
 
@@ -519,8 +518,8 @@ class TestNotBuilt:
         assert f"{name}: not in this version yet, leave it out or switch it off" in problems(ASKS_FOR[name])
 
     def test_several_are_refused_at_once(self, problems: Refused) -> None:
-        said = problems({"mg_direction": True, "recording_l2_features": True}).split("\n")
-        assert [line.split(": ")[0] for line in said] == ["several problems", "  mg_direction", "  recording_l2_features"]
+        said = problems({"mg_direction": True, "ur_distribution": True, "format": "hdf5"}).split("\n")
+        assert [line.split(": ")[0] for line in said] == ["several problems", "  ur_distribution", "  mg_direction"]
 
     @pytest.mark.parametrize("name", NOT_BUILT)
     def test_it_is_nonetheless_a_valid_configuration(self, name: str) -> None:

@@ -12,11 +12,12 @@ from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.placement import Ranks
 from monitor.pytorch.attachment import Watch
+from monitor.pytorch.features.choosing import chosen
 from monitor.pytorch.names import ModelNames
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.estimate import Bounds, KindLoad, estimate
 from monitor.selection import ModuleSelection
-from monitor.series import PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
+from monitor.series import FORWARD_FEATURE_KINDS, PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
 
 NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict)
 
@@ -78,6 +79,8 @@ class _Job:
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
+        for hook, found in chosen(names, config).items():
+            loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
         return loads
 
     def _of_modules(self, series: int, rows_each: int) -> KindLoad:
