@@ -2,9 +2,9 @@
 
     python bench/features.py
 
-Each is a process of its own with one thread, and they step in turn. The CPU time of a process with a feature is divided by that of
-the one without in the same round: the median over the rounds is reported, and the first collected step beside it, in which the
-power iteration of every matrix begins.
+A process with a feature and one without, of one thread each, step in turn. The CPU time of the one is divided by that of the
+other in the same round: the median over the rounds is reported, and beside it the first collected step, in which the power
+iteration of every matrix begins.
 
 The memory that attention takes is measured in a process of its own for each sample: the rise of its peak while entropy and
 greatest weight of a sequence are computed, of 8 heads of 64 in bfloat16.
@@ -78,33 +78,30 @@ def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
 
 
 def costs(workload: Workload, rounds: int, progress: Progress) -> Iterator[Cost]:
-    with tempfile.TemporaryDirectory(prefix="features-") as kept, ExitStack() as stack:
-        directory = Path(kept)
-        configs = {UNMONITORED: directory / "none.json", **configured(workload, directory)}
+    """One feature after the other, so that no more than two models are in memory."""
+    with tempfile.TemporaryDirectory(prefix="features-") as directory:
+        for number, (name, config) in enumerate(configured(workload, Path(directory)).items()):
+            progress.show(name)
+            yield cost(name, workload, config, Path(directory, f"{number}"), rounds)
+
+
+def cost(name: str, workload: Workload, config: Path, directory: Path, rounds: int) -> Cost:
+    with ExitStack() as stack:
         workers = {
-            name: stack.enter_context(
-                Worker(
-                    sys.executable, workload.name, config, directory / f"{number}", UNMONITORED if not number else "ours", {}
-                )
-            )
-            for number, (name, config) in enumerate(configs.items())
+            one: stack.enter_context(Worker(sys.executable, workload.name, config, directory / one, one, {}))
+            for one in (UNMONITORED, "ours")
         }
         for worker in workers.values():
             worker.receive()
-        replies = []
-        for number in range(WARM_UP_ROUNDS + rounds):
-            progress.show("features", f"round {number + 1} of {WARM_UP_ROUNDS + rounds}")
-            replies.append(step_round(workers, number, 1))
+        replies = [step_round(workers, number, 1) for number in range(WARM_UP_ROUNDS + rounds)]
         for worker in workers.values():
             worker.ask(finish=True)
-        for name, worker in workers.items():
-            if name != UNMONITORED:
-                yield cost_of(name, replies, count_rows(worker.output) // len(replies))
+        return cost_of(name, replies, count_rows(workers["ours"].output) // len(replies))
 
 
 def cost_of(name: str, replies: list[dict[str, dict[str, Any]]], rows: int) -> Cost:
-    ratios = [reply[name]["cpu"] / reply[UNMONITORED]["cpu"] for reply in replies]
-    same = all(reply[name]["loss"] == reply[UNMONITORED]["loss"] for reply in replies)
+    ratios = [reply["ours"]["cpu"] / reply[UNMONITORED]["cpu"] for reply in replies]
+    same = all(reply["ours"]["loss"] == reply[UNMONITORED]["loss"] for reply in replies)
     return Cost(name, rows, ratios[0], ratios[WARM_UP_ROUNDS:], same)
 
 
