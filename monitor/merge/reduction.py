@@ -17,16 +17,16 @@ from monitor.merge.catalogue import Catalogue
 from monitor.merge.columns import Columns
 from monitor.merge.copies import Disagreement, compare, not_compared, references
 from monitor.merge.discovery import SetAside
+from monitor.merge.missing import missing_ops
 from monitor.merge.ordering import order_by, starts_of_runs
 from monitor.merge.output import GLOBAL, PER_RANK, columns_of, write_table
 from monitor.merge.reading import Source, Told, of_piece, read
 from monitor.merge.rows import Rows, counts_elements, gathered
-from monitor.merge.statistics import WEIGHTED, Index, Statistics, combined
+from monitor.merge.statistics import Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts, same
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.shard_names import Steps
-from monitor.stats.features import FEATURES
 from monitor.stats.histograms import MAGNITUDES, spelled
 from monitor.stats.ops import CALLS
 
@@ -34,15 +34,8 @@ Flags = NDArray[np.bool_]
 
 ROLES: Final = ("dp", "tp", "pp")
 
-_OF_A_WHOLE: Final = ("sr", "kernel_norm", "router_weight_similarity")
-
 RUNS: Final = pa.schema([("rank", pa.int64()), *((role, pa.int64()) for role in ROLES)])
 """A row for each directory of the job: its rank, and that rank's places in its groups, null where it is in none."""
-
-NOT_RECORDED: Final = "not in the shards"
-OF_A_WHOLE: Final = "of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up"
-NOT_WEIGHTED: Final = "how much each part weighs is not known: record the format hdf5"
-NOT_COUNTED: Final = "how many elements the parts have is not known: record the op shape, or the format hdf5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +179,7 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     made, several = _global(piece.columns, rows, starts, tensors), np.diff(starts, append=len(rows)) > 1
     if not complete.all():
         made, tensors, several = made.filter(complete), tensors.take(complete), several[complete]
-    _report_missing(tensors, several, outcome)
+    outcome.missing = missing_ops(tensors, several)
     return made
 
 
@@ -230,25 +223,6 @@ def _report_incomplete(rows: Rows, starts: Index, outcome: Outcome) -> None:
         known = outcome.incomplete.setdefault(name, [])
         if known[-1:] != [step]:
             known.append(step)
-
-
-def _report_missing(tensors: Statistics, several: Flags, outcome: Outcome) -> None:
-    """Args: several: Whether a tensor is of several parts."""
-    there = ~tensors.exact & ~(tensors.count == 0)
-    for index, op in enumerate(tensors.ops):
-        if op in _OF_A_WHOLE:
-            missing = {OF_A_WHOLE: several & ~tensors.known[index]}
-        elif not there.any():
-            continue
-        elif op in FEATURES:  # a row that was recorded has what there is
-            missing = {NOT_COUNTED if op in WEIGHTED else NOT_WEIGHTED: there & several & ~tensors.known[index]}
-        else:
-            uncounted = np.isnan(tensors.count) & (op in (*WEIGHTED, "std"))
-            lacking = there & ~tensors.known[index]
-            missing = {NOT_COUNTED: lacking & uncounted, NOT_RECORDED: lacking & ~uncounted}
-        for reason, which in missing.items():
-            if which.any():
-                outcome.missing[op, reason] += int(which.sum())
 
 
 def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:
