@@ -51,6 +51,7 @@ bench: environment peer
 	.venv/bin/python bench/ranking.py
 	.venv/bin/python bench/collectives.py --peer-python .venv-peer/bin/python
 	.venv/bin/python bench/dynamic.py
+	.venv/bin/python bench/features.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
 
 clean:

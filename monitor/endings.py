@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from multiprocessing.util import Finalize
 from typing import Final, Protocol
@@ -38,9 +37,8 @@ class OpenRecordings:
     def add(self, recording: Recording) -> None:
         """Close ``recording`` when the process ends, if nobody has by then."""
         self._open.add(recording)
-        # Registered last, called first: ahead of the pipelines, which are still to get the steps in progress.
-        atexit.unregister(self.close_all)
-        atexit.register(self.close_all)
+        # Ahead of the pipelines, which are still to get the steps in progress.
+        PROCESS.at_end(self.close_all)
         # A process that multiprocessing forked ends without those, and has forgotten what its parent registered here.
         if self._at_end is None or not self._at_end.still_active():
             self._at_end = Finalize(None, self.close_all, exitpriority=0)

@@ -21,6 +21,7 @@ from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.home import home
 from monitor.pipeline.pipeline import Pipeline
+from monitor.pipeline.process import PROCESS
 from monitor.pipeline.watcher import Watcher
 from monitor.ranks.aside import set_aside
 from monitor.ranks.job import JobIdentity, Store, agree
@@ -131,10 +132,13 @@ class Run:
         """From the next step on write and watch what ``config`` asks for. Does not wait."""
         if config.collect_times:
             self.manifest.also_in(config.formats)
-        self.pipeline.rearrange(partial(self._arranged, config))
+        # Here and not on the writer thread: a process that ends while a library is loaded there ends before it, and badly.
+        sinks = self._sinks_for(config)
+        PROCESS.end_first()
+        self.pipeline.rearrange(partial(self._arranged, config, sinks))
 
-    def _arranged(self, config: MonitorConfig) -> tuple[Mapping[str, Sink], Mapping[str, Watcher]]:
-        return self._sinks_for(config), self._watchers_for(config)
+    def _arranged(self, config: MonitorConfig, sinks: Mapping[str, Sink]) -> tuple[Mapping[str, Sink], Mapping[str, Watcher]]:
+        return sinks, self._watchers_for(config)
 
     def _sinks_for(self, config: MonitorConfig) -> dict[str, Sink]:
         """Those that there are already go on, unless they were made for something else."""

@@ -116,7 +116,7 @@ class Selection:
         """One message that names every target without a match, None if there is none."""
         if not self.unmatched:
             return None
-        named = ", ".join(_with_nearest(one) for one in self.unmatched)
+        named = ", ".join(told(one) for one in self.unmatched)
         return f"Targets that match nothing in this model (of a pipeline, in this rank's part of it): {named}."
 
     def _match(self, targets: Mapping[str, Target], sides: Collection[str]) -> set[str]:
@@ -233,6 +233,7 @@ def _choice(spec: TensorSpec) -> TensorChoice:
     return TensorChoice(wanted=True, length=spec.length, index=spec.index or 0)
 
 
-def _with_nearest(one: Unmatched) -> str:
+def told(one: Unmatched) -> str:
+    """A target that names nothing, as a message has it."""
     nearest = ", ".join(repr(name) for name in one.nearest)
     return f"{one.target!r} (nearest: {nearest})" if nearest else repr(one.target)

@@ -23,7 +23,7 @@ FEATURE_KINDS = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe
 FORWARD_FEATURE_KINDS = ("attention_hook", "moe_router_logit_hook")
 """Those of them that are seen in every forward."""
 WEIGHT_FEATURE_KINDS = ("linear_hook", "moe_router_weight_hook")
-"""Those of a weight alone."""
+"""Those that are of a module's weight, as its forward finds it."""
 DIRECTION_KIND = "mg_direction"
 """How much of a gradient agrees with its momentum in sign. To whoever reads, a scalar among the ``other`` ones."""
 ADAM_KINDS = ("adam_update", "adam_ratio")

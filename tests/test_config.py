@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from monitor.config import NOT_BUILT, ConfigError, MonitorConfig, TensorSpec, load_config
+from monitor.config import ConfigError, MonitorConfig, TensorSpec, load_config
 
 Load = Callable[[Any], MonitorConfig]
 Refused = Callable[[Any], str]
@@ -508,23 +508,7 @@ class TestAcrossFields:
         ]
 
 
-ASKS_FOR: dict[str, dict[str, Any]] = {
-    "ur_distribution": {"ur_distribution": True, "format": "hdf5"},
-    "mg_direction": {"mg_direction": True},
-    "recording_l2_features": {"recording_l2_features": True},
-    "replica_check": {"replica_check": True},
-}
-
-
-class TestNotBuilt:
-    @pytest.mark.parametrize("name", NOT_BUILT)
-    def test_what_is_not_built_is_refused_by_name(self, problems: Refused, name: str) -> None:
-        assert f"{name}: not in this version yet, leave it out or switch it off" in problems(ASKS_FOR[name])
-
-    @pytest.mark.parametrize("name", NOT_BUILT)
-    def test_it_is_nonetheless_a_valid_configuration(self, name: str) -> None:
-        assert isinstance(MonitorConfig.model_validate(ASKS_FOR[name]), MonitorConfig)
-
+class TestWhatGoesTogether:
     def test_what_is_switched_off_is_not_refused(self, load: Load) -> None:
         off = {"cc_distribution": {"enable": False, "cc_codeline": ["train.py\\[23\\]"]}, "alert": {"rules": [], "dump": True}}
         assert isinstance(load(off | {"append_output": [], "on_alert": None, "l2_targets": {"linear_hook": []}}), MonitorConfig)

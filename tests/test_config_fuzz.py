@@ -40,7 +40,7 @@ VALID = {
     "append_output": [],
     "l2_targets": {"linear_hook": []},
 }
-VALID_AND_NOT_BUILT = VALID | {
+VALID_AND_RICH = VALID | {
     "format": ["csv", "hdf5"],
     "alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}}], "dump": True},
     "on_alert": {"set": {"xy_distribution": True, "targets": {"h.0": {"input": "tensor"}}}, "steps": 5},
@@ -123,7 +123,7 @@ def mutated_texts(draw: st.DrawFn) -> bytes:
 @st.composite
 def mutated_values(draw: st.DrawFn) -> dict[str, Any]:
     """A valid configuration with one field renamed, and the value of one exchanged at any depth."""
-    config = copy.deepcopy(draw(st.sampled_from([VALID, VALID_AND_NOT_BUILT])))
+    config = copy.deepcopy(draw(st.sampled_from([VALID, VALID_AND_RICH])))
     for _ in range(draw(st.integers(1, 3))):
         holder: Any = config
         while True:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from monitor.config import NOT_BUILT, MonitorConfig
+from monitor.config import MonitorConfig
 from monitor.config.allowed import FieldSchema, Node
 from monitor.config.model import Capability
 
@@ -36,16 +36,12 @@ def with_fields(document: str) -> str:
     """The document with the part between its markers made anew."""
     before, rest = document.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{not_built()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def table() -> str:
     rows = [COLUMNS, tuple("---" for _ in COLUMNS), *_rows()]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-def not_built() -> str:
-    return f"Validated, but refused by this version when asked for: {', '.join(f'`{name}`' for name in NOT_BUILT)}.\n"
 
 
 def _rows() -> Iterator[tuple[str, ...]]:

@@ -12,11 +12,9 @@ from monitor.config.model import (
     Settings,
     Target,
 )
-from monitor.config.not_built import NOT_BUILT
 from monitor.config.tensor_spec import TensorSpec
 
 __all__ = [
-    "NOT_BUILT",
     "Alert",
     "AlertRule",
     "CcDistribution",

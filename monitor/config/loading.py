@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from monitor.config.explain import explain, shown
 from monitor.config.jsonc import Document, JsonError, parse
 from monitor.config.model import MonitorConfig, OnAlert
-from monitor.config.not_built import not_built
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 
@@ -49,7 +48,7 @@ def config_in(name: str, content: bytes, *, dynamic: bool) -> MonitorConfig:
         ConfigError: As ``load_config``, except that the file was read.
     """
     config = _validated(name, _parsed(name, _decoded(name, content)))
-    if problems := [*not_built(config), *_unfit(config, dynamic=dynamic)]:
+    if problems := _unfit(config, dynamic=dynamic):
         raise _unusable(name, *problems)
     return config
 
@@ -120,7 +119,7 @@ def _problems_of_closer_look(config: MonitorConfig, wanted: OnAlert) -> list[str
         closer = MonitorConfig.model_validate(fields)
     except ValidationError as error:
         return explain(MonitorConfig, error, {})
-    return [*not_built(closer), *_unfit(closer.model_copy(update={"on_alert": None}), dynamic=True)]
+    return _unfit(closer.model_copy(update={"on_alert": None}), dynamic=True)
 
 
 def is_dynamic(name: str) -> bool:

@@ -39,18 +39,22 @@ SCHEMA: Final = pa.schema(
 
 
 class Catalogue:
-    """Of one kind, in the columns ``SCHEMA``."""
+    """Of one kind, in the columns ``SCHEMA``.
 
-    def __init__(self, table: pa.Table, kind: str = "") -> None:
+    Args:
+        others: Of the kind whose rows stand in the same files of CSV.
+    """
+
+    def __init__(self, table: pa.Table, kind: str = "", others: Catalogue | None = None) -> None:
         self._table = table.combine_chunks()
         self.kind = kind
+        self.others = others
 
     @classmethod
-    def read(cls, path: Path | None, kind: str) -> Catalogue:
+    def read(cls, path: Path | None, kind: str, others: Path | None = None) -> Catalogue:
         """An empty one where there is no file."""
-        if path is None:
-            return cls(SCHEMA.empty_table(), kind)
-        return cls(read_file(path), kind)
+        table = SCHEMA.empty_table() if path is None else read_file(path)
+        return cls(table, kind, None if others is None else cls(read_file(others)))
 
     def of(self, column: str, series: Index) -> Index:
         """A column for rows of these series; ``UNKNOWN`` for those that are not in it."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from monitor.merge.statistics import Index, Statistics
+from monitor.stats.features import own_columns
 from monitor.stats.partials import Floats
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from monitor.merge.statistics import Flags
 
 COMPARED: Final = ("norm", "min", "max", "nans", "infs")
+_OF_FEATURES: Final = {"linear_hook": ("frobenius_norm",)}
+"""A spectral norm is approached from step to step, and two ranks may be on different ways to it."""
+
 TOLERANCE: Final = 1e-6
 """Relative. Replicas are read by the same code, but perhaps on other devices, which add in another order."""
 
@@ -91,7 +95,7 @@ def compare(kind: str, rows: Rows, statistics: Statistics, reference: Index, ndi
         return []
     copies = copies[np.argsort(reference[copies], kind="stable")]
     found: dict[int, Disagreement] = {}
-    for op in COMPARED:
+    for op in _OF_FEATURES.get(kind, own_columns(kind)) or COMPARED:
         values = _Values.of(op, statistics, ndigits)
         for row, other in _odd(values, copies, reference[copies]):
             found.setdefault(row, _disagreement(kind, rows, row, other, op, values))

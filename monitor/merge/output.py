@@ -15,14 +15,15 @@ from pyarrow.csv import ConvertOptions, ParseOptions, read_csv, write_csv  # typ
 from pyarrow.parquet import read_table as read_parquet
 from pyarrow.parquet import write_table as write_parquet
 
+from monitor.merge.columns import Columns
 from monitor.series import CALL_KIND
 from monitor.sinks.measurements import TEXT
 from monitor.sinks.planes import LEVEL, compressed
+from monitor.stats.features import FEATURES
+from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import CALLS, NUMERIC_OPS
 
 Format = Literal["hdf5", "csv", "parquet"]
-
-_OPS: Final = [(op, pa.float64()) for op in NUMERIC_OPS]
 
 PER_RANK: Final = pa.schema(
     [
@@ -41,10 +42,9 @@ PER_RANK: Final = pa.schema(
         ("shape", TEXT),
         ("dtype", TEXT),
         ("count", pa.int64()),
-        *_OPS,
     ]
 )
-"""What every rank wrote."""
+"""What every rank wrote, before its ops."""
 
 GLOBAL: Final = pa.schema(
     [
@@ -56,13 +56,13 @@ GLOBAL: Final = pa.schema(
         ("ranks", TEXT),
         ("term", pa.bool_()),
         ("count", pa.int64()),
-        *_OPS,
     ]
 )
-"""One row for each tensor and step."""
+"""One row for each tensor and step, before its ops."""
 
-_CALLS: Final = pa.field(CALLS, pa.int64())
-"""How many calls of an operator a row combines, null where it is not of calls."""
+_NUMBERS: Final = (*NUMERIC_OPS, *LOSSES, *FEATURES)
+_OPS: Final = pa.schema([*((op, pa.float64()) for op in _NUMBERS), (MAGNITUDES, TEXT), (CALLS, pa.int64())])
+"""All that there are. ``calls``: how many calls of an operator a row combines, null where it is not of calls."""
 
 SUFFIXES: Final[dict[Format, str]] = {"hdf5": ".h5", "csv": ".csv", "parquet": ".parquet"}
 
@@ -76,9 +76,10 @@ CHUNK_ROWS: Final = 65536
 """Of HDF5: half a megabyte of a column."""
 
 
-def columns_of(kind: str, rows: pa.Schema) -> pa.Schema:
-    """``PER_RANK`` or ``GLOBAL`` as files of this kind have it: all of them alike, so that they can be read as one table."""
-    return rows.append(_CALLS) if kind == CALL_KIND else rows
+def columns_of(kept: Columns, rows: pa.Schema) -> pa.Schema:
+    """``PER_RANK`` or ``GLOBAL`` as files of a kind have it: all of them alike, so that they can be read as one table."""
+    ops = [*kept.ops, CALLS] if kept.kind == CALL_KIND else kept.ops
+    return pa.schema([*rows, *map(_OPS.field, ops)])
 
 
 def write_table(rows: pa.Table, path: Path) -> None:
@@ -162,7 +163,7 @@ def _column(file: h5py.File, field: pa.Field) -> pa.Array:
 
 def _read_csv(path: Path) -> pa.Table:
     texts = pa.string()
-    types = {one.name: texts if pa.types.is_dictionary(one.type) else one.type for one in (*PER_RANK, *GLOBAL, _CALLS)}
+    types = {one.name: texts if pa.types.is_dictionary(one.type) else one.type for one in (*PER_RANK, *GLOBAL, *_OPS)}
     cells = ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False)
     rows = read_csv(str(path), parse_options=ParseOptions(newlines_in_values=True), convert_options=cells)
     return rows.cast(_schema(rows.column_names))
@@ -170,8 +171,7 @@ def _read_csv(path: Path) -> pa.Table:
 
 def _schema(names: Collection[str]) -> pa.Schema:
     """Of a file with columns of these names."""
-    schema = PER_RANK if "rank" in names else GLOBAL
-    return schema.append(_CALLS) if CALLS in names else schema
+    return pa.schema([*(PER_RANK if "rank" in names else GLOBAL), *(one for one in _OPS if one.name in names)])
 
 
 _WRITERS: Final[dict[str, Callable[[pa.Table, Path], None]]] = {

@@ -7,7 +7,7 @@ down in order of steps, unpacked, where every piece finds its own in one place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,15 +18,17 @@ import pyarrow as pa
 
 from monitor.merge.arrow_files import read_batch, write_file
 from monitor.merge.catalogue import Catalogue, Index
+from monitor.merge.columns import Columns
 from monitor.merge.discovery import SetAside
 from monitor.merge.ordering import order_by, starts_of_runs
 from monitor.merge.shards import ForeignError, Shard
 from monitor.merge.survey import UNKNOWN
 from monitor.ranks.records import StepsRecord
-from monitor.series import NO_MICRO_STEP
-from monitor.sinks.measurements import PARTIALS, SUMS, TEXT
+from monitor.series import DIRECTION_KIND, NO_MICRO_STEP
+from monitor.sinks.bins import HISTOGRAM
+from monitor.sinks.measurements import TEXT
 from monitor.sinks.shard_names import Steps
-from monitor.stats.ops import CALLS, NUMERIC_OPS
+from monitor.stats.ops import CALLS
 
 IDENTITY: Final = [
     ("run", pa.int32()),  # place of the directory among those of the job
@@ -40,13 +42,9 @@ IDENTITY: Final = [
     ("dtype", TEXT),
     (CALLS, pa.int64()),  # 0 where the row combines none
 ]
-EXACT: Final = pa.schema([*IDENTITY, *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
-"""A row of which the partials are known."""
 
-ROUNDED: Final = pa.schema([*IDENTITY, *((op, pa.float64()) for op in NUMERIC_OPS)])
-"""A row of which only ops are known; what was not recorded is null."""
-
-_MOSTLY_ZERO: Final = {EXACT: ("nans", "posinfs", "neginfs", "smalls", "exponent", CALLS), ROUNDED: (CALLS,)}
+_MOSTLY_ZERO: Final = {True: ("nans", "posinfs", "neginfs", "smalls", "exponent", CALLS), False: (CALLS,)}
+"""Columns of exact rows, and of rounded ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +80,27 @@ class Told:
     set_aside: list[SetAside] = field(default_factory=list)
 
 
-def read(sources: Iterable[Source], steps: Steps, catalogue: Catalogue, told: Told) -> list[pa.Table]:
-    """The rows that count, directory by directory, in tables of the columns ``EXACT`` or ``ROUNDED``."""
+def read(sources: Iterable[Source], steps: Steps, columns: Columns, catalogue: Catalogue, told: Told) -> list[pa.Table]:
+    """The rows that count, directory by directory, in tables of exact rows or of rounded ones, after ``IDENTITY``."""
     tables = []
     for source in sources:
         for shards, replicas in ((source.shards, False), (source.replicas, True)):
-            for table, exact in _rows_that_count(source, shards, steps, told):
-                tables.append(_placed(table, exact, source, catalogue, replicas=replicas))
+            for table, exact in _rows_that_count(source, shards, steps, columns, told):
+                schema = columns.exact(IDENTITY) if exact else columns.rounded(IDENTITY)
+                tables.append(_placed(table, schema, source, catalogue, replicas=replicas, shared=not exact))
     return [table for table in tables if len(table)]
 
 
-def _rows_that_count(source: Source, shards: Iterable[Shard], steps: Steps, told: Told) -> Iterator[tuple[pa.Table, bool]]:
+def _rows_that_count(
+    source: Source, shards: Iterable[Shard], steps: Steps, columns: Columns, told: Told
+) -> Iterator[tuple[pa.Table, bool]]:
     """Each step once: from the file that has partials, and of several the last."""
     seen: dict[int, bool] = {}
     for shard in sorted(shards, key=lambda one: (one.exact, one.steps, one.path.name), reverse=True):
         if not shard.exact and _has_all(source.written, shard, steps, seen):
             continue  # the same rows with less in them
         try:
-            table = shard.read(steps)
+            table = shard.read(steps, columns)
         except ForeignError as error:
             told.set_aside.append(SetAside(str(shard.path), str(error)))
             continue
@@ -119,11 +120,21 @@ def _has_all(written: StepsRecord, shard: Shard, steps: Steps, seen: Mapping[int
     return within.count > 0 and all(seen.get(step, False) for step in within.steps())
 
 
-def _placed(table: pa.Table, exact: bool, source: Source, catalogue: Catalogue, *, replicas: bool) -> pa.Table:
-    """With the directory and the series of each row."""
+def _placed(
+    table: pa.Table, schema: pa.Schema, source: Source, catalogue: Catalogue, *, replicas: bool, shared: bool
+) -> pa.Table:
+    """With the directory and the series of each row.
+
+    Args:
+        shared: Whether the file may hold rows of another kind.
+    """
     series = _series(table, source.rank, catalogue, replicas=replicas)
-    if replicas:  # a file of replicas holds those of every kind
-        table, series = table.filter(series != UNKNOWN), series[series != UNKNOWN]
+    if replicas or (shared and catalogue.kind == DIRECTION_KIND):  # a file of replicas holds those of every kind
+        own = series != UNKNOWN
+        table, series = table.filter(own), series[own]
+    elif shared and catalogue.others is not None and (series == UNKNOWN).any():
+        own = (series != UNKNOWN) | (_series(table, source.rank, catalogue.others, replicas=False) == UNKNOWN)
+        table, series = table.filter(own), series[own]
     columns = {
         **{name: table[name] for name in table.column_names},
         "run": pa.array(np.full(len(table), source.run, dtype=np.int32)),
@@ -133,7 +144,6 @@ def _placed(table: pa.Table, exact: bool, source: Source, catalogue: Catalogue, 
         "call_id": table["call_id"].fill_null(UNKNOWN),
         CALLS: table[CALLS].fill_null(0),
     }
-    schema = EXACT if exact else ROUNDED
     return pa.table([columns[one.name] for one in schema], schema=schema)
 
 
@@ -164,15 +174,21 @@ class Share:
         steps: All that the pieces need.
         pieces: Ascending.
         catalogue: The file of the kind's catalogue; None where no manifest knows of it.
+        others: Of the kind whose rows stand in the same files of CSV, if there is one.
         output: What the names of the files begin with.
     """
 
-    kind: str
+    columns: Columns
     steps: Steps
     pieces: tuple[Steps, ...]
     sources: tuple[Source, ...]
     catalogue: Path | None
+    others: Path | None
     output: Path
+
+    @property
+    def kind(self) -> str:
+        return self.columns.kind
 
 
 def put_in_order(share: Share) -> Told:
@@ -182,8 +198,10 @@ def put_in_order(share: Share) -> Told:
         OSError: a file cannot be written.
     """
     told = Told()
-    tables = read(share.sources, share.steps, Catalogue.read(share.catalogue, share.kind), told)
-    for schema, path in zip((EXACT, ROUNDED), files_of(share.output), strict=True):
+    catalogue = Catalogue.read(share.catalogue, share.kind, share.others)
+    tables = read(share.sources, share.steps, share.columns, catalogue, told)
+    schemas = share.columns.exact(IDENTITY), share.columns.rounded(IDENTITY)
+    for schema, path in zip(schemas, files_of(share.output), strict=True):
         columns = {one.name: [table[one.name] for table in tables if table.schema == schema] for one in schema}
         tables = [table for table in tables if table.schema != schema]
         if columns["step"]:
@@ -192,9 +210,14 @@ def put_in_order(share: Share) -> Told:
 
 
 def of_piece(shares: Sequence[Path], piece: int) -> list[pa.Table]:
-    """What was put down for one piece, in tables of the columns ``EXACT`` or ``ROUNDED``; what is zero may be left out."""
+    """What was put down for one piece, in tables as of ``read``; what is zero, or nothing, may be left out."""
     tables = (read_batch(path, piece) for share in shares for path in files_of(share) if path.exists())
     return [table for table in tables if len(table)]
+
+
+def is_exact(names: Collection[str]) -> bool:
+    """Whether these are the columns of rows whose partials are known."""
+    return "sumsq" in names
 
 
 def files_of(output: Path) -> tuple[Path, Path]:
@@ -212,8 +235,10 @@ def _write(columns: dict[str, list[pa.ChunkedArray]], schema: pa.Schema, pieces:
     order = order_by([step])
     edges = np.searchsorted(step if order is None else step[order], [*(one.first for one in pieces), pieces[-1].last + 1])
     made = {one.name: _in_order(columns.pop(one.name), one.type, order) for one in schema}
-    zero = _MOSTLY_ZERO[schema]
+    zero = _MOSTLY_ZERO[is_exact(schema.names)]
     made = {name: column for name, column in made.items() if name not in zero or column.to_numpy().any()}
+    if HISTOGRAM in made and made[HISTOGRAM].null_count == len(made[HISTOGRAM]):
+        del made[HISTOGRAM]
     rows = pa.RecordBatch.from_arrays([*made.values()], names=[*made])
     write_file(path, (rows.slice(first, end - first) for first, end in pairwise(edges.tolist())), rows.schema)
 

@@ -14,27 +14,34 @@ from pyarrow.compute import binary_join  # type: ignore[attr-defined]
 
 from monitor.merge.arrow_files import read_file
 from monitor.merge.catalogue import Catalogue
+from monitor.merge.columns import Columns
 from monitor.merge.copies import Disagreement, compare, not_compared, references
 from monitor.merge.discovery import SetAside
 from monitor.merge.ordering import order_by, starts_of_runs
 from monitor.merge.output import GLOBAL, PER_RANK, columns_of, write_table
 from monitor.merge.reading import Source, Told, of_piece, read
-from monitor.merge.rows import Rows, gathered
-from monitor.merge.statistics import Index, Statistics, combined
+from monitor.merge.rows import Rows, counts_elements, gathered
+from monitor.merge.statistics import WEIGHTED, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts, same
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.shard_names import Steps
-from monitor.stats.ops import CALLS, NUMERIC_OPS
+from monitor.stats.features import FEATURES
+from monitor.stats.histograms import MAGNITUDES, spelled
+from monitor.stats.ops import CALLS
 
 Flags = NDArray[np.bool_]
 
 ROLES: Final = ("dp", "tp", "pp")
 
+_OF_A_WHOLE: Final = ("sr", "kernel_norm", "router_weight_similarity")
+
 RUNS: Final = pa.schema([("rank", pa.int64()), *((role, pa.int64()) for role in ROLES)])
 """A row for each directory of the job: its rank, and that rank's places in its groups, null where it is in none."""
 
 NOT_RECORDED: Final = "not in the shards"
+OF_A_WHOLE: Final = "of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up"
+NOT_WEIGHTED: Final = "how much each part weighs is not known: record the format hdf5"
 NOT_COUNTED: Final = "how many elements the parts have is not known: record the op shape, or the format hdf5"
 
 
@@ -47,20 +54,26 @@ class Piece:
         shares: Where they were put, in order of ranks.
         number: Of the piece among those that they were put in order for.
         catalogue: The file of the kind's catalogue; None where no manifest knows of it.
+        others: Of the kind whose rows stand in the same files of CSV, if there is one.
         runs: A file in the columns ``RUNS``.
         outputs: The files to write, of all rows and of the tensors.
         ndigits: The fewest decimals that a rank kept in its CSV files.
     """
 
-    kind: str
+    columns: Columns
     steps: Steps
     sources: tuple[Source, ...]
     shares: tuple[Path, ...]
     number: int
     catalogue: Path | None
+    others: Path | None
     runs: Path
     outputs: tuple[Path, Path]
     ndigits: int
+
+    @property
+    def kind(self) -> str:
+        return self.columns.kind
 
 
 @dataclass
@@ -102,10 +115,10 @@ def reduce(piece: Piece) -> Outcome:
     Raises:
         OSError: a file cannot be written.
     """
-    catalogue, told = Catalogue.read(piece.catalogue, piece.kind), Told()
+    catalogue, told = Catalogue.read(piece.catalogue, piece.kind, piece.others), Told()
     runs = read_file(piece.runs)
-    tables = of_piece(piece.shares, piece.number) or read(piece.sources, piece.steps, catalogue, told)
-    rows, statistics = gathered(tables, runs["rank"].to_numpy(), catalogue)
+    tables = of_piece(piece.shares, piece.number) or read(piece.sources, piece.steps, piece.columns, catalogue, told)
+    rows, statistics = gathered(tables, runs["rank"].to_numpy(), catalogue, piece.columns)
     outcome = Outcome.of_reading(told)
     tables.clear()
     _combine(piece, rows, statistics, runs, outcome)
@@ -119,7 +132,7 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
     outcome.steps, outcome.gaps = _steps_and_gaps(written)
     outcome.unplaced = Counter(written.rank[written.series == UNKNOWN].tolist()) if piece.kind != REPLICA_KIND else Counter()
     if outcome.rows:
-        write_table(_per_rank(piece.kind, runs, written, statistics.take(own)), piece.outputs[0])
+        write_table(_per_rank(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
     del written
     if outcome.rows and piece.kind != REPLICA_KIND:
         tensors = _tensors(piece, rows, statistics, outcome)
@@ -140,9 +153,9 @@ def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     return steps.tolist(), {int(writers[which]): steps[~there[which]].tolist() for which in lacking.tolist()}
 
 
-def _per_rank(kind: str, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
+def _per_rank(kept: Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
     texts = {
-        "kind": same(kind, len(rows)),
+        "kind": same(kept.kind, len(rows)),
         "global_name": rows.catalogue.texts("global_name", rows.series),
         **rows.texts,
     }
@@ -157,7 +170,7 @@ def _per_rank(kind: str, runs: pa.Table, rows: Rows, statistics: Statistics) -> 
         **_numbers(statistics),
         CALLS: _calls(rows.column(CALLS)),
     }
-    return _table(columns, texts, columns_of(kind, PER_RANK))
+    return _table(columns, texts, columns_of(kept, PER_RANK))
 
 
 def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome) -> pa.Table:
@@ -170,10 +183,10 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     rows = rows.only(order[chosen])
     complete = _complete(rows, tensors, starts)
     _report_incomplete(rows, starts[~complete], outcome)
-    made = _global(piece.kind, rows, starts, tensors)
+    made, several = _global(piece.columns, rows, starts, tensors), np.diff(starts, append=len(rows)) > 1
     if not complete.all():
-        made, tensors = made.filter(complete), tensors.take(complete)
-    _report_missing(tensors, outcome)
+        made, tensors, several = made.filter(complete), tensors.take(complete), several[complete]
+    _report_missing(tensors, several, outcome)
     return made
 
 
@@ -206,7 +219,7 @@ def _complete(rows: Rows, tensors: Statistics, starts: Index) -> Flags:
     whole, parts = (rows.catalogue.of(column, rows.series[starts]) for column in ("whole", "parts"))
     here = np.diff(starts, append=len(rows))
     of_several = np.logical_or.reduceat(rows.of_several(), starts)
-    countable = (whole != UNKNOWN) & ~np.isnan(tensors.count) & ~of_several
+    countable = (whole != UNKNOWN) & ~np.isnan(tensors.count) & ~of_several & counts_elements(rows.catalogue.kind)
     complete: Flags = np.where(countable, tensors.count == whole, here == parts)
     return complete
 
@@ -219,22 +232,29 @@ def _report_incomplete(rows: Rows, starts: Index, outcome: Outcome) -> None:
             known.append(step)
 
 
-def _report_missing(tensors: Statistics, outcome: Outcome) -> None:
+def _report_missing(tensors: Statistics, several: Flags, outcome: Outcome) -> None:
+    """Args: several: Whether a tensor is of several parts."""
     there = ~tensors.exact & ~(tensors.count == 0)
-    if not there.any():
-        return
-    for index, op in enumerate(NUMERIC_OPS):
-        missing = there & ~tensors.known[index]
-        uncounted = missing & np.isnan(tensors.count) & (op in ("mean", "zeros", "std"))
-        for reason, which in ((NOT_COUNTED, uncounted), (NOT_RECORDED, missing & ~uncounted)):
+    for index, op in enumerate(tensors.ops):
+        if op in _OF_A_WHOLE:
+            missing = {OF_A_WHOLE: several & ~tensors.known[index]}
+        elif not there.any():
+            continue
+        elif op in FEATURES:  # a row that was recorded has what there is
+            missing = {NOT_COUNTED if op in WEIGHTED else NOT_WEIGHTED: there & several & ~tensors.known[index]}
+        else:
+            uncounted = np.isnan(tensors.count) & (op in (*WEIGHTED, "std"))
+            lacking = there & ~tensors.known[index]
+            missing = {NOT_COUNTED: lacking & uncounted, NOT_RECORDED: lacking & ~uncounted}
+        for reason, which in missing.items():
             if which.any():
                 outcome.missing[op, reason] += int(which.sum())
 
 
-def _global(kind: str, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:
+def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:
     series = rows.series[starts]
     texts = {
-        "kind": same(kind, len(starts)),
+        "kind": same(kept.kind, len(starts)),
         "name": rows.catalogue.texts("global_name", series),
         "ranks": _joined(rows.rank, starts),
     }
@@ -246,7 +266,7 @@ def _global(kind: str, rows: Rows, starts: Index, tensors: Statistics) -> pa.Tab
         **_numbers(tensors),
         CALLS: _calls(_calls_together(rows.column(CALLS), starts)),
     }
-    return _table(columns, texts, columns_of(kind, GLOBAL))
+    return _table(columns, texts, columns_of(kept, GLOBAL))
 
 
 def _joined(ranks: Index, starts: Index) -> Texts:
@@ -262,7 +282,15 @@ def _joined(ranks: Index, starts: Index) -> Texts:
 def _numbers(statistics: Statistics) -> dict[str, pa.Array]:
     unknown = np.isnan(statistics.count)
     count = np.where(unknown, 0, statistics.count).astype(np.int64)
-    return {"count": pa.array(count, mask=unknown if unknown.any() else None), **{op: statistics.op(op) for op in NUMERIC_OPS}}
+    made = {op: _spelled(statistics) if op == MAGNITUDES else statistics.op(op) for op in statistics.ops}
+    return {"count": pa.array(count, mask=unknown if unknown.any() else None), **made}
+
+
+def _spelled(statistics: Statistics) -> pa.Array:
+    """Histograms as text."""
+    there, counts = statistics.known[statistics.ops.index(MAGNITUDES)].tolist(), statistics.partials.histogram
+    texts = [spelled(counts[row]) if counts is not None and it_is else None for row, it_is in enumerate(there)]
+    return pa.array(texts, type=pa.string()).dictionary_encode()
 
 
 def _calls_together(calls: Index, starts: Index) -> Index:

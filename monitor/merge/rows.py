@@ -14,13 +14,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from monitor.merge.catalogue import Catalogue
+from monitor.merge.columns import Columns
 from monitor.merge.ordering import order_by
+from monitor.merge.reading import is_exact
 from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts
 from monitor.series import ACTIVATION_KINDS, NO_MICRO_STEP
+from monitor.sinks.bins import HISTOGRAM, counts_of
 from monitor.sinks.measurements import PARTIALS
-from monitor.stats.ops import CALLS, NUMERIC_OPS
+from monitor.stats.features import OF_ELEMENTS, own_columns
+from monitor.stats.histograms import BINS, MAGNITUDES, Counts
+from monitor.stats.ops import CALLS
 from monitor.stats.partials import COLUMNS, COUNT, EMPTY, WRITES, Floats, Partials
 
 
@@ -81,11 +86,11 @@ class Rows:
         )
 
 
-def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue) -> tuple[Rows, Statistics]:
+def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue, kept: Columns) -> tuple[Rows, Statistics]:
     """The rows of these tables in order of steps, of one step as the tables stand.
 
     Args:
-        tables: In order of ranks, with the columns ``EXACT`` or ``ROUNDED`` of ``monitor.merge.reading``.
+        tables: In order of ranks, as ``monitor.merge.reading.read`` gives them.
         ranks: Of each directory of the job.
     """
     found = _Gathering(tables)
@@ -94,7 +99,7 @@ def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue) -> 
     columns = {name: found.column(name) for name in ("step", "micro_step", "call_id", "vpp_stage", CALLS)}
     names = catalogue.names_or(found.texts("name"), series)
     rows = Rows(catalogue, run, ranks[run], series, catalogue.is_replica(series), columns, {"name": names, **texts})
-    return rows, found.statistics(_elements(rows))
+    return rows, found.statistics(kept, _elements(rows))
 
 
 class _Gathering:
@@ -115,17 +120,25 @@ class _Gathering:
     def texts(self, name: str) -> Texts:
         return Texts.of([chunk for table in self._tables for chunk in table[name].chunks]).take(self._order)
 
-    def statistics(self, elements: Index) -> Statistics:
+    def statistics(self, kept: Columns, elements: Index) -> Statistics:
         exact = self._joined(lambda table: np.full(len(table), _is_exact(table)), np.bool_)
         partials = np.ones((len(COLUMNS), len(exact)))
         for number, name in enumerate(PARTIALS, WRITES + 1):
             partials[number] = self._joined(partial(_partial, name, number), np.float64)
         count = np.where(exact, partials[COUNT], np.where(elements < 0, np.nan, elements))
-        made = Statistics.derived(count, Partials(partials), exact)
+        made = Statistics.derived(kept.ops, count, Partials(partials, self._histograms() if kept.histogram else None), exact)
         if not exact.all():
-            for op in NUMERIC_OPS:
+            for op in kept.numbers:
                 made.set_op(op, self._joined(partial(_op, op), np.float64), self._joined(partial(_op_is_there, op), np.bool_))
+            if made.partials.histogram is not None:
+                elements_counted = made.partials.histogram.sum(axis=1).astype(np.float64)
+                made.set_op(MAGNITUDES, elements_counted, elements_counted > 0)
         return made
+
+    def _histograms(self) -> Counts:
+        nothing = np.empty((0, BINS), dtype=np.int64)
+        counts: Counts = np.concatenate([nothing, *map(_counts, self._tables)])[self._order]
+        return counts
 
     def _joined(self, of: Callable[[pa.Table], NDArray[Any]], kind: type[np.generic]) -> NDArray[Any]:
         values = np.concatenate([np.empty(0, kind), *(of(table) for table in self._tables)], dtype=kind)
@@ -133,7 +146,12 @@ class _Gathering:
 
 
 def _is_exact(table: pa.Table) -> bool:
-    return "sumsq" in table.column_names
+    return is_exact(table.column_names)
+
+
+def _counts(table: pa.Table) -> Counts:
+    """Zero where it is left out."""
+    return counts_of(table[HISTOGRAM]) if HISTOGRAM in table.column_names else np.zeros((len(table), BINS), dtype=np.int64)
 
 
 def _partial(name: str, number: int, table: pa.Table) -> NDArray[Any]:
@@ -160,11 +178,18 @@ def _op_is_there(op: str, table: pa.Table) -> Flags:
 
 def _elements(rows: Rows) -> Index:
     """Of each row by its shape, or where that was not recorded by its series; ``UNKNOWN`` where neither says."""
+    if not counts_elements(rows.catalogue.kind):
+        return np.full(len(rows), UNKNOWN)
     shape = rows.texts["shape"]
     counts = np.array([*map(_product, shape.values.to_pylist()), UNKNOWN], dtype=np.int64)
     own = counts[shape.codes]
     elements = own if (own != UNKNOWN).all() else np.where(own == UNKNOWN, rows.known("elements"), own)
     return np.where(rows.of_several(), UNKNOWN, elements)
+
+
+def counts_elements(kind: str) -> bool:
+    """Whether ``count`` is of the elements of a tensor."""
+    return not own_columns(kind) or kind in OF_ELEMENTS
 
 
 def _product(shape: str) -> int:

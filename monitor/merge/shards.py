@@ -11,22 +11,22 @@ from typing import Final
 import h5py
 import pyarrow as pa
 
+from monitor.merge.columns import Columns
 from monitor.merge.discovery import SetAside, leads_out
+from monitor.series import DIRECTION_KIND
 from monitor.sinks import hdf5_files, shard_names
+from monitor.sinks.bins import FILLED, HISTOGRAM, parsed
 from monitor.sinks.csv import read_csv
 from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_kind, read_lengths
-from monitor.sinks.measurements import IDENTITY, PARTIALS, SUMS
+from monitor.sinks.measurements import IDENTITY
 from monitor.sinks.shard_names import Steps
 from monitor.sinks.written import BEGINNING
-from monitor.stats.ops import NUMERIC_OPS
+from monitor.stats.histograms import MAGNITUDES
 
 _IDENTITY: Final = [(name, kind) for name, kind in IDENTITY.items() if name != "kind"]
 
-EXACT: Final = pa.schema([*_IDENTITY, *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
-"""A row of which the partials are known."""
-
-ROUNDED: Final = pa.schema([*_IDENTITY, *((op, pa.float64()) for op in NUMERIC_OPS)])
-"""A row of which only ops were kept; null is what is not known."""
+_SAME_OF_A_SCALAR: Final = ("mean", "min", "max", "norm", "absmax")
+"""Ops that of a share are the share itself."""
 
 BYTES_A_ROW: Final = 100
 """Of CSV, about."""
@@ -64,13 +64,13 @@ class Shard:
         """Whether it holds partials."""
         return self.path.suffix == ".h5"
 
-    def read(self, steps: Steps) -> pa.Table:
-        """Its rows of these steps, in the columns ``EXACT`` if it is, otherwise ``ROUNDED``.
+    def read(self, steps: Steps, columns: Columns) -> pa.Table:
+        """Its rows of these steps, with the columns of rows that are exact if it is, otherwise with those of rounded ones.
 
         Raises:
             ForeignError: it is torn, or not one of ours.
         """
-        return _read_hdf5(self, steps) if self.exact else _read_csv(self, steps)
+        return _read_hdf5(self, steps, columns) if self.exact else _read_csv(self, steps, columns)
 
 
 def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
@@ -135,14 +135,17 @@ def _kinds_of(path: Path, steps: Steps, rank: int) -> Iterator[Shard]:
         yield Shard(path, kind, steps, length)
 
 
-def _read_hdf5(shard: Shard, steps: Steps) -> pa.Table:
+def _read_hdf5(shard: Shard, steps: Steps, columns: Columns) -> pa.Table:
     try:
         with h5py.File(shard.path, "r", locking=False) as file:
             rows = read_kind(file, shard.kind, steps)
     except (NotAShardError, OSError) as error:
         raise ForeignError(_reason(error)) from error
     _check_steps(rows, shard)
-    return rows.select(EXACT.names).cast(EXACT)
+    schema = columns.exact(_IDENTITY)
+    if columns.histogram and HISTOGRAM not in rows.column_names:
+        rows = rows.append_column(HISTOGRAM, pa.nulls(len(rows), FILLED))
+    return rows.select(schema.names).cast(schema)
 
 
 def csv_rows(shard: Shard) -> pa.Table:
@@ -165,15 +168,28 @@ def csv_rows(shard: Shard) -> pa.Table:
     return rows
 
 
-def _read_csv(shard: Shard, steps: Steps) -> pa.Table:
+def _read_csv(shard: Shard, steps: Steps, columns: Columns) -> pa.Table:
     rows = csv_rows(shard)
     step = rows["step"].to_numpy()
     inside = (step >= steps.first) & (step <= steps.last)
     rows = rows if inside.all() else rows.filter(inside)
-    known = [
-        _cast(rows[one.name], one.type) if one.name in rows.column_names else pa.nulls(len(rows), one.type) for one in ROUNDED
-    ]
-    return pa.table(known, schema=ROUNDED)
+    schema, found = columns.rounded(_IDENTITY), _found(rows, columns)
+    known = [_cast(found[one.name], one.type) if one.name in found else pa.nulls(len(rows), one.type) for one in schema]
+    return pa.table(known, schema=schema)
+
+
+def _found(rows: pa.Table, columns: Columns) -> dict[str, pa.ChunkedArray]:
+    """The columns of a file of CSV by the names that they have here."""
+    found = {name: rows[name] for name in rows.column_names}
+    if columns.kind == DIRECTION_KIND:
+        share = next((op for op in _SAME_OF_A_SCALAR if op in found), None)
+        return found if share is None else {**found, DIRECTION_KIND: found[share]}
+    if columns.histogram and MAGNITUDES in found:
+        try:
+            found[HISTOGRAM] = pa.chunked_array([parsed(found[MAGNITUDES])])
+        except (ValueError, pa.ArrowInvalid) as error:
+            raise ForeignError(_reason(error)) from error
+    return found
 
 
 def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:

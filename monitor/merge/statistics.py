@@ -1,8 +1,8 @@
 """Statistics of rows as columns, and of the unions of what the rows are about.
 
 Rows with partials are combined by the algebra of partials. Of rows of CSV only ops are known, and these combine where they
-say enough: extremes and counts as they are, norms as the root of the sum of squares, and `mean`, `zeros` and `std` weighted
-with the number of elements, where that is known. What cannot be combined is missing.
+say enough: extremes, counts and histograms as they are, norms as the root of the sum of squares, and `mean`, `zeros`, `std` and
+shares weighted with the number of elements, where that is known. What cannot be combined is missing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.stats.ops import NUMERIC_OPS, derive
+from monitor.series import DIRECTION_KIND
+from monitor.stats.histograms import LOSSES, MAGNITUDES, Counts
+from monitor.stats.ops import counted, derive
 from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, combine_groups
 
 Flags = NDArray[np.bool_]
 Index = NDArray[np.int64]
 
-_AT: Final = {op: index for index, op in enumerate(NUMERIC_OPS)}
-_WEIGHTED: Final = ("mean", "zeros")
+WEIGHTED: Final = ("mean", "zeros", *LOSSES, DIRECTION_KIND)
+"""With the number of elements."""
+_NORMS: Final = ("norm", "frobenius_norm", "update_norm", "weight_norm")
+_RATIO: Final = ("update_norm", "weight_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +33,14 @@ class Statistics:
     """Of some rows.
 
     Attributes:
-        count: Elements of each row, float64, shape ``(rows,)``; NaN where that is not known.
-        values: Of the ops, float64, shape ``(len(NUMERIC_OPS), rows)``.
-        known: Which of them have a value, same shape.
-        partials: Of the rows that are ``exact``; of the others they mean nothing.
+        count: Elements of each row, or what else a feature is of; float64, shape ``(rows,)``; NaN where that is not known.
+        values: Of the ops, float64, shape ``(len(ops), rows)``.
+        known: Which of them have a value, same shape. Of ``magnitude_histogram``: whether there is a histogram.
+        partials: Of the rows that are ``exact``; of the others they mean nothing, but for their histogram.
         exact: Whether a row's partials are known.
     """
 
+    ops: tuple[str, ...]
     count: Floats
     values: Floats
     known: Flags
@@ -43,38 +48,39 @@ class Statistics:
     exact: Flags
 
     @classmethod
-    def derived(cls, count: Floats, partials: Partials, exact: Flags) -> Statistics:
+    def derived(cls, ops: tuple[str, ...], count: Floats, partials: Partials, exact: Flags) -> Statistics:
         """Ops of the rows that are ``exact``, from their partials."""
-        values, known = np.empty((len(NUMERIC_OPS), len(exact))), np.empty((len(NUMERIC_OPS), len(exact)), dtype=np.bool_)
-        for index, op in enumerate(NUMERIC_OPS):
-            values[index], there = derive(op, partials)
+        values, known = np.empty((len(ops), len(exact))), np.empty((len(ops), len(exact)), dtype=np.bool_)
+        for index, op in enumerate(ops):
+            values[index], there = _counted(partials) if op == MAGNITUDES else derive(op, partials)
             known[index] = there & exact
-        return cls(count, values, known, partials, exact)
+        return cls(ops, count, values, known, partials, exact)
 
     def set_op(self, op: str, values: Floats, known: Flags) -> None:
         """Values of an op, in place of those of the rows that are not ``exact``."""
-        self.values[_AT[op]] = np.where(self.exact, self.values[_AT[op]], values)
-        self.known[_AT[op]] |= known & ~self.exact
+        at = self.ops.index(op)
+        self.values[at] = np.where(self.exact, self.values[at], values)
+        self.known[at] |= known & ~self.exact
 
     def __len__(self) -> int:
         return len(self.count)
 
     def take(self, rows: Index | Flags | slice) -> Statistics:
-        return Statistics(
-            self.count[rows], self.values[:, rows], self.known[:, rows], self.partials.take(rows), self.exact[rows]
-        )
+        return self._of(rows, self.partials.take(rows))
 
     def ops_of(self, rows: Index) -> Statistics:
-        """The same without partials, which are more than half of all."""
-        return Statistics(self.count[rows], self.values[:, rows], self.known[:, rows], _nothing(len(rows)), self.exact[rows])
+        """The same without partials, which are more than half of all, but for histograms."""
+        histogram = self.partials.histogram
+        return self._of(rows, _nothing(len(rows), None if histogram is None else histogram[rows]))
+
+    def _of(self, rows: Index | Flags | slice, partials: Partials) -> Statistics:
+        return Statistics(self.ops, self.count[rows], self.values[:, rows], self.known[:, rows], partials, self.exact[rows])
 
     def op(self, op: str) -> pa.Array:
         """A column, null where there is no value."""
-        known = self.known[_AT[op]]
-        return pa.array(np.ascontiguousarray(self.values[_AT[op]]), mask=None if known.all() else ~known)
-
-    def value(self, op: str, row: int) -> float | None:
-        return float(self.values[_AT[op], row]) if self.known[_AT[op], row] else None
+        at = self.ops.index(op)
+        known = self.known[at]
+        return pa.array(np.ascontiguousarray(self.values[at]), mask=None if known.all() else ~known)
 
 
 def combined(rows: Statistics, order: Index, starts: Index) -> Statistics:
@@ -96,9 +102,16 @@ def combined(rows: Statistics, order: Index, starts: Index) -> Statistics:
     return _interleaved(from_partials, from_ops, exact)
 
 
-def _nothing(rows: int) -> Partials:
+def _nothing(rows: int, histogram: Counts | None) -> Partials:
     """What stands for partials that are not known. It takes no memory."""
-    return Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), rows)))
+    return Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), rows)), histogram)
+
+
+def _counted(partials: Partials) -> tuple[Floats, Flags]:
+    """How many elements are in the histogram of each row, and whether there is one."""
+    histogram = partials.histogram
+    elements = np.zeros(len(partials)) if histogram is None else histogram.sum(axis=1).astype(np.float64)
+    return elements, counted(partials)
 
 
 def _starts_among(starts: Index, chosen: Flags, length: int) -> Index:
@@ -111,8 +124,9 @@ def _starts_among(starts: Index, chosen: Flags, length: int) -> Index:
 def _of_partials(parts: Statistics, starts: Index) -> Statistics:
     if not len(starts):
         return parts
-    partials = combine_groups(parts.partials, starts)
-    return Statistics.derived(partials.columns[COUNT], partials, np.ones(len(starts), dtype=np.bool_))
+    with np.errstate(invalid="ignore", over="ignore"):  # the sums of features may be of any sort
+        partials = combine_groups(parts.partials, starts)
+    return Statistics.derived(parts.ops, partials.columns[COUNT], partials, np.ones(len(starts), dtype=np.bool_))
 
 
 def _of_ops(parts: Statistics, starts: Index) -> Statistics:
@@ -120,12 +134,13 @@ def _of_ops(parts: Statistics, starts: Index) -> Statistics:
         return parts
     alone = np.diff(starts, append=len(parts)) == 1
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        columns = [_OpsOfRuns(parts, starts).of(op) for op in NUMERIC_OPS]
+        of_runs = _OpsOfRuns(parts, starts)
+        columns = [of_runs.of(op) for op in parts.ops]
     values, known = (np.array([one[which] for one in columns]) for which in (0, 1))
     values[:, alone], known[:, alone] = parts.values[:, starts[alone]], parts.known[:, starts[alone]]
-    return Statistics(
-        np.add.reduceat(parts.count, starts), values, known, _nothing(len(starts)), np.zeros(len(starts), dtype=np.bool_)
-    )
+    histogram, exact = parts.partials.histogram, np.zeros(len(starts), dtype=np.bool_)
+    partials = _nothing(len(starts), None if histogram is None else np.add.reduceat(histogram, starts, axis=0))
+    return Statistics(parts.ops, np.add.reduceat(parts.count, starts), values, known, partials, exact)
 
 
 class _OpsOfRuns:
@@ -142,16 +157,30 @@ class _OpsOfRuns:
             return self._extreme(op)
         if op in ("nans", "infs"):
             return np.add.reduceat(self._values(op, 0.0), self._starts), self._all(self._known(op))
-        if op == "norm":
-            return self._norm()
-        return self._std() if op == "std" else self._weighted(op)
+        if op == MAGNITUDES:
+            return np.add.reduceat(self._values(op, 0.0), self._starts), self._there(self._known(op))
+        if op in _NORMS:
+            return self._norm(op)
+        if op == "update_ratio":
+            return self._ratio()
+        if op in WEIGHTED:
+            return self._weighted(op)
+        return self._std() if op == "std" else self._none()
+
+    def _none(self) -> tuple[Floats, Flags]:
+        """What is not to be had from numbers of parts alone."""
+        return np.zeros(len(self._starts)), np.zeros(len(self._starts), dtype=np.bool_)
+
+    def _of_parts(self, op: str) -> Floats:
+        values: Floats = self._parts.values[self._parts.ops.index(op)]
+        return values
 
     def _values(self, op: str, neutral: float) -> Floats:
-        values: Floats = np.where(self._known(op), self._parts.values[_AT[op]], neutral)
+        values: Floats = np.where(self._known(op), self._of_parts(op), neutral)
         return values
 
     def _known(self, op: str) -> Flags:
-        known: Flags = self._parts.known[_AT[op]]
+        known: Flags = self._parts.known[self._parts.ops.index(op)]
         return known
 
     def _all(self, known: Flags) -> Flags:
@@ -167,22 +196,26 @@ class _OpsOfRuns:
         reduce, neutral = (np.minimum, np.inf) if op == "min" else (np.maximum, -np.inf)
         return reduce.reduceat(self._values(op, neutral), self._starts), self._there(self._known(op))
 
-    def _norm(self) -> tuple[Floats, Flags]:
-        values = self._values("norm", 0.0)
+    def _ratio(self) -> tuple[Floats, Flags]:
+        (update, one), (weight, other) = (self._norm(op) for op in _RATIO)
+        return update / weight, one & other & (weight != 0)
+
+    def _norm(self, op: str) -> tuple[Floats, Flags]:
+        values = self._values(op, 0.0)
         norms = np.hypot.reduceat(values, self._starts)  # scales as it goes: no square overflows
         poisoned = np.logical_or.reduceat(np.isnan(values), self._starts)  # to hypot infinity outweighs NaN
-        return np.where(poisoned, np.nan, norms), self._all(self._known("norm"))
+        return np.where(poisoned, np.nan, norms), self._all(self._known(op))
 
     def _weighted(self, op: str) -> tuple[Floats, Flags]:
         known = self._known(op) & np.isfinite(self._share)
-        weighted = np.where(known & ~self._empty, self._parts.values[_AT[op]] * self._share, 0.0)
+        weighted = np.where(known & ~self._empty, self._of_parts(op) * self._share, 0.0)
         return np.add.reduceat(weighted, self._starts), self._there(known)
 
     def _std(self) -> tuple[Floats, Flags]:
         mean, mean_known = self._weighted("mean")
-        off = self._parts.values[_AT["mean"]] - mean[self._run]
+        off = self._of_parts("mean") - mean[self._run]
         known = self._known("std") & np.isfinite(self._share)
-        squares = self._share * (np.square(self._parts.values[_AT["std"]]) + off * off)
+        squares = self._share * (np.square(self._of_parts("std")) + off * off)
         variance = np.add.reduceat(np.where(known & ~self._empty, squares, 0.0), self._starts)
         return np.sqrt(variance), self._there(known) & mean_known
 
@@ -192,6 +225,7 @@ def _interleaved(exact: Statistics, others: Statistics, which: Flags) -> Statist
     order = np.empty(len(which), dtype=np.int64)
     order[which], order[~which] = np.arange(which.sum()), which.sum() + np.arange((~which).sum())
     return Statistics(
+        exact.ops,
         np.concatenate([exact.count, others.count]),
         np.concatenate([exact.values, others.values], axis=1),
         np.concatenate([exact.known, others.known], axis=1),

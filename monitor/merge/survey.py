@@ -7,7 +7,7 @@ series, of which a job has millions, go to files: one for each kind, by rank, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,7 @@ from monitor.merge.shards import Shard, shards_in
 from monitor.placement import Placement, Ranks
 from monitor.ranks.records import ManifestError
 from monitor.ranks.series_file import MeasuredSeries
-from monitor.series import REPLICA_KIND
+from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND
 from monitor.sinks.measurements import TEXT
 
 UNKNOWN: Final = -1
@@ -55,6 +55,9 @@ SERIES: Final = pa.schema(
     }
 )
 """A row for each series of each rank."""
+
+
+_ShardRow = tuple[int, str, str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +120,37 @@ def look(visit: Visit) -> Findings:
     """
     shards, aside = _shards(visit)
     groups = _Groups()
+    with_shares: set[int] = set()
     rows: dict[str, list[tuple[object, ...]]] = {}
     names: dict[int, set[str]] = {}
     for runs in _by_rank(visit.runs):
         for order, one in enumerate(_series_of(runs, aside)):
             kind, name = _measured(one)
             stage = _stage(runs[-1], one)
+            if kind == DIRECTION_KIND:
+                with_shares.add(runs[-1].rank)
             if stage != UNKNOWN:
                 names.setdefault(stage, set()).add(name)
             rows.setdefault(kind, []).append((runs[-1].rank, order, *_row(one, name, stage, groups)))
-    return Findings(shards, _written(rows, visit.directory), groups.known(), names, aside)
+    every = sorted([*shards, *_shares(shards, with_shares, visit)], key=lambda row: row[0])
+    return Findings(_table(every, SHARDS), _written(rows, visit.directory), groups.known(), names, aside)
 
 
-def _shards(visit: Visit) -> tuple[pa.Table, list[SetAside]]:
+def _shares(shards: Iterable[_ShardRow], ranks: Collection[int], visit: Visit) -> Iterator[_ShardRow]:
+    """The files of CSV in which shares stand among calls of operators, as files of shares."""
+    for run, kind, file, first, last, rows in shards:
+        if kind == CALL_KIND and file.endswith(".csv") and visit.runs[run - visit.first].rank in ranks:
+            yield run, DIRECTION_KIND, file, first, last, rows
+
+
+def _shards(visit: Visit) -> tuple[list[_ShardRow], list[SetAside]]:
     found: list[tuple[int, Shard]] = []
     aside = []
     for number, run in enumerate(visit.runs, start=visit.first):
         shards, others = shards_in(run.directory, run.rank)
         found += [(number, one) for one in shards]
         aside += others
-    rows = [(run, one.kind, one.path.name, *one.steps, one.rows) for run, one in found]
-    return _table(rows, SHARDS), aside
+    return [(run, one.kind, one.path.name, *one.steps, one.rows) for run, one in found], aside
 
 
 def _by_rank(runs: Sequence[RankRun]) -> Iterator[list[RankRun]]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
 from monitor.merge.arrow_files import write_file
 from monitor.merge.catalogue import Index
+from monitor.merge.columns import Columns
 from monitor.merge.discovery import RankRun
 from monitor.merge.naming import LayerNames
 from monitor.merge.planning import Planner, Window, by_kind, chosen, recorded_steps
@@ -23,10 +24,14 @@ from monitor.merge.shards import Shard
 from monitor.merge.survey import SHARDS, Findings, Visit
 from monitor.merge.tensors import Kind
 from monitor.placement import Ranks
-from monitor.series import REPLICA_KIND
+from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND
 from monitor.sinks.shard_names import Steps
+from monitor.stats.histograms import HISTOGRAM_OPS
 
 RUNS_A_VISIT = 16
+
+HISTOGRAM_ROWS: Final = 8
+"""As many rows of ordinary kinds take as much memory as one with a histogram."""
 
 
 def visits(runs: Sequence[RankRun], work: Path) -> Iterator[Visit]:
@@ -117,8 +122,23 @@ class Plan:
         """Of the kinds that are asked for; None: of all."""
         asked_for = sorted(set(self.shards) if kinds is None else set(self.shards) & set(kinds))
         recorded = recorded_steps({one.manifest.steps.written for one in self.runs}, self.shards.values())
-        planner = Planner(steps, self.rows, recorded)
-        return [one for kind in asked_for for one in planner.windows(kind, self.shards[kind], self._replicas(kind))]
+        planners = {kind: Planner(steps, self._rows_of_a_piece(kind), recorded) for kind in asked_for}
+        return [
+            one for kind, planner in planners.items() for one in planner.windows(kind, self.shards[kind], self._replicas(kind))
+        ]
+
+    @cached_property
+    def _histograms(self) -> bool:
+        """Whether the job has counted magnitudes: by its configuration, or one that came into force later."""
+        asked = [*(op for one in self.runs for op in one.manifest.config.get("ops") or ())]
+        changes = (change.changed for one in self.runs for change in one.manifest.configurations)
+        return not set(HISTOGRAM_OPS).isdisjoint(asked) or any(op in change for change in changes for op in HISTOGRAM_OPS)
+
+    def _columns(self, kind: str) -> Columns:
+        return Columns.of(kind, histograms=self._histograms)
+
+    def _rows_of_a_piece(self, kind: str) -> int:
+        return max(1, self.rows // HISTOGRAM_ROWS) if self._columns(kind).histogram else self.rows
 
     def _replicas(self, kind: str) -> pa.Table:
         """That are to be compared with rows of the kind."""
@@ -128,16 +148,23 @@ class Plan:
     def shares(self, window: Window) -> Iterator[Share]:
         """What to do before the pieces of a window can be done."""
         for number, places in enumerate(window.shares):
-            sources, catalogue = self._sources(window, window.steps, places), self.catalogues.get(window.kind)
-            yield Share(window.kind, window.steps, window.pieces, sources, catalogue, self._shared(window, number))
+            sources, columns = self._sources(window, window.steps, places), self._columns(window.kind)
+            catalogue, others = self._catalogues(window.kind)
+            output = self._shared(window, number)
+            yield Share(columns, window.steps, window.pieces, sources, catalogue, others, output)
 
     def pieces(self, window: Window) -> Iterator[Piece]:
         sources = () if window.shares else self._sources(window, window.steps, range(len(self.runs)))
         shares = tuple(self._shared(window, number) for number in range(len(window.shares)))
+        catalogue, others = self._catalogues(window.kind)
         for number, steps in enumerate(window.pieces):
-            outputs = self._outputs(window.kind, steps)
-            catalogue = self.catalogues.get(window.kind)
-            yield Piece(window.kind, steps, sources, shares, number, catalogue, self.about_runs, outputs, self._ndigits)
+            outputs, columns = self._outputs(window.kind, steps), self._columns(window.kind)
+            about, ndigits = self.about_runs, self._ndigits
+            yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits)
+
+    def _catalogues(self, kind: str) -> tuple[Path | None, Path | None]:
+        """Of the kind, and of the one whose rows stand in the same files of CSV."""
+        return self.catalogues.get(kind), self.catalogues.get(DIRECTION_KIND) if kind == CALL_KIND else None
 
     def clear_up(self, window: Window) -> None:
         """Remove what only the pieces of this window needed."""

@@ -26,6 +26,7 @@ class Process:
         self._forks = Forks(self._in_forked_child)
         self._termination = Termination(self.live)
         self._watching = False
+        self._at_end: list[Callable[[], None]] = []
 
     @property
     def forks(self) -> int:
@@ -34,6 +35,7 @@ class Process:
 
     def adopt(self, pipeline: Closable) -> None:
         self._watch()
+        self.end_first()
         key = id(pipeline)
         self._live[key] = weakref.ref(pipeline, lambda _: self._live.pop(key, None))
 
@@ -55,6 +57,22 @@ class Process:
         self._watch()
         self._forks.tell(callback)
 
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at exit, before pipelines are closed. Any number of times."""
+        if callback not in self._at_end:
+            self._at_end.append(callback)
+        self.end_first()
+
+    def end_first(self) -> None:
+        """Be called at exit before whatever was loaded so far: h5py takes leave then, and nothing could be written after it."""
+        atexit.unregister(self._end)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        for callback in self._at_end:
+            callback()
+        self.close_all()
+
     def close_all(self) -> None:
         """At exit, before daemon threads die. All begin to close before the first is waited for."""
         live = self.live()
@@ -67,7 +85,6 @@ class Process:
         if not self._watching:
             self._watching = True
             self._forks.watch()
-            atexit.register(self.close_all)
 
     def _in_forked_child(self) -> None:
         self._live.clear()

@@ -14,6 +14,7 @@ from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.placement import LOCAL, Placement
 from monitor.pytorch.clock import Clock, Schedule
+from monitor.pytorch.features import FeatureCollector
 from monitor.pytorch.flow import observed
 from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
@@ -108,6 +109,7 @@ class Attachment:
         self._weights: WeightCollector | None = None
         self._moments: MomentCollector | None = None
         self._updates = Updates()
+        self._features: FeatureCollector | None = None
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
@@ -133,7 +135,7 @@ class Attachment:
         self.schedule = Schedule(self.clock.step, 1, 0)
         self._remove_hooks()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
-        self._stacks = self._gradients = self._weights = self._moments = None
+        self._stacks = self._gradients = self._weights = self._moments = self._features = None
         self._updates = Updates()
 
     def _attach(self) -> None:
@@ -144,6 +146,8 @@ class Attachment:
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
             self.watch_activations(modules)
+        if config.recording_l2_features:
+            self._features = FeatureCollector(self._names, config, self.modules, watch.framework, watch.ownership)
         if config.stack_info and watch.ownership.monitored:
             self._stacks = self._attach_stacks(modules)
         if self.structure is not None:
@@ -297,6 +301,8 @@ class Attachment:
             self._recorder.end_step()
             if was_active:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
+            if was_active and self._features is not None:
+                self._failures.guarded("ending a step of features", self._features.end_step)()
         finally:
             self.modules.end_step()
             self._updates.forget_step()
@@ -392,7 +398,7 @@ class Attachment:
     def _remove_hooks(self) -> None:
         self.modules.remove()
         self._hooks.remove()
-        for collector in (self._gradients, self._stacks, self.structure):
+        for collector in (self._gradients, self._stacks, self.structure, self._features):
             if collector is not None:
                 collector.remove()
 

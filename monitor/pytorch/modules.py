@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,16 @@ class OpenRoot(NamedTuple):
 
     tracked: bool
     handled: BaseException | None
+
+
+class CallsOfStep(Protocol):
+    """What knows of a module's calls in the step in progress."""
+
+    def forget_step(self) -> None:
+        """Let go of what belongs to the step that has ended."""
+
+    def restart(self, chunk: int, micro_step: int) -> None:
+        """The root's forward failed: calls of the micro-step are counted anew."""
 
 
 class ModuleWatcher:
@@ -134,7 +144,7 @@ class ModuleWatcher:
 
     def _begin(self, module: nn.Module) -> Call | None:
         """The call that begins now; None if nothing of it is to be recorded."""
-        if not module.training or not self._collector.tracking[self._chunk] or _transforming():
+        if not self._collector.counts(self._chunk, module):
             return None
         if self._calls is None:
             self._calls = Calls()
@@ -221,7 +231,7 @@ class ModuleCollector:
         self._roots: dict[int, nn.Module] = {}
         self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
-        self._called: list[ModuleWatcher] = []
+        self._called: list[CallsOfStep] = []
         self._root_hooks = HookSet()
         self._hooks = HookSet()
         self._until_step_ends = HookSet()
@@ -250,7 +260,11 @@ class ModuleCollector:
         for handle in handles:
             self._until_step_ends.add(handle)
 
-    def remember(self, watcher: ModuleWatcher) -> None:
+    def counts(self, chunk: int, module: nn.Module) -> bool:
+        """Whether a call of a module that begins now belongs to training; it may repeat an earlier one."""
+        return module.training and self.tracking[chunk] and not _transforming()
+
+    def remember(self, watcher: CallsOfStep) -> None:
         """The first call of a module in this step."""
         self._called.append(watcher)
 
@@ -263,7 +277,7 @@ class ModuleCollector:
 
     def seen(self) -> list[SeenModule]:
         """The modules that were called in this step, in the order of their first calls, with all of their series."""
-        return [watcher.seen() for watcher in self._called]
+        return [watcher.seen() for watcher in self._called if isinstance(watcher, ModuleWatcher)]
 
     def end_step(self) -> None:
         self._until_step_ends.remove()

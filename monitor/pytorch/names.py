@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from torch import nn
 
-from monitor.config import MonitorConfig
+from monitor.config import MonitorConfig, Target
 from monitor.names import clean_name, squashed
 from monitor.pytorch.parameter_series import NamedParameter
-from monitor.selection import ChunkNames, ModuleSelection, Selection
+from monitor.selection import ChunkNames, ModuleSelection, Selection, Unmatched
 
 T = TypeVar("T")
 
@@ -51,6 +51,15 @@ class ModelNames:
         for chunk, modules in enumerate(self._modules):
             for name, module in modules.items():
                 yield NamedModule(chunk, self._spelled[chunk].get(name, name), module, self.selection.module(chunk, name))
+
+    def targeted(self, targets: Sequence[str]) -> tuple[list[NamedModule], tuple[Unmatched, ...]]:
+        """The modules that some names stand for, spelled in any way that ``targets`` may be, and the names that none has."""
+        names = [ChunkNames(tuple(modules), ()) for modules in self._modules]
+        every = dict.fromkeys(targets, Target())
+        selection = Selection(every, names, all_xy=False, forward_only=False, backward_only=False)
+        full = [(chunk, name) for chunk, modules in enumerate(self._modules) for name in modules]
+        found = [module for place, module in zip(full, self.modules(), strict=True) if selection.module(*place) is not None]
+        return found, selection.unmatched
 
     def parameters(self) -> Iterator[NamedParameter]:
         """The parameters that are watched, in the order of ``named_parameters``."""

@@ -13,11 +13,12 @@ from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.placement import Ranks
 from monitor.pytorch.attachment import Watch
+from monitor.pytorch.features.choosing import chosen
 from monitor.pytorch.names import ModelNames
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.estimate import Bounds, KindLoad, estimate
 from monitor.selection import ModuleSelection
-from monitor.series import ADAM_KINDS, DIRECTION_KIND, PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
+from monitor.series import ADAM_KINDS, DIRECTION_KIND, FORWARD_FEATURE_KINDS, PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import is_of
@@ -83,6 +84,8 @@ class _Job:
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
+        for hook, found in chosen(names, config).items():
+            loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}
         return loads

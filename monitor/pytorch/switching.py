@@ -10,7 +10,6 @@ from typing import Protocol
 
 from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
-from monitor.config.not_built import not_built
 from monitor.dynamic import FROM_ALERT, RETURN, Control, Job, Journal, Switch
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
@@ -186,5 +185,3 @@ def accept_running(config: MonitorConfig) -> None:
     """
     if config.print_struct or (config.cc_distribution.enable and config.cc_distribution.cc_log_only):
         raise ValueError("print_struct and cc_log_only end a run after its first step: unset DYNAMIC_MONITOR to use them")
-    if missing := not_built(config):
-        raise ValueError("; ".join(missing))

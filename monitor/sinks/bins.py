@@ -11,9 +11,10 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
 from monitor.series import ADAM_KINDS
-from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, Counts
+from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, Counts, ending
 from monitor.stats.partials import Floats, Partials
 
 HISTOGRAM: Final = "histogram"
@@ -23,6 +24,10 @@ FILLED: Final = pa.large_list(pa.struct([("bin", pa.int16()), ("elements", pa.in
 
 WHOLE: Final = pa.large_list(pa.int64())
 """For who reads files: the elements of every bin."""
+
+
+_ENTRY: Final = list(FILLED.value_type)
+_SPELLED: Final = pa.array([ending(upper) for upper in UPPER.tolist()], type=pa.large_string())
 
 
 def upper_of(kind: str) -> Floats:
@@ -45,6 +50,36 @@ def of_kinds(kinds: Sequence[Partials]) -> pa.LargeListArray | None:
     parts = [pa.nulls(len(one), FILLED) if one.histogram is None else filled(one.histogram) for one in kinds]
     column = pa.concat_arrays(parts)
     return column if column.null_count < len(column) else None
+
+
+def parsed(texts: pa.ChunkedArray) -> pa.LargeListArray:
+    """The column of what ``monitor.stats.histograms.spelled`` has made text of.
+
+    Raises:
+        ValueError: a text is something else.
+    """
+    joined = texts.combine_chunks().cast(pa.large_string())
+    entries = call_function("split_pattern_regex", [joined], SplitPatternOptions(" +"))
+    words = entries.flatten()
+    said = call_function("greater", [call_function("binary_length", [words]), pa.scalar(0, pa.int64())])
+    each = np.bincount(
+        np.repeat(np.arange(len(joined)), np.diff(entries.offsets.to_numpy()))[said.to_numpy(zero_copy_only=False)],
+        minlength=len(joined),
+    )
+    return _lists(_entries(words.filter(said)), each, each > 0)
+
+
+def _entries(words: pa.LargeStringArray) -> pa.StructArray:
+    pairs = call_function("split_pattern", [words], SplitPatternOptions(":"))
+    if (np.diff(pairs.offsets.to_numpy()) != 2).any():
+        raise ValueError("a histogram is not as it is spelled")
+    both = pairs.flatten()
+    upper, elements = (both.take(pa.array(np.arange(start, len(both), 2))) for start in (0, 1))
+    bins = call_function("index_in", [upper], SetLookupOptions(_SPELLED))
+    counts = elements.cast(pa.int64())
+    if bins.null_count or (counts.to_numpy() < 0).any():
+        raise ValueError("a histogram has a bin that there is not")
+    return pa.StructArray.from_arrays([bins.cast(pa.int16()), counts], fields=_ENTRY)
 
 
 def counts_of(column: pa.ChunkedArray | pa.LargeListArray, bins: int = BINS) -> Counts:
@@ -78,9 +113,6 @@ def whole(table: pa.Table) -> pa.Table:
     counts = counts_of(column)
     values = counts[np.arange(BINS) < each[:, None]]
     return table.set_column(table.column_names.index(HISTOGRAM), HISTOGRAM, _lists(pa.array(values), each, there))
-
-
-_ENTRY: Final = list(FILLED.value_type)
 
 
 def _lists(entries: pa.Array, each: NDArray[np.int64], there: NDArray[np.bool_]) -> pa.LargeListArray:

@@ -91,6 +91,10 @@ DERIVED: Final = {
 FEATURES: Final = tuple(DERIVED)
 
 
+OF_ELEMENTS: Final = frozenset({"linear_hook", "update_ratio", DIRECTION_KIND})
+"""Kinds whose ``count`` is of the elements of a tensor, as that of statistics is."""
+
+
 def own_columns(kind: str) -> tuple[str, ...]:
     """The names of the numbers that rows of a kind are kept for, where these are no statistics of a tensor; of others none."""
     return (DIRECTION_KIND,) if kind == DIRECTION_KIND else tuple(COLUMNS_OF.get(kind, ()))

@@ -75,7 +75,12 @@ def lost(op: str, counts: Counts) -> Counts:
     return elements
 
 
+def ending(upper: float) -> str:
+    """The upper end of a bin as text."""
+    return f"{upper:.8g}"
+
+
 def spelled(counts: NDArray[np.int64]) -> str:
     """A row's histogram as text: of each bin that is not empty its upper end and its elements, ``0:12 0.5:7 1:3``."""
     filled = np.flatnonzero(counts)
-    return " ".join(f"{UPPER[i]:.8g}:{counts[i]}" for i in filled.tolist())
+    return " ".join(f"{ending(UPPER[i])}:{counts[i]}" for i in filled.tolist())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -35,3 +36,10 @@ function_modes: Final[Any] = torch._C._len_torch_function_stack
 def unseen() -> AbstractContextManager[object]:
     """What is called inside is not told to a ``TorchFunctionMode`` of the user's."""
     return torch._C.DisableTorchFunction() if function_modes() else _NOTHING
+
+
+@contextmanager
+def beneath() -> Iterator[None]:
+    """What is computed inside is recorded by no graph, cast by no autocast, and told to no mode of the user's."""
+    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+        yield

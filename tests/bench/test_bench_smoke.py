@@ -167,3 +167,22 @@ def test_dynamic_prints_what_a_step_pays_while_nothing_changes(tmp_path: Path) -
     found = json.loads(figures.read_text())
     assert [row[:2] for row in cells_of(done.stdout)] == [[each["process"], f"{each['step_us']:.3f}"] for each in found]
     assert [each["process"] for each in found] == ["alone", "rank 0 of 2"]
+
+
+def test_features_prints_what_each_costs_and_what_attention_takes(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("features.py", "--quick", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(figures.read_text())
+    rows = {cost["feature"]: cost["rows"] for cost in written["costs"]}
+    assert rows == {
+        "attention_hook": 1,
+        "linear_hook": 5,
+        "moe_router_weight_hook": 1,
+        "moe_router_logit_hook": 1,
+        "attention_hook, all of it": 1,
+        "all four": 8,
+    }
+    assert all(cost["same_losses"] and len(cost["cpu"]) == 2 for cost in written["costs"])
+    assert [row[0] for row in cells_of(done.stdout)][: len(rows)] == list(rows)
+    assert 0 <= written["samples"][0]["added"] < 64

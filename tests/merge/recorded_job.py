@@ -63,9 +63,8 @@ class RecordedRank:
         self.series, self.ops, self.layouts = SeriesTable(), ops, []
         self._micro_step_kinds, self._counted_kinds = frozenset(micro_step_kinds), frozenset(counted_kinds)
         formats = [format] if isinstance(format, str) else list(format)
-        facts = RankFacts(
-            JobIdentity(job, TIMESTAMP), rank, world_size, groups or {}, {}, {"ndigits": ndigits, **config}, "", formats
-        )
+        used = {"ndigits": ndigits, "ops": list(ops), **config}
+        facts = RankFacts(JobIdentity(job, TIMESTAMP), rank, world_size, groups or {}, {}, used, "", formats)
         self.manifest = Manifest(self.directory, facts, self.series, Failures(rank), earlier)
         context = SinkContext(self.directory, rank, self.series, ndigits, steps_per_record, 1e-8)
         self._sinks = [SINKS[one](context) for one in formats]

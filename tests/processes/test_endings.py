@@ -6,6 +6,8 @@ import pytest
 from launching import EVERY_STEP, Launcher
 from recorded import Recorded, listed, only_recording
 
+from monitor.sinks.hdf5 import read_hdf5
+
 
 def assert_ten_steps_and_the_eleventh_begun(recording: Recorded) -> None:
     """Of the eleventh the forward was done."""
@@ -43,3 +45,12 @@ def test_an_interpreter_of_its_own_ends_in_the_same_way(launcher: Launcher, plai
     ended = launcher.start_interpreter("ending.py", "exit", config=EVERY_STEP).end()
     assert (ended.status, ended.losses, ended.warnings) == (3, plain_losses[:10], []), ended.err
     assert_ten_steps_and_the_eleventh_begun(only_recording(launcher.base))
+
+
+def test_a_library_that_is_loaded_late_does_not_take_leave_first(launcher: Launcher) -> None:
+    """h5py gives up its conversions at exit, and was loaded by the switch to HDF5, long after the monitor."""
+    config = {"dynamic_on": True, "wg_distribution": True, "ops": ["norm"]}
+    ended = launcher.start_interpreter("late_format.py", config=config).end()
+    assert (ended.status, ended.warnings) == (0, []), ended.err
+    (shard,) = launcher.base.glob("*-rank0-*/metrics_*.h5")
+    assert sorted(set(read_hdf5(shard)["step"].to_pylist())) == [4, 5]

@@ -37,6 +37,7 @@ PROMISED: dict[str, dict[str, int]] = {
     "api": {},
     "communication": {},
     "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
+    "features": {"linear_hook": 2 * STEPS},
     "hdf5": {},
     "low_precision": {**ACTIVATIONS, **GRADIENTS, "update_ratio": WEIGHTS},
     "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES},

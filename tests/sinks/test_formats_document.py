@@ -15,6 +15,7 @@ from monitor.series import KINDS
 from monitor.sinks import FORMATS
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.hdf5 import Hdf5Sink
+from monitor.stats.features import FEATURES
 from monitor.stats.ops import OPS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
@@ -46,7 +47,8 @@ def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = Rank(DIRECTORY, steps_per_record=100)
     hdf5 = Hdf5Sink(shards.context)
     for step in range(10):
-        hdf5.write(shards.step(step, {"actv": ACTIVATIONS, "grad_reduced": [Measured("w", [3.0, 4.0])]}, ("norm",)))
+        gradient = Measured("w", [3.0, 4.0], histogram=[1, 2, 3, *[0] * 123, 5, 7])  # 5 of up to 2^-24
+        hdf5.write(shards.step(step, {"actv": ACTIVATIONS, "grad_reduced": [gradient]}, ("norm",)))
     hdf5.close()
     gradients = Rank(DIRECTORY.with_name("Dec03_21-34-40-rank0-5e6f7a8b"))
     other = CsvSink(gradients.context)
@@ -81,9 +83,16 @@ def test_the_example_with_this_package_finds_the_nan(capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("_recorded")
 def test_the_example_with_plain_h5py_prints_norms(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = (text for text in blocks("python") if "import h5py" in text)
+    (example,) = (text for text in blocks("python") if '"sumsq"' in text)
     exec(example, {})
     assert capsys.readouterr().out == "".join(f"w {step} 5.0\n" for step in range(10))
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_the_example_with_histograms_prints_how_many_gradients_are_small(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (text for text in blocks("python") if "histogram" in text)
+    exec(example, {})
+    assert capsys.readouterr().out == f"[{' '.join(['10'] * 10)}]\n"
 
 
 @pytest.mark.usefixtures("_recorded")
@@ -101,6 +110,6 @@ def test_the_example_for_the_shell_prints_the_large_norms() -> None:
     assert lines == [f"{step} w {step}.000000" for step in range(3, 10)]
 
 
-@pytest.mark.parametrize("word", [*KINDS, *OPS, *FORMATS])
+@pytest.mark.parametrize("word", [*KINDS, *OPS, *FEATURES, *FORMATS])
 def test_every_kind_op_and_format_that_exists_is_explained(word: str) -> None:
     assert f"`{word}`" in TEXT

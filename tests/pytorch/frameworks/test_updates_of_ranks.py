@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,22 +30,31 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "hsdp": ("fsdp2.py", 4, "hsdp"),
     "tensor": ("tensor_parallel.py", 2, "tensor"),
 }
-ZERO = ("zero1", "zero2", "zero3")
+TOGETHER = {
+    "deepspeed_zero.py": ("zero1", "zero2", "zero3"),
+    "megatron_run.py": ("bf16", "fp32-distributed", "tp"),
+}
+"""Several in the same processes: importing DeepSpeed or Megatron takes longer than to train with it."""
 
 
 @pytest.fixture(scope="module")
-def zero(run_job: Callable[..., Job]) -> Job:
-    """Every stage in the same processes: importing DeepSpeed takes longer than to train with it."""
-    return run_job("deepspeed_zero.py", 2, *ZERO, **RECORDED)
+def together(run_job: Callable[..., Job]) -> Callable[[str], Job]:
+    """The job of a script, run when it is first asked for."""
+
+    def run(script: str) -> Job:
+        return run_job(script, 2, *TOGETHER[script], **RECORDED)
+
+    return cache(run)
 
 
-@pytest.fixture(scope="module", params=[*JOBS, *ZERO])
-def job(request: pytest.FixtureRequest, run_job: Callable[..., Job]) -> Job:
+@pytest.fixture(scope="module", params=[*JOBS, *(f"{script}:{how}" for script, hows in TOGETHER.items() for how in hows)])
+def job(request: pytest.FixtureRequest, run_job: Callable[..., Job], together: Callable[[str], Job]) -> Job:
     if request.param in JOBS:
         return run_job(*JOBS[request.param], **RECORDED)
-    jobs: Job = request.getfixturevalue("zero")
-    plain, monitored = ([told[request.param] for told in each] for each in (jobs.plain, jobs.monitored))
-    return replace(jobs, base=jobs.base / request.param, plain=plain, monitored=monitored)
+    script, _, how = request.param.partition(":")
+    jobs = together(script)
+    plain, monitored = ([told[how] for told in each] for each in (jobs.plain, jobs.monitored))
+    return replace(jobs, base=jobs.base / how, plain=plain, monitored=monitored)
 
 
 def elements(job: Job, kind: str) -> dict[tuple[str, int], int]:

@@ -1,0 +1,168 @@
+"""What features of a higher order cost: a GPT trained without a monitor, and with each feature, side by side.
+
+    python bench/features.py
+
+A process with a feature and one without, of one thread each, step in turn. The CPU time of the one is divided by that of the
+other in the same round: the median over the rounds is reported, and beside it the first collected step, in which the power
+iteration of every matrix begins.
+
+The memory that attention takes is measured in a process of its own for each sample: the rise of its peak while entropy and
+greatest weight of a sequence are computed, of 8 heads of 64 in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from models import WORKLOADS, Workload
+from stepping import UNMONITORED, Worker, step_round
+from tables import Progress, aligned, save
+
+WARM_UP_ROUNDS = 3
+SAMPLES = ((1024, 1), (8192, 1), (8192, 8), (32768, 1))
+"""Lengths of sequences, and how many heads of one row of the batch are looked at."""
+
+HOOKS = {"attention_hook": "attn", "linear_hook": None, "moe_router_weight_hook": "mlp.0", "moe_router_logit_hook": "mlp.0"}
+"""What of each block a hook is given; of a GPT without experts, a layer of it stands for a router."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a feature: ratios of CPU time to the process without one, a round each, and that of the first step."""
+
+    feature: str
+    rows: int
+    first: float
+    cpu: list[float]
+    same_losses: bool
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Of one attention: megabytes that the peak rises by, and CPU milliseconds."""
+
+    length: int
+    heads: int
+    added: float
+    milliseconds: float
+
+
+def targets_of(hook: str, layers: int) -> dict[str, list[str]]:
+    within = HOOKS[hook]
+    return {hook: [] if within is None else [f"h.{layer}.{within}" for layer in range(layers)]}
+
+
+def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
+    """A configuration for each feature, one for all heads and rows of attention, and one for all features."""
+    layers = workload.shape["layers"]
+    every = {hook: targets_of(hook, layers) for hook in HOOKS}
+    wanted: dict[str, dict[str, Any]] = {hook: {"l2_targets": targets} for hook, targets in every.items()}
+    wanted["attention_hook, all of it"] = {"l2_targets": every["attention_hook"], "sa_heads": 0, "sa_batch_rows": 0}
+    wanted["all four"] = {"l2_targets": {hook: names for targets in every.values() for hook, names in targets.items()}}
+    paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}
+    for name, fields in wanted.items():
+        paths[name].write_text(json.dumps({"recording_l2_features": True, "format": "csv", "ops": ["norm"], **fields}))
+    return paths
+
+
+def costs(workload: Workload, rounds: int, progress: Progress) -> Iterator[Cost]:
+    """One feature after the other, so that no more than two models are in memory."""
+    with tempfile.TemporaryDirectory(prefix="features-") as directory:
+        for number, (name, config) in enumerate(configured(workload, Path(directory)).items()):
+            progress.show(name)
+            yield cost(name, workload, config, Path(directory, f"{number}"), rounds)
+
+
+def cost(name: str, workload: Workload, config: Path, directory: Path, rounds: int) -> Cost:
+    with ExitStack() as stack:
+        workers = {
+            one: stack.enter_context(Worker(sys.executable, workload.name, config, directory / one, one, {}))
+            for one in (UNMONITORED, "ours")
+        }
+        for worker in workers.values():
+            worker.receive()
+        replies = [step_round(workers, number, 1) for number in range(WARM_UP_ROUNDS + rounds)]
+        for worker in workers.values():
+            worker.ask(finish=True)
+        return cost_of(name, replies, count_rows(workers["ours"].output) // len(replies))
+
+
+def cost_of(name: str, replies: list[dict[str, dict[str, Any]]], rows: int) -> Cost:
+    ratios = [reply["ours"]["cpu"] / reply[UNMONITORED]["cpu"] for reply in replies]
+    same = all(reply["ours"]["loss"] == reply[UNMONITORED]["loss"] for reply in replies)
+    return Cost(name, rows, ratios[0], ratios[WARM_UP_ROUNDS:], same)
+
+
+def count_rows(directory: Path) -> int:
+    return sum(len(path.read_text().splitlines()) - 1 for path in directory.rglob("*_hook_*.csv"))
+
+
+def sampled(length: int, heads: int) -> Sampled:
+    command = [sys.executable, __file__, "--sample", str(length), str(heads)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return Sampled(length, heads, **json.loads(told.stdout))
+
+
+def sample(length: int, heads: int) -> None:
+    """In a process of its own: what one attention takes, to standard output."""
+    import torch
+
+    from monitor.pytorch.features.attention import Scores, spread
+
+    torch.set_num_threads(1)
+    query, key = (torch.randn(1, 8, length, 64, dtype=torch.bfloat16) for _ in range(2))
+    spread(Scores(query[:, :, :64], key[:, :, :64], True, 0.125))
+    torch.bmm(torch.randn(1, 256, 64), torch.randn(1, 64, 256))
+    before, begun = peak(), time.process_time()
+    spread(Scores(query, key, True, 0.125), heads=heads)
+    print(json.dumps({"added": peak() - before, "milliseconds": 1e3 * (time.process_time() - begun)}))
+
+
+def peak() -> float:
+    """Megabytes. What ``getrusage`` tells begins with what the parent of a process held."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 1024 / 1e6
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.sample:
+        sample(*options.sample)
+        return
+    progress = Progress()
+    found = list(costs(WORKLOADS["quick" if options.quick else "gpt"], 2 if options.quick else options.rounds, progress))
+    progress.show("attention")
+    samples = [sampled(*one) for one in (SAMPLES[:1] if options.quick else SAMPLES)]
+    progress.end()
+    rows = [[one.feature, f"{one.rows}", f"{median(one.cpu):.3f}", f"{one.first:.2f}"] for one in found]
+    print(aligned(("feature", "rows a step", "CPU ×", "first step ×"), rows))
+    if not all(one.same_losses for one in found):
+        print("\nLosses differ from those of the unmonitored process.")
+    rows = [[f"{one.length}", f"{one.heads}", f"{one.added:.0f}", f"{one.milliseconds:.0f}"] for one in samples]
+    print("\n" + aligned(("sequence", "heads", "added MB", "CPU ms"), rows))
+    save(options.json, {"costs": [asdict(one) for one in found], "samples": [asdict(one) for one in samples]})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and a few rounds, to see that it runs")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--sample", type=int, nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
