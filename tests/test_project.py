@@ -40,11 +40,11 @@ def test_the_types_hold_under_strict_mypy() -> None:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
-    """Every file that is or would be committed, by its path."""
+    """Every file of text that is or would be committed, by its path."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-    return {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
+    return {name: (ROOT / name).read_text(encoding="utf-8") for name in names if not name.endswith(".png")}
 
 
 @needs_git
@@ -81,6 +81,7 @@ def test_links_between_documents_lead_somewhere(texts: dict[str, str]) -> None:
 @needs_git
 def test_nothing_heavy_is_kept(texts: dict[str, str]) -> None:
     assert [name for name, text in texts.items() if len(text) > 500_000] == []
+    assert [path.name for path in (ROOT / "docs" / "pictures").iterdir() if path.stat().st_size > 150_000] == []
 
 
 def test_everything_that_make_installs_by_name_is_pinned() -> None:
