@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
@@ -17,6 +17,7 @@ from urllib.parse import quote
 from browser import BrowserError, Page
 
 PATIENCE_S: Final = 60.0
+OPENINGS_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
 
 CARDS: Final = "[...document.querySelectorAll('metrics-filtered-view card-view')]"
 """Of the page Time Series: a card is of one tag, one of images or of histograms also of one run."""
@@ -80,18 +81,17 @@ def open_images(page: Page, address: str, tags: str, images: int) -> None:
 
 
 def _open(page: Page, where: str, there: str) -> None:
-    """TensorBoard shows what it has read so far: the page is opened again until everything is there."""
-    end = time.monotonic() + PATIENCE_S
-    while True:
+    """TensorBoard shows what it has read so far: the page is opened again until everything is there.
+
+    A machine that is busy may need long for one opening, so each has more time than the one before.
+    """
+    for seconds in OPENINGS_S:
         page.open("about:blank")
         page.open(where)
-        try:
-            page.until(there, seconds=5)
-        except BrowserError as error:
-            if time.monotonic() > end:
-                raise BrowserError(f"{error}\n{page.evaluate('document.body.innerText')}") from error
-        else:
+        with suppress(BrowserError):
+            page.until(there, seconds)
             return
+    raise BrowserError(f"{where} does not show {there}, but:\n{page.evaluate('document.body.innerText')}")
 
 
 def box_of(page: Page, elements: str) -> Box:
