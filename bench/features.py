@@ -1,10 +1,9 @@
-"""What features of a higher order cost: a GPT trained without a monitor, and with each feature, side by side.
+"""What features of a higher order cost: a GPT trained with each of them, and without.
 
     python bench/features.py
 
-A process with a feature and one without, of one thread each, step in turn. The CPU time of the one is divided by that of the
-other in the same round: the median over the rounds is reported, and beside it the first collected step, in which the power
-iteration of every matrix begins.
+Every other step is collected, in one process of one thread. The CPU time of a collected step is divided by that of the next: the
+median over the rounds is reported, and beside it the first step, in which the power iteration of every matrix begins.
 
 The memory that attention takes is measured in a process of its own for each sample: the rise of its peak while entropy and
 greatest weight of a sequence are computed, of 8 heads of 64 in bfloat16.
@@ -14,21 +13,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from models import WORKLOADS, Workload
-from stepping import UNMONITORED, Worker, step_round
 from tables import Progress, aligned, save
+from worker import Training
+
+from monitor.pytorch import TrainerMon
+from monitor.pytorch.features.attention import Scores, spread
 
 WARM_UP_ROUNDS = 3
 SAMPLES = ((1024, 1), (8192, 1), (8192, 8), (32768, 1))
@@ -40,13 +43,12 @@ HOOKS = {"attention_hook": "attn", "linear_hook": None, "moe_router_weight_hook"
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a feature: ratios of CPU time to the process without one, a round each, and that of the first step."""
+    """Of a feature: ratios of the CPU time of a collected step to that of the next one, and that of the first step."""
 
     feature: str
     rows: int
     first: float
     cpu: list[float]
-    same_losses: bool
 
 
 @dataclass(frozen=True)
@@ -73,36 +75,31 @@ def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
     wanted["all four"] = {"l2_targets": {hook: names for targets in every.values() for hook, names in targets.items()}}
     paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}
     for name, fields in wanted.items():
-        paths[name].write_text(json.dumps({"recording_l2_features": True, "format": "csv", "ops": ["norm"], **fields}))
+        paths[name].write_text(
+            json.dumps({"recording_l2_features": True, "step_interval": 2, "format": "csv", "ops": ["norm"], **fields})
+        )
     return paths
 
 
 def costs(workload: Workload, rounds: int, progress: Progress) -> Iterator[Cost]:
-    """One feature after the other, so that no more than two models are in memory."""
+    torch.set_num_threads(1)
+    training = Training(workload)
     with tempfile.TemporaryDirectory(prefix="features-") as directory:
         for number, (name, config) in enumerate(configured(workload, Path(directory)).items()):
             progress.show(name)
-            yield cost(name, workload, config, Path(directory, f"{number}"), rounds)
+            output = Path(directory, f"{number}")
+            os.environ["MONITOR_OUTPUT_DIR"] = str(output)
+            with TrainerMon(config, params_have_main_grad=False) as monitor:
+                monitor.set_monitor(training.model, grad_acc_steps=1, optimizer=training.optimizer)
+                ratios = [stepping(training) / stepping(training) for _ in range(WARM_UP_ROUNDS + rounds)]
+            yield Cost(name, count_rows(output) // len(ratios), ratios[0], ratios[WARM_UP_ROUNDS:])
 
 
-def cost(name: str, workload: Workload, config: Path, directory: Path, rounds: int) -> Cost:
-    with ExitStack() as stack:
-        workers = {
-            one: stack.enter_context(Worker(sys.executable, workload.name, config, directory / one, one, {}))
-            for one in (UNMONITORED, "ours")
-        }
-        for worker in workers.values():
-            worker.receive()
-        replies = [step_round(workers, number, 1) for number in range(WARM_UP_ROUNDS + rounds)]
-        for worker in workers.values():
-            worker.ask(finish=True)
-        return cost_of(name, replies, count_rows(workers["ours"].output) // len(replies))
-
-
-def cost_of(name: str, replies: list[dict[str, dict[str, Any]]], rows: int) -> Cost:
-    ratios = [reply["ours"]["cpu"] / reply[UNMONITORED]["cpu"] for reply in replies]
-    same = all(reply["ours"]["loss"] == reply[UNMONITORED]["loss"] for reply in replies)
-    return Cost(name, rows, ratios[0], ratios[WARM_UP_ROUNDS:], same)
+def stepping(training: Training) -> float:
+    """CPU seconds of the process for one step. Every other one is collected."""
+    begun = time.process_time()
+    training.step()
+    return time.process_time() - begun
 
 
 def count_rows(directory: Path) -> int:
@@ -117,10 +114,6 @@ def sampled(length: int, heads: int) -> Sampled:
 
 def sample(length: int, heads: int) -> None:
     """In a process of its own: what one attention takes, to standard output."""
-    import torch
-
-    from monitor.pytorch.features.attention import Scores, spread
-
     torch.set_num_threads(1)
     query, key = (torch.randn(1, 8, length, 64, dtype=torch.bfloat16) for _ in range(2))
     spread(Scores(query[:, :, :64], key[:, :, :64], True, 0.125))
@@ -148,8 +141,6 @@ def main() -> None:
     progress.end()
     rows = [[one.feature, f"{one.rows}", f"{median(one.cpu):.3f}", f"{one.first:.2f}"] for one in found]
     print(aligned(("feature", "rows a step", "CPU ×", "first step ×"), rows))
-    if not all(one.same_losses for one in found):
-        print("\nLosses differ from those of the unmonitored process.")
     rows = [[f"{one.length}", f"{one.heads}", f"{one.added:.0f}", f"{one.milliseconds:.0f}"] for one in samples]
     print("\n" + aligned(("sequence", "heads", "added MB", "CPU ms"), rows))
     save(options.json, {"costs": [asdict(one) for one in found], "samples": [asdict(one) for one in samples]})

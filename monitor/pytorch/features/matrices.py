@@ -58,7 +58,7 @@ class FollowedMatrix:
         """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN."""
         work = _Scaled(matrix)
         vector = self._start(matrix, work.dtype)
-        if not matrix.is_cpu:
+        if not work.may_look:
             spectral = self._followed_unseen(work, vector)
         elif work.is_finite:
             spectral = torch.tensor(self._followed(work, vector), dtype=torch.float64)
@@ -142,8 +142,9 @@ class _Scaled:
         self.dtype = working_precision(matrix.dtype)
         greatest = torch.stack([_greatest(block) for block in self._blocks()]).amax()
         self.exponent = 0
+        self.may_look = _may_look(matrix)
         self._by: float | Tensor
-        if matrix.is_cpu:
+        if self.may_look:
             self.is_finite = math.isfinite(greatest.item())
             self.exponent = max(-FARTHEST, min(FARTHEST, math.frexp(greatest.item())[1])) if self.is_finite else 0
             # Within this range nothing can go wrong, and the multiplication is saved.
@@ -168,15 +169,20 @@ class _Scaled:
         total = torch.zeros((), dtype=torch.float64, device=self._matrix.device)
         for block in self._blocks():
             total += self._scaled(block).square().sum()
-        return total / (math.ldexp(1.0, -2 * self.exponent) if self._matrix.is_cpu else self.factor.square())
+        return total / (math.ldexp(1.0, -2 * self.exponent) if self.may_look else self.factor.square())
 
     def _scaled(self, block: Tensor) -> Tensor:
-        return block if self._matrix.is_cpu and self.exponent == 0 else block * self._by
+        return block if self.may_look and self.exponent == 0 else block * self._by
 
     def _blocks(self) -> Iterator[Tensor]:
         rows = max(1, BLOCK // max(1, self._matrix.shape[1]))
         for block in self._matrix.split(rows):
             yield block.to(self.dtype)
+
+
+def _may_look(matrix: Tensor) -> bool:
+    """Whether it costs nothing to look at a number: on an accelerator that would wait for all that was asked of it before."""
+    return matrix.is_cpu
 
 
 def _greatest(block: Tensor) -> Tensor:

@@ -66,6 +66,30 @@ def test_the_norms_are_those_of_a_decomposition(matrix: Tensor) -> None:
     assert values[0].item() * (1 - NEAR) <= spectral <= values[0].item() * (1 + ROUNDING)
 
 
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+def test_where_nobody_may_look_the_norms_are_the_same(monkeypatch: pytest.MonkeyPatch, matrix: Tensor) -> None:
+    """What runs on an accelerator, run on the host: whoever looks at a number fails."""
+    monkeypatch.setattr(matrices, "_may_look", lambda _: False)
+    values, followed = torch.linalg.svdvals(matrix.double()), FollowedMatrix()
+    with monkeypatch.context() as forbidding:
+        forbidding.setattr(Tensor, "item", None)
+        forbidding.setattr(Tensor, "__bool__", None)
+        found = [followed.norms(matrix) for _ in range(2)]
+    for one in found:
+        assert one.squares.sqrt().item() == pytest.approx(values.norm().item(), rel=1e-6)
+        assert values[0].item() * (1 - NEAR) <= one.spectral.item() <= values[0].item() * (1 + ROUNDING)
+
+
+def test_where_nobody_may_look_what_is_not_finite_is_not_hidden_and_is_followed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrices, "_may_look", lambda _: False)
+    matrix, followed = drawn(30, 30), FollowedMatrix()
+    followed.norms(matrix)
+    assert math.isnan(followed.norms(torch.where(matrix > 2, math.inf, matrix)).spectral.item())
+    expected = torch.linalg.matrix_norm(matrix.double(), 2).item()
+    assert followed.norms(matrix).spectral.item() == pytest.approx(expected, rel=NEAR)
+    assert FollowedMatrix().norms(torch.zeros(3, 4)).spectral.item() == 0.0
+
+
 @pytest.mark.parametrize("block", [1, 50, 1000])
 def test_a_matrix_that_is_read_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     matrix = drawn(33, 20)
