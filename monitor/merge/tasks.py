@@ -130,9 +130,10 @@ class Plan:
     @cached_property
     def _histograms(self) -> bool:
         """Whether the job has counted magnitudes: by its configuration, or one that came into force later."""
-        asked = [*(op for one in self.runs for op in one.manifest.config.get("ops") or ())]
+        asked = (one.manifest.config.get("ops") for one in self.runs)
         changes = (change.changed for one in self.runs for change in one.manifest.configurations)
-        return not set(HISTOGRAM_OPS).isdisjoint(asked) or any(op in change for change in changes for op in HISTOGRAM_OPS)
+        texts = [*map(repr, asked), *changes]  # whatever stands there
+        return any(op in text for text in texts for op in HISTOGRAM_OPS)
 
     def _columns(self, kind: str) -> Columns:
         return Columns.of(kind, histograms=self._histograms)
