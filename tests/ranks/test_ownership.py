@@ -6,8 +6,12 @@ from monitor.placement import LOCAL, Placement, Shard
 from monitor.ranks.ownership import Ownership, alike_over, nobody_monitored
 from monitor.series import KINDS
 
-REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-OF_THE_RANK = {"actv", "actv_grad", "other", "replica"}
+OF_WEIGHTS = {"linear_hook", "moe_router_weight_hook"}
+REPLICAS_AFTER_REDUCTION = {
+    *("grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    *OF_WEIGHTS,
+}
+OF_THE_RANK = {"actv", "actv_grad", "other", "replica", "attention_hook", "moe_router_logit_hook"}
 
 
 def writers(groups, kind, module_ranks=(), known=lambda _: LOCAL, **tensor):
