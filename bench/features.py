@@ -2,8 +2,8 @@
 
     python bench/features.py
 
-Every other step is collected, in one process of one thread. The CPU time of a collected step is divided by that of the next: the
-median over the rounds is reported, and beside it the first step, in which the power iteration of every matrix begins.
+Every other step is collected, in one process of one thread. The CPU time of a collected step is divided by that of the next:
+the median over the rounds is reported, and beside it the first step, in which the power iteration of every matrix begins.
 
 The memory that attention takes is measured in a process of its own for each sample: the rise of its peak while entropy and
 greatest weight of a sequence are computed, of 8 heads of 64 in bfloat16.
@@ -66,6 +66,15 @@ def targets_of(hook: str, layers: int) -> dict[str, list[str]]:
     return {hook: [] if within is None else [f"h.{layer}.{within}" for layer in range(layers)]}
 
 
+OF_THE_STEP: Mapping[str, dict[str, Any]] = {
+    "mg_direction": {"mg_direction": True},
+    "update_ratio": {"update_ratio": True},
+    "ur_distribution": {"ur_distribution": True, "format": "hdf5"},
+    "gradients, norms alone": {"wg_distribution": True},
+    "gradients, underflow_e4m3": {"wg_distribution": True, "ops": ["norm", "underflow_e4m3"]},
+}
+
+
 def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
     """A configuration for each feature, one for all heads and rows of attention, and one for all features."""
     layers = workload.shape["layers"]
@@ -73,11 +82,11 @@ def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
     wanted: dict[str, dict[str, Any]] = {hook: {"l2_targets": targets} for hook, targets in every.items()}
     wanted["attention_hook, all of it"] = {"l2_targets": every["attention_hook"], "sa_heads": 0, "sa_batch_rows": 0}
     wanted["all four"] = {"l2_targets": {hook: names for targets in every.values() for hook, names in targets.items()}}
+    wanted |= OF_THE_STEP
     paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}
+    common = {"recording_l2_features": True, "step_interval": 2, "format": "csv", "ops": ["norm"]}
     for name, fields in wanted.items():
-        paths[name].write_text(
-            json.dumps({"recording_l2_features": True, "step_interval": 2, "format": "csv", "ops": ["norm"], **fields})
-        )
+        paths[name].write_text(json.dumps({**common, **fields}))
     return paths
 
 
@@ -103,7 +112,7 @@ def stepping(training: Training) -> float:
 
 
 def count_rows(directory: Path) -> int:
-    return sum(len(path.read_text().splitlines()) - 1 for path in directory.rglob("*_hook_*.csv"))
+    return sum(len(path.read_text().splitlines()) - 1 for path in directory.rglob("*_*-*.csv"))
 
 
 def sampled(length: int, heads: int) -> Sampled:

@@ -7,9 +7,9 @@ from monitor.ranks.ownership import Ownership, alike_over, nobody_monitored
 from monitor.series import KINDS
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-OF_A_WEIGHT = {"linear_hook", "moe_router_weight_hook"}
+OF_WEIGHTS = {"linear_hook", "moe_router_weight_hook"}
 OF_AN_UPDATE = {"update_ratio", "mg_direction", "adam_update", "adam_ratio"}
-REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", *MOMENTS, *OF_A_WEIGHT, *OF_AN_UPDATE}
+REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", *MOMENTS, *OF_WEIGHTS, *OF_AN_UPDATE}
 OF_THE_RANK = {"actv", "actv_grad", "other", "replica", "attention_hook", "moe_router_logit_hook"}
 
 
