@@ -69,7 +69,7 @@ def targets_of(hook: str, layers: int) -> dict[str, list[str]]:
 OF_THE_STEP: Mapping[str, dict[str, Any]] = {
     "mg_direction": {"mg_direction": True},
     "update_ratio": {"update_ratio": True},
-    "ur_distribution": {"ur_distribution": True, "format": "hdf5"},
+    "ur_distribution": {"ur_distribution": True, "format": ["csv", "hdf5"]},
     "gradients, norms alone": {"wg_distribution": True},
     "gradients, underflow_e4m3": {"wg_distribution": True, "ops": ["norm", "underflow_e4m3"]},
 }
@@ -84,8 +84,8 @@ def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
     wanted["all four"] = {"l2_targets": {hook: names for targets in every.values() for hook, names in targets.items()}}
     wanted |= OF_THE_STEP
     paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}
-    common = {"recording_l2_features": True, "step_interval": 2, "format": "csv", "ops": ["norm"]}
     for name, fields in wanted.items():
+        common = {"recording_l2_features": "l2_targets" in fields, "step_interval": 2, "format": "csv", "ops": ["norm"]}
         paths[name].write_text(json.dumps({**common, **fields}))
     return paths
 

@@ -182,6 +182,11 @@ def test_features_prints_what_each_costs_and_what_attention_takes(tmp_path: Path
         "moe_router_logit_hook": 1,
         "attention_hook, all of it": 1,
         "all four": 8,
+        "mg_direction": 17,
+        "update_ratio": 17,
+        "ur_distribution": 34,
+        "gradients, norms alone": 34,
+        "gradients, underflow_e4m3": 34,
     }
     assert all(len(cost["cpu"]) == 2 for cost in written["costs"])
     assert [row[0] for row in cells_of(done.stdout)][: len(rows)] == list(rows)
