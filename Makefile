@@ -16,8 +16,9 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-# What numpy has a part in between torch's tensors and the files.
-NUMPY2_TESTS := tests/stats tests/sinks tests/pytorch --ignore tests/pytorch/frameworks --ignore tests/pytorch/collectives
+# Where numpy has a part in what becomes of torch's tensors, up to the files.
+NUMPY2_TESTS := tests/stats $(addprefix tests/pytorch/test_,$(addsuffix .py,activations activation_gradients gradients \
+	weights_and_moments updates formats_train metrics micro_steps steps trainer_mon))
 
 help:
 	@echo "make demo        train a small GPT on two ranks, monitored, show what was recorded, merge it (ARGS=\"--steps 200\")"
