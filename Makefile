@@ -12,18 +12,28 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-fault test lint bench clean environment peer
+.PHONY: help demo demo-fault test lint bench clean environment numpy2 peer
+
+PYTEST := -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+# Where numpy has a part in what becomes of torch's tensors, up to the files.
+NUMPY2_TESTS := tests/stats $(addprefix tests/pytorch/test_,$(addsuffix .py,activations activation_gradients gradients \
+	weights_and_moments updates formats_train metrics micro_steps steps trainer_mon))
 
 help:
 	@echo "make demo        train a small GPT on two ranks, monitored, show what was recorded, merge it (ARGS=\"--steps 200\")"
 	@echo "make demo-fault  let something break on one of two ranks, and find out where (ARGS=\"--seed 3\": somewhere else)"
-	@echo "make test        run the tests (ARGS=\"-k csv\")"
+	@echo "make test        run the tests (ARGS=\"-k csv\": those; ARGS=--mindspore: those of MindSpore)"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
 	@echo "make clean       remove the environments and caches; recordings stay"
 
 environment:
 	@$(PYTHON) tools/environment.py .venv -c constraints.txt -e '.[torch,test]'
+
+# The same environment, but for numpy: MindSpore needs 1.x, torch's users have 2.
+numpy2: environment
+	@$(PYTHON) tools/environment.py .venv-numpy2 --over .venv --no-deps numpy==2.4.6
 
 peer:
 	@$(PYTHON) tools/environment.py .venv-peer torch==2.13.0 mindstudio-probe==26.2.0
@@ -34,8 +44,15 @@ demo: environment
 demo-fault: environment
 	@.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 tools/demo/find_fault.py $(ARGS)
 
+ifeq ($(ARGS),)
+test: environment numpy2
+	.venv/bin/python $(PYTEST)
+	.venv/bin/python $(PYTEST) --mindspore
+	.venv-numpy2/bin/python $(PYTEST) $(NUMPY2_TESTS)
+else
 test: environment
-	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	.venv/bin/python $(PYTEST) $(ARGS)
+endif
 
 lint: environment
 	.venv/bin/python -m ruff check .
@@ -55,5 +72,5 @@ bench: environment peer
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
 
 clean:
-	rm -rf .venv .venv-peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-numpy2 .venv-peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,38 @@
-"""What every test may rely on."""
+"""What every test may rely on, and which tests run in which process.
+
+Tests of MindSpore run alone (``--mindspore``). A process that has used it cannot be forked any more: a child that uses it
+hangs, and one that does not crashes when it exits.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that runs the tests in the background starts them with SIGINT ignored, and every process that they start, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+TESTS = Path(__file__).parent
+NEWEST_PYTHON_OF_MINDSPORE = (3, 12)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mindspore", action="store_true", help="run the tests of MindSpore, and only those")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    missing = session.config.getoption("--mindspore") and find_spec("mindspore") is None
+    if missing and sys.version_info[:2] > NEWEST_PYTHON_OF_MINDSPORE:
+        pytest.exit("MindSpore is not there for this version of Python", returncode=0)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not collection_path.is_file():
+        return None
+    of_mindspore = "mindspore" in str(collection_path.relative_to(TESTS))
+    return True if of_mindspore != config.getoption("--mindspore") else None

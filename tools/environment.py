@@ -1,4 +1,6 @@
-"""Make a virtual environment, or make it anew: ``python3 tools/environment.py DIRECTORY PIP_ARGUMENT...``
+"""Make a virtual environment, or make it anew: ``python3 tools/environment.py DIRECTORY [--over OTHER] PIP_ARGUMENT...``
+
+With ``--over`` it sees all that is in another environment of the project, too, behind what is installed into it.
 
 The environment is made from scratch when it is missing, when the last attempt did not finish, and when anything that decides
 what belongs into it has changed: ``pyproject.toml``, ``constraints.txt``, the arguments, the interpreter, the place of the
@@ -25,15 +27,16 @@ STAMP = "made-from"
 def main(arguments):
     """Set up the environment that ``arguments`` describe. Returns the exit status."""
     if len(arguments) < 2:
-        return "usage: python3 tools/environment.py DIRECTORY PIP_ARGUMENT..."
+        return "usage: python3 tools/environment.py DIRECTORY [--over OTHER] PIP_ARGUMENT..."
     complaint = unusable_interpreter()
     if complaint:
         return complaint
-    directory, requirements = PROJECT / arguments[0], arguments[1:]
+    directory, rest = PROJECT / arguments[0], arguments[1:]
+    below, requirements = (PROJECT / rest[1], rest[2:]) if rest[0] == "--over" else (None, rest)
     with one_at_a_time():
-        if stamp_of(directory) == fingerprint(requirements):
+        if stamp_of(directory) == fingerprint(rest):
             return 0
-        return make(directory, requirements)
+        return make(directory, requirements, below, fingerprint(rest))
 
 
 def unusable_interpreter():
@@ -63,8 +66,11 @@ def one_at_a_time():
         os.close(descriptor)
 
 
-def make(directory, requirements):
-    """Make ``directory`` from scratch and install ``requirements``. Returns the exit status."""
+def make(directory, requirements, below, stamp):
+    """Make ``directory`` from scratch, over ``below`` if that is not None, install ``requirements``, and note ``stamp``.
+
+    Returns the exit status.
+    """
     print(f"Setting up {directory.name} (once; some minutes on a slow network)", flush=True)
     python = str(directory / "bin" / "python")
     empty = [sys.executable, "-m", "venv", "--clear", str(directory)]
@@ -72,8 +78,16 @@ def make(directory, requirements):
     for step in (empty, filled):
         if subprocess.run(step, cwd=PROJECT, check=False).returncode != 0:
             return f"Setting up {directory.name} failed; the reason is above. The next attempt starts from scratch."
-    (directory / STAMP).write_text(fingerprint(requirements))
+    if below is not None:
+        see_through(directory, below)
+    (directory / STAMP).write_text(stamp)
     return 0
+
+
+def see_through(directory, below):
+    """Let the interpreter of ``directory`` find what is in ``below``, after what is its own."""
+    (own,), (others,) = (list(one.glob("lib/python*/site-packages")) for one in (directory, below))
+    (own / "below.pth").write_text(f"import site; site.addsitedir({str(others)!r})\n")
 
 
 def stamp_of(directory):
@@ -84,10 +98,10 @@ def stamp_of(directory):
         return ""
 
 
-def fingerprint(requirements):
+def fingerprint(arguments):
     """What decides the content of an environment, as one line."""
     digest = hashlib.sha256()
-    for part in (sys.version, str(PROJECT), *requirements):
+    for part in (sys.version, str(PROJECT), *arguments):
         digest.update(part.encode() + b"\0")
     for name in ("pyproject.toml", "constraints.txt"):
         digest.update((PROJECT / name).read_bytes())

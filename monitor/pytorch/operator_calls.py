@@ -15,8 +15,8 @@ from torch import Tensor
 
 from monitor.pytorch.recorder import LateRows, Recorder, has_data
 from monitor.series import Series
+from monitor.stats.host_memory import HostPage
 from monitor.stats.table import Page, Slot
-from monitor.stats.torch_memory import HostPage
 from monitor.stats.torch_small_tensors import Staging
 
 HOST: Final = torch.device("cpu")

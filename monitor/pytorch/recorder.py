@@ -15,13 +15,14 @@ from torch import Tensor
 from monitor.pipeline.process import PROCESS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
+from monitor.stats.host_memory import HostPage
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.rows import KindRows
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, Page, PageMemory, Sealed, Slot, StatsTable
 from monitor.stats.torch_copies import Copies
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_magnitudes import count_magnitudes, count_magnitudes_there
-from monitor.stats.torch_memory import DevicePage, HostPage, write_histogram, write_numbers
+from monitor.stats.torch_memory import DevicePage, write_histogram, write_numbers
 from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
 from monitor.stats.torch_op import reduce_into
 from monitor.stats.torch_tensors import is_plain, local_shard

@@ -1,7 +1,7 @@
-"""Pages in the memory of torch devices.
+"""Pages in the memory of torch devices, and rows written into a page wherever it is.
 
-On the host a page is a numpy array that torch shares. On an accelerator sealing is two copies: on the training stream one small
-device copy into the sealed slot and a reset, on a side stream from there to pinned memory; the writer waits for its event.
+On an accelerator sealing is two copies: on the training stream one small device copy into the sealed slot and a reset, on a
+side stream from there to pinned memory; the writer waits for its event.
 """
 
 from __future__ import annotations
@@ -13,51 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from monitor.stats.host_memory import HostPage
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import PageCopy, PageMemory
-
-
-class HostPage:
-    """A page in host memory.
-
-    Attributes:
-        numbers: The live rows, shape ``(rows, columns)``.
-        tensor: The same memory, for code that is compiled.
-        cleared: The columns that are.
-    """
-
-    def __init__(self, rows: int, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
-        self.numbers: Floats = np.zeros((rows, columns))
-        self.tensor = torch.from_numpy(self.numbers)
-        self.cleared = cleared
-
-    def new_copy(self) -> PageCopy:
-        return HostPageCopy(self)
-
-    def clear(self) -> None:
-        self.numbers[:, self.cleared] = 0.0
-
-    def forget(self, row: int) -> None:
-        self.numbers[row, self.cleared] = 0.0
-
-    def rows_now(self) -> Floats:
-        return self.numbers.copy()
-
-
-class HostPageCopy:
-    """A sealed copy of a ``HostPage``."""
-
-    def __init__(self, page: HostPage) -> None:
-        self._page = page
-        self._sealed = np.empty_like(page.numbers)
-        self.nbytes = self._sealed.nbytes
-
-    def take(self) -> None:
-        np.copyto(self._sealed, self._page.numbers)
-        self._page.clear()
-
-    def rows(self) -> Floats:
-        return self._sealed
 
 
 class DevicePage:

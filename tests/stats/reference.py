@@ -9,8 +9,10 @@ from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import Partials
 
 
-def elements(x: torch.Tensor) -> np.ndarray:
+def elements(x: torch.Tensor | np.ndarray) -> np.ndarray:
     """Every element of a tensor, by magnitude (in its own precision) where it is complex, as extended floats."""
+    if isinstance(x, np.ndarray):
+        return (np.abs(x) if x.dtype.kind == "c" else x).astype(np.longdouble).ravel()
     x = x.detach()
     if x.layout is not torch.strided:
         x = x.to_dense()
@@ -21,7 +23,7 @@ def elements(x: torch.Tensor) -> np.ndarray:
     return wide.cpu().numpy().astype(np.longdouble).ravel()
 
 
-def reference(x: torch.Tensor, eps: float) -> dict[str, float]:
+def reference(x: torch.Tensor | np.ndarray, eps: float) -> dict[str, float]:
     """The ops of a tensor; those without a value are absent."""
     a = elements(x)
     found = {"norm": np.sqrt(np.square(a).sum()), "nans": np.isnan(a).sum(), "infs": np.isinf(a).sum()}
@@ -39,7 +41,7 @@ def derived(row: object) -> dict[str, float]:
     return {op: float(values[0]) for op, (values, valid) in found.items() if valid[0]}
 
 
-def assert_agrees(row: object, x: torch.Tensor, eps: float, tolerance: float = 1e-6) -> None:
+def assert_agrees(row: object, x: torch.Tensor | np.ndarray, eps: float, tolerance: float = 1e-6) -> None:
     """The row has the ops of ``x``: extremes, counts and shares exactly; norm, mean and std to ``tolerance`` of their scale."""
     expected, found = reference(x, eps), derived(row)
     assert expected.keys() == found.keys()
@@ -52,3 +54,8 @@ def assert_agrees(row: object, x: torch.Tensor, eps: float, tolerance: float = 1
         np.testing.assert_allclose(found["mean"], expected["mean"], rtol=0, atol=tolerance * scale, err_msg="mean")
         np.testing.assert_allclose(found["std"], expected["std"], rtol=2e-6, atol=tolerance * scale, err_msg="std")
     np.testing.assert_allclose(found["norm"], expected["norm"], rtol=tolerance, err_msg="norm")
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numbers of a normal distribution, float32."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.stats.host_memory import HostPage
 from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES
 from monitor.stats.table import Sealed, StatsTable
-from monitor.stats.torch_memory import HostPage
 
 
 class Live:

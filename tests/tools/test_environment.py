@@ -86,9 +86,20 @@ def test_two_set_ups_at_the_same_time_make_one_environment(project: Path) -> Non
     assert not list(project.glob("*lock*"))
 
 
+def test_an_environment_over_another_has_what_is_in_that_one_and_puts_its_own_before_it(project: Path) -> None:
+    assert set_up(project, "leaf").returncode == 0
+    (found,) = (project / ".venv").glob("lib/python*/site-packages/leaf.py")
+    found.write_text("of = 'the one below'\n")
+    (found.parent / "other.py").write_text("")
+    over = [sys.executable, "tools/environment.py", ".venv-2", "--over", ".venv", "--no-index", "--find-links", ".", "leaf"]
+    subprocess.run(over, cwd=project, check=True)
+    tried = [project / ".venv-2" / "bin" / "python", "-c", "import leaf, other; print(hasattr(leaf, 'of'))"]
+    assert subprocess.run(tried, capture_output=True, text=True, check=False).stdout == "False\n"
+
+
 def test_without_anything_to_install_the_usage_is_shown(project: Path) -> None:
     command = [sys.executable, "tools/environment.py", ".venv"]
     refused = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert refused.stderr == "usage: python3 tools/environment.py DIRECTORY PIP_ARGUMENT...\n"
+    assert refused.stderr == "usage: python3 tools/environment.py DIRECTORY [--over OTHER] PIP_ARGUMENT...\n"
     assert not (project / ".venv").exists()

@@ -1,0 +1,49 @@
+"""Pages in host memory: numpy arrays, which no framework needs to know of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from monitor.stats.partials import COLUMNS, WRITES, Floats
+from monitor.stats.table import PageCopy
+
+
+class HostPage:
+    """A page in host memory.
+
+    Attributes:
+        numbers: The live rows, shape ``(rows, columns)``.
+        cleared: The columns that are.
+    """
+
+    def __init__(self, rows: int, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
+        self.numbers: Floats = np.zeros((rows, columns))
+        self.cleared = cleared
+
+    def new_copy(self) -> PageCopy:
+        return HostPageCopy(self)
+
+    def clear(self) -> None:
+        self.numbers[:, self.cleared] = 0.0
+
+    def forget(self, row: int) -> None:
+        self.numbers[row, self.cleared] = 0.0
+
+    def rows_now(self) -> Floats:
+        return self.numbers.copy()
+
+
+class HostPageCopy:
+    """A sealed copy of a ``HostPage``."""
+
+    def __init__(self, page: HostPage) -> None:
+        self._page = page
+        self._sealed = np.empty_like(page.numbers)
+        self.nbytes = self._sealed.nbytes
+
+    def take(self) -> None:
+        np.copyto(self._sealed, self._page.numbers)
+        self._page.clear()
+
+    def rows(self) -> Floats:
+        return self._sealed

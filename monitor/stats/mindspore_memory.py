@@ -1,0 +1,105 @@
+"""Pages on the devices of MindSpore.
+
+What a kernel made of a tensor is a small tensor of its own, and a page keeps these until it is sealed: nothing is written in
+place, which not every backend can do, and nothing has to be cleared. Sealing joins them into one tensor for each dtype, which
+the device does when it comes to it; the writer waits for that, and makes rows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from mindspore import Tensor, mint
+
+from monitor.stats.mindspore_tensors import on_host
+from monitor.stats.numpy_tensors import Raw
+from monitor.stats.partials import COLUMNS, Floats
+from monitor.stats.table import PageCopy
+
+Read = Callable[[Raw], Floats]
+"""Makes a row of the page, on the host, of what the tensor holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    tensor: Tensor
+    read: Read
+
+
+class DevicePage:
+    """A page of which the device holds what its rows are made of."""
+
+    def __init__(self, rows: int, columns: int = len(COLUMNS)) -> None:
+        self.shape = rows, columns
+        self._written: dict[int, _Written] = {}
+
+    def write(self, row: int, tensor: Tensor, read: Read) -> None:
+        """Let a row be what ``read`` makes of ``tensor``, of one dimension, which nobody changes. Does not wait."""
+        self._written[row] = _Written(tensor, read)
+
+    def new_copy(self) -> PageCopy:
+        return DevicePageCopy(self)
+
+    def clear(self) -> None:
+        self._written = {}
+
+    def forget(self, row: int) -> None:
+        self._written.pop(row, None)
+
+    def rows_now(self) -> Floats:
+        return _Joined(self._written).rows(self.shape)
+
+    def taken(self) -> _Joined:
+        """What was written, on its way to the host; the page is empty from then on."""
+        joined = _Joined(self._written)
+        self.clear()
+        return joined
+
+
+class DevicePageCopy:
+    """A sealed copy of a ``DevicePage``."""
+
+    def __init__(self, page: DevicePage) -> None:
+        self._page = page
+        self._sealed = _Joined({})
+        self.nbytes = 0
+
+    def take(self) -> None:
+        self._sealed = self._page.taken()
+        self.nbytes = self._sealed.nbytes
+
+    def rows(self) -> Floats:
+        """Raises ``EarlierFailure`` where waiting for the device meets what went wrong in training."""
+        return self._sealed.rows(self._page.shape)
+
+
+class _Joined:
+    """Tensors of several rows as one of each dtype: one transfer to the host instead of thousands.
+
+    Attributes:
+        nbytes: Their size.
+    """
+
+    def __init__(self, written: dict[int, _Written]) -> None:
+        by_dtype: dict[object, dict[int, _Written]] = {}
+        for row, one in written.items():
+            by_dtype.setdefault(one.tensor.dtype, {})[row] = one
+        self._groups = [(mint.cat([one.tensor for one in group.values()]), _sources(group)) for group in by_dtype.values()]
+        self.nbytes = sum(one.tensor.size * one.tensor.itemsize for one in written.values())
+
+    def rows(self, shape: tuple[int, int]) -> Floats:
+        """A page of that shape, 0 in rows that were not written. Waits for the device."""
+        numbers = np.zeros(shape)
+        for joined, sources in self._groups:
+            elements, start = on_host(joined), 0
+            for row, size, read in sources:
+                numbers[row] = read(elements[start : start + size])
+                start += size
+        return numbers
+
+
+def _sources(group: dict[int, _Written]) -> list[tuple[int, int, Read]]:
+    """Rows and sizes without the tensors, whose memory is free as soon as they are joined."""
+    return [(row, one.tensor.size, one.read) for row, one in group.items()]

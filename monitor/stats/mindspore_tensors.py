@@ -1,0 +1,48 @@
+"""What there is to read in a tensor of MindSpore, and whose an error is that reading meets.
+
+Operations run later than they are called, and what goes wrong in one surfaces in the first call that waits, whatever it waits
+for; then it is gone. So a read that waits may be handed an error of training's, which it must not keep to itself.
+"""
+
+from __future__ import annotations
+
+from mindspore import COOTensor, CSRTensor, Tensor
+
+from monitor.stats.numpy_tensors import Raw
+
+SPARSE = (COOTensor, CSRTensor)
+
+
+class EarlierFailure(Exception):  # noqa: N818 - it is no error of ours, and carries one
+    """An operation of training's has failed, and waiting for a tensor was told so.
+
+    Attributes:
+        error: What training would have been told at its next wait. Whoever catches this raises that.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def has_data(x: Tensor) -> bool:
+    """False for what only pretends to have any: parameters that are yet to be initialized (reading them would draw their
+    random numbers), tensors of the device ``meta``, and sparse ones, whose elements may be terms of sums.
+    """
+    return not (isinstance(x, SPARSE) or x.has_init or x.is_meta)
+
+
+def on_host(x: Tensor) -> Raw:
+    """The elements of a tensor with data. Waits for all that was called before.
+
+    The array shares the memory of a contiguous tensor in host memory; of any other it is a copy. It is read at once and not
+    kept: an optimizer writes where it stands.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    try:
+        array: Raw = x.asnumpy()
+    except Exception as error:
+        raise EarlierFailure(error) from error
+    return array
