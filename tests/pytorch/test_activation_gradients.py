@@ -496,10 +496,13 @@ def test_a_graph_that_outlives_its_steps_gathers_no_hooks(output: Output) -> Non
     kept = weight * 2
     optimizer = torch.optim.SGD([weight], lr=0.0)
     counts: list[tuple[int, int]] = []
-    with attached(output, model, optimizer, **ACTIVATIONS):
+    with attached(output, model, optimizer, **ACTIVATIONS) as monitor:
         for _ in range(4):
             model(kept).sum().backward(retain_graph=True)
             optimizer.step()
+            run = monitor._recordings[0].run
+            assert run is not None
+            run.pipeline.flush(30.0)  # a tuple that the writer is making must not be looked at: it could not be finished
             counts.append((hook_count(kept), living(input_gradients._Sum)))
 
     assert counts == [(0, 0)] * 4
