@@ -69,9 +69,11 @@ class Process:
         atexit.register(self._end)
 
     def _end(self) -> None:
-        for callback in self._at_end:
-            callback()
-        self.close_all()
+        try:
+            for callback in self._at_end:
+                callback()
+        finally:
+            self.close_all()
 
     def close_all(self) -> None:
         """At exit, before daemon threads die. All begin to close before the first is waited for."""

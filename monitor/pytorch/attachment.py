@@ -225,6 +225,7 @@ class Attachment:
 
     def _forward_begins(self, root: nn.Module, _args: Any) -> None:
         self.begun = self.begun or root.training
+        self._updates.forget_step()  # of a step that raised
         if root.training and self._recorder.active and self._gradients is not None:
             self._check_aggregation(root)
 
@@ -272,7 +273,7 @@ class Attachment:
                 self._moments.before_step(optimizer)
             if self._weights is not None:
                 self._weights.before_step()
-            self._updates.before_step()
+            self._updates.before_step(optimizer)
 
     def gradients_ready(self) -> None:
         if self._recorder.active:
@@ -396,6 +397,7 @@ class Attachment:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
+        self._updates.forget_step()
         self.modules.remove()
         self._hooks.remove()
         for collector in (self._gradients, self._stacks, self.structure, self._features):

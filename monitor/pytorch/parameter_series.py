@@ -38,13 +38,11 @@ class Computed:
         numbers: By column of partials, as ``Recorder.record_numbers`` takes them.
         x: What it is of, on the device where its numbers are.
         histogram: Elements in each bin, int64.
-        shape: That of the row, where it is not that of ``x``.
     """
 
     numbers: Mapping[int, float | Tensor]
     x: Tensor
     histogram: Tensor | None = None
-    shape: tuple[int, ...] | None = None
 
 
 class SeriesOf(Protocol):
@@ -139,8 +137,7 @@ class ParameterSeries:
             # A replica is there to have its norm compared, and this is none.
             computed = compute(parameter) if watched is not None and watched.series.kind == self._kind else None
             if watched is not None and computed is not None:
-                of = computed
-                self._recorder.record_numbers(watched, of.numbers, of.x, histogram=of.histogram, shape=of.shape)
+                self._recorder.record_numbers(watched, computed.numbers, computed.x, histogram=computed.histogram)
 
         self.each(record)
 

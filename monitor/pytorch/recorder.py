@@ -116,6 +116,10 @@ class Recorder:
             self.host, self._eps = HostKernel(eps), eps
             self._copies = Copies(eps, self.host.reduce, self._enter)
 
+    def count_magnitudes(self, wanted: bool) -> None:
+        """Count a histogram of magnitudes of every tensor from now on, or no longer."""
+        self._magnitudes = wanted
+
     def activate(self, wanted: bool) -> None:
         """Record the coming step or not. In a forked child nothing is ever recorded."""
         self.active = wanted and not self._inert
@@ -178,13 +182,13 @@ class Recorder:
         if plain and self._is_copied(x):
             self._copies.take(row, x)
             layout = self.table.layout_of(x.shape, x.dtype)
-        elif self.reduce(x, slot.page, slot.local_row + offset):
+        else:
+            if self._magnitudes:  # first: if it fails there is no row
+                self._count_magnitudes(x, slot.page, slot.local_row + offset)
+            if not self.reduce(x, slot.page, slot.local_row + offset):
+                return
             self._copies.give_up(row)
             layout = self.layout(x)
-            if self._magnitudes:
-                self._count_magnitudes(x, slot.page, slot.local_row + offset)
-        else:
-            return
         self.table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
             self._remember(x, version, row, layout)
@@ -197,7 +201,6 @@ class Recorder:
         micro_step: int = 0,
         *,
         histogram: Tensor | None = None,
-        shape: tuple[int, ...] | None = None,
     ) -> None:
         """Write a row whose numbers were computed elsewhere.
 
@@ -206,7 +209,6 @@ class Recorder:
                 device of ``x``, and are not waited for.
             x: What was measured, whose local part's shape and dtype are those of the row.
             histogram: Elements in each bin, shape of at most ``(BINS,)``, on the device of ``x``.
-            shape: That of the row, where it is not that of ``x``.
         """
         if not has_data(x):
             return
@@ -214,12 +216,11 @@ class Recorder:
             device = HOST if is_plain(x) else x.device
             slot, offset = self._slot(watched, device, micro_step)
             with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
-                write_numbers(slot.page.memory, slot.local_row + offset, numbers)
                 if histogram is not None:
                     write_histogram(self._histogram_page(slot.page, device), slot.local_row + offset, histogram)
+                write_numbers(slot.page.memory, slot.local_row + offset, numbers)
             self._copies.give_up(slot.row + offset)
-            layout = self.layout(x) if shape is None else self.table.layout_of(shape, x.dtype)
-            self.table.note(slot.row + offset, layout, NOT_AN_ALIAS)
+            self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
 
     def _is_copied(self, x: Tensor) -> bool:
         return not self._magnitudes and self._copies.takes(x)

@@ -88,6 +88,10 @@ class Recording:
         self._recorder.use(watch.config.eps, magnitudes=watch.config.counts_magnitudes)
         self.attachment.use(watch, names, schedule, collected)
 
+    def count_magnitudes(self, wanted: bool) -> None:
+        """Count histograms of magnitudes from the next tensor on, or no longer."""
+        self._recorder.count_magnitudes(wanted)
+
     def put_in_force(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
         """See ``Switched``."""
         self._put_in_force(config, schedule, collected)

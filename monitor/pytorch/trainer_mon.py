@@ -30,6 +30,7 @@ from monitor.pytorch.switching import resting
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
+from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
 
 
@@ -86,6 +87,8 @@ class TrainerMon:
     @ops.setter
     def ops(self, ops: Iterable[str]) -> None:
         self._ops = self._known(ops)
+        for recording in self._recordings:
+            recording.count_magnitudes(not set(HISTOGRAM_OPS).isdisjoint(self._ops))
 
     def set_monitor(
         self,

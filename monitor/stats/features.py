@@ -111,4 +111,5 @@ def as_scalar(partials: Partials) -> Partials:
     columns[WRITES], columns[COUNT], columns[NANS] = 0.0, there, there & np.isnan(share)
     columns[MIN] = columns[MAX] = columns[SUM] = np.where(known, share, 0.0)
     columns[SUMSQ] = columns[SUM] ** 2
+    columns[SMALLS] = known & (share == 0)
     return Partials(columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,7 @@ def count_magnitudes_there(x: Tensor) -> Tensor | None:
         if source is None:
             return None
         x = source.dense
-        edges = torch.tensor(UPPER, dtype=torch.float32, device=x.device)
+        edges = _edges(x.device)
         counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
         for piece in pieces(x, CHUNK_THERE):
             exact = _magnitudes(piece)
@@ -43,6 +44,12 @@ def count_magnitudes_there(x: Tensor) -> Tensor | None:
         counts *= source.repeats
         counts[0] += source.implicit_zeros
         return counts
+
+
+@cache
+def _edges(device: torch.device) -> Tensor:
+    """Brought to the device once: to wait for that with every tensor would be to wait for all that was launched before."""
+    return torch.tensor(UPPER, dtype=torch.float32, device=device)
 
 
 def _bins_of(magnitudes: Tensor, edges: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Te
 
 def _is_finite(x: Tensor) -> bool:
     """Whether that is certain, of numbers on the host; finite ones whose sum is not are not told apart."""
+    if x.is_complex():
+        return False
     return math.isfinite(x.sum(dtype=torch.float32 if x.itemsize < 4 else None).item())
 
 

@@ -13,6 +13,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from watching import Output, attached, train, warnings_in
 
+from monitor.merge.merging import Wanted, merge
+from monitor.merge.output import read_merged
 from monitor.sinks.hdf5 import read_hdf5
 from monitor.stats.histograms import UNIT_UPPER
 
@@ -232,3 +234,77 @@ def test_histograms_of_updates_hold_every_element(output: Output) -> None:
             assert x.size == sum(histogram)
             if not near:
                 assert np.bincount(np.searchsorted(UNIT_UPPER, x), minlength=len(UNIT_UPPER)).tolist() == histogram
+
+
+def test_what_is_not_stepped_has_no_update(output: Output) -> None:
+    """A parameter without a gradient keeps its moments, which are those of an earlier step."""
+    model = small_model()
+    optimizer = Adam(model.parameters())
+    with attached(output, model, optimizer, **ALL):
+        train(model, optimizer, 1, X)
+        for _ in range(2):
+            model(X).square().mean().backward()
+            for p in model[2].parameters():
+                p.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    for kind in ("adam_update", "adam_ratio"):
+        assert [row.step for row in output.rows(kind) if row.name == "2.weight"] == [0]
+        assert [row.step for row in output.rows(kind) if row.name == "0.weight"] == [0, 1, 2]
+
+
+def test_nan_agrees_with_nothing_in_the_first_step_either(output: Output) -> None:
+    model = small_model()
+    optimizer = Adam(model.parameters())
+    with attached(output, model, optimizer, mg_direction=True, ops=["mean", "zeros"]):
+        train(model, optimizer, 1, X * float("nan"))
+    assert [row.values for row in output.rows("other")] == [{"mean": 0.0, "zeros": 1.0}] * 4
+
+
+def test_copies_of_weights_do_not_outlive_a_step_that_raises(output: Output) -> None:
+    model = small_model()
+    optimizer = Adam(model.parameters())
+    with attached(output, model, optimizer, **ALL) as monitor:
+        updates = monitor._recordings[0].attachment._updates
+        model(X).sum().backward()
+        failing = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        failing.remove()
+        assert len(updates._ratio._before) == 4
+        model(X)
+        assert updates._ratio._before == {}
+        optimizer.register_step_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    assert updates._ratio._before == {}
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("format_name", ["csv", "hdf5"])
+def test_directions_are_there_after_a_merge(output: Output, format_name: str) -> None:
+    model = small_model()
+    optimizer = Adam(model.parameters())
+    expected = Referenced(model, optimizer)
+    with attached(output, model, optimizer, mg_direction=True, ops=["mean"], format=format_name, ndigits=15):
+        expected.train(3)
+    merge(Wanted(output.base, output.base / "merged"))
+    (table,) = (output.base / "merged" / "global").glob("mg_direction*")
+    rows = read_merged(table).to_pylist()
+    (column,) = {"mg_direction", "mean"} & set(rows[0])
+    assert {(row["name"], row["step"]): row[column] for row in rows} == pytest.approx(expected.direction)
+
+
+def test_ops_that_are_set_later_are_counted_from_then_on(output: Output) -> None:
+    model = small_model()
+    optimizer = Adam(model.parameters())
+    with attached(output, model, optimizer, wg_distribution=True, ops=["norm"]) as monitor:
+        train(model, optimizer, 1, X)
+        monitor.ops = ["norm", "underflow_fp16"]
+        train(model, optimizer, 1, X)
+    cells = {row.step: row.values.get("underflow_fp16") for row in output.rows("grad_reduced")}
+    assert cells[0] is None
+    assert cells[1] is not None

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from monitor.pytorch.features.attention import Scores
-from monitor.pytorch.features.sources import MisfitError, called_scores
+from monitor.pytorch.features.sources import NO_SCORES, SDPA, MisfitError, called_scores
 from monitor.stats.torch_modes import unseen
 
 
@@ -17,11 +17,13 @@ class CallsWithin(TorchFunctionMode):
     """Looks for the first call that an attention is made of, and hands every call on as it came.
 
     Attributes:
-        saw: Whether one was found, readable or not.
+        saw: Whether the search has ended.
+        reason: Why nothing was found, if nothing was.
     """
 
     def __init__(self, seen: Callable[[Scores], object], does_not_fit: Callable[[str], object]) -> None:
         self.saw = False
+        self.reason = NO_SCORES
         self._seen = seen
         self._does_not_fit = does_not_fit
 
@@ -42,8 +44,14 @@ class CallsWithin(TorchFunctionMode):
             self.saw = True
             self._seen(scores)
         except MisfitError as misfit:
+            if func is not SDPA:  # a product may be of something else
+                self.reason = str(misfit)
+                return
             self.saw = True
             self._does_not_fit(str(misfit))
+        except Exception as error:  # this runs amid the module's own operations
+            self.saw = True
+            self._does_not_fit(f"a call in it could not be looked at: {error!r}")
 
     def enter(self) -> None:
         """Look from now on, until ``leave``."""

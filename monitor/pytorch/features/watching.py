@@ -38,6 +38,9 @@ from monitor.stats.torch_modes import beneath, unseen
 
 MATRICES = SMALLS
 
+SWITCHING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules that compute otherwise, and to other bits, while a function mode looks on."""
+
 
 class Asked(Protocol):
     """Whom watchers ask."""
@@ -122,8 +125,7 @@ class AttentionWatcher(FeatureWatcher):
         super().__init__(module, asked)
         self._order, self._heads, self._rows = order, heads, rows
         self._open: list[CallsWithin | None] = []
-        compiled = any(_is_compiled(one) for one in module.module.modules())
-        self._looks_within = not compiled
+        self._looks_within = not any(_is_compiled(one) or isinstance(one, SWITCHING) for one in module.module.modules())
 
     def attach(self, hooks: HookSet) -> None:
         before, after = self._hook("reading Q and K", self._before), self._hook("leaving an attention", self._after)
@@ -163,10 +165,10 @@ class AttentionWatcher(FeatureWatcher):
             return
         mode = self._open.pop()
         if mode is not None:
-            found = mode.saw
+            found, reason = mode.saw, mode.reason
             mode.leave()
             if not found and result is not None:
-                self._misfit(NO_SCORES)
+                self._misfit(reason)
 
     def _seen(self, place: Place, scores: Scores) -> None:
         with beneath():
@@ -256,7 +258,7 @@ class RouterLogitWatcher(FeatureWatcher):
 
     def __init__(self, module: NamedModule, asked: Asked) -> None:
         super().__init__(module, asked)
-        self._returns_logits: bool | None = True if isinstance(module.module, nn.Linear) else None
+        self._returns_logits = isinstance(module.module, nn.Linear)
         self._open: list[tuple[Place, int | None, Routing | None] | None] = []
 
     def attach(self, hooks: HookSet) -> None:
@@ -296,9 +298,8 @@ class RouterLogitWatcher(FeatureWatcher):
         if call is None or result is None:  # that is what there is when forward raised
             return
         place, experts, formed = call
-        logits = _logits(result, experts)
-        if self._returns_logits is None:
-            self._returns_logits = logits is not None
+        # What a router returns may be what it has made of its logits: those that follow from its weight are certain.
+        logits = _logits(result, experts) if formed is None else None
         if logits is not None:
             with beneath():
                 formed = entropy_of(logits)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.pytorch.frameworks.framework import Stepped
 from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
+from monitor.pytorch.updates.stepping import made, steps_made
 from monitor.pytorch.watched_parameters import WatchedParameters
+from monitor.stats.partials import WRITES
 from monitor.stats.torch_tensors import local_shard
 from monitor.stats.torch_updates import Scratch, signed, together
 
@@ -40,6 +41,7 @@ class Moments:
         square: ``exp_avg_sq``, or the greatest that it has been.
         mean_correction: What ``mean`` is to be divided by; a tensor where the step's number is on a device.
         square_correction: The same of ``square``.
+        made: 1 where the step was made, float64, one element; 0 where the optimizer has skipped it on its own.
     """
 
     mean: Tensor
@@ -47,6 +49,7 @@ class Moments:
     mean_correction: Correction
     square_correction: Correction
     eps: float
+    made: float | Tensor
 
 
 class AdamCollector:
@@ -59,6 +62,17 @@ class AdamCollector:
         self._failures = watched.failures
         self._kernel = watched.recorder.host
         self._eps = eps
+        self._steps: dict[NamedParameter, float | Tensor] = {}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Remember how many steps were made: what is not stepped now has no update."""
+        groups, self._steps = Groups(), {}
+        self._update.each(lambda parameter: self._remember(parameter, optimizer, groups))
+
+    def _remember(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> None:
+        stepped = self._framework.stepped(parameter, optimizer)
+        if stepped is not None and (step := steps_made(stepped, groups.of(stepped) or {})) is not None:
+            self._steps[parameter] = step
 
     def after_step(self, optimizer: Optimizer) -> None:
         groups = Groups()
@@ -82,11 +96,14 @@ class AdamCollector:
         kinds = ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
         found = [self._framework.moment(kind, parameter, optimizer) for kind in kinds]
         mean, square = (None if one is None else local_shard(one) for one in found)
-        step = _step(stepped, group)
+        step = steps_made(stepped, group)
+        before = self._steps.get(parameter)
+        if step is not None and not isinstance(step, Tensor) and step == (before or 0.0):
+            return None
         if mean is None or square is None or step is None or mean.shape != square.shape or not mean.is_floating_point():
             return None
         corrections = [_correction(beta, step, group) for beta in group["betas"][:2]]
-        return Moments(mean, square, corrections[0], corrections[1], float(group["eps"]))
+        return Moments(mean, square, corrections[0], corrections[1], float(group["eps"]), made(step, before))
 
     def _count(self, moments: Moments) -> tuple[Computed, Computed]:
         updates, ratios = (signed(moments.mean, self._kernel, self._eps) for _ in range(2))
@@ -98,8 +115,10 @@ class AdamCollector:
             vector = scratch.of("vector", m, precision)
             updates.add(torch.div(m, torch.add(root, moments.eps, out=vector), out=vector))
             ratios.add(_ratio(m, root, vector))
-        made = [Computed(one.numbers(), moments.mean, one.histogram()) for one in (updates, ratios)]
-        return made[0], made[1]
+        computed = [
+            Computed({**one.numbers(), WRITES: moments.made}, moments.mean, one.histogram()) for one in (updates, ratios)
+        ]
+        return computed[0], computed[1]
 
     def _is_adam(self, optimizer: Optimizer) -> bool:
         known = any(base.__name__ in ADAMS for base in type(optimizer).__mro__)
@@ -116,15 +135,6 @@ def _ratio(mean: Tensor, root: Tensor, into: Tensor) -> Tensor:
         return torch.div(mean, root, out=into)
     neither = (mean == 0) & (root == 0)
     return torch.div(mean, root, out=into).masked_fill_(neither, 0)
-
-
-def _step(stepped: Stepped, group: Mapping[str, Any]) -> float | Tensor | None:
-    """How many steps were made; a tensor where it is on an accelerator. Some optimizers count for a group."""
-    state = stepped.optimizer.state.get(stepped.key) or {}
-    step = state.get("step", group.get("step"))
-    if isinstance(step, Tensor):
-        return step.detach().to(torch.float64) if step.device.type != "cpu" else float(step.item())
-    return None if step is None else float(step)
 
 
 def _correction(beta: float | Tensor, step: float | Tensor, group: Mapping[str, Any]) -> Correction:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -9,9 +11,10 @@ from torch.optim import Optimizer
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
+from monitor.pytorch.updates.stepping import made, steps_made
 from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.series import DIRECTION_KIND
-from monitor.stats.partials import COUNT, SUM
+from monitor.stats.partials import COUNT, SUM, WRITES
 from monitor.stats.torch_tensors import local_shard
 from monitor.stats.torch_updates import agreement
 
@@ -25,7 +28,7 @@ class DirectionCollector:
     def __init__(self, watched: WatchedParameters) -> None:
         self._series = watched.series(DIRECTION_KIND)
         self._framework = watched.framework
-        self._begins: dict[NamedParameter, int] = {}
+        self._begins: dict[NamedParameter, Computed] = {}
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         """Before the step; again for every backward of a closure."""
@@ -38,9 +41,12 @@ class DirectionCollector:
         begins, self._begins = self._begins, {}
 
         def begun(parameter: NamedParameter) -> Computed | None:
-            momentum = self._momentum(parameter, optimizer) if parameter in begins else None
-            elements = begins.get(parameter)
-            return None if momentum is None or elements is None else _share(float(elements), elements, momentum)
+            computed, momentum = begins.get(parameter), self._momentum(parameter, optimizer)
+            if computed is None or momentum is None:
+                return None
+            step = self._step(parameter, optimizer)
+            # An optimizer that skips on its own may have made its state and no step.
+            return computed if step is None else replace(computed, numbers={**computed.numbers, WRITES: made(step)})
 
         if begins:
             self._series.record_computed(begun)
@@ -52,23 +58,34 @@ class DirectionCollector:
     def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Computed | None:
         gradient = self._framework.reduced(parameter)
         held = None if gradient is None else part_like(gradient, parameter.tensor)
-        if held is None or held.layout is not torch.strided:
+        if held is None or held.layout is not torch.strided or not held.is_floating_point() or not held.numel():
             return None
         momentum = self._momentum(parameter, optimizer)
         if momentum is None:
-            self._begins[parameter] = held.numel()
+            self._begins[parameter] = _share(agreement(held, held), held)
             return None
         if momentum.numel() != held.numel() or momentum.device != held.device:
             return None  # another part of the parameter than the gradient is of
         stepped = self._framework.stepped(parameter, optimizer)
         group = None if stepped is None else groups.of(stepped)
         uphill = group is not None and bool(group.get("maximize"))
-        return _share(agreement(held, momentum.view(held.shape), uphill=uphill), held.numel(), held)
+        agreeing = agreement(held, momentum.view(held.shape), uphill=uphill)
+        step = self._step(parameter, optimizer)
+        began = 1.0 if step is None else made(step)  # a momentum of no step yet is none
+        if isinstance(began, Tensor):
+            agreeing = torch.where(began > 0, agreeing, agreement(held, held))
+        elif not began:
+            agreeing = agreement(held, held)
+        return _share(agreeing, held)
+
+    def _step(self, parameter: NamedParameter, optimizer: Optimizer) -> float | Tensor | None:
+        stepped = self._framework.stepped(parameter, optimizer)
+        return None if stepped is None else steps_made(stepped, stepped.group or {})
 
     def _momentum(self, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
         momentum = self._framework.moment("exp_avg", parameter, optimizer)
         return None if momentum is None else local_shard(momentum)
 
 
-def _share(agreeing: float | Tensor, elements: int, x: Tensor) -> Computed | None:
-    return Computed({COUNT: float(elements), SUM: agreeing}, x, shape=()) if elements else None
+def _share(agreeing: Tensor, x: Tensor) -> Computed:
+    return Computed({COUNT: float(x.numel()), SUM: agreeing}, x)

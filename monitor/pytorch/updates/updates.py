@@ -31,9 +31,11 @@ class Updates:
             AdamCollector(watched, config.eps) if config.ur_distribution else None,
         )
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         if self._ratio is not None:
             self._ratio.before_step()
+        if self._adam is not None:
+            self._adam.before_step(optimizer)
 
     def gradients_ready(self, optimizer: Optimizer | None) -> None:
         if self._direction is not None and optimizer is not None:
