@@ -38,13 +38,15 @@ class CallsWithin(TorchFunctionMode):
 
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
+            if self.reason != NO_SCORES and func is not SDPA:
+                return  # what follows the product of Q and K is one, too
             scores = called_scores(func, args, kwargs)
             if scores is None:
                 return
             self.saw = True
             self._seen(scores)
         except MisfitError as misfit:
-            if func is not SDPA:  # a product may be of something else
+            if func is not SDPA:  # it may be of something else, and what it is made of may still come
                 self.reason = str(misfit)
                 return
             self.saw = True
