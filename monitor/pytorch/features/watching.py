@@ -249,9 +249,8 @@ class RouterWeightWatcher(WeightWatcher):
 
 
 class RouterLogitWatcher(FeatureWatcher):
-    """``moe_router_logit_hook``: the logits are what the module returns, or what follows from its input and its weight.
-
-    Where the weight is gathered for forward alone it must be used before; so it is, until a call has shown what is returned.
+    """``moe_router_logit_hook``: the logits are what a linear layer returns. Of others they follow from input and weight,
+    which is read before the forward: it may be gathered for that alone.
     """
 
     kind = "moe_router_logit_hook"

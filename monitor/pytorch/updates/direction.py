@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from monitor.pytorch.frameworks.dtensor import part_like
+from monitor.pytorch.frameworks.framework import Stepped
 from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.updates.stepping import made, steps_made
@@ -41,10 +42,10 @@ class DirectionCollector:
         begins, self._begins = self._begins, {}
 
         def begun(parameter: NamedParameter) -> Computed | None:
-            computed, momentum = begins.get(parameter), self._momentum(parameter, optimizer)
-            if computed is None or momentum is None:
+            computed = begins.get(parameter)
+            if computed is None or self._momentum(parameter, optimizer) is None:
                 return None
-            step = self._step(parameter, optimizer)
+            step = _steps_of(self._framework.stepped(parameter, optimizer))
             # An optimizer that skips on its own may have made its state and no step.
             return computed if step is None else replace(computed, numbers={**computed.numbers, WRITES: made(step)})
 
@@ -70,7 +71,7 @@ class DirectionCollector:
         group = None if stepped is None else groups.of(stepped)
         uphill = group is not None and bool(group.get("maximize"))
         agreeing = agreement(held, momentum.view(held.shape), uphill=uphill)
-        step = self._step(parameter, optimizer)
+        step = _steps_of(stepped)
         began = 1.0 if step is None else made(step)  # a momentum of no step yet is none
         if isinstance(began, Tensor):
             agreeing = torch.where(began > 0, agreeing, agreement(held, held))
@@ -78,13 +79,13 @@ class DirectionCollector:
             agreeing = agreement(held, held)
         return _share(agreeing, held)
 
-    def _step(self, parameter: NamedParameter, optimizer: Optimizer) -> float | Tensor | None:
-        stepped = self._framework.stepped(parameter, optimizer)
-        return None if stepped is None else steps_made(stepped, stepped.group or {})
-
     def _momentum(self, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
         momentum = self._framework.moment("exp_avg", parameter, optimizer)
         return None if momentum is None else local_shard(momentum)
+
+
+def _steps_of(stepped: Stepped | None) -> float | Tensor | None:
+    return None if stepped is None else steps_made(stepped, stepped.group or {})
 
 
 def _share(agreeing: Tensor, x: Tensor) -> Computed:
