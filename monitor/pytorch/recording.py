@@ -213,7 +213,7 @@ class Recording:
         complete = run.close()
         lost = sum(run.pipeline.dropped.values())
         if lost or not complete:
-            said = f"{lost} steps were dropped" if lost else "not everything could be written"
+            said = f"{lost} step{' was' if lost == 1 else 's were'} dropped" if lost else "not everything could be written"
             LOGGER.warning("[rank %d] %s; see %s", self._failures.rank, said, run.directory / "manifest.json")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from launching import EVERY_STEP, Launcher, Started, until
+from launching import EVERY_STEP, Ended, Launcher, Started, until
 from recorded import Recorded, listed, only_recording, rank_directories
 
 RECORDS = EVERY_STEP | {"step_count_per_record": 5}
@@ -24,7 +24,15 @@ def test_every_step_that_ended_is_visible(launcher: Launcher, how: str, status: 
     assert sorted(recording.kinds["param_updated"])[:steps] == list(range(steps))
     assert sorted(recording.kinds["param_updated"])[steps:] in ([], [steps])
     assert recording.manifest().steps.written.count >= steps
-    assert ended.warnings == []
+    assert_only_the_step_in_progress_was_lost(ended, recording)
+
+
+def assert_only_the_step_in_progress_was_lost(ended: Ended, recording: Recorded) -> None:
+    """An exception of the user's handler may come up in the midst of handing that step on; then it is said."""
+    dropped = listed(*recording.manifest().dropped.values())
+    assert dropped in ([], [len(ended.losses)])
+    said = "[monitor] WARNING [rank 0] 1 step was dropped; see "
+    assert [warning.startswith(said) for warning in ended.warnings] == [True] * len(dropped)
 
 
 def test_a_handler_of_the_users_that_exits_also_gets_the_step_in_progress_written(launcher: Launcher) -> None:
@@ -37,7 +45,7 @@ def test_a_handler_of_the_users_that_exits_also_gets_the_step_in_progress_writte
     assert manifest.closed
     incomplete = listed(manifest.steps.incomplete)
     assert incomplete in ([], [len(ended.losses)], [len(ended.losses) + 1])
-    assert ended.warnings == []
+    assert_only_the_step_in_progress_was_lost(ended, only_recording(launcher.base))
 
 
 def test_a_handler_of_the_users_that_saves_and_goes_on_finds_training_and_recording_going_on(launcher: Launcher) -> None:
