@@ -9,17 +9,18 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from monitor.capture.clock import Clock, Schedule
+from monitor.capture.flow import observed
+from monitor.capture.hooks import HookSet
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.placement import LOCAL, Placement
-from monitor.pytorch.clock import Clock, Schedule
 from monitor.pytorch.features import FeatureCollector
-from monitor.pytorch.flow import observed
 from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.gradients import GradientCollector
-from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
+from monitor.pytorch.hooks import ModuleHook, takes_hooks
 from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.names import ModelNames, NamedModule
 from monitor.pytorch.optimizer_state import MomentCollector

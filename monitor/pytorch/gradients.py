@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from monitor.capture.clock import Clock
+from monitor.capture.hooks import HookSet, Removable
 from monitor.failures import Failures
 from monitor.pytorch.after_backward import AfterBackward, LeftGradient
-from monitor.pytorch.clock import Clock
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import HookSet, Removable
 from monitor.pytorch.parameter_series import NamedParameter, ParameterSeries, SeriesOf
 from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder

@@ -1,4 +1,4 @@
-"""Hooks that leave no trace: removed exactly, and copied or saved with a model as a callable of the standard library that
+"""Hooks of modules, which leave no trace: they are copied or saved with a model as a callable of the standard library that
 does nothing, so that a checkpoint loads where the monitor is not installed.
 """
 
@@ -6,16 +6,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-
-
-class Removable(Protocol):
-    """What frameworks return when they take a hook."""
-
-    def remove(self) -> None: ...
 
 
 class ModuleHook:
@@ -37,18 +31,3 @@ class ModuleHook:
 def takes_hooks(module: nn.Module) -> bool:
     """Whether there can be hooks on ``module``: scripted ones refuse them."""
     return not isinstance(module, torch.jit.ScriptModule)
-
-
-class HookSet:
-    """Handles of hooks that are in place."""
-
-    def __init__(self) -> None:
-        self._handles: list[Removable] = []
-
-    def add(self, handle: Removable) -> None:
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        """Take every hook away."""
-        while self._handles:
-            self._handles.pop().remove()

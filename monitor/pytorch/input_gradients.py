@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from monitor.pytorch.hooks import Removable
+from monitor.capture.hooks import Removable
 
 Write = Callable[[Tensor], None]
 Target = tuple[Node, int]

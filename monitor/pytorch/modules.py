@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from monitor.capture.clock import Clock
+from monitor.capture.flow import SeenModule
+from monitor.capture.hooks import HookSet, Removable
 from monitor.failures import Failures
 from monitor.pytorch.calls import Calls, Place, recomputing
-from monitor.pytorch.clock import Clock
-from monitor.pytorch.flow import SeenModule
 from monitor.pytorch.frameworks.dtensor import activation_placement
 from monitor.pytorch.frameworks.pipelining import rehearsing
-from monitor.pytorch.hooks import HookSet, ModuleHook, Removable, takes_hooks
+from monitor.pytorch.hooks import ModuleHook, takes_hooks
 from monitor.pytorch.input_gradients import Target, gradient_target, producers, sequence_nr, watch
 from monitor.pytorch.leaves import Leaf, input_leaves, length, output_leaves
 from monitor.pytorch.recorder import Recorder, Watched

@@ -18,11 +18,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from monitor.capture.hooks import HookSet, Removable
+from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.grad_scaler import SCALER_PATCH
-from monitor.pytorch.hooks import HookSet, Removable
-from monitor.pytorch.patches import CallListener, CallPatch
 
 CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
 """Of the function that torch puts around every ``step``, and that calls the hooks."""

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from monitor.capture.clock import Schedule
+from monitor.capture.switching import PutInForce, Switching
 from monitor.config import MonitorConfig
 from monitor.dynamic import Job
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.attachment import Attachment, Watch
-from monitor.pytorch.clock import Schedule
 from monitor.pytorch.names import ModelNames
 from monitor.pytorch.place import initialized, versions
 from monitor.pytorch.recorder import Recorder
-from monitor.pytorch.switching import PutInForce, Switching
 from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from torch import nn
 
+from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
 from monitor.pytorch.calls import recomputing
-from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
+from monitor.pytorch.hooks import ModuleHook, takes_hooks
 from monitor.ranks.output import write_whole
 
 MAX_FRAMES: Final = 64

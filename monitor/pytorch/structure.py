@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
 from monitor.pytorch.calls import recomputing
-from monitor.pytorch.hooks import HookSet, ModuleHook, takes_hooks
+from monitor.pytorch.hooks import ModuleHook, takes_hooks
 from monitor.pytorch.leaves import Leaf, described, described_result, input_leaves, output_leaves
 from monitor.ranks.output import write_whole
 

@@ -10,23 +10,23 @@ from typing import Any
 
 from torch import nn
 
+from monitor.capture.clock import Schedule
+from monitor.capture.errors import RunEnded
+from monitor.capture.metrics import Metrics, of_kinds
+from monitor.capture.switching import resting
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import is_dynamic
 from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.arguments import chunks_of, count, given
 from monitor.pytorch.attachment import Watch
-from monitor.pytorch.clock import Schedule
 from monitor.pytorch.collectives.installing import communication
-from monitor.pytorch.errors import RunEnded
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.recognition import framework_of
-from monitor.pytorch.metrics import Metrics, of_kinds
 from monitor.pytorch.names import ModelNames
 from monitor.pytorch.place import group_ranks, is_settled, place
 from monitor.pytorch.recording import ORDINALS, Recording
 from monitor.pytorch.startup import announce
-from monitor.pytorch.switching import resting
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
 from monitor.series import ACTIVATION_KINDS, CALL_KIND

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 from watching import EVERYTHING, Output, attached, train
 
-from monitor.pytorch import flow as observing
+from monitor.capture import flow as observing
 from monitor.ranks import flow
 from monitor.ranks.flow import Flow, Pass
 from monitor.ranks.records import read_manifest

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from monitor.capture.call_sites import CallSites
+from monitor.capture.communication_log import CommunicationLog
 from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
-from monitor.pytorch.collectives.call_sites import CallSites
 from monitor.pytorch.collectives.completion import Completion
 from monitor.pytorch.collectives.groups import Group, Groups
 from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
-from monitor.pytorch.collectives.log import CommunicationLog
 from monitor.pytorch.collectives.operators import Method, Operator
 from monitor.pytorch.operator_calls import Call, CallSeries, OperatorCalls
 from monitor.pytorch.place import initialized

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from monitor.capture import patches
+from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.pytorch.backward_end import when_backward_ends
 from monitor.pytorch.operator_calls import Call
-from monitor.pytorch.patches import CallListener, CallPatch
+from monitor.pytorch.patches import CallPatch
 
 Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool]
 """Told of a call, of its outputs that are there, and of their versions where another thread may change them meanwhile. Says
@@ -148,7 +150,7 @@ class Completion(CallListener):
         outputs.done(future)
         self._told_by_future.pop(id(outputs), None)  # after that, so that the end of a step finds what is not read yet
 
-    def call_ended(self, patch: CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
+    def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
         mine = self._of_thread
         latest = mine.latest
         if latest is not None and patch is WAIT and latest[0] is args[0]:
@@ -157,13 +159,13 @@ class Completion(CallListener):
         elif args and (self._pending or mine.together or patch is BEGIN_GROUP):
             self._told(patch, args[0], result)
 
-    def call_raised(self, patch: CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
+    def call_raised(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         if patch is WAIT:
             self._of_thread.latest = None
         elif patch is END_GROUP and args:
             self._of_thread.together.pop(args[0], None)
 
-    def _tell(self, patch: CallPatch, of: Any, result: Any) -> None:
+    def _tell(self, patch: patches.CallPatch, of: Any, result: Any) -> None:
         if patch is BEGIN_GROUP:
             self._of_thread.together[of] = []
         elif patch is END_GROUP:

@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
+from monitor.capture import patches
+from monitor.capture.patches import CallListener
 from monitor.pytorch.collectives.operators import Method, Operator, Overload, issuers, methods, operators, wait_operator
-from monitor.pytorch.patches import CallListener, CallPatch
+from monitor.pytorch.patches import CallPatch
 from monitor.pytorch.untraced import untraced
 
 KEY: Final = "BackendSelect"
@@ -104,7 +106,7 @@ class Interception(CallListener):
         if min(self._steps.values()) >= QUIET_STEPS:
             _destroy(self._below)
 
-    def call_begins(self, _patch: CallPatch, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
+    def call_begins(self, _patch: patches.CallPatch, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """A DistributedDataParallel is made, which communicates as soon as it is."""
         self._reducers = self._issued_below = True
         self._watch_below()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from monitor.capture.hooks import HookSet
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.pytorch.features.choosing import Chosen, chosen, warning
@@ -20,7 +21,7 @@ from monitor.pytorch.features.watching import (
 )
 from monitor.pytorch.features.weight_placement import weight_placement
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import HookSet, takes_hooks
+from monitor.pytorch.hooks import takes_hooks
 from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.names import ModelNames, NamedModule
 from monitor.pytorch.parameter_series import NamedParameter

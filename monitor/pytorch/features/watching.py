@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from monitor.capture.hooks import HookSet
 from monitor.pytorch.calls import Calls, Place, recomputing
 from monitor.pytorch.features.attention import Scores, spread
 from monitor.pytorch.features.calls_within import CallsWithin
@@ -26,7 +27,7 @@ from monitor.pytorch.features.sources import (
     tokens_of,
     whole_rows,
 )
-from monitor.pytorch.hooks import HookSet, ModuleHook
+from monitor.pytorch.hooks import ModuleHook
 from monitor.pytorch.leaves import output_leaves
 from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.names import NamedModule

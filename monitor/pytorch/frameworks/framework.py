@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from monitor.capture.hooks import Removable
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, ranks_of
 from monitor.pytorch.frameworks.dtensor import mesh_groups, placement_of
 from monitor.pytorch.frameworks.optimizers import innermost
-from monitor.pytorch.hooks import Removable
 from monitor.pytorch.optimizer_steps import OptimizerSteps, StepListener
 from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.place import group_ranks

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 from torch.optim import Optimizer
 
+from monitor.capture import patches
+from monitor.capture.hooks import Removable
+from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.pytorch.frameworks.dtensor import placed
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
-from monitor.pytorch.patches import CallListener, CallPatch
+from monitor.pytorch.patches import CallPatch
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import alike_over
 
@@ -217,7 +219,7 @@ class _Catch(CallListener):
     def remove(self) -> None:
         POST_BACKWARD.remove(self)
 
-    def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def call_begins(self, _: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._gradients.wanted:
             self._told(*args, **kwargs)
 

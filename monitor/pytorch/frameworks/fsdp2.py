@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
+from monitor.capture import patches
+from monitor.capture.hooks import Removable
+from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement
 from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.hooks import Removable
 from monitor.pytorch.parameter_series import NamedParameter
-from monitor.pytorch.patches import CallListener, CallPatch
+from monitor.pytorch.patches import CallPatch
 
 OF_A_PARAMETER: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")
 
@@ -130,13 +132,13 @@ class _Catch(CallListener):
         REDUCED.remove(self)
         KEPT.remove(self)
 
-    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not self._gradients.wanted:
             self._accumulated.clear()
         elif patch is REDUCED:  # which takes the gradients out of the list
             self._on_reduced(*args, **kwargs)
 
-    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del result
         if patch is KEPT and self._gradients.wanted:
             self._on_kept(*args, **kwargs)

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from monitor.capture.hooks import Removable
 from monitor.failures import Failures
 from monitor.placement import Placement
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients, Stepped, Steps
@@ -18,7 +19,6 @@ from monitor.pytorch.frameworks.megatron_layout import Layout
 from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, members
 from monitor.pytorch.frameworks.megatron_patches import check_version, unknown_version
 from monitor.pytorch.frameworks.megatron_steps import MegatronSteps
-from monitor.pytorch.hooks import Removable
 from monitor.pytorch.optimizer_steps import StepListener
 from monitor.pytorch.parameter_series import NamedParameter
 

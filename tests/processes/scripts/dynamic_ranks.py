@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import monitor.pytorch.switching as switching
+import monitor.capture.switching as switching
 from monitor.dynamic import Control
 from monitor.dynamic.pace import Pace
 from monitor.pytorch import TrainerMon

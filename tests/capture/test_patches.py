@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monitor.pytorch.patches import CallListener, CallPatch
+from monitor.capture.patches import CallListener, CallPatch
 
 
 class Told(CallListener):

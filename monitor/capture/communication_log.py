@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from monitor.pytorch.collectives.call_sites import CallSite
+from monitor.capture.call_sites import CallSite
 from monitor.ranks.output import write_whole
 
 LOG_FILE: Final = "communication_log.csv"

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from monitor.capture.clock import Schedule
 from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
 from monitor.dynamic import FROM_ALERT, RETURN, Control, Job, Journal, Switch
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
-from monitor.pytorch.clock import Schedule
 from monitor.ranks.manifest import MOST_CONFIGURATIONS
 from monitor.ranks.records import ConfigurationRecord
 from monitor.run import Run
