@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.pytorch.recorder import Watched
+from monitor.capture.recorder import Watched
 from monitor.ranks.flow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
 from monitor.series import KINDS
 from monitor.stats.table import NOT_AN_ALIAS, StatsTable

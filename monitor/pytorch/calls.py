@@ -8,30 +8,19 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
+from monitor.capture import calls
+from monitor.capture.calls import Place
 from monitor.pytorch.input_gradients import sequence_nr
 
 
 def recomputing() -> bool:
     """Whether a backward pass is running on this thread: a forward inside one repeats an earlier forward."""
     return torch._C._current_graph_task_id() != -1
-
-
-class Place(NamedTuple):
-    """A call of a module among those of its step.
-
-    Attributes:
-        micro_step: The micro-step of its forward.
-        call: How many calls of the module that micro-step had before.
-    """
-
-    micro_step: int
-    call: int
 
 
 @dataclass(slots=True)
@@ -53,7 +42,7 @@ class _Begun:
         return run[position] if len(run) > position and None not in run else None
 
 
-class Calls:
+class Calls(calls.Calls):
     """The calls of one module in one step.
 
     Non-reentrant checkpointing repeats calls whose graph is there already; the repetition counts for nothing. Reentrant
@@ -64,19 +53,16 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+        super().__init__()
         self._begun: dict[int, _Begun] = {}
         self._repeated: Counter[tuple[int, int]] = Counter()
 
     def begin(self, micro_step: int) -> Place:
-        """A call in forward."""
-        place = Place(micro_step, self._counts[micro_step])
-        self._counts[micro_step] += 1
+        place = super().begin(micro_step)
         self._note(place)
         return place
 
     def repeat(self) -> Place | None:
-        """A call in backward: the one it repeats, None where that has a graph or cannot be told."""
         node = torch._C._current_autograd_node()
         if not isinstance(node, BackwardCFunction) or _is_unpacking():
             return None
@@ -90,10 +76,6 @@ class Calls:
             # A checkpoint within a checkpoint: this repetition will itself be repeated.
             self._note(place)
         return place
-
-    def restart(self, micro_step: int) -> None:
-        """The micro-step begins anew: its forward failed."""
-        del self._counts[micro_step]
 
     def _note(self, place: Place) -> None:
         begun = self._begun.setdefault(threading.get_ident(), _Begun())

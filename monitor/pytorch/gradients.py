@@ -13,10 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from monitor.capture.clock import Clock
 from monitor.capture.hooks import HookSet, Removable
+from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf
 from monitor.failures import Failures
+from monitor.pytorch import tensors
 from monitor.pytorch.after_backward import AfterBackward, LeftGradient
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.parameter_series import NamedParameter, ParameterSeries, SeriesOf
 from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
 
@@ -59,8 +60,8 @@ class GradientCollector:
         self._each_micro_step = each_micro_step
         self._framework = framework
         micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
-        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, micro_steps)
-        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures)
+        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, tensors, micro_steps)
+        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures, tensors)
         self._hooks = HookSet()
         self._parameters = self._unreduced.parameters
         self._frozen = set(self._parameters)

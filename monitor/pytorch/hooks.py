@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from monitor.capture.hooks import Removable
+
 
 class ModuleHook:
     """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` walk through."""
@@ -31,3 +33,17 @@ class ModuleHook:
 def takes_hooks(module: nn.Module) -> bool:
     """Whether there can be hooks on ``module``: scripted ones refuse them."""
     return not isinstance(module, torch.jit.ScriptModule)
+
+
+def before_forward(module: nn.Module, call: Callable[..., None]) -> Removable:
+    """Have ``call(module, args, kwargs)`` called before each forward."""
+    return module.register_forward_pre_hook(ModuleHook(call), with_kwargs=True)
+
+
+def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool = False) -> Removable:
+    """Have ``call(module, args, kwargs, result)`` called after each forward.
+
+    Args:
+        always: Also where it has raised, then with None, and while that exception is being handled.
+    """
+    return module.register_forward_hook(ModuleHook(call), with_kwargs=True, always_call=always)

@@ -24,6 +24,28 @@ Edge = tuple[Node, int]
 """A producer: the node and the index of its ``next_functions`` through which it feeds a target."""
 
 sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+recording: Callable[[], bool] = torch.is_grad_enabled
+
+
+def requires_grad(x: Tensor) -> bool:
+    return x.requires_grad
+
+
+def made_since(x: Tensor, start: int) -> bool:
+    """Whether ``x`` is the result of a node with this number or a later one: its hooks go with the graph."""
+    return x.grad_fn is not None and x.grad_fn._sequence_nr() >= start
+
+
+def on_gradient(x: Tensor, write: Write) -> Removable:
+    """Call ``write(gradient)`` with the whole gradient of ``x``."""
+    handle: Removable = x.register_hook(write)
+    return handle
+
+
+def backward_begins(x: Tensor, call: Write) -> None:
+    """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
+    if x.requires_grad and x.grad_fn is not None:
+        x.register_hook(call)
 
 
 def gradient_target(x: Tensor) -> Target:

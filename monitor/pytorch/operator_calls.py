@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monitor.pytorch.recorder import LateRows, Recorder, has_data
+from monitor.capture.recorder import LateRows
+from monitor.pytorch.recorder import Recorder, has_data
 from monitor.series import Series
 from monitor.stats.host_memory import HostPage
 from monitor.stats.table import Page, Slot

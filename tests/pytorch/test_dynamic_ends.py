@@ -16,7 +16,9 @@ from switched import GRADIENTS, Training, our_threads, training
 from torch import nn
 from watching import Output, footprint, warnings_in
 
-from monitor.pytorch import attachment as attachments
+from monitor.capture import attachment as attachments
+from monitor.capture import trainer_mon
+from monitor.pytorch import backend
 
 OF_THE_PROCESS = "monitor-signals"
 
@@ -30,7 +32,10 @@ def fails(*_: Any, **__: Any) -> None:
     raise RuntimeError("out of order")
 
 
-@pytest.mark.parametrize("broken", ["GradientCollector", "WeightCollector", "ModelNames"])
+@pytest.mark.parametrize(
+    "broken",
+    [f"{backend.__name__}.new_gradients", f"{attachments.__name__}.WeightCollector", f"{trainer_mon.__name__}.ModelNames"],
+)
 def test_what_cannot_be_put_in_force_is_said_and_nothing_is_recorded_until_the_next_change(
     output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
@@ -38,8 +43,7 @@ def test_what_cannot_be_put_in_force_is_said_and_nothing_is_recorded_until_the_n
         plain = footprint(nn.Sequential(), one.optimizer)
         one.train(3)
         with monkeypatch.context() as patched:
-            where = "monitor.pytorch.trainer_mon" if broken == "ModelNames" else attachments.__name__
-            patched.setattr(f"{where}.{broken}", fails)
+            patched.setattr(broken, fails)
             one.edit(**GRADIENTS, param_distribution=True, xy_distribution=True)
             one.train(3)
         assert footprint(one.model, one.optimizer) == plain
@@ -55,7 +59,7 @@ def test_a_first_step_that_cannot_be_begun_with_keeps_training_and_the_next_chan
 ) -> None:
     with training(output, **GRADIENTS) as one:
         with monkeypatch.context() as patched:
-            patched.setattr(f"{attachments.__name__}.GradientCollector", fails)
+            patched.setattr(f"{backend.__name__}.new_gradients", fails)
             one.train(2)
         one.edit(**GRADIENTS, step_interval=2)
         one.train(3)
@@ -120,7 +124,10 @@ def test_a_thousand_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind
     before, objects, memory = held_by(one), living(), resident_bytes()
     switch(one, 900, **many)
     assert held_by(one) == before
-    assert (living() - objects).total() < 200
+    deadline = time.monotonic() + 20
+    while (more := (living() - objects).total()) >= 200 and time.monotonic() < deadline:
+        time.sleep(0.1)  # the writer may be at the manifest, all of which it holds twice then
+    assert more < 200
     assert resident_bytes() - memory < 8 * 2**20
     assert footprint(one.model, one.optimizer) == off
     one.monitor.close()

@@ -257,7 +257,7 @@ def test_only_the_first_collected_step_is_looked_at(output: Output, monkeypatch:
         looked.append(1)
         return observed(*args)
 
-    monkeypatch.setattr("monitor.pytorch.attachment.observed", counted)
+    monkeypatch.setattr("monitor.capture.attachment.observed", counted)
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     with attached(output, model, optimizer, **{**EVERYTHING, "start_step": 2}):

@@ -213,9 +213,9 @@ def test_nothing_of_a_step_is_kept_after_it(output: Output) -> None:
     optimizer = Adam(model.parameters())
     with attached(output, model, optimizer, **ALL) as monitor:
         train(model, optimizer, 1, X)
-        updates = monitor._recordings[0].attachment._updates
-        assert updates._ratio._before == {}
-        assert updates._direction._begins == {}
+        ratio, direction, _ = monitor._recordings[0].attachment._updates._collectors
+        assert ratio._before == {}
+        assert direction._begins == {}
 
 
 def test_histograms_of_updates_hold_every_element(output: Output) -> None:
@@ -265,19 +265,19 @@ def test_copies_of_weights_do_not_outlive_a_step_that_raises(output: Output) -> 
     model = small_model()
     optimizer = Adam(model.parameters())
     with attached(output, model, optimizer, **ALL) as monitor:
-        updates = monitor._recordings[0].attachment._updates
+        ratio, *_ = monitor._recordings[0].attachment._updates._collectors
         model(X).sum().backward()
         failing = optimizer.register_step_pre_hook(fail)
         with pytest.raises(ArithmeticError):
             optimizer.step()
         failing.remove()
-        assert len(updates._ratio._before) == 4
+        assert len(ratio._before) == 4
         model(X)
-        assert updates._ratio._before == {}
+        assert ratio._before == {}
         optimizer.register_step_pre_hook(fail)
         with pytest.raises(ArithmeticError):
             optimizer.step()
-    assert updates._ratio._before == {}
+    assert ratio._before == {}
 
 
 def fail(*_: Any) -> None:

@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
+from monitor.capture.names import ModelNames, NamedModule
 from monitor.config import MonitorConfig
 from monitor.pytorch.features.sources import matrix_of
-from monitor.pytorch.names import ModelNames, NamedModule
 from monitor.selection import Unmatched, told
 
 SUFFIXES: Final = {

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from monitor.capture.hooks import HookSet
+from monitor.capture.modules import ModuleCollector
+from monitor.capture.names import ModelNames, NamedModule
+from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.pytorch.features.choosing import Chosen, chosen, warning
@@ -22,9 +25,6 @@ from monitor.pytorch.features.watching import (
 from monitor.pytorch.features.weight_placement import weight_placement
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.hooks import takes_hooks
-from monitor.pytorch.modules import ModuleCollector
-from monitor.pytorch.names import ModelNames, NamedModule
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.ownership import Ownership
 from monitor.series import Series
 

@@ -8,8 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from monitor.capture.calls import Place
 from monitor.capture.hooks import HookSet
-from monitor.pytorch.calls import Calls, Place, recomputing
+from monitor.capture.modules import ModuleCollector
+from monitor.capture.names import NamedModule
+from monitor.capture.parameter_series import NamedParameter
+from monitor.capture.recorder import Watched
+from monitor.pytorch.calls import Calls, recomputing
 from monitor.pytorch.features.attention import Scores, spread
 from monitor.pytorch.features.calls_within import CallsWithin
 from monitor.pytorch.features.choosing import SUFFIXES
@@ -28,11 +33,7 @@ from monitor.pytorch.features.sources import (
     whole_rows,
 )
 from monitor.pytorch.hooks import ModuleHook
-from monitor.pytorch.leaves import output_leaves
-from monitor.pytorch.modules import ModuleCollector
-from monitor.pytorch.names import NamedModule
-from monitor.pytorch.parameter_series import NamedParameter
-from monitor.pytorch.recorder import Watched
+from monitor.pytorch.leaves import LEAVES
 from monitor.series import Series
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 from monitor.stats.torch_modes import beneath, unseen
@@ -306,7 +307,7 @@ class RouterLogitWatcher(FeatureWatcher):
         if formed is None:
             self._misfit(NO_LOGITS)
             return
-        for leaf in output_leaves(result)[:1]:
+        for leaf in LEAVES.outputs(result)[:1]:
             self._record(place.call, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor, place.micro_step)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from monitor.capture.parameter_series import NamedParameter
 from monitor.placement import Placement
 from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.ownership import alike_over
 
 

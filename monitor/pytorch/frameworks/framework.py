@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from monitor.capture.hooks import Removable
+from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, ranks_of
 from monitor.pytorch.frameworks.dtensor import mesh_groups, placement_of
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.optimizer_steps import OptimizerSteps, StepListener
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
@@ -161,7 +161,8 @@ class Framework:
 
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         """What this rank holds of the weight that the optimizer steps: the master weight where there is one."""
-        return parameter.tensor
+        weight: Tensor = parameter.tensor
+        return weight
 
     def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
         """What this rank holds of a moment.

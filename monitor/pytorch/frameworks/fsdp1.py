@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from monitor.capture import patches
 from monitor.capture.hooks import Removable
+from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.pytorch.frameworks.dtensor import placed
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.patches import CallPatch
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import alike_over

@@ -17,12 +17,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 
 from monitor.capture import patches
 from monitor.capture.hooks import Removable
+from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement
 from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.patches import CallPatch
 
 OF_A_PARAMETER: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from monitor.capture.hooks import Removable
+from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
 from monitor.placement import Placement
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients, Stepped, Steps
@@ -20,7 +21,6 @@ from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, member
 from monitor.pytorch.frameworks.megatron_patches import check_version, unknown_version
 from monitor.pytorch.frameworks.megatron_steps import MegatronSteps
 from monitor.pytorch.optimizer_steps import StepListener
-from monitor.pytorch.parameter_series import NamedParameter
 
 MEAN: Final = "a rank's own sum over its micro-batches; their mean over the data- and context-parallel ranks is grad_reduced"
 PER_TOKEN: Final = (

@@ -12,8 +12,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
+from monitor.capture.parameter_series import NamedParameter
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION, alike_over
 

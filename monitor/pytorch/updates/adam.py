@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.pytorch.parameter_series import Computed, NamedParameter
+from monitor.capture.parameter_series import Computed, NamedParameter
+from monitor.capture.updates import UpdateCollector
+from monitor.capture.watched_parameters import WatchedParameters
 from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.updates.stepping import made, steps_made
-from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.stats.partials import WRITES
 from monitor.stats.torch_tensors import local_shard
 from monitor.stats.torch_updates import Scratch, signed, together
@@ -52,7 +53,7 @@ class Moments:
     made: float | Tensor
 
 
-class AdamCollector:
+class AdamCollector(UpdateCollector):
     """``adam_update`` and ``adam_ratio``."""
 
     def __init__(self, watched: WatchedParameters, eps: float) -> None:
@@ -74,7 +75,9 @@ class AdamCollector:
         if stepped is not None and (step := steps_made(stepped, groups.of(stepped) or {})) is not None:
             self._steps[parameter] = step
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            return
         groups = Groups()
         counted: dict[NamedParameter, Computed] = {}
 

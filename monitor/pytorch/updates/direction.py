@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from monitor.capture.parameter_series import Computed, NamedParameter
+from monitor.capture.updates import UpdateCollector
+from monitor.capture.watched_parameters import WatchedParameters
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.framework import Stepped
-from monitor.pytorch.parameter_series import Computed, NamedParameter
 from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.updates.stepping import made, steps_made
-from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM, WRITES
 from monitor.stats.torch_tensors import local_shard
 from monitor.stats.torch_updates import agreement
 
 
-class DirectionCollector:
+class DirectionCollector(UpdateCollector):
     """Compares the reduced gradient with the momentum before the step.
 
     In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
@@ -32,28 +33,26 @@ class DirectionCollector:
         self._begins: dict[NamedParameter, Computed] = {}
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
-        """Before the step; again for every backward of a closure."""
         self._begins.clear()
         groups = Groups()
         self._series.record_computed(lambda parameter: self._compared(parameter, optimizer, groups))
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer | None) -> None:
         """Of what had no momentum before the step and has one now."""
         begins, self._begins = self._begins, {}
 
         def begun(parameter: NamedParameter) -> Computed | None:
             computed = begins.get(parameter)
-            if computed is None or self._momentum(parameter, optimizer) is None:
+            if computed is None or optimizer is None or self._momentum(parameter, optimizer) is None:
                 return None
             step = _steps_of(self._framework.stepped(parameter, optimizer))
             # An optimizer that skips on its own may have made its state and no step.
             return computed if step is None else replace(computed, numbers={**computed.numbers, WRITES: made(step)})
 
-        if begins:
+        if begins and optimizer is not None:
             self._series.record_computed(begun)
 
     def forget_step(self) -> None:
-        """The step was skipped, or has ended."""
         self._begins.clear()
 
     def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Computed | None:

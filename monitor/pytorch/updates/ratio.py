@@ -6,17 +6,20 @@ and for that a copy of those that are watched is kept from before the step until
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from monitor.pytorch.parameter_series import Computed, NamedParameter
-from monitor.pytorch.watched_parameters import WatchedParameters
+from monitor.capture.parameter_series import Computed, NamedParameter
+from monitor.capture.updates import UpdateCollector
+from monitor.capture.watched_parameters import WatchedParameters
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 from monitor.stats.torch_tensors import local_shard
 from monitor.stats.torch_updates import squares_of_update
 
 
-class RatioCollector:
+class RatioCollector(UpdateCollector):
     """Norm of the update over norm of the weight before it, for each parameter."""
 
     def __init__(self, watched: WatchedParameters) -> None:
@@ -24,18 +27,19 @@ class RatioCollector:
         self._framework = watched.framework
         self._before: dict[NamedParameter, Tensor] = {}
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Any) -> None:
+        del optimizer
         self._before.clear()
         self._series.each(self._keep)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Any) -> None:
+        del optimizer
         try:
             self._series.record_computed(self._compared)
         finally:
             self._before.clear()
 
     def forget_step(self) -> None:
-        """The step was skipped, or has ended."""
         self._before.clear()
 
     def _keep(self, parameter: NamedParameter) -> None:

@@ -30,7 +30,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from watching import Output, Row
 
-from monitor.pytorch import TrainerMon, trainer_mon
+from monitor.capture import trainer_mon
+from monitor.pytorch import TrainerMon
 from monitor.ranks.records import ManifestRecord, read_manifest
 from monitor.ranks.series_file import MeasuredSeries, read_series
 

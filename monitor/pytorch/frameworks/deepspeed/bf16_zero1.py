@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from monitor.capture.hooks import Removable
+from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.placement import Placement
@@ -16,7 +17,6 @@ from monitor.pytorch.frameworks.deepspeed.patches import REDUCE_PATCH
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece
 from monitor.pytorch.frameworks.deepspeed.zero12 import end_to_end, laid_out
 from monitor.pytorch.frameworks.framework import LocalGradients
-from monitor.pytorch.parameter_series import NamedParameter
 
 IN_A_PIPELINE: Final = "missing: the engine of a pipeline adds up and aggregates gradients in one go"
 

@@ -8,13 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
+from monitor.capture.backend import Backend
 from monitor.capture.hooks import HookSet
+from monitor.capture.leaves import Leaf, described
 from monitor.failures import Failures
-from monitor.pytorch.calls import recomputing
-from monitor.pytorch.hooks import ModuleHook, takes_hooks
-from monitor.pytorch.leaves import Leaf, described, described_result, input_leaves, output_leaves
 from monitor.ranks.output import write_whole
 
 Description = dict[str, str]
@@ -27,16 +24,17 @@ class StructureCollector:
     be there, which are those of tensors that require one.
     """
 
-    def __init__(self, failures: Failures) -> None:
+    def __init__(self, failures: Failures, backend: Backend) -> None:
+        self._backend, self._leaves = backend, backend.leaves
         self._failures = failures
         self._hooks = HookSet()
         self._structure: dict[str, dict[str, Description]] = {}
 
-    def watch(self, key: str, module: nn.Module) -> None:
+    def watch(self, key: str, module: Any) -> None:
         """Describe ``module`` under ``key`` (``{vpp_stage}:{name}``)."""
-        if takes_hooks(module):
+        if self._backend.takes_hooks(module):
             hook = self._failures.guarded("describing the structure", partial(self._describe, key), of=key)
-            self._hooks.add(module.register_forward_hook(ModuleHook(hook), with_kwargs=True))
+            self._hooks.add(self._backend.after_forward(module, hook))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -50,20 +48,20 @@ class StructureCollector:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(self._structure, indent=4, ensure_ascii=False).encode())
 
-    def _describe(self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if key in self._structure or not module.training or recomputing():
+    def _describe(self, key: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if key in self._structure or not self._backend.trains(module) or self._backend.repeating():
             return
-        inputs, outputs = input_leaves(args, kwargs), output_leaves(result)
-        taken, given = described(args, kwargs), described_result(result)
+        inputs, outputs = self._leaves.inputs(args, kwargs), self._leaves.outputs(result)
+        taken, given = described(args, kwargs), self._leaves.described_result(result)
         self._structure[key] = {
             "input": _leaves(taken, inputs),
             "output": _leaves(given, outputs),
-            "input_grad": _leaves(taken, inputs, _requires_grad),
-            "output_grad": _leaves(given, outputs, _requires_grad),
+            "input_grad": _leaves(taken, inputs, self._backend.graph.requires_grad),
+            "output_grad": _leaves(given, outputs, self._backend.graph.requires_grad),
         }
 
 
-def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Tensor], bool] = lambda _: True) -> Description:
+def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Any], bool] = lambda _: True) -> Description:
     lone = config == "tensor"
     described = {}
     for leaf in leaves:
@@ -71,7 +69,3 @@ def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Tensor], bool] = 
             key = "tensor" if lone else leaf.suffix.removeprefix("_") or "0"
             described[key] = f"size={tuple(leaf.tensor.shape)}, dtype={leaf.tensor.dtype}"
     return {"config": config, **described}
-
-
-def _requires_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad

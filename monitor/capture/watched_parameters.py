@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf, Tensors
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.parameter_series import NamedParameter, ParameterSeries, SeriesOf
-from monitor.pytorch.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +15,12 @@ class WatchedParameters:
     """The parameters of one attachment, where their numbers are, and where these go."""
 
     parameters: Sequence[NamedParameter]
-    recorder: Recorder
+    recorder: Any
     series_of: SeriesOf
     failures: Failures
-    framework: Framework
+    framework: Any
+    tensors: Tensors
 
     def series(self, kind: str) -> ParameterSeries:
         """The series of one kind."""
-        return ParameterSeries(kind, self.parameters, self.recorder, self.series_of, self.failures)
+        return ParameterSeries(kind, self.parameters, self.recorder, self.series_of, self.failures, self.tensors)

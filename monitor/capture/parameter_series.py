@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
-
+from monitor.capture.recorder import Recorder, Watched
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.dtensor import layout_of
-from monitor.pytorch.recorder import Recorder, Watched
 from monitor.series import GRADIENT_KINDS, NO_MICRO_STEP, Series
-from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +23,7 @@ class NamedParameter:
 
     chunk: int
     name: str
-    tensor: nn.Parameter
+    tensor: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +36,30 @@ class Computed:
         histogram: Elements in each bin, int64.
     """
 
-    numbers: Mapping[int, float | Tensor]
-    x: Tensor
-    histogram: Tensor | None = None
+    numbers: Mapping[int, Any]
+    x: Any
+    histogram: Any = None
 
 
 class SeriesOf(Protocol):
     """Says what this rank records of a kind of a parameter."""
 
-    def __call__(self, kind: str, parameter: NamedParameter, seen: Tensor | None = None) -> Series | None:
+    def __call__(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
         """The series; None where the rank leaves it to another one that holds the same numbers.
 
         Args:
             seen: A tensor that says itself what other ranks hold, where the parameter does not tell.
         """
+
+
+class Tensors(Protocol):
+    """What is to be known of a framework's tensors."""
+
+    def layout_of(self, x: Any) -> object | None:
+        """How a tensor that knows it is laid out over ranks; compares. None for any other tensor."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """What is computed inside is recorded by no graph, and changes nothing of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +80,17 @@ class ParameterSeries:
         recorder: Recorder,
         series_of: SeriesOf,
         failures: Failures,
+        tensors: Tensors,
         micro_steps: tuple[int, ...] = (NO_MICRO_STEP,),
     ) -> None:
         self._kind = kind
+        self._tensors = tensors
         self._recorder = recorder
         self._series_of = series_of
         self._failures = failures
         self._micro_steps = micro_steps
         every = list(parameters)
-        self._undecided = {one for one in every if _shows_when_seen(kind, one)}
+        self._undecided = {one for one in every if self._shows_when_seen(one)}
         self._seen: dict[NamedParameter, _AsSeen] = {}
         decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}
         self._watched = decided
@@ -96,7 +104,7 @@ class ParameterSeries:
     def __len__(self) -> int:
         return len(self._parameters)
 
-    def record(self, parameter: NamedParameter, x: Tensor, micro_step: int = 0) -> None:
+    def record(self, parameter: NamedParameter, x: Any, micro_step: int = 0) -> None:
         """Record one parameter's tensor, if this rank does. Of a replica the last micro-step stands for all."""
         try:
             watched = self._series_for(parameter, x)
@@ -106,9 +114,9 @@ class ParameterSeries:
         except Exception as error:
             self._missing(parameter.name, error)
 
-    def record_all(self, tensor_of: Callable[[NamedParameter], Tensor | None]) -> None:
+    def record_all(self, tensor_of: Callable[[NamedParameter], Any]) -> None:
         """Record what ``tensor_of`` finds for each parameter; where it finds nothing there is no row."""
-        found: list[tuple[Watched, Tensor]] = []
+        found: list[tuple[Watched, Any]] = []
         for parameter in self._parameters:
             try:
                 x = tensor_of(parameter)
@@ -122,7 +130,7 @@ class ParameterSeries:
 
     def each(self, look: Callable[[NamedParameter], object]) -> None:
         """Look at each parameter. One that cannot be read does not hide the others."""
-        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+        with self._tensors.computing():
             for parameter in self._parameters:
                 try:
                     look(parameter)
@@ -141,17 +149,17 @@ class ParameterSeries:
 
         self.each(record)
 
-    def _watch(self, parameter: NamedParameter, seen: Tensor | None = None) -> Watched | None:
+    def _watch(self, parameter: NamedParameter, seen: Any = None) -> Watched | None:
         series = self._series_of(self._kind, parameter, seen)
         if series is None:
             return None
         return Watched(series, self._micro_steps if series.kind == self._kind else (NO_MICRO_STEP,))
 
-    def _series_for(self, parameter: NamedParameter, x: Tensor) -> Watched | None:
+    def _series_for(self, parameter: NamedParameter, x: Any) -> Watched | None:
         """The series that ``x`` belongs to; None where this rank has none of it."""
         if parameter not in self._undecided:
             return self._watched.get(parameter)
-        layout = layout_of(x)
+        layout = self._tensors.layout_of(x)
         if parameter not in self._seen:
             self._seen[parameter] = _AsSeen(layout, self._watch(parameter, x))
         if self._seen[parameter].layout == layout:
@@ -167,9 +175,8 @@ class ParameterSeries:
     def _missing(self, name: str, error: Exception) -> None:
         self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=name)
 
-
-def _shows_when_seen(kind: str, parameter: NamedParameter) -> bool:
-    """Whether only the tensor tells what other ranks hold: the gradient of a replicated parameter may be a term of a sum, and
-    that of one that is cut may be whole on every rank.
-    """
-    return kind in GRADIENT_KINDS and layout_of(parameter.tensor) is not None
+    def _shows_when_seen(self, parameter: NamedParameter) -> bool:
+        """Whether only the tensor tells what other ranks hold: the gradient of a replicated parameter may be a term of a sum,
+        and that of one that is cut may be whole on every rank.
+        """
+        return self._kind in GRADIENT_KINDS and self._tensors.layout_of(parameter.tensor) is not None

@@ -5,25 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from monitor.capture.attachment import Attachment, Watch
+from monitor.capture.backend import Backend, Communication
 from monitor.capture.clock import Schedule
+from monitor.capture.names import ModelNames
 from monitor.capture.switching import PutInForce, Switching
 from monitor.config import MonitorConfig
 from monitor.dynamic import Job
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
-from monitor.pytorch.attachment import Attachment, Watch
-from monitor.pytorch.names import ModelNames
-from monitor.pytorch.place import initialized, versions
-from monitor.pytorch.recorder import Recorder
 from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
 from monitor.stats.table import combined_micro_steps
-
-if TYPE_CHECKING:  # it cannot be imported where torch has no torch.distributed
-    from monitor.pytorch.collectives.communication import Communication
 
 ORDINALS: Final = itertools.count()
 """Ranks that call set_monitor as often agree on a name for each call."""
@@ -50,8 +46,10 @@ class Recording:
         where: Callable[[], Place],
         ordinal: int,
         failures: Failures,
+        backend: Backend,
         start_step: int = 0,
     ) -> None:
+        self._backend = backend
         self.series = SeriesTable()
         self._config = config
         self._config_path = config_path
@@ -60,7 +58,7 @@ class Recording:
         self._failures = failures
         self._ordinal = ordinal
         self._start_step = start_step
-        self._recorder = Recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
+        self._recorder = backend.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
         self._opened: Run | None = None
         self._closed = False
         self._communication: Communication | None = None
@@ -104,7 +102,13 @@ class Recording:
         """See ``Switched``."""
         here = self._where()
         identity = identity_of(here, self._ordinal, self._failures) if self.run is None else self.run.identity
-        return Job(here.rank, here.world_size, here.store, f"monitor/dynamic/{identity.job_id}/{self._ordinal}", initialized)
+        return Job(
+            here.rank,
+            here.world_size,
+            here.store,
+            f"monitor/dynamic/{identity.job_id}/{self._ordinal}",
+            self._backend.initialized,
+        )
 
     def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
         """Hook the model and the optimizer, in place of what was hooked before."""
@@ -113,7 +117,7 @@ class Recording:
             # The step in progress goes on under its number, and would stand twice if what it has so far were kept.
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, self.attachment.schedule
-        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, *rest)
+        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, self._backend, *rest)
 
     def open(self) -> Run:
         """The run, begun now if it was not: before the first record at the latest, when rank and job are known."""
@@ -129,7 +133,7 @@ class Recording:
                 self._ordinal,
                 beside,
                 self.series,
-                versions(),
+                self._backend.versions(),
                 self._failures,
             )
             OPEN.add(self)

@@ -6,32 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
+from monitor.capture.backend import Backend, Features, Framework, Gradients
 from monitor.capture.clock import Clock, Schedule
 from monitor.capture.flow import observed
 from monitor.capture.hooks import HookSet
+from monitor.capture.names import ModelNames, NamedModule
+from monitor.capture.optimizer_state import MomentCollector
+from monitor.capture.parameter_series import NamedParameter
+from monitor.capture.parameters import WeightCollector
+from monitor.capture.recorder import Recorder, Watched
+from monitor.capture.stacks import StackCollector
+from monitor.capture.structure import StructureCollector
+from monitor.capture.updates import Updates
+from monitor.capture.watched_parameters import WatchedParameters
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.placement import LOCAL, Placement
-from monitor.pytorch.features import FeatureCollector
-from monitor.pytorch.frameworks.dtensor import placement_of
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.gradients import GradientCollector
-from monitor.pytorch.hooks import ModuleHook, takes_hooks
-from monitor.pytorch.modules import ModuleCollector
-from monitor.pytorch.names import ModelNames, NamedModule
-from monitor.pytorch.optimizer_state import MomentCollector
-from monitor.pytorch.parameter_series import NamedParameter
-from monitor.pytorch.parameters import WeightCollector
-from monitor.pytorch.place import has_others
-from monitor.pytorch.recorder import Recorder, Watched
-from monitor.pytorch.stacks import StackCollector
-from monitor.pytorch.structure import StructureCollector
-from monitor.pytorch.updates.updates import Updates
-from monitor.pytorch.watched_parameters import WatchedParameters
 from monitor.ranks.ownership import Ownership
 from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, REPLICA_KIND, Series
@@ -56,7 +47,7 @@ class Watch:
         ops: The statistics to write; asked at every seal, since they may be changed.
     """
 
-    chunks: Sequence[nn.Module]
+    chunks: Sequence[Any]
     framework: Framework
     grad_acc_steps: int
     config: MonitorConfig
@@ -84,13 +75,15 @@ class Attachment:
         run: Callable[[], Run],
         start_step: int,
         failures: Failures,
+        backend: Backend,
         collected: int = 0,
         schedule: Schedule | None = None,
     ) -> None:
+        self._backend = backend
         self.watch = watch
         self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
-        self.structure = StructureCollector(failures) if watch.config.print_struct else None
+        self.structure = StructureCollector(failures, backend) if watch.config.print_struct else None
         self.on_first_step: Callable[[], None] | None = None
         self.at_boundary: Callable[[int], object] = _nobody
         self.begun = False
@@ -104,13 +97,13 @@ class Attachment:
         self._introduced = False
         self._forks = PROCESS.forks
         self._hooks = HookSet()
-        self.modules = ModuleCollector(recorder, self.clock, failures)
+        self.modules = backend.new_modules(recorder, self.clock, failures)
         self._stacks: StackCollector | None = None
-        self._gradients: GradientCollector | None = None
+        self._gradients: Gradients | None = None
         self._weights: WeightCollector | None = None
         self._moments: MomentCollector | None = None
         self._updates = Updates()
-        self._features: FeatureCollector | None = None
+        self._features: Features | None = None
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
@@ -135,7 +128,7 @@ class Attachment:
         """Between two steps: watch nothing, and collect none, until ``use``."""
         self.schedule = Schedule(self.clock.step, 1, 0)
         self._remove_hooks()
-        self.modules = ModuleCollector(self._recorder, self.clock, self._failures)
+        self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
         self._stacks = self._gradients = self._weights = self._moments = self._features = None
         self._updates = Updates()
 
@@ -148,7 +141,7 @@ class Attachment:
         if config.xy_distribution:
             self.watch_activations(modules)
         if config.recording_l2_features:
-            self._features = FeatureCollector(self._names, config, self.modules, watch.framework, watch.ownership)
+            self._features = self._backend.new_features(self._names, config, self.modules, watch.framework, watch.ownership)
         if config.stack_info and watch.ownership.monitored:
             self._stacks = self._attach_stacks(modules)
         if self.structure is not None:
@@ -156,19 +149,19 @@ class Attachment:
                 self.structure.watch(_key(module), module.module)
         if config.wg_distribution:
             self._gradients = self._attach_gradients(parameters)
-        watched = WatchedParameters(parameters, self._recorder, self._series_of, self._failures, watch.framework)
+        watched = WatchedParameters(parameters, self._recorder, self._series_of, self._failures, watch.framework, self._backend)
         self._weights = WeightCollector(watched) if config.param_distribution else None
         self._moments = MomentCollector(watched) if config.mv_distribution else None
-        self._updates = Updates.wanted(config, watched)
+        self._updates = self._backend.new_updates(config, watched)
         self._attach_beginning()
 
     def _attach_beginning(self) -> None:
-        begins = ModuleHook(self._failures.guarded("beginning a forward", self._forward_begins))
-        ends = ModuleHook(self._failures.guarded("ending a forward", self._forward_ends))
-        for root in filter(takes_hooks, self.watch.chunks):
-            self._hooks.add(root.register_forward_pre_hook(begins))
+        begins = self._failures.guarded("beginning a forward", self._forward_begins)
+        ends = self._failures.guarded("ending a forward", self._forward_ends)
+        for root in filter(self._backend.takes_hooks, self.watch.chunks):
+            self._hooks.add(self._backend.before_forward(root, begins))
             if self._gradients is not None:
-                self._hooks.add(root.register_forward_hook(ends))
+                self._hooks.add(self._backend.after_forward(root, ends))
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -183,14 +176,14 @@ class Attachment:
             self.watch_activations()
 
     def _attach_stacks(self, modules: Sequence[NamedModule]) -> StackCollector:
-        stacks = StackCollector(self._failures)
+        stacks = StackCollector(self._failures, self._backend)
         for module in modules:
             if module.wanted is not None:
                 stacks.watch(_key(module), module.module)
         return stacks
 
-    def _attach_gradients(self, parameters: Sequence[NamedParameter]) -> GradientCollector:
-        return GradientCollector(
+    def _attach_gradients(self, parameters: Sequence[NamedParameter]) -> Gradients:
+        return self._backend.new_gradients(
             parameters,
             self._recorder,
             self.clock,
@@ -201,7 +194,7 @@ class Attachment:
             each_micro_step=self.watch.config.monitor_mbs_grad,
         )
 
-    def _series_of(self, kind: str, parameter: NamedParameter, seen: Tensor | None = None) -> Series | None:
+    def _series_of(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
         """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare: by its
         norm, which features have none of.
         """
@@ -215,24 +208,25 @@ class Attachment:
         self._recorder.table.series.place(series, placement)
         return series
 
-    def _placement(self, kind: str, parameter: NamedParameter, seen: Tensor | None) -> Placement:
+    def _placement(self, kind: str, parameter: NamedParameter, seen: Any) -> Placement:
         """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
         find = self._failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         # Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later.
         term = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
-        known = (None if seen is None else placement_of(seen)) or find(kind, parameter) or LOCAL
+        known = (None if seen is None else self._backend.placement_of(seen)) or find(kind, parameter) or LOCAL
         return self.watch.ownership.placed(kind, known, tensor_parallel=split or term)
 
-    def _forward_begins(self, root: nn.Module, _args: Any) -> None:
-        self.begun = self.begun or root.training
+    def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
+        trains = self._backend.trains(root)
+        self.begun = self.begun or trains
         self._updates.forget_step()  # of a step that raised
-        if root.training and self._recorder.active and self._gradients is not None:
+        if trains and self._recorder.active and self._gradients is not None:
             self._check_aggregation(root)
 
-    def _check_aggregation(self, root: nn.Module) -> None:
+    def _check_aggregation(self, root: Any) -> None:
         early = max(self.clock.forward) < self.clock.micro_steps - 1
-        if early and has_others() and self.watch.framework.aggregates(root):
+        if early and self._backend.has_others() and self.watch.framework.aggregates(root):
             self._note("grad_unreduced", AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:
@@ -254,21 +248,21 @@ class Attachment:
 
     # What the optimizer's steps tell, in this order.
 
-    def loss_scale(self, scale: Tensor) -> None:
+    def loss_scale(self, scale: Any) -> None:
         if self._gradients is not None:
             self._gradients.may_be_unscaled()
         if self._records_scaled():
             self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`")
             self._recorder.record(self._loss_scale, scale, aliases=False)
 
-    def scales_itself(self, found_inf: Tensor, still_scaled: bool) -> None:
+    def scales_itself(self, found_inf: Any, still_scaled: bool) -> None:
         if self._records_scaled():
             self._note("found_inf", "the optimizer skips a step on its own where this, in `other`, is not 0")
             self._recorder.record(self._found_inf, found_inf, aliases=False)
             if still_scaled and self._gradients is not None:
                 self._gradients.are_still_scaled()
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Any) -> None:
         if self._recorder.active:
             if self._moments is not None:
                 self._moments.before_step(optimizer)
@@ -405,7 +399,7 @@ class Attachment:
             if collector is not None:
                 collector.remove()
 
-    def shares(self, chunks: Sequence[nn.Module], optimizer: Any) -> bool:
+    def shares(self, chunks: Sequence[Any], optimizer: Any) -> bool:
         """Whether a part of the model, or its optimizer, is watched here already."""
         watched = [*self.watch.chunks, self._steps.optimizer]
         return any(one is other for one in (*chunks, optimizer) for other in watched if other is not None)

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from torch import nn
-
+from monitor.capture.backend import Backend
 from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
-from monitor.pytorch.calls import recomputing
-from monitor.pytorch.hooks import ModuleHook, takes_hooks
 from monitor.ranks.output import write_whole
 
 MAX_FRAMES: Final = 64
+
+MACHINERY: Final = frozenset({"torch.nn.modules.module", "mindspore.nn.cell"})
+"""Modules of Python whose frames only call what the user wrote."""
 
 
 class StackCollector:
@@ -29,15 +29,16 @@ class StackCollector:
         stacks: By ``{vpp_stage}:{name}``.
     """
 
-    def __init__(self, failures: Failures) -> None:
+    def __init__(self, failures: Failures, backend: Backend) -> None:
+        self._backend = backend
         self.stacks: dict[str, str] = {}
         self._failures = failures
         self._hooks = HookSet()
 
-    def watch(self, key: str, module: nn.Module) -> None:
-        if takes_hooks(module):
+    def watch(self, key: str, module: Any) -> None:
+        if self._backend.takes_hooks(module):
             hook = self._failures.guarded("taking the stack", partial(self._take, key), of=key)
-            self._hooks.add(module.register_forward_pre_hook(ModuleHook(hook)))
+            self._hooks.add(self._backend.before_forward(module, hook))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -54,13 +55,13 @@ class StackCollector:
         rows.writerows(self.stacks.items())
         write_whole(directory / "stack_info.csv", text.getvalue().encode())
 
-    def _take(self, key: str, module: nn.Module, _args: Any) -> None:
-        if key not in self.stacks and module.training and not recomputing():
+    def _take(self, key: str, module: Any, _args: Any, _kwargs: Any) -> None:
+        if key not in self.stacks and self._backend.trains(module) and not self._backend.repeating():
             self.stacks[key] = call_stack(sys._getframe(1))
 
 
 def call_stack(frame: FrameType | None) -> str:
-    """The frames from ``frame`` outwards, without the monitor's own and those of torch's module machinery."""
+    """The frames from ``frame`` outwards, without the monitor's own and those of the framework's module machinery."""
     lines: list[str] = []
     while frame is not None and len(lines) < MAX_FRAMES:
         code = frame.f_code
@@ -73,4 +74,4 @@ def call_stack(frame: FrameType | None) -> str:
 
 def _is_machinery(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__", ""))
-    return module == "torch.nn.modules.module" or module.startswith("monitor.")
+    return module in MACHINERY or module.startswith("monitor.")

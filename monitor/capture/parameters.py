@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitor.pytorch.watched_parameters import WatchedParameters
+from monitor.capture.watched_parameters import WatchedParameters
 
 
 class WeightCollector:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import Any
 
-from monitor.pytorch.parameter_series import NamedParameter
-from monitor.pytorch.watched_parameters import WatchedParameters
+from monitor.capture.parameter_series import NamedParameter
+from monitor.capture.watched_parameters import WatchedParameters
 from monitor.series import MOMENT_KINDS
 
 
@@ -17,11 +16,11 @@ class MomentCollector:
         self._series = {kind: watched.series(kind) for kind in MOMENT_KINDS}
         self._framework = watched.framework
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Read the state of the torch optimizer that is about to step."""
+    def before_step(self, optimizer: Any) -> None:
+        """Read the state of the optimizer that is about to step."""
         for kind, series in self._series.items():
 
-            def moment(parameter: NamedParameter, kind: str = kind) -> Tensor | None:
+            def moment(parameter: NamedParameter, kind: str = kind) -> Any:
                 return self._framework.moment(kind, parameter, optimizer)
 
             series.record_all(moment)

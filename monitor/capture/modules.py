@@ -8,20 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor, nn
-
+from monitor.capture.backend import Backend, Target
+from monitor.capture.calls import Calls, Place
 from monitor.capture.clock import Clock
 from monitor.capture.flow import SeenModule
 from monitor.capture.hooks import HookSet, Removable
+from monitor.capture.leaves import Leaf
+from monitor.capture.recorder import Recorder, Watched
 from monitor.failures import Failures
-from monitor.pytorch.calls import Calls, Place, recomputing
-from monitor.pytorch.frameworks.dtensor import activation_placement
-from monitor.pytorch.frameworks.pipelining import rehearsing
-from monitor.pytorch.hooks import ModuleHook, takes_hooks
-from monitor.pytorch.input_gradients import Target, gradient_target, producers, sequence_nr, watch
-from monitor.pytorch.leaves import Leaf, input_leaves, length, output_leaves
-from monitor.pytorch.recorder import Recorder, Watched
 from monitor.selection import ModuleSelection, TensorChoice
 from monitor.series import Series
 
@@ -75,13 +69,15 @@ class ModuleWatcher:
         is_attached: Whether gradients are still wanted: the hooks of a graph go with the graph.
     """
 
-    def __init__(self, module: nn.Module, name: str, chunk: int, wanted: ModuleSelection, collector: ModuleCollector) -> None:
+    def __init__(self, module: Any, name: str, chunk: int, wanted: ModuleSelection, collector: ModuleCollector) -> None:
         self._module = module
         self._name = name
         self._chunk = chunk
         self._wanted = wanted
         self._micro_steps = tuple(range(collector.clock.micro_steps))
         self._collector = collector
+        self._backend, self._graph = collector.backend, collector.backend.graph
+        self._leaves = collector.backend.leaves
         self._recorder = collector.recorder
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], Watched] = {}
@@ -93,10 +89,10 @@ class ModuleWatcher:
     def attach(self, hooks: HookSet) -> None:
         """Register the forward pre-hook and the forward hook."""
         guarded = self._collector.failures.guarded
-        before = ModuleHook(guarded("reading the inputs", self._before, ADVICE, of=self._name))
-        after = ModuleHook(guarded("reading the outputs", self._after, ADVICE, of=self._name))
-        hooks.add(self._module.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.add(self._module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        before = guarded("reading the inputs", self._before, ADVICE, of=self._name)
+        after = guarded("reading the outputs", self._after, ADVICE, of=self._name)
+        hooks.add(self._backend.before_forward(self._module, before))
+        hooks.add(self._backend.after_forward(self._module, after, always=True))
 
     def forget_step(self) -> None:
         """Let go of what belongs to the step that has ended."""
@@ -111,7 +107,7 @@ class ModuleWatcher:
         if chunk == self._chunk and self._calls is not None:
             self._calls.restart(micro_step)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.
         if not self._recorder.active or module is not self._module:
             return
@@ -119,38 +115,38 @@ class ModuleWatcher:
         self._open.append(call)
         if call is None:
             return
-        leaves = input_leaves(args, kwargs)
+        leaves = self._leaves.inputs(args, kwargs)
         found = len(args) + len(kwargs)
         if call.records_forward and self._wanted.input.wanted:
             self._record_forward("input", self._fitting("input", self._wanted.input, found), leaves, call)
-        if self._wants_grads and torch.is_grad_enabled():
+        if self._wants_grads and self._graph.recording():
             if self._wanted.input_grad.wanted:
-                for leaf in _differentiable(self._fitting("input_grad", self._wanted.input_grad, found), leaves):
-                    call.targets.setdefault(gradient_target(leaf.tensor), []).append("input" + leaf.suffix)
-            call.start = sequence_nr()
+                for leaf in self._differentiable(self._fitting("input_grad", self._wanted.input_grad, found), leaves):
+                    call.targets.setdefault(self._graph.gradient_target(leaf.tensor), []).append("input" + leaf.suffix)
+            call.start = self._graph.sequence_nr()
 
-    def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+    def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, then without a result."""
         if not self._open or module is not self._module:
             return
         call = self._open.pop()
-        leaves = output_leaves(result)
+        leaves = self._leaves.outputs(result)
         if call is None or not leaves or not self._recorder.active:
             return
-        found = length(result)
+        found = self._leaves.length(result)
         if call.records_forward and self._wanted.output.wanted:
             self._record_forward("output", self._fitting("output", self._wanted.output, found), leaves, call)
-        if self._wants_grads and torch.is_grad_enabled():
+        if self._wants_grads and self._graph.recording():
             self._watch_gradients(call, leaves, found)
 
-    def _begin(self, module: nn.Module) -> Call | None:
+    def _begin(self, module: Any) -> Call | None:
         """The call that begins now; None if nothing of it is to be recorded."""
         if not self._collector.counts(self._chunk, module):
             return None
         if self._calls is None:
-            self._calls = Calls()
+            self._calls = self._backend.new_calls()
             self._collector.remember(self)
-        if not recomputing():
+        if not self._backend.repeating():
             return Call(self._calls.begin(self._clock.micro_step(self._chunk)), records_forward=True)
         place = self._calls.repeat()
         return None if place is None else Call(place, records_forward=False)
@@ -162,15 +158,15 @@ class ModuleWatcher:
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
     def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int) -> None:
-        outputs = [leaf for leaf in leaves if leaf.tensor.requires_grad]
+        outputs = [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor)]
         if self._wanted.output_grad.wanted:
-            for leaf in _differentiable(self._fitting("output_grad", self._wanted.output_grad, found), outputs):
+            for leaf in self._differentiable(self._fitting("output_grad", self._wanted.output_grad, found), outputs):
                 self._watch_tensor(leaf.tensor, call.start, self._writer("output" + leaf.suffix, call.place))
         if call.targets:
             self._watch_inputs(call, [leaf.tensor for leaf in outputs])
 
-    def _watch_inputs(self, call: Call, outputs: list[Tensor]) -> None:
-        passed = {gradient_target(t): t for t in outputs}
+    def _watch_inputs(self, call: Call, outputs: list[Any]) -> None:
+        passed = {self._graph.gradient_target(t): t for t in outputs}
         inside: list[Target] = []
         for target, slots in call.targets.items():
             if target not in passed:
@@ -178,34 +174,37 @@ class ModuleWatcher:
                 continue
             for slot in slots:
                 self._watch_tensor(passed[target], call.start, self._writer(slot, call.place))
-        for target, edges in producers(outputs, inside, call.start).items() if inside else ():
+        for target, edges in self._graph.producers(outputs, inside, call.start).items() if inside else ():
             for slot in call.targets[target]:
-                self._collector.until_step_ends(watch(target, edges, self._writer(slot, call.place)))
+                self._collector.until_step_ends(self._graph.watch(target, edges, self._writer(slot, call.place)))
 
-    def _watch_tensor(self, tensor: Tensor, start: int, write: Callable[[Tensor], None]) -> None:
-        handle: Removable = tensor.register_hook(write)
-        if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() < start:
+    def _watch_tensor(self, tensor: Any, start: int, write: Callable[[Any], None]) -> None:
+        handle = self._graph.on_gradient(tensor, write)
+        if not self._graph.made_since(tensor, start):
             self._collector.until_step_ends([handle])
 
-    def _writer(self, slot: str, place: Place) -> Callable[[Tensor], None]:
+    def _writer(self, slot: str, place: Place) -> Callable[[Any], None]:
         step, (micro_step, number) = self._clock.step, place
 
-        def write(gradient: Tensor) -> None:
+        def write(gradient: Any) -> None:
             if self.is_attached and self._collector.belongs(step):
                 self._recorder.record(self._series("actv_grad", slot, number, gradient), gradient, micro_step)
 
-        guarded: Callable[[Tensor], None] = self._collector.failures.guarded(
+        guarded: Callable[[Any], None] = self._collector.failures.guarded(
             "reading gradients of activations", write, ADVICE, of=self._name
         )
         return guarded
 
-    def _series(self, kind: str, slot: str, call: int, seen: Tensor) -> Watched:
+    def _series(self, kind: str, slot: str, call: int, seen: Any) -> Watched:
         watched = self._watched.get((kind, slot, call))
         if watched is None:
             name = f"{self._name}.{slot}" + (f"#{call}" if call else "")
             watched = self._watched[kind, slot, call] = Watched(Series(kind, self._chunk, name), self._micro_steps)
-            self._recorder.table.series.place(watched.series, activation_placement(seen))
+            self._recorder.table.series.place(watched.series, self._backend.activation_placement(seen))
         return watched
+
+    def _differentiable(self, choice: TensorChoice, leaves: list[Leaf]) -> list[Leaf]:
+        return [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor) and choice.takes(leaf.position)]
 
     def _fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
         """The choice, or everything where a target counts on another number of tensors than the call has."""
@@ -224,12 +223,13 @@ class ModuleCollector:
             the rehearsal of a pipeline stage).
     """
 
-    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures) -> None:
+    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: Backend) -> None:
+        self.backend = backend
         self.recorder = recorder
         self.clock = clock
         self.failures = failures
         self.tracking = [True] * clock.chunks
-        self._roots: dict[int, nn.Module] = {}
+        self._roots: dict[int, Any] = {}
         self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
         self._called: list[CallsOfStep] = []
@@ -237,20 +237,21 @@ class ModuleCollector:
         self._hooks = HookSet()
         self._until_step_ends = HookSet()
 
-    def watch_root(self, chunk: int, root: nn.Module) -> None:
+    def watch_root(self, chunk: int, root: Any) -> None:
         """Count the micro-steps of a chunk by its root's forwards. To be called before ``watch`` of the same root."""
-        if not takes_hooks(root):
+        if not self.backend.takes_hooks(root):
             return
         advice = "Micro-steps may be miscounted."
         self._roots[chunk] = root
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
         after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
-        self._root_hooks.add(root.register_forward_pre_hook(ModuleHook(before), with_kwargs=True))
-        self._root_hooks.add(root.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
+        self._root_hooks.add(self.backend.before_forward(root, before))
+        self._root_hooks.add(self.backend.after_forward(root, after, always=True))
 
-    def watch(self, chunk: int, name: str, module: nn.Module, wanted: ModuleSelection) -> None:
-        if not takes_hooks(module):
-            self.failures.warn("scripted modules", f"{name!r} is a ScriptModule, which takes no hooks: it is not recorded.")
+    def watch(self, chunk: int, name: str, module: Any, wanted: ModuleSelection) -> None:
+        if not self.backend.takes_hooks(module):
+            said = f"{name!r} is a {type(module).__name__}, compiled, and takes no hooks: it is not recorded."
+            self.failures.warn("compiled modules", said)
             return
         watcher = ModuleWatcher(module, name, chunk, wanted, self)
         watcher.attach(self._hooks)
@@ -261,9 +262,9 @@ class ModuleCollector:
         for handle in handles:
             self._until_step_ends.add(handle)
 
-    def counts(self, chunk: int, module: nn.Module) -> bool:
+    def counts(self, chunk: int, module: Any) -> bool:
         """Whether a call of a module that begins now belongs to training; it may repeat an earlier one."""
-        return module.training and self.tracking[chunk] and not _transforming()
+        return self.tracking[chunk] and self.backend.trains(module)
 
     def remember(self, watcher: CallsOfStep) -> None:
         """The first call of a module in this step."""
@@ -301,11 +302,10 @@ class ModuleCollector:
         self.unwatch()
         self._root_hooks.remove()
 
-    def _root_begins(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if not self.recorder.active or recomputing() or root is not self._roots[chunk]:
+    def _root_begins(self, chunk: int, root: Any, _args: Any, _kwargs: Any) -> None:
+        if not self.recorder.active or self.backend.repeating() or root is not self._roots[chunk]:
             return
-        trains = root.training and torch.is_grad_enabled() and not _transforming()
-        self.tracking[chunk] = trains and not rehearsing()
+        self.tracking[chunk] = self.backend.root_trains(root)
         if self.tracking[chunk] and not self._in_tracked_root(chunk):
             self.clock.forward[chunk] += 1
             self._check_micro_step(self.clock.forward[chunk])
@@ -317,9 +317,9 @@ class ModuleCollector:
         """
         return any(call.tracked for call in self._open_roots[chunk])
 
-    def _root_ends(self, chunk: int, root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+    def _root_ends(self, chunk: int, root: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, while that exception is being handled."""
-        if not self._open_roots[chunk] or recomputing() or root is not self._roots[chunk]:
+        if not self._open_roots[chunk] or self.backend.repeating() or root is not self._roots[chunk]:
             return
         call = self._open_roots[chunk].pop()
         self.tracking[chunk] = self._open_roots[chunk][-1].tracked if self._open_roots[chunk] else True
@@ -332,9 +332,8 @@ class ModuleCollector:
 
     def _follow_backward(self, chunk: int, result: Any) -> None:
         begins = partial(self._backward_begins, chunk, self.clock.forward[chunk])
-        for leaf in output_leaves(result):
-            if leaf.tensor.requires_grad and leaf.tensor.grad_fn is not None:
-                leaf.tensor.register_hook(begins)
+        for leaf in self.backend.leaves.outputs(result):
+            self.backend.graph.backward_begins(leaf.tensor, begins)
 
     def _restart_micro_step(self, chunk: int) -> None:
         """Its forward failed. If the loop goes on, the next one takes its place."""
@@ -343,19 +342,10 @@ class ModuleCollector:
         for watcher in self._called:
             watcher.restart(chunk, micro_step)
 
-    def _backward_begins(self, chunk: int, micro_step: int, _gradient: Tensor) -> None:
+    def _backward_begins(self, chunk: int, micro_step: int, _gradient: Any) -> None:
         self.clock.backward[chunk] = micro_step
 
     def _check_micro_step(self, micro_step: int) -> None:
         if micro_step == self.clock.micro_steps:
             said = f"grad_acc_steps is {self.clock.micro_steps}, but step {self.clock.step} has more root forwards."
             self.failures.warn("more micro-steps", f"{said} Their numbering goes on; pass the true number to set_monitor.")
-
-
-def _differentiable(choice: TensorChoice, leaves: list[Leaf]) -> list[Leaf]:
-    return [leaf for leaf in leaves if leaf.tensor.requires_grad and choice.takes(leaf.position)]
-
-
-def _transforming() -> bool:
-    """Whether this runs inside a transform of ``torch.func``, whose tensors stand for others and hold no numbers."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from torch import nn
 
-
-def chunks_of(model: Any) -> Sequence[nn.Module]:
+def chunks_of(model: Any, module: type, called: str) -> Sequence[Any]:
     """The chunks of a virtual pipeline, or the one module as a list of itself.
+
+    Args:
+        module: The class of a module.
+        called: What users call it.
 
     Raises:
         TypeError: Something in it is no module.
@@ -18,21 +20,23 @@ def chunks_of(model: Any) -> Sequence[nn.Module]:
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     for chunk in chunks:
-        if not isinstance(chunk, nn.Module):
-            raise TypeError(f"model is a {type(chunk).__name__}: expected a torch.nn.Module, or a list of model chunks.")
+        if not isinstance(chunk, module):
+            raise TypeError(f"model is a {type(chunk).__name__}: expected a {called}, or a list of model chunks.")
     if not chunks:
-        raise ValueError("model is an empty list: expected a torch.nn.Module, or a list of model chunks.")
+        raise ValueError(f"model is an empty list: expected a {called}, or a list of model chunks.")
     return chunks
 
 
-def given(optimizer: Any) -> Any:
+def given(optimizer: Any, expected: str) -> Any:
     """The optimizer, which has to be passed.
+
+    Args:
+        expected: What it may be, in words.
 
     Raises:
         TypeError: It was not.
     """
     if optimizer is None:
-        expected = "a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`"
         raise TypeError(f"optimizer is a NoneType: expected {expected}.")
     return optimizer
 

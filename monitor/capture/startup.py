@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Final
 
-from torch import nn
-
+from monitor.capture.attachment import Watch
+from monitor.capture.backend import Backend
+from monitor.capture.names import ModelNames
+from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.placement import Ranks
-from monitor.pytorch.attachment import Watch
-from monitor.pytorch.features.choosing import chosen
-from monitor.pytorch.names import ModelNames
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.ranks.estimate import Bounds, KindLoad, estimate
 from monitor.selection import ModuleSelection
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, FORWARD_FEATURE_KINDS, PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
@@ -23,10 +20,8 @@ from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import is_of
 
-NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict)
 
-
-def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: SeriesTable) -> None:
+def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: Backend) -> None:
     """Log what a step will come to, once for the job; as a warning above the configured bounds.
 
     How many tensors a module takes and gives shows only in its first call: one of each is reckoned. So is a gradient and
@@ -41,7 +36,7 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
     if not monitored or watch.ownership.rank != min(monitored):
         return
     reckoned = estimate(
-        _Job(monitored, list(names.parameters()), series).loads(names, config, watch.grad_acc_steps),
+        _Job(monitored, list(names.parameters()), series, backend).loads(names, config, watch.grad_acc_steps),
         config.formats,
         config.steps_per_record(config.formats[0]),
         config.step_interval,
@@ -59,7 +54,10 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
 class _Job:
     """What the monitored ranks write between them, reckoned from what this one does."""
 
-    def __init__(self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable) -> None:
+    def __init__(
+        self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable, backend: Backend
+    ) -> None:
+        self._backend = backend
         self._monitored = monitored
         self._parameters = parameters
         self._series = series
@@ -80,11 +78,11 @@ class _Job:
             kept = sum(self._kept(kind) for kind in loads if not own_columns(kind))
             loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
         if config.xy_distribution:
-            called = [module for module in names.modules() if not isinstance(module.module, NEVER_CALLED)]
+            called = [module for module in names.modules() if not isinstance(module.module, self._backend.never_called)]
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
-        for hook, found in chosen(names, config).items():
+        for hook, found in self._backend.chosen(names, config).items():
             loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}
@@ -115,7 +113,7 @@ class _Job:
 
     def _writers_of(self, kind: str, *, frozen: bool) -> list[float]:
         """How many ranks write the kind, of each parameter that has it."""
-        there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
+        there = [one for one in self._parameters if frozen or self._backend.graph.requires_grad(one.tensor)]
         return [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
 
     def _writing(self, replicas: Ranks) -> float:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
-
+from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig, Target
 from monitor.names import clean_name, squashed
-from monitor.pytorch.parameter_series import NamedParameter
 from monitor.selection import ChunkNames, ModuleSelection, Selection, Unmatched
 
 T = TypeVar("T")
@@ -22,8 +20,15 @@ class NamedModule:
 
     chunk: int
     name: str
-    module: nn.Module
+    module: Any
     wanted: ModuleSelection | None
+
+
+class NamedParts(NamedTuple):
+    """What a framework calls the parts of a chunk: modules, parents before their children, and parameters."""
+
+    modules: Iterable[tuple[str, Any]]
+    parameters: Iterable[tuple[str, Any]]
 
 
 class ModelNames:
@@ -33,9 +38,9 @@ class ModelNames:
     compiled, flattened or recomputed.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], config: MonitorConfig) -> None:
-        self._modules = [_first_of_each_name(chunk.named_modules()) for chunk in chunks]
-        self._parameters = [_first_of_each_name(chunk.named_parameters()) for chunk in chunks]
+    def __init__(self, chunks: Sequence[NamedParts], config: MonitorConfig) -> None:
+        self._modules = [_first_of_each_name(chunk.modules) for chunk in chunks]
+        self._parameters = [_first_of_each_name(chunk.parameters) for chunk in chunks]
         names = [ChunkNames(tuple(m), tuple(p)) for m, p in zip(self._modules, self._parameters, strict=True)]
         self.selection = Selection(
             config.targets,
@@ -62,14 +67,14 @@ class ModelNames:
         return found, selection.unmatched
 
     def parameters(self) -> Iterator[NamedParameter]:
-        """The parameters that are watched, in the order of ``named_parameters``."""
+        """The parameters that are watched, in the order of the framework."""
         for chunk, parameters in enumerate(self._parameters):
             for name, parameter in parameters.items():
                 if self.selection.parameter(chunk, name):
                     yield NamedParameter(chunk, self._spelled[chunk].get(name, name), parameter)
 
 
-def _first_of_each_name(named: Iterator[tuple[str, T]]) -> dict[str, T]:
+def _first_of_each_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     found: dict[str, T] = {}
     for name, part in named:
         found.setdefault(clean_name(name), part)

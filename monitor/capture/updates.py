@@ -1,0 +1,45 @@
+"""All that is recorded of an optimizer's step as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UpdateCollector:
+    """Looks at each step in its own way: overrides what it wants to be told of, in the order of these methods."""
+
+    def before_step(self, optimizer: Any) -> None:
+        """The optimizer is about to step."""
+
+    def gradients_ready(self, optimizer: Any) -> None:
+        """Gradients are complete, before the step; again for every backward of a closure."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """It has stepped."""
+
+    def forget_step(self) -> None:
+        """The step was skipped, or has ended."""
+
+
+class Updates:
+    """Whichever of the collectors are wanted. The optimizer is None as long as it has not shown itself."""
+
+    def __init__(self, *collectors: UpdateCollector) -> None:
+        self._collectors = collectors
+
+    def before_step(self, optimizer: Any) -> None:
+        for one in self._collectors:
+            one.before_step(optimizer)
+
+    def gradients_ready(self, optimizer: Any) -> None:
+        for one in self._collectors if optimizer is not None else ():
+            one.gradients_ready(optimizer)
+
+    def after_step(self, optimizer: Any) -> None:
+        for one in self._collectors:
+            one.after_step(optimizer)
+
+    def forget_step(self) -> None:
+        """Let go of what belongs to the step that has ended."""
+        for one in self._collectors:
+            one.forget_step()

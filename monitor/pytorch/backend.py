@@ -1,0 +1,103 @@
+"""What PyTorch brings to what is common: see ``monitor.capture.backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from monitor.capture import arguments
+from monitor.capture.backend import Graph
+from monitor.capture.clock import Clock
+from monitor.capture.leaves import Leaves
+from monitor.capture.modules import ModuleCollector
+from monitor.capture.names import NamedParts
+from monitor.failures import Failures
+from monitor.pytorch import input_gradients
+from monitor.pytorch.calls import Calls, recomputing
+from monitor.pytorch.collectives.installing import communication
+from monitor.pytorch.features import FeatureCollector
+from monitor.pytorch.features.choosing import chosen
+from monitor.pytorch.frameworks.pipelining import rehearsing
+from monitor.pytorch.frameworks.recognition import framework_of
+from monitor.pytorch.gradients import GradientCollector
+from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
+from monitor.pytorch.leaves import LEAVES
+from monitor.pytorch.place import group_ranks, has_others, initialized, is_settled, place, versions
+from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.tensors import activation_placement, computing, layout_of, placement_of
+from monitor.pytorch.updates.updates import new_updates
+
+__all__ = [
+    "activation_placement",
+    "after_forward",
+    "before_forward",
+    "chosen",
+    "chunks_of",
+    "communication",
+    "computing",
+    "framework_of",
+    "graph",
+    "group_ranks",
+    "has_others",
+    "initialized",
+    "is_settled",
+    "layout_of",
+    "leaves",
+    "never_called",
+    "new_calls",
+    "new_features",
+    "new_gradients",
+    "new_modules",
+    "new_recorder",
+    "new_updates",
+    "optimizer_expected",
+    "parts",
+    "place",
+    "placement_of",
+    "repeating",
+    "root_trains",
+    "takes_hooks",
+    "trains",
+    "versions",
+]
+
+graph: Graph = input_gradients
+leaves: Leaves = LEAVES
+new_calls, new_features, new_gradients, new_recorder = Calls, FeatureCollector, GradientCollector, Recorder
+repeating = recomputing
+
+never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
+optimizer_expected: str = "a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`"
+
+
+def chunks_of(model: Any) -> Sequence[nn.Module]:
+    """The chunks of a virtual pipeline, or the one module as a list of itself. Raises ``TypeError`` and ``ValueError``."""
+    return arguments.chunks_of(model, nn.Module, "torch.nn.Module")
+
+
+def parts(chunk: nn.Module) -> NamedParts:
+    return NamedParts(chunk.named_modules(), chunk.named_parameters())
+
+
+def new_modules(recorder: Any, clock: Clock, failures: Failures) -> ModuleCollector:
+    from monitor.pytorch import backend
+
+    return ModuleCollector(recorder, clock, failures, backend)
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether a call of the module that begins now is one of training."""
+    return module.training and not _transforming()
+
+
+def root_trains(root: nn.Module) -> bool:
+    """Whether a forward of the whole model that begins now is one of training; the rehearsal of a pipeline stage is none."""
+    return root.training and torch.is_grad_enabled() and not _transforming() and not rehearsing()
+
+
+def _transforming() -> bool:
+    """Whether this runs inside a transform of ``torch.func``, whose tensors stand for others and hold no numbers."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,0 +1,20 @@
+"""What is to be known of tensors of torch before they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from monitor.pytorch.frameworks.dtensor import activation_placement, layout_of, placement_of
+from monitor.stats.torch_modes import beneath
+
+__all__ = ["activation_placement", "computing", "layout_of", "placement_of"]
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """What is computed inside is recorded by no graph, and seen by no mode of the user's."""
+    with torch.no_grad(), beneath():
+        yield
