@@ -39,6 +39,21 @@ LOGGER: Final = _logger()
 MOST_CHARACTERS: Final = 500
 
 
+class EarlierFailure(BaseException):
+    """An operation of training's has failed, and reading a tensor of another was told so.
+
+    Where operations run later than they are called, what goes wrong in one surfaces in the first call that waits, and then it
+    is gone. So whoever meets it hands it back. It passes by ``except Exception``, which is for failures of ours.
+
+    Attributes:
+        error: What training would have been told at its next wait.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Failures:
     """What went wrong, by cause. A cause is logged the first time and only counted afterwards.
 
@@ -49,6 +64,8 @@ class Failures:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.counts: Counter[str] = Counter()
+        self._owed: EarlierFailure | None = None
+        self._handed_back: BaseException | None = None
 
     def report(self, where: str, error: BaseException, advice: str = "", of: str = "") -> None:
         """Count an exception that was caught, and log it with ``advice`` (what to do) if its cause is new.
@@ -70,15 +87,33 @@ class Failures:
             if error is not None:
                 LOGGER.debug("[rank %d] traceback of the above", self.rank, exc_info=error)
 
+    def owe(self, failure: EarlierFailure) -> None:
+        """Another thread than training's has met it: training is told when it comes by."""
+        self._owed = failure
+
+    def hand_back(self) -> None:
+        """On the training thread, in what is ``guarded``: raise what training is still to be told."""
+        if self._owed is not None:
+            owed, self._owed = self._owed, None
+            raise owed
+
     def guarded(self, where: str, hook: Callable[P, T], advice: str = "", of: str = "") -> Callable[P, T | None]:
-        """``hook`` with every exception reported and swallowed: what may be handed to a framework to call."""
+        """``hook`` with every exception reported and swallowed: what may be handed to a framework to call.
+
+        What is no failure of the hook's is handed back: an ``EarlierFailure`` as the error that it carries.
+        """
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
             try:
                 return hook(*args, **kwargs)
             except Exception as error:
+                if error is self._handed_back:  # by a hook within this one
+                    raise
                 self.report(where, error, advice, of)
                 return None
+            except EarlierFailure as failure:
+                self._handed_back = failure.error
+                raise failure.error from None
 
         return call
 

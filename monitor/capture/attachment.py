@@ -218,6 +218,7 @@ class Attachment:
         return self.watch.ownership.placed(kind, known, tensor_parallel=split or term)
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
+        self._failures.hand_back()
         trains = self._backend.trains(root)
         self.begun = self.begun or trains
         self._updates.forget_step()  # of a step that raised
@@ -263,6 +264,7 @@ class Attachment:
                 self._gradients.are_still_scaled()
 
     def before_step(self, optimizer: Any) -> None:
+        self._failures.hand_back()
         if self._recorder.active:
             if self._moments is not None:
                 self._moments.before_step(optimizer)

@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Final, Generic, TypeVar
 
-from monitor.failures import Failures
+from monitor.failures import EarlierFailure, Failures
 from monitor.pipeline.gaps import Gaps
 from monitor.pipeline.guarded import Guarded, advice
 from monitor.pipeline.sealed import Journal, Sealed
@@ -141,7 +141,10 @@ class Delivery(Generic[S]):
         try:
             return sealed.rows()
         except BaseException as error:
-            self._failures.report("reading a step", error, advice(error))
+            if isinstance(error, EarlierFailure):
+                self._failures.owe(error)
+            else:
+                self._failures.report("reading a step", error, advice(error))
             self._gaps.counts[UNREADABLE] += 1
             reason = f"{UNREADABLE}: {error!r}"
             self._journal.use(lambda journal: journal.dropped(step, reason))

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 from mindspore import COOTensor, CSRTensor, Tensor
 
+from monitor.failures import EarlierFailure
 from monitor.stats.numpy_tensors import Raw
 
 SPARSE = (COOTensor, CSRTensor)
-
-
-class EarlierFailure(Exception):  # noqa: N818 - it is no error of ours, and carries one
-    """An operation of training's has failed, and waiting for a tensor was told so.
-
-    Attributes:
-        error: What training would have been told at its next wait. Whoever catches this raises that.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 def has_data(x: Tensor) -> bool:

@@ -1,0 +1,11 @@
+"""The tensors in a cell's arguments and results."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mindspore import Tensor
+
+from monitor.capture.leaves import Leaves
+
+LEAVES: Final = Leaves(Tensor)

@@ -1,0 +1,143 @@
+"""From a tensor of MindSpore to its row.
+
+On a CPU pages are in host memory, which tensors share with numpy: reading one waits for the operation that makes it, as the
+next use of its values would. On a device nothing waits: a page there keeps what the kernel made of each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+
+from monitor.capture import recorder
+from monitor.capture.recorder import Device, Watched
+from monitor.mindspore.tensors import computing, dtype_name
+from monitor.series import SeriesTable
+from monitor.stats.host_memory import HostPage
+from monitor.stats.mindspore_device_kernel import DeviceKernel, combined
+from monitor.stats.mindspore_host_kernel import HostKernel
+from monitor.stats.mindspore_magnitudes import count_magnitudes
+from monitor.stats.mindspore_memory import DevicePage
+from monitor.stats.mindspore_tensors import has_data, on_host
+from monitor.stats.numpy_tensors import Raw
+from monitor.stats.partials import COLUMNS, WRITES, Floats
+from monitor.stats.table import Page, PageMemory
+
+HOST: Final = "host"
+DEVICE: Final = "device"
+
+
+class Recorder(recorder.Recorder):
+    """The one path that every hook on tensors of MindSpore takes.
+
+    No tensor is taken for an alias of another: nothing tells whether it was changed in place since it was read.
+    """
+
+    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
+        super().__init__(series, eps, magnitudes=magnitudes)
+        # Asking a tensor where it is would wait for MindSpore to have made it.
+        self.device: str = HOST if ms.get_context("device_target") == "CPU" else DEVICE
+        self._take_eps(eps)
+
+    def _take_eps(self, eps: float) -> None:
+        self.host = HostKernel(eps)
+        with computing():
+            self._there = DeviceKernel(eps) if self.device == DEVICE else None
+
+    def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
+        return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
+
+    def _settle(self) -> None:
+        """Every row is entered when it is read."""
+
+    def _forget_step(self, *, settled: bool) -> None:
+        """Nothing is remembered of a step."""
+
+    def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
+        del aliases
+        if not has_data(x):
+            return
+        with computing():
+            if self.device == HOST:
+                on_host(x)  # waits for it, and is not to do so with the lock
+            with self.lock:
+                slot, offset = self._slot(watched, self.device, micro_step)
+                if self._magnitudes and self.device == HOST and (counts := count_magnitudes(x)) is not None:
+                    _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, counts)
+                if self.reduce(x, slot.page, slot.local_row + offset):
+                    self.table.note(slot.row + offset, self.layout(x))
+
+    def record_all(self, items: Sequence[tuple[Watched, Any]], failed: Callable[[Watched, Exception], None]) -> None:
+        for watched, x in items:
+            try:
+                self.record(watched, x)
+            except Exception as error:
+                failed(watched, error)
+
+    def record_numbers(
+        self, watched: Watched, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
+    ) -> None:
+        if not has_data(x):
+            return
+        with computing():
+            numbers = {column: _settled(one) for column, one in numbers.items()} if self.device == HOST else numbers
+            with self.lock:
+                slot, offset = self._slot(watched, self.device, micro_step)
+                if histogram is not None:
+                    _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, histogram)
+                _write_numbers(slot.page.memory, slot.local_row + offset, numbers)
+                self.table.note(slot.row + offset, self.layout(x))
+
+    def reduce(self, x: Any, page: Page, local_row: int) -> bool:
+        memory = page.memory
+        if isinstance(memory, HostPage):
+            return self.host.reduce_into(x, memory.numbers, local_row)
+        assert isinstance(memory, DevicePage)
+        assert self._there is not None
+        rows = self._there.reduce(x)
+        if rows is not None:
+            memory.write(local_row, rows, combined)
+        return rows is not None
+
+    def layout(self, x: Any) -> int:
+        return self.table.layout_of(tuple(x.shape), dtype_name(x.dtype))
+
+
+def _settled(number: Any) -> float:
+    return float(on_host(number).reshape(-1)[0]) if isinstance(number, Tensor) else number
+
+
+def _write_numbers(page: PageMemory, row: int, numbers: Mapping[int, Any]) -> None:
+    """Write a row, 0 in the columns that are not among ``numbers``. Does not wait for tensors on a device."""
+    fixed = {column: one for column, one in numbers.items() if not isinstance(one, Tensor)}
+    read = partial(_row, {WRITES: 1.0, **fixed}, [column for column in numbers if column not in fixed])
+    if isinstance(page, HostPage):
+        page.numbers[row] = read(np.empty(0))
+        return
+    assert isinstance(page, DevicePage)
+    there = [one.reshape(1).to(ms.float32) for column, one in numbers.items() if column not in fixed]
+    page.write(row, mint.cat(there) if there else Tensor([0.0], ms.float32), read)
+
+
+def _row(fixed: Mapping[int, float], columns: Sequence[int], numbers: Raw) -> Floats:
+    row = np.zeros(len(COLUMNS))
+    for column, number in fixed.items():
+        row[column] = number
+    row[list(columns)] = numbers[: len(columns)]
+    return row
+
+
+def _write_histogram(page: PageMemory, row: int, counts: Raw | Tensor) -> None:
+    """Write the bins of a row, 0 in those beyond ``counts``."""
+    if isinstance(page, HostPage):
+        page.numbers[row] = 0.0
+        page.numbers[row, : len(counts)] = counts
+        return
+    assert isinstance(page, DevicePage)
+    width = page.shape[1]
+    page.write(row, counts, lambda bins: np.pad(bins.astype(np.float64), (0, width - len(bins))))
