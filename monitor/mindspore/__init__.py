@@ -1,0 +1,1 @@
+"""The monitor for MindSpore."""
