@@ -1,7 +1,6 @@
 """In which of MindSpore's modes a model runs, and which of its cells take hooks there.
 
-What is compiled takes none: the compiler would read the code of a hook as part of the model, which is without effect at best,
-and where it cannot, training ends. A compiled cell itself is called from Python, and takes hooks; those inside it are not.
+What is compiled calls none. A compiled cell itself is called from Python, and so are its hooks; those inside it are not.
 """
 
 from __future__ import annotations

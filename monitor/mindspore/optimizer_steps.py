@@ -1,7 +1,7 @@
 """When the optimizer steps: the hooks of its cell, which is called once for each step and handed the gradients.
 
-A step that loss scaling skips is a call that is not made: of it there is no word here, and it ends with the forward that begins
-the next one. The class of an optimizer is left as it is: its ``construct`` may be compiled.
+A step that loss scaling skips is a call that is not made, and one that was compiled as a whole calls no hook: of these there is
+no word here, and whoever counts forwards knows. The class of an optimizer is left as it is: its ``construct`` may be compiled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from mindspore import Tensor, nn
 
 from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
+from monitor.mindspore.hooks import on_call, on_return
 
 
 class StepListener(Protocol):
@@ -47,10 +48,8 @@ class OptimizerSteps:
         self._listener = listener
         self._guarded = failures.guarded
         self._hooks = HookSet()
-        before = self._guarded("reading before the step", self._before)
-        after = self._guarded("ending the step", self._after)
-        self._hooks.add(optimizer.register_forward_pre_hook(before, with_kwargs=True))
-        self._hooks.add(optimizer.register_forward_hook(after, with_kwargs=True))
+        self._hooks.add(on_call(optimizer, self._guarded("reading before the step", self._before)))
+        self._hooks.add(on_return(optimizer, self._guarded("ending the step", self._after)))
 
     def remove(self) -> None:
         self._hooks.remove()
