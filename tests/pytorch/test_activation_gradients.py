@@ -32,7 +32,7 @@ from observing import (
 from torch import Tensor, nn
 from watching import Output, attached
 
-from monitor.pytorch import input_gradients
+from monitor.capture import input_gradients
 
 WIDE = torch.float64
 

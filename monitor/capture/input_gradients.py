@@ -1,0 +1,129 @@
+"""The gradient that one module hands back to one of its inputs, found in the graph that a framework recorded.
+
+A hook on the input tensor would see the sum over all its consumers, and blame a clean module for a NaN on its residual. So the
+edges are found instead: walking back from the outputs, over the nodes made during the call, to each input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from monitor.capture.hooks import Removable
+
+
+class Node(Protocol):
+    """A step of the backward. Objects for the same step are equal, and keep it alive."""
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """For each gradient that it gives: the node that takes it, or None, and the index of that node's input."""
+
+    def _sequence_nr(self) -> int:
+        """Greater than that of every node made before it; of leaves greater than any other."""
+
+    def register_hook(self, fn: Callable[[Any, Any], None], /) -> Removable:
+        """Call ``fn(gradients given, gradients taken)`` after it has run."""
+
+    def register_prehook(self, fn: Callable[[Any], None], /) -> Removable:
+        """Call ``fn(gradients taken)`` before it runs."""
+
+
+N = TypeVar("N", bound=Node)
+T = TypeVar("T")
+
+
+def walk(ends: Iterable[N], targets: Iterable[tuple[N, int]], start: int) -> dict[tuple[N, int], list[tuple[N, int]]]:
+    """The edges into each target from nodes with sequence number ``start`` or later.
+
+    Args:
+        ends: The nodes that made the outputs.
+        targets: Nodes, each with the index of its input.
+
+    Returns:
+        By target: nodes, each with the index of its ``next_functions`` through which it feeds the target.
+    """
+    found: dict[tuple[N, int], list[tuple[N, int]]] = {target: [] for target in targets}
+    nodes = {node for node, _ in found}
+    stack = list(ends)
+    visited: set[N] = set()
+    while stack:
+        node = stack.pop()
+        if node in visited or node._sequence_nr() < start:
+            continue
+        visited.add(node)
+        for k, (following, index) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            if following not in nodes:
+                stack.append(following)
+            elif (following, index) in found:
+                found[following, index].append((node, k))
+    return found
+
+
+class Engine(Generic[T]):
+    """What runs the backward of a framework.
+
+    Args:
+        current_pass: The number of the pass in progress; another one for every pass.
+        add: The sum of two gradients, recorded by nobody.
+    """
+
+    def __init__(self, current_pass: Callable[[], int], add: Callable[[T, T], T]) -> None:
+        self.current_pass = current_pass
+        self.add = add
+
+    def watch(self, target: tuple[Node, int], edges: Sequence[tuple[Node, int]], write: Callable[[T], None]) -> list[Removable]:
+        """Call ``write(gradient)`` once in each backward.
+
+        One edge, the usual case, needs no temporary. The parts of several are summed.
+
+        Returns:
+            The handles of hooks on the target, which may outlive the graph.
+        """
+        if len(edges) == 1:
+            ((node, k),) = edges
+            node.register_hook(_passing(k, lambda gradient: None if gradient is None else write(gradient)))
+            return []
+        parts = _Sum(len(edges), write, self)
+        for node, k in edges:
+            node.register_hook(_passing(k, parts.add))
+        return [target[0].register_prehook(parts.finish)] if edges else []
+
+
+class _Sum(Generic[T]):
+    """What several edges hand to one target in one backward pass.
+
+    It is complete when all of them have been heard, or, where a pass does not run all of them, when the target is reached.
+    """
+
+    def __init__(self, edges: int, write: Callable[[T], None], engine: Engine[T]) -> None:
+        self._edges = edges
+        self._write = write
+        self._engine = engine
+        self._pass: int | None = None
+        self._heard = 0
+        self._total: T | None = None
+
+    def add(self, gradient: T | None) -> None:
+        # What an earlier pass left behind belongs to it: it ended before it came to the target.
+        if self._pass != (now := self._engine.current_pass()):
+            self._pass, self._heard, self._total = now, 0, None
+        self._heard += 1
+        if gradient is not None:
+            self._total = gradient if self._total is None else self._engine.add(self._total, gradient)
+        if self._heard == self._edges:
+            self.finish()
+
+    def finish(self, *_: object) -> None:
+        total, self._total = self._total, None
+        if total is not None and self._pass == self._engine.current_pass():
+            self._write(total)
+
+
+def _passing(k: int, take: Callable[[Any], None]) -> Callable[[Any, Any], None]:
+    def hook(gradients: tuple[Any, ...], _: Any) -> None:
+        take(gradients[k])
+
+    return hook

@@ -1,0 +1,39 @@
+"""What counts as an optimizer, and which one does the work inside others."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mindspore import nn
+
+MAX_WRAPPERS: Final = 16
+"""More are a circle."""
+
+
+def innermost(optimizer: Any) -> nn.Cell:
+    """The optimizer that does the work inside any number of others, which keep what they wrap in ``opt`` or ``optimizer``.
+
+    Raises:
+        TypeError: It is no optimizer.
+    """
+    inner = optimizer
+    for _ in range(MAX_WRAPPERS):
+        wrapped = next((w for name in ("opt", "optimizer") if is_optimizer(w := getattr(inner, name, None))), None)
+        if wrapped is None:
+            break
+        inner = wrapped
+    if is_optimizer(inner):
+        return inner
+    given = type(optimizer).__name__
+    expected = "an optimizer of mindspore.nn, mindspore.mint.optim or mindspore.experimental.optim"
+    raise TypeError(f"optimizer is a {given}: expected {expected}.")
+
+
+def is_optimizer(cell: Any) -> bool:
+    """A tuple of parameters is what all of them have, of whatever module they are; a model has none."""
+    return isinstance(cell, nn.Cell) and isinstance(getattr(cell, "parameters", None), tuple)
+
+
+def is_a(optimizer: nn.Cell, *names: str) -> bool:
+    """Whether one of these is the name of the optimizer's class, or of one that it is made from."""
+    return any(base.__name__ in names for base in type(optimizer).__mro__)

@@ -1,0 +1,149 @@
+"""MindSpore's modes, and which cells take hooks in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from training import Net, train
+
+from monitor.failures import Failures
+from monitor.mindspore.arguments import chunks_of
+from monitor.mindspore.modes import compiled, observable, refuse_graph_mode, warn_of_evaluation
+
+
+class Compiled(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.SequentialCell(nn.Dense(4, 4))
+
+    @ms.jit
+    def construct(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Partly(nn.Cell):
+    """Has a compiled cell, one whose ``construct`` was compiled on its own, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Compiled()
+        self.lone = nn.Dense(4, 4)
+        self.lone.construct = ms.jit(self.lone.construct)
+        self.plain = nn.Dense(4, 2)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.plain(self.lone(self.block(x))).sum()
+
+
+class Around(nn.Cell):
+    """Compiled, with a compiled cell inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Compiled()
+
+    @ms.jit
+    def construct(self, x: Tensor) -> Tensor:
+        return self.block(x).sum()
+
+
+@pytest.fixture
+def graph_mode() -> Iterator[None]:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_graph_mode_is_refused_with_what_to_do() -> None:
+    expected = r"^mode is GRAPH_MODE, .*: call mindspore\.set_context\(mode=mindspore\.PYNATIVE_MODE\)"
+    with pytest.raises(ValueError, match=expected):
+        refuse_graph_mode()
+
+
+def test_the_default_mode_is_not_refused() -> None:
+    refuse_graph_mode()
+
+
+def test_cells_inside_compiled_ones_take_no_hooks_and_are_told_of() -> None:
+    found = observable(Partly())
+    assert [name for name, _ in found.cells] == ["", "block", "lone", "plain"]
+    assert found.told() == "Cells inside 'block' are compiled (@jit) and have no rows: take @jit off to record them."
+
+
+def test_of_compiled_cells_in_each_other_the_outermost_is_named() -> None:
+    found = observable(Around())
+    assert [name for name, _ in found.cells] == [""]
+    assert found.told().startswith("Cells inside the model are compiled")
+
+
+def test_a_cell_used_inside_a_compiled_one_and_outside_takes_no_hook() -> None:
+    model = Partly()
+    model.again = model.block.inner
+    assert all(cell is not model.again for _, cell in observable(model).cells)
+
+
+def test_a_plain_model_hides_nothing() -> None:
+    net = Net()
+    found = observable(net)
+    assert list(found.cells) == list(net.cells_and_names())
+    assert found.told() == ""
+
+
+def test_compiled_cells_are_recognized_by_their_class_and_by_themselves() -> None:
+    lone = nn.Dense(2, 2)
+    assert not compiled(lone)
+    lone.construct = ms.jit(lone.construct)
+    assert compiled(lone)
+    assert compiled(Compiled())
+    assert compiled(nn.Adam(lone.trainable_params()))
+
+
+def outcome(hooked: bool) -> tuple[list[bytes], list[str]]:
+    model, called = Partly(), []
+    for seed, parameter in enumerate(model.trainable_params()):
+        parameter.set_data(Tensor(np.random.default_rng(seed).normal(size=parameter.shape).astype(np.float32)))
+    model.set_train(True)
+    for name, cell in observable(model).cells if hooked else ():
+
+        def hook(_cell: nn.Cell, _args: object, _kwargs: object, _result: object, name: str = name) -> None:
+            called.append(name)
+
+        cell.register_forward_hook(hook, with_kwargs=True)
+    losses = train(model, nn.Adam(model.trainable_params()), steps=1)
+    return [x.tobytes() for x in (*losses, *(p.asnumpy() for p in model.trainable_params()))], called
+
+
+def test_hooks_on_cells_that_take_them_are_called_and_change_no_bit() -> None:
+    hooked, called = outcome(hooked=True)
+    assert called == ["block", "lone", "plain", ""]
+    assert hooked == outcome(hooked=False)[0]
+
+
+def test_a_model_that_trains_with_its_flag_off_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    net, failures = Net(), Failures()
+    with caplog.at_level(logging.WARNING, "monitor"):
+        warn_of_evaluation(net, failures)
+        assert not caplog.messages
+        net.set_train(False)
+        for _ in range(2):
+            warn_of_evaluation(net, failures)
+    assert len(caplog.messages) == 1
+    assert "set_train(True)" in caplog.messages[0]
+
+
+def test_a_model_is_one_cell_or_a_list_of_chunks() -> None:
+    net, other = Net(), Net()
+    assert chunks_of(net) == [net]
+    assert chunks_of((net, other)) == [net, other]
+
+
+@pytest.mark.parametrize(("model", "error"), [([], ValueError), ([Net(), 3], TypeError), ("net", TypeError), (None, TypeError)])
+def test_what_is_no_model_is_refused(model: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^model is an? .*expected a mindspore\.nn\.Cell, or a list of model chunks\.$"):
+        chunks_of(model)
