@@ -106,6 +106,7 @@ class ModuleWatcher:
         """The root's forward failed: calls of the micro-step are counted anew."""
         if chunk == self._chunk and self._calls is not None:
             self._calls.restart(micro_step)
+            self._open.clear()
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.

@@ -113,7 +113,7 @@ class _Job:
 
     def _writers_of(self, kind: str, *, frozen: bool) -> list[float]:
         """How many ranks write the kind, of each parameter that has it."""
-        there = [one for one in self._parameters if frozen or self._backend.graph.requires_grad(one.tensor)]
+        there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
         return [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
 
     def _writing(self, replicas: Ranks) -> float:

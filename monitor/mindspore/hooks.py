@@ -15,7 +15,7 @@ from mindspore import nn
 from monitor.capture.hooks import Removable
 
 
-def on_call(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object]) -> Removable:
+def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object]) -> Removable:
     """Call ``work(cell, args, kwargs)`` before each call from Python. It must not raise."""
 
     def hook(cell: nn.Cell, args: Any, kwargs: Any = None) -> Any:
@@ -27,8 +27,13 @@ def on_call(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object]) -> Remov
     return handle
 
 
-def on_return(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any, Any], object]) -> Removable:
-    """Call ``work(cell, args, kwargs, result)`` after each call from Python that did not raise. It must not raise."""
+def after_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any, Any], object], *, always: bool = False) -> Removable:
+    """Call ``work(cell, args, kwargs, result)`` after each call from Python that did not raise. It must not raise.
+
+    Args:
+        always: No difference: MindSpore calls nobody after a call that has raised.
+    """
+    del always
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:
         if len(rest) == 1:

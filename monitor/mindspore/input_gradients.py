@@ -23,7 +23,7 @@ from mindspore.nn.cell import _pynative_executor
 
 from monitor.capture.hooks import Removable
 from monitor.capture.input_gradients import Engine, walk
-from monitor.stats.mindspore_tensors import EarlierFailure
+from monitor.failures import EarlierFailure
 
 GRAPH_IS_THERE: Final = hasattr(Tensor, "_grad_node") and hasattr(_pynative_executor, "get_current_autodiff_engine_id")
 """Whether this version of MindSpore shows its graph. If not, ``requires_grad`` is False of every tensor."""
@@ -127,6 +127,12 @@ def on_gradient(x: Tensor, write: Write) -> Removable:
     """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward."""
     handle: Removable = _settled(lambda: x.register_hook(write))
     return handle
+
+
+def backward_begins(x: Tensor, call: Write) -> None:
+    """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
+    if requires_grad(x):
+        on_gradient(x, call)
 
 
 def _settled(ask: Callable[[], T]) -> T:

@@ -12,28 +12,23 @@ from typing import Any, Protocol
 from mindspore import Tensor, nn
 
 from monitor.capture.hooks import HookSet
+from monitor.capture.backend import StepListener
 from monitor.failures import Failures
-from monitor.mindspore.hooks import on_call, on_return
+from monitor.mindspore.hooks import before_forward, after_forward
 
 
-class StepListener(Protocol):
-    """What happens around one step of an optimizer, in this order."""
+class Given(Protocol):
+    """Takes what an optimizer is given."""
 
-    def before_step(self, optimizer: nn.Cell, gradients: Sequence[Tensor | None]) -> None:
-        """The optimizer has been called.
+    def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
+        """The optimizer was called with these.
 
         Args:
-            gradients: What it was handed, in the order of ``optimizer.parameters``; None in the place of what is no tensor.
+            gradients: In the order of ``optimizer.parameters``; None in the place of what is no tensor.
         """
 
-    def gradients_ready(self) -> None:
-        """Gradients are complete: at once."""
-
-    def after_step(self) -> None:
-        """It has returned. It does not where it raised: then the next step begins without the end of this one."""
-
-    def step_skipped(self) -> None:
-        """Instead of ``after_step``. Nothing here tells of it: whoever counts forwards does."""
+    def end_step(self) -> None:
+        """Let go of them."""
 
 
 class OptimizerSteps:
@@ -43,23 +38,26 @@ class OptimizerSteps:
         optimizer: The cell that users call: the outermost, where one is inside another.
     """
 
-    def __init__(self, optimizer: nn.Cell, listener: StepListener, failures: Failures) -> None:
+    def __init__(self, optimizer: nn.Cell, given: Given, listener: StepListener, failures: Failures) -> None:
         self.optimizer = optimizer
+        self._given = given
         self._listener = listener
         self._guarded = failures.guarded
         self._hooks = HookSet()
-        self._hooks.add(on_call(optimizer, self._guarded("reading before the step", self._before)))
-        self._hooks.add(on_return(optimizer, self._guarded("ending the step", self._after)))
+        self._hooks.add(before_forward(optimizer, self._guarded("reading before the step", self._before)))
+        self._hooks.add(after_forward(optimizer, self._guarded("ending the step", self._after)))
 
     def remove(self) -> None:
         self._hooks.remove()
 
     def _before(self, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = (*args, *kwargs.values())
-        self._guarded("reading before the step", self._listener.before_step)(optimizer, _tensors(given[0] if given else ()))
+        self._given.begin_step(_tensors(given[0] if given else ()))
+        self._guarded("reading before the step", self._listener.before_step)(optimizer)
         self._guarded("reading gradients", self._listener.gradients_ready)()
 
     def _after(self, _optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
+        self._given.end_step()
         self._listener.after_step()
 
 

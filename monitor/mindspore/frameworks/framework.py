@@ -10,7 +10,8 @@ from mindspore import Parameter, Tensor, nn
 from monitor.failures import Failures
 from monitor.mindspore.frameworks.adam import Adams, Moments
 from monitor.mindspore.frameworks.state import State
-from monitor.mindspore.optimizer_steps import OptimizerSteps, StepListener
+from monitor.capture.backend import StepListener
+from monitor.mindspore.optimizer_steps import OptimizerSteps
 from monitor.placement import LOCAL, Placement
 
 SCALED: Final = "the optimizer divides by its loss_scale: grad_unreduced, grad_reduced and actv_grad are multiplied by it"
@@ -67,6 +68,11 @@ class Framework:
         del kind, parameter
         return LOCAL
 
+    def aggregates(self, root: nn.Cell) -> bool:
+        """Whether local gradients are replaced by aggregated ones: no, whoever aggregates makes new ones."""
+        del root
+        return False
+
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         """The optimizer was called with these."""
         self._gradients = gradients
@@ -100,4 +106,4 @@ class Framework:
 
     def steps(self, listener: StepListener, failures: Failures) -> OptimizerSteps:
         """Tell ``listener`` of every step from now on."""
-        return OptimizerSteps(self.optimizer, listener, failures)
+        return OptimizerSteps(self.optimizer, self, listener, failures)

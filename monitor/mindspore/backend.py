@@ -1,0 +1,107 @@
+"""What MindSpore brings to what is common: see ``monitor.capture.backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import nn
+
+from monitor.capture import arguments
+from monitor.capture.backend import Graph
+from monitor.capture.clock import Clock
+from monitor.capture.leaves import Leaves
+from monitor.capture.names import NamedParts
+from monitor.failures import LOGGER, Failures
+from monitor.mindspore import input_gradients
+from monitor.mindspore.calls import Calls
+from monitor.mindspore.frameworks.recognition import framework_of
+from monitor.mindspore.gradients import GradientCollector
+from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
+from monitor.mindspore.input_gradients import in_backward, recording
+from monitor.mindspore.leaves import LEAVES
+from monitor.mindspore.modes import observable, refuse_graph_mode
+from monitor.mindspore.modules import ModuleCollector
+from monitor.mindspore.place import group_ranks, has_others, initialized, is_settled, place, versions
+from monitor.mindspore.recorder import Recorder
+from monitor.mindspore.tensors import activation_placement, computing, layout_of, placement_of
+
+__all__ = [
+    "activation_placement",
+    "after_forward",
+    "before_forward",
+    "chosen",
+    "chunks_of",
+    "communication",
+    "computing",
+    "framework_of",
+    "graph",
+    "group_ranks",
+    "has_others",
+    "initialized",
+    "is_settled",
+    "layout_of",
+    "leaves",
+    "never_called",
+    "new_calls",
+    "new_features",
+    "new_gradients",
+    "new_modules",
+    "new_recorder",
+    "new_updates",
+    "optimizer_expected",
+    "parts",
+    "place",
+    "placement_of",
+    "repeating",
+    "root_trains",
+    "takes_hooks",
+    "trains",
+    "versions",
+]
+
+graph: Graph = input_gradients
+leaves: Leaves = LEAVES
+new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
+repeating = in_backward
+
+never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
+optimizer_expected: str = "an optimizer of mindspore.nn or mindspore.experimental.optim"
+
+
+def chunks_of(model: Any) -> Sequence[nn.Cell]:
+    """The chunks of a virtual pipeline, or the one cell as a list of itself.
+
+    Raises:
+        TypeError: Something in it is no cell.
+        ValueError: Nothing can be recorded, since everything is compiled.
+    """
+    chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
+    refuse_graph_mode()
+    for chunk in chunks:
+        if said := observable(chunk).told():
+            LOGGER.warning("%s", said)
+    return chunks
+
+
+def parts(chunk: nn.Cell) -> NamedParts:
+    """What is compiled takes no hooks, and is not named."""
+    return NamedParts(observable(chunk).cells, chunk.parameters_and_names())
+
+
+def new_modules(recorder: Any, clock: Clock, failures: Failures) -> ModuleCollector:
+    from monitor.mindspore import backend
+
+    return ModuleCollector(recorder, clock, failures, backend)
+
+
+def trains(cell: nn.Cell) -> bool:
+    """Whether a call of the cell that begins now is one of training."""
+    del cell
+    return recording()
+
+
+def root_trains(root: nn.Cell) -> bool:
+    """Whether a forward of the whole model that begins now is one of training, whatever its training flag says."""
+    del root
+    return recording()
