@@ -11,8 +11,9 @@ from typing import Any, Final, Protocol
 from monitor.dynamic.agreement import Agreement
 from monitor.dynamic.boundary import Boundary
 from monitor.dynamic.pace import Horizon, Pace
-from monitor.dynamic.store import LocalStore, Store, own_connection, talk
+from monitor.dynamic.store import Store, own_connection, talk
 from monitor.failures import LOGGER, Failures
+from monitor.ranks.store.memory import LocalStore
 
 LONGEST_PAUSE_S: Final = 300.0
 SAY_AFTER_S: Final = 30.0

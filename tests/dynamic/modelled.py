@@ -16,8 +16,9 @@ from monitor.dynamic.boundary import Boundary
 from monitor.dynamic.course import Course
 from monitor.dynamic.pace import Horizon, Pace
 from monitor.dynamic.proposal import FROM_ALERT, FROM_FILE, FROM_START, Proposal
-from monitor.dynamic.store import CompareSet, LocalStore, _done
+from monitor.dynamic.store import CompareSet, _done
 from monitor.dynamic.wishes import Wishes
+from monitor.ranks.store.memory import LocalStore
 
 PACE = Pace(1.0, 1.0, 1.0, 1.0, 1.0)
 

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from journals import Noted
+from serving import served
 
 from monitor.config import load_config
 from monitor.dynamic import Control, Job
 from monitor.dynamic.pace import Pace
 from monitor.failures import Failures
+from monitor.ranks.store.client import StoreClient
 
 FAST = Pace(idle=0.02, open=0.005, waiting=0.002, patience=1.0, bound=2.0)
 SOON = timedelta(seconds=20)
@@ -46,7 +48,7 @@ class OldClient(dist.TCPStore):  # type: ignore[misc]
     clone = None
 
 
-@pytest.fixture(params=["HashStore", "FileStore", "TCPStore", "PrefixStore", "OldClient"])
+@pytest.fixture(params=["HashStore", "FileStore", "TCPStore", "PrefixStore", "OldClient", "StoreClient"])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeStore]:
     """Makes one more rank's store of the job."""
     if request.param == "HashStore":
@@ -55,6 +57,9 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeS
     elif request.param == "FileStore":
         first = dist.FileStore(str(tmp_path / "store"), 8)  # kept: the last one to be let go of deletes the file
         yield lambda: first and dist.FileStore(str(tmp_path / "store"), 8)
+    elif request.param == "StoreClient":
+        with served() as meet:
+            yield lambda: StoreClient(meet())
     else:
         server = dist.TCPStore("127.0.0.1", 0, None, True, SOON, wait_for_workers=False)
         client = OldClient if request.param == "OldClient" else dist.TCPStore

@@ -22,7 +22,7 @@ class Job:
     def __init__(self, launcher: Launcher, directory: Path, store: str, count: int = 2) -> None:
         self._path, self._directory = directory / "config.json", directory
         self.edit(0)
-        place = store if store == "tcp" else directory / "store"
+        place = directory / "store" if store == "file" else store
         self.ranks: list[Started] = launcher.start_ranks(count, "agreeing.py", place, self._path, directory)
         for rank in self.ranks:
             rank.wait_for("training")
@@ -44,7 +44,7 @@ class Job:
         return found
 
 
-@pytest.fixture(params=["tcp", "file"])
+@pytest.fixture(params=["tcp", "file", "own"])
 def store(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind

@@ -8,9 +8,11 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import served
 
 from monitor.failures import Failures
 from monitor.ranks.job import JobIdentity, agree
+from monitor.ranks.store.client import StoreClient
 
 SOON = timedelta(seconds=20)
 
@@ -26,6 +28,12 @@ def _no_thread_left():
 
 def server():
     return dist.TCPStore("127.0.0.1", 0, None, True, SOON, wait_for_workers=False)
+
+
+@pytest.fixture
+def own_store():
+    with served() as meet:
+        yield meet
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +77,12 @@ def test_a_process_of_its_own_makes_its_identity():
     assert agreed(None) != agreed(None)
 
 
-@pytest.fixture(params=["HashStore", "FileStore", "TCPStore", "PrefixStore"])
+@pytest.fixture(params=["HashStore", "FileStore", "TCPStore", "PrefixStore", "StoreClient"])
 def store_of_a_rank(request, tcp, tmp_path):
     """Makes one more rank's store of a job of four."""
+    if request.param == "StoreClient":
+        meet = request.getfixturevalue("own_store")
+        return lambda: StoreClient(meet())
     if request.param == "HashStore":
         shared = dist.HashStore()
         return lambda: shared

@@ -1,7 +1,7 @@
 """A rank that trains in step with the others, and asks at every step what holds; ``agreeing.py STORE CONFIG RESULT``.
 
-``STORE`` is ``tcp`` or a file. What ``collect_times`` was in each step goes to ``RESULT/rank{rank}.json``, with the longest
-time that a step was held up. It ends before the step from which ``collect_times`` is 999, or when a rank is gone.
+``STORE`` is ``tcp``, ``own`` or a file. What ``collect_times`` was in each step goes to ``RESULT/rank{rank}.json``, with the
+longest time that a step was held up. It ends before the step from which ``collect_times`` is 999, or when a rank is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from monitor.dynamic import Control, Job
 from monitor.dynamic.pace import Pace
 from monitor.failures import Failures
 from monitor.ranks.records import ConfigurationRecord
+from monitor.ranks.store import STORES, Rendezvous
 
 LAST = 999
 PACE = Pace(idle=0.05, open=0.01, waiting=0.005, patience=0.3, bound=0.9)
@@ -40,11 +42,11 @@ class Journal:
 
 def main(store: str, path: str, result: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if store == "tcp":
+    if store in ("tcp", "own"):
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    found = dist.distributed_c10d._get_default_store()
+    found = own_store(rank, world) if store == "own" else dist.distributed_c10d._get_default_store()
     job = Job(rank, world, found, "job/", dist.is_initialized)
     del found
     journal = Journal()
@@ -53,6 +55,12 @@ def main(store: str, path: str, result: str) -> None:
     ran, longest = train(control, random.Random(rank))
     told = {"ran": ran, "longest": longest, "records": journal.records, "undecided_since": journal.undecided_since}
     Path(result, f"rank{rank}.json").write_text(json.dumps(told))
+
+
+def own_store(rank: int, world: int) -> Any:
+    """Of this package, which processes use whose launcher gives them an address and no store."""
+    rendezvous = Rendezvous.beside(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world)
+    return STORES.at(rendezvous, rank, serves=rank == 0)
 
 
 def train(control: Control, delays: random.Random) -> tuple[list[int], float]:

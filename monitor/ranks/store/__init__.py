@@ -1,0 +1,11 @@
+"""A key-value store of our own, for jobs whose launcher gives the ranks an address to meet at and no store: one process serves
+a dictionary on a thread, the others ask it.
+
+It has the operations of torch's stores that are used here, and none that waits: ``check``, ``get`` of a key that exists,
+``add``, ``compare_set``, ``clone``. Every call is bounded in time. Any thread may call.
+"""
+
+from monitor.ranks.store.rendezvous import Rendezvous
+from monitor.ranks.store.stores import STORES
+
+__all__ = ["STORES", "Rendezvous"]

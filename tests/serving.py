@@ -1,0 +1,33 @@
+"""A store of our own for tests: a server in this process, at a port that nobody else has, and ranks that ask it."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from monitor.ranks.store.client import Meeting
+from monitor.ranks.store.memory import LocalStore
+from monitor.ranks.store.rendezvous import Hello, Rendezvous
+from monitor.ranks.store.server import StoreServer
+
+JOB = "a job"
+
+
+@contextmanager
+def served(first_s: float = 5.0) -> Iterator[Callable[[], Meeting]]:
+    """Gives a ``Meeting`` for each further rank; rank 0 serves."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    rendezvous = Rendezvous("127.0.0.1", (listener.getsockname()[1],), JOB)
+    server = StoreServer(listener, LocalStore(), Hello(JOB, 0, "process 0"))
+    ranks = itertools.count(1)
+
+    def meet() -> Meeting:
+        rank = next(ranks)
+        return Meeting(rendezvous, Hello(JOB, rank, f"process {rank}"), first_s)
+
+    try:
+        yield meet
+    finally:
+        server.close()
