@@ -18,8 +18,8 @@ from monitor.ranks.output import write_whole
 
 MAX_FRAMES: Final = 64
 
-MACHINERY: Final = frozenset({"torch.nn.modules.module", "mindspore.nn.cell"})
-"""Modules of Python whose frames only call what the user wrote."""
+MACHINERY: Final = ("torch.nn.modules.module", "monitor.", "mindspore.nn.cell", "mindspore.ops.composite", "mindspore.graph.")
+"""How modules of Python begin whose frames only call what the user wrote."""
 
 
 class StackCollector:
@@ -73,5 +73,4 @@ def call_stack(frame: FrameType | None) -> str:
 
 
 def _is_machinery(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__", ""))
-    return module in MACHINERY or module.startswith("monitor.")
+    return str(frame.f_globals.get("__name__", "")).startswith(MACHINERY)

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from mindspore import Tensor, nn
 
-from monitor.capture.hooks import HookSet
 from monitor.capture.backend import StepListener
+from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
-from monitor.mindspore.hooks import before_forward, after_forward
+from monitor.mindspore.hooks import after_forward, before_forward
 
 
 class Given(Protocol):

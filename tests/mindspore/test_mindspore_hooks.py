@@ -12,15 +12,15 @@ from mindspore import Tensor, nn, ops
 from training import Net, array, inputs
 
 from monitor.failures import Failures
-from monitor.mindspore.hooks import on_call, on_return, takes_hooks
+from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 
 
 def hooked(cells: list[nn.Cell]) -> list[str]:
     called: list[str] = []
     guarded = Failures().guarded
     for cell in cells:
-        on_call(cell, guarded("calling", lambda *_: called.append("call") or "replaced"))
-        on_return(cell, guarded("returning", lambda *_: called.append("return") or "replaced"))
+        before_forward(cell, guarded("calling", lambda *_: called.append("call") or "replaced"))
+        after_forward(cell, guarded("returning", lambda *_: called.append("return") or "replaced"))
     return called
 
 
@@ -56,16 +56,16 @@ def test_a_hook_is_told_of_keyword_arguments_and_results_that_are_none() -> None
             del x, scale
 
     cell, told = Nothing(), []
-    on_call(cell, lambda _cell, args, kwargs: told.append((len(args), kwargs)))
-    on_return(cell, lambda _cell, args, kwargs, result: told.append((len(args), kwargs, result)))
+    before_forward(cell, lambda _cell, args, kwargs: told.append((len(args), kwargs)))
+    after_forward(cell, lambda _cell, args, kwargs, result: told.append((len(args), kwargs, result)))
     cell(Tensor(1.0), scale=2.0)
     assert told == [(1, {"scale": 2.0}), (1, {"scale": 2.0}, None)]
 
 
 def test_a_hook_that_was_taken_away_is_not_called() -> None:
     net, told = Net(), []
-    on_call(net, told.append).remove()
-    on_return(net, told.append).remove()
+    before_forward(net, told.append).remove()
+    after_forward(net, told.append).remove()
     net(inputs(0))
     assert told == []
 
@@ -79,7 +79,7 @@ def test_a_cell_with_a_backward_of_its_own_has_no_hook_after_its_call() -> None:
             return (dout * ops.cos(x),)
 
     cell, told = Own(), []
-    on_return(cell, lambda *_: told.append("called"))
+    after_forward(cell, lambda *_: told.append("called"))
     cell(Tensor(np.zeros(2, np.float32)))
     assert told == []
     assert not takes_hooks(cell)

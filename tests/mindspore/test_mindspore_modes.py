@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from training import Net, train
 
 from monitor.failures import Failures
-from monitor.mindspore.arguments import chunks_of
+from monitor.mindspore.backend import chunks_of
 from monitor.mindspore.modes import compiled, observable, refuse_graph_mode, warn_of_evaluation
 
 

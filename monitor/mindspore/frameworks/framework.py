@@ -7,10 +7,10 @@ from typing import Any, Final, Protocol
 
 from mindspore import Parameter, Tensor, nn
 
+from monitor.capture.backend import StepListener
 from monitor.failures import Failures
 from monitor.mindspore.frameworks.adam import Adams, Moments
 from monitor.mindspore.frameworks.state import State
-from monitor.capture.backend import StepListener
 from monitor.mindspore.optimizer_steps import OptimizerSteps
 from monitor.placement import LOCAL, Placement
 
@@ -53,6 +53,7 @@ class Framework:
         self._state = State(optimizer)
         self._adams = Adams(self._state)
         self._gradients: Sequence[Tensor | None] = ()
+        self._stepped = self._state.has_stepped()
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that show in the model, by role: none."""
@@ -80,6 +81,7 @@ class Framework:
     def end_step(self) -> None:
         """Let go of the gradients of the step."""
         self._gradients = ()
+        self._stepped = True
 
     def reduced(self, parameter: Holding) -> Tensor | None:
         """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""
@@ -91,9 +93,9 @@ class Framework:
         return parameter.tensor
 
     def moment(self, kind: str, parameter: Holding, optimizer: Any = None) -> Tensor | None:
-        """What this rank holds of a moment. Before the first step it is there, and full of zeros."""
+        """What this rank holds of a moment. Before the first step of a fresh optimizer it is full of zeros that are none."""
         del optimizer
-        return self._state.moment(kind, parameter.tensor)
+        return self._state.moment(kind, parameter.tensor) if self._stepped else None
 
     @property
     def is_adam(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from mindspore import Parameter, Tensor, nn
 
 from monitor.mindspore.frameworks.optimizers import innermost, is_a
+from monitor.stats.mindspore_tensors import has_data, on_host
 
 STATE_NAMES: Final = {
     "exp_avg": ("exp_avg", "moment1", "moments1"),
@@ -59,6 +60,12 @@ class State:
                 found: Parameter = kept[place]
                 return found
         return None
+
+    def has_stepped(self) -> bool:
+        """Whether a moment is other than what every optimizer begins with, which is 0. Waits."""
+        names = {self._names or "", *(name for names in STATE_NAMES.values() for name in names)}
+        kept = (getattr(self.optimizer, name, None) for name in names)
+        return any(on_host(one).any() for every in kept if isinstance(every, tuple) for one in every if has_data(one))
 
     def place(self, parameter: Parameter) -> int | None:
         """Where a parameter is among those of the optimizer; None if it is not stepped."""
