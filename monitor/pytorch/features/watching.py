@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from monitor.capture.features.results import Routing
 from monitor.capture.hooks import HookSet
 from monitor.pytorch.calls import Calls, Place, recomputing
 from monitor.pytorch.features.attention import Scores, spread
 from monitor.pytorch.features.calls_within import CallsWithin
 from monitor.pytorch.features.choosing import SUFFIXES
 from monitor.pytorch.features.matrices import FollowedMatrix, similarity_of_rows
-from monitor.pytorch.features.routing import Routing, dtype_of_routing, entropy_from, entropy_of
+from monitor.pytorch.features.routing import dtype_of_routing, entropy_from, entropy_of
 from monitor.pytorch.features.sources import (
     NO_LOGITS,
     NO_SCORES,
