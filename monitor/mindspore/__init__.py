@@ -1,0 +1,1 @@
+"""MindSpore: what catches the tensors of a training loop."""
