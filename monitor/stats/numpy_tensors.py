@@ -64,6 +64,23 @@ class Chunks(threading.local):
         return narrow
 
 
+def as_reals(x: Raw) -> Reals:
+    """Floating-point numbers in the shape that they have: float64 where they are, else float32. A copy only of others."""
+    if _is_bfloat16(x):
+        bits = x.view(np.uint16).astype(np.uint32) << np.uint32(_HALF_OF_FLOAT32)
+        reals: Reals = bits.view(np.float32)
+        return reals
+    return x if x.dtype == np.float64 else x.astype(np.float32, copy=False)
+
+
+def rounded_to_bfloat16(x: Reals) -> NDArray[np.float32]:
+    """To the nearest number that bfloat16 has, ties to even; what is NaN stays so."""
+    bits = x.astype(np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(_HALF_OF_FLOAT32)) & np.uint32(1)
+    upper = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF_0000)
+    return np.where(np.isnan(x), np.float32(np.nan), upper.view(np.float32))
+
+
 def _is_bfloat16(x: Raw) -> bool:
     """Frameworks bring a dtype of their own for it, with the kind of raw memory."""
     return x.dtype.kind == "V" and x.dtype.name == _BFLOAT16

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from monitor.capture.features.results import Spread
 from monitor.stats.torch_tensors import working_precision
 
 BLOCK: Final = 1 << 18
@@ -50,20 +51,6 @@ class Scores(NamedTuple):
         key = self.key.expand(batch, -1, -1, -1)[:rows]
         keys = key.unsqueeze(2).expand(-1, -1, of_each, -1, -1)  # a view: (rows, key heads, heads of each, keys, size)
         return self._replace(query=query[:rows, :heads], key=keys, mask=mask)
-
-
-class Spread(NamedTuple):
-    """Sums over queries.
-
-    Attributes:
-        queries: How many there were; without those that see no key at all.
-        entropy: Of the attention weights of each, in nats; float64.
-        greatest: The greatest attention weight of each; float64.
-    """
-
-    queries: int | Tensor
-    entropy: Tensor
-    greatest: Tensor
 
 
 def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:

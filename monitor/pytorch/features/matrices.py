@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from monitor.capture.features.power_iteration import FARTHEST, FIRST, LATER, LATER_THERE, SEED, SQUARINGS, STAYS
+from monitor.capture.features.results import Norms, Similarity
 from monitor.stats.torch_tensors import working_precision
 
 BLOCK: Final = 1 << 18
 """Elements that are converted at once: a tensor of low precision has no copy of its size made."""
-
-FIRST: Final = 30
-"""Products for the first row of a matrix: as many steps of power iteration, and what is best among all of their vectors."""
-
-LATER: Final = (1, 5, 30)
-"""Products for any other, one number after the other until the estimate stays where it was: mostly one product is enough."""
-
-STAYS: Final = 1e-3
-"""The part of itself by which an estimate may move and still be where it was."""
-
-LATER_THERE: Final = 3
-"""Products for a later row on an accelerator, where nobody may wait to see whether the estimate moves."""
-
-SQUARINGS: Final = 12
-"""2^12 steps of power iteration in the space of the combinations, which has 30 dimensions at most."""
-
-SEED: Final = 20_251_207
-FARTHEST: Final = 126
-"""Powers of two that elements are scaled by reach so far: 2^-126 is the smallest normal float32."""
-
-
-class Norms(NamedTuple):
-    """Of a matrix, float64 scalars: the square of the Frobenius norm, and an estimate of the spectral norm from below."""
-
-    squares: Tensor
-    spectral: Tensor
 
 
 class FollowedMatrix:
@@ -188,13 +164,6 @@ def _may_look(matrix: Tensor) -> bool:
 def _greatest(block: Tensor) -> Tensor:
     least, greatest = torch.aminmax(block)
     return torch.maximum(-least, greatest)
-
-
-class Similarity(NamedTuple):
-    """Of the rows of a matrix, over ordered pairs of two different ones: how many there are, the sum of their cosines."""
-
-    pairs: int
-    cosines: Tensor
 
 
 def similarity_of_rows(matrix: Tensor) -> Similarity:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from monitor.capture.features.results import Routing
 from monitor.stats.torch_tensors import working_precision
 
 BLOCK: Final = 1 << 18
@@ -14,13 +15,6 @@ BLOCK: Final = 1 << 18
 
 DTYPES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 """As Megatron's configuration names them."""
-
-
-class Routing(NamedTuple):
-    """Of some tokens: how many, and the sum of the entropies of the softmax over the experts, in nats, float64."""
-
-    tokens: int
-    entropy: Tensor
 
 
 def entropy_of(logits: Tensor) -> Routing:

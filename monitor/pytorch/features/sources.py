@@ -8,29 +8,48 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from monitor.capture.features.sources import (
+    MATRIX_NAMES,
+    NO_LOGITS,
+    NO_SCORES,
+    NOT_2D,
+    NOT_CALLED,
+    NOT_WHOLE,
+    ONE_EXPERT,
+    OTHER_LENGTHS,
+    TOKENS,
+    MisfitError,
+    first_named,
+    go_together,
+    places_of,
+    queries_and_keys,
+)
 from monitor.pytorch.features.attention import Scores
 from monitor.pytorch.frameworks.dtensor import layout_of
 from monitor.stats.torch_tensors import local_shard
 
-Q_NAMES: Final = ("query", "query_layer", "q")
-K_NAMES: Final = ("key", "key_layer", "k")
-TOKENS: Final = ("input", "hidden_states", "x")
-
-NO_SCORES: Final = "no Q and K were found"
-OTHER_LENGTHS: Final = "Q and K are of different lengths"
-NOT_WHOLE: Final = "its Q and K are cut over ranks along the sequence, or hold no numbers"
-NOT_2D: Final = "it has no floating-point 2-D weight that this rank can read in forward"
-NO_LOGITS: Final = "its logits were not found"
-ONE_EXPERT: Final = "it has fewer than two experts"
-NOT_CALLED: Final = "it was not called, or is compiled"
+__all__ = [
+    "NOT_2D",
+    "NOT_CALLED",
+    "NOT_WHOLE",
+    "NO_LOGITS",
+    "NO_SCORES",
+    "ONE_EXPERT",
+    "OTHER_LENGTHS",
+    "SDPA",
+    "MisfitError",
+    "bias_of",
+    "called_scores",
+    "given_scores",
+    "local_matrix",
+    "matrix_of",
+    "tokens_of",
+    "whole_rows",
+]
 
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 PRODUCTS: Final = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 _SDPA_ARGUMENTS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-
-
-class MisfitError(Exception):
-    """A module is not what its hook is for. The message says why."""
 
 
 def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -> Scores | None:
@@ -39,13 +58,10 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
     Raises:
         MisfitError: They are there, and cannot be read as such.
     """
-    found = _named(kwargs, Q_NAMES), _named(kwargs, K_NAMES)
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    query, key = (named if named is not None else (tensors.pop(0) if tensors else None) for named in found)
+    query, key = queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or query.dim() != 4 or key.dim() != 4:
         return None
-    order = order.replace(",", "")
-    places = [order.index(letter) for letter in "bhsd"]
+    places = places_of(order)
     return _causal(_whole(query, places[2]).permute(places), _whole(key, places[2]).permute(places))
 
 
@@ -68,7 +84,7 @@ def matrix_of(module: nn.Module) -> Tensor | None:
 
     As it lies there: ZeRO gathers a parameter that is asked for by its name, and a parametrization computes it.
     """
-    for name in ("weight", "wg"):
+    for name in MATRIX_NAMES:
         value = _lying(module, name)
         if isinstance(value, nn.Module):
             value = _lying(value, "weight")
@@ -107,8 +123,7 @@ def local_matrix(weight: Tensor | None) -> Tensor:
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Tensor | None:
     """What a router is to route: its first tensor of the hidden size."""
-    named = _named(kwargs, TOKENS)
-    for value in (*args, named):
+    for value in (*args, first_named(kwargs, TOKENS, Tensor)):
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == hidden and value.is_floating_point():
             return whole_rows(value)
     return None
@@ -139,9 +154,8 @@ def _causal(query: Tensor, key: Tensor) -> Scores:
 
 
 def _checked(query: Tensor, key: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Scores:
-    of_one_size = query.shape[3] == key.shape[3] and query.is_floating_point() and key.is_floating_point()
-    of_one_batch = query.shape[0] == key.shape[0] or 1 in (query.shape[0], key.shape[0])
-    if not of_one_size or not of_one_batch or query.shape[1] % key.shape[1]:
+    of_numbers = query.is_floating_point() and key.is_floating_point()
+    if not of_numbers or not go_together(tuple(query.shape), tuple(key.shape)):
         raise MisfitError(NO_SCORES)
     return Scores(query, key, causal, scale, mask)
 
@@ -162,7 +176,3 @@ def _cuts(x: Tensor, dim: int) -> bool:
 def _is_partial(x: Tensor) -> bool:
     layout = layout_of(x)
     return layout is not None and any(one.is_partial() for one in layout[1])
-
-
-def _named(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:
-    return next((kwargs[name] for name in names if isinstance(kwargs.get(name), Tensor)), None)

@@ -8,7 +8,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+<<<<<<< HEAD
 from monitor.capture.calls import Place
+=======
+from monitor.capture.features.results import Routing
+>>>>>>> 1a395325991baa98b80b1e2ca4c91b3bc595c06b
 from monitor.capture.hooks import HookSet
 from monitor.capture.modules import ModuleCollector
 from monitor.capture.names import NamedModule
@@ -19,7 +23,7 @@ from monitor.pytorch.features.attention import Scores, spread
 from monitor.pytorch.features.calls_within import CallsWithin
 from monitor.pytorch.features.choosing import SUFFIXES
 from monitor.pytorch.features.matrices import FollowedMatrix, similarity_of_rows
-from monitor.pytorch.features.routing import Routing, dtype_of_routing, entropy_from, entropy_of
+from monitor.pytorch.features.routing import dtype_of_routing, entropy_from, entropy_of
 from monitor.pytorch.features.sources import (
     NO_LOGITS,
     NO_SCORES,

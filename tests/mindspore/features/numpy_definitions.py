@@ -1,0 +1,56 @@
+"""What features are, written down from their definitions in float64, with everything in memory at once."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+FLOATS = [ms.float32, ms.float16, ms.bfloat16, ms.float64]
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def exact(x: Tensor) -> np.ndarray:
+    """What a tensor holds, float64."""
+    return (x.to(ms.float32) if x.dtype == ms.bfloat16 else x).asnumpy().astype(np.float64)
+
+
+def number(x: object) -> float:
+    return float(x.asnumpy()) if isinstance(x, Tensor) else float(x)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def entropies(shares: np.ndarray) -> np.ndarray:
+    return -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(-1)
+
+
+def attention_weights(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Of (batch, heads, sequence, size) and a key of fewer heads: (batch, heads, sequence, sequence), causal."""
+    key = key.repeat(query.shape[1] // key.shape[1], axis=1)
+    scores = query @ key.swapaxes(2, 3) * query.shape[3] ** -0.5
+    return softmax(np.where(np.tri(query.shape[2], dtype=bool), scores, -np.inf))
+
+
+def entropy_and_greatest(weights: np.ndarray, heads: int = 1, rows: int = 1) -> tuple[float, float]:
+    """Means over the queries of the first heads of the first rows of the batch, 0 for all of them."""
+    sample = weights[: rows or None, : heads or None]
+    return entropies(sample).mean(), sample.max(-1).mean()
+
+
+def similarity(weight: np.ndarray) -> float:
+    """The mean cosine of two different rows."""
+    rows = weight / np.linalg.norm(weight, axis=1, keepdims=True)
+    cosines, experts = rows @ rows.T, len(rows)
+    return (cosines.sum() - np.trace(cosines)) / (experts * (experts - 1))
+
+
+def entropy_per_token(logits: np.ndarray) -> float:
+    """The mean entropy of the softmax over the last dimension."""
+    return entropies(softmax(logits)).mean()
