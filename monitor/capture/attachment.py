@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from monitor.capture.backend import Backend, Features, Framework, Gradients
+from monitor.capture.backend import Backend, Framework, Gradients
 from monitor.capture.clock import Clock, Schedule
+from monitor.capture.features.collector import FeatureCollector
 from monitor.capture.flow import observed
 from monitor.capture.hooks import HookSet
 from monitor.capture.names import ModelNames, NamedModule
@@ -103,7 +104,7 @@ class Attachment:
         self._weights: WeightCollector | None = None
         self._moments: MomentCollector | None = None
         self._updates = Updates()
-        self._features: Features | None = None
+        self._features: FeatureCollector | None = None
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
@@ -141,7 +142,8 @@ class Attachment:
         if config.xy_distribution:
             self.watch_activations(modules)
         if config.recording_l2_features:
-            self._features = self._backend.new_features(self._names, config, self.modules, watch.framework, watch.ownership)
+            reading = self._backend.reading_of_features
+            self._features = FeatureCollector(self._names, config, self.modules, watch.framework, watch.ownership, reading)
         if config.stack_info and watch.ownership.monitored:
             self._stacks = self._attach_stacks(modules)
         if self.structure is not None:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from monitor.capture.calls import Calls
 from monitor.capture.clock import Clock
+from monitor.capture.features.reading import Reading
 from monitor.capture.hooks import Removable
 from monitor.capture.leaves import Leaves
-from monitor.capture.names import ModelNames, NamedParts
+from monitor.capture.names import NamedParts
 from monitor.capture.parameter_series import NamedParameter, SeriesOf
 from monitor.capture.recorder import Recorder
 from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.placement import Placement
-from monitor.ranks.ownership import Ownership
 from monitor.run import Place
 from monitor.series import SeriesTable
 
@@ -162,16 +162,6 @@ class Gradients(Protocol):
     def remove(self) -> None: ...
 
 
-class Features(Protocol):
-    """All features of one attachment."""
-
-    def end_step(self) -> None:
-        """A collected step has ended."""
-
-    def remove(self) -> None:
-        """Take every hook away."""
-
-
 class Communication(Protocol):
     """Listens to communication, until it is closed."""
 
@@ -193,12 +183,14 @@ class Backend(Protocol):
     Attributes:
         leaves: Finds its tensors.
         graph: Its autograd.
+        reading_of_features: Where the numbers of features are, and what they come to.
         never_called: Classes of modules that only hold others.
         optimizer_expected: What an optimizer may be, in words.
     """
 
     leaves: Leaves
     graph: Graph
+    reading_of_features: Reading
     never_called: tuple[type, ...]
     optimizer_expected: str
 
@@ -298,13 +290,6 @@ class Backend(Protocol):
         *,
         each_micro_step: bool,
     ) -> Gradients: ...
-
-    def chosen(self, names: ModelNames, config: MonitorConfig) -> Mapping[str, Any]:
-        """Which modules have features (``Chosen``), by hook; empty where none are recorded."""
-
-    def new_features(
-        self, names: ModelNames, config: MonitorConfig, modules: Any, framework: Any, ownership: Ownership
-    ) -> Features: ...
 
     def new_updates(self, config: MonitorConfig, watched: Any) -> Any:
         """``Updates`` of what a configuration asks for."""

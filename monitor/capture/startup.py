@@ -8,6 +8,7 @@ from functools import cache
 
 from monitor.capture.attachment import Watch
 from monitor.capture.backend import Backend
+from monitor.capture.features.choosing import chosen
 from monitor.capture.names import ModelNames
 from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig
@@ -82,7 +83,7 @@ class _Job:
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
-        for hook, found in self._backend.chosen(names, config).items():
+        for hook, found in chosen(names, config, self._backend.reading_of_features).items():
             loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}

@@ -10,11 +10,13 @@ from mindspore import nn
 from monitor.capture import arguments
 from monitor.capture.backend import Graph
 from monitor.capture.clock import Clock
+from monitor.capture.features.reading import Reading
 from monitor.capture.leaves import Leaves
 from monitor.capture.names import NamedParts
 from monitor.failures import LOGGER, Failures
 from monitor.mindspore import input_gradients
 from monitor.mindspore.calls import Calls
+from monitor.mindspore.features import reading
 from monitor.mindspore.frameworks.recognition import framework_of
 from monitor.mindspore.gradients import GradientCollector
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
@@ -25,12 +27,12 @@ from monitor.mindspore.modules import ModuleCollector
 from monitor.mindspore.place import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.tensors import activation_placement, computing, layout_of, placement_of
+from monitor.mindspore.updates.updates import new_updates
 
 __all__ = [
     "activation_placement",
     "after_forward",
     "before_forward",
-    "chosen",
     "chunks_of",
     "communication",
     "computing",
@@ -44,7 +46,6 @@ __all__ = [
     "leaves",
     "never_called",
     "new_calls",
-    "new_features",
     "new_gradients",
     "new_modules",
     "new_recorder",
@@ -53,6 +54,7 @@ __all__ = [
     "parts",
     "place",
     "placement_of",
+    "reading_of_features",
     "repeating",
     "root_trains",
     "takes_hooks",
@@ -62,6 +64,7 @@ __all__ = [
 
 graph: Graph = input_gradients
 leaves: Leaves = LEAVES
+reading_of_features: Reading = reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = in_backward
 

@@ -20,8 +20,8 @@ from monitor.mindspore.frameworks.framework import Framework
 from monitor.mindspore.recorder import Recorder
 
 NOT_SUMMED: Final = (
-    "each backward hands out a gradient of its own, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row of "
-    "each micro-batch, and without it none where a step has several"
+    "each backward hands out a gradient of its own, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "
+    "of each micro-batch, and without it none where a step has several"
 )
 
 

@@ -57,8 +57,10 @@ class OptimizerSteps:
         self._guarded("reading gradients", self._listener.gradients_ready)()
 
     def _after(self, _optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
-        self._given.end_step()
-        self._listener.after_step()
+        try:
+            self._listener.after_step()
+        finally:
+            self._given.end_step()
 
 
 def _tensors(gradients: Any) -> tuple[Tensor | None, ...]:

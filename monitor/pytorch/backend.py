@@ -11,6 +11,7 @@ from torch import nn
 from monitor.capture import arguments
 from monitor.capture.backend import Graph
 from monitor.capture.clock import Clock
+from monitor.capture.features.reading import Reading
 from monitor.capture.leaves import Leaves
 from monitor.capture.modules import ModuleCollector
 from monitor.capture.names import NamedParts
@@ -18,8 +19,7 @@ from monitor.failures import Failures
 from monitor.pytorch import input_gradients
 from monitor.pytorch.calls import Calls, recomputing
 from monitor.pytorch.collectives.installing import communication
-from monitor.pytorch.features import FeatureCollector
-from monitor.pytorch.features.choosing import chosen
+from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.pipelining import rehearsing
 from monitor.pytorch.frameworks.recognition import framework_of
 from monitor.pytorch.gradients import GradientCollector
@@ -34,7 +34,6 @@ __all__ = [
     "activation_placement",
     "after_forward",
     "before_forward",
-    "chosen",
     "chunks_of",
     "communication",
     "computing",
@@ -48,7 +47,6 @@ __all__ = [
     "leaves",
     "never_called",
     "new_calls",
-    "new_features",
     "new_gradients",
     "new_modules",
     "new_recorder",
@@ -57,6 +55,7 @@ __all__ = [
     "parts",
     "place",
     "placement_of",
+    "reading_of_features",
     "repeating",
     "root_trains",
     "takes_hooks",
@@ -66,7 +65,8 @@ __all__ = [
 
 graph: Graph = input_gradients
 leaves: Leaves = LEAVES
-new_calls, new_features, new_gradients, new_recorder = Calls, FeatureCollector, GradientCollector, Recorder
+reading_of_features: Reading = reading
+new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = recomputing
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)

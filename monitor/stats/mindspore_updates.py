@@ -123,11 +123,19 @@ class Signed(Protocol):
 
 
 def adam_vectors(
-    mean: Tensor, square: Tensor, mean_correction: Number, square_correction: Number, adam_eps: float, eps: float
+    mean: Tensor,
+    square: Tensor,
+    mean_correction: Number,
+    square_correction: Number,
+    adam_eps: float,
+    eps: float,
+    *,
+    eps_on_root: bool = False,
 ) -> tuple[Signed, Signed]:
     """What Adam makes of its moments: ``m / (sqrt(v) + adam_eps)`` and ``m / sqrt(v)``, which is 0 where both are 0.
 
     Args:
+        eps_on_root: ``adam_eps`` is added to the root of ``square`` before that is corrected.
         mean_correction: What ``mean`` is to be divided by before.
         square_correction: The same of ``square``, of the same shape.
         eps: Below which numbers count as zeros.
@@ -139,11 +147,13 @@ def adam_vectors(
         if on.may_look:
             given = mean_correction, square_correction
             corrections = [float(on.of(one)) if isinstance(one, Tensor) else one for one in given]
-            return _vectors_seen(on.of(mean), on.of(square), corrections, adam_eps, eps)
+            added = adam_eps / math.sqrt(corrections[1]) if eps_on_root else adam_eps
+            return _vectors_seen(on.of(mean), on.of(square), corrections, added, eps)
         updates, ratios = DeviceSigned(eps), DeviceSigned(eps)
+        there: Number = adam_eps * (square_correction**-0.5) if eps_on_root else adam_eps
         for m, v in _pieces(mean, square):
             m, root = m / mean_correction, mint.sqrt(v / square_correction)
-            updates.add(m / (root + adam_eps))
+            updates.add(m / (root + there))
             neither = mint.logical_and(mint.eq(m, 0.0), mint.eq(root, 0.0))
             ratios.add(mint.where(neither, 0.0, m / root))
         return updates, ratios

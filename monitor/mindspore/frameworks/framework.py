@@ -97,6 +97,15 @@ class Framework:
         del optimizer
         return self._state.moment(kind, parameter.tensor) if self._stepped else None
 
+    def keeps(self, kind: str, parameter: Holding) -> bool:
+        """Whether the optimizer has such a moment of a parameter, be it of no step yet."""
+        return self._state.moment(kind, parameter.tensor) is not None
+
+    def maximizes(self, parameter: Holding) -> bool:
+        """Whether the optimizer steps up along the gradient."""
+        place = self._state.place(parameter.tensor)
+        return place is not None and bool(self._state.group(place).get("maximize"))
+
     @property
     def is_adam(self) -> bool:
         """Whether ``adam_of`` knows the optimizer's rule."""

@@ -1,5 +1,1 @@
-"""Features of a higher order: attention that collapses, weights that lose rank, routers that stop routing."""
-
-from monitor.pytorch.features.collector import FeatureCollector
-
-__all__ = ["FeatureCollector"]
+"""Features of a higher order: entropies, spectral norms, similarities."""

@@ -223,7 +223,7 @@ def test_a_failure_of_ours_does_not_reach_training(
         raise RuntimeError("ours")
 
     for name in ("spread", "entropy_of", "similarity_of_rows"):
-        monkeypatch.setattr(f"monitor.pytorch.features.watching.{name}", broken)
+        monkeypatch.setattr(f"monitor.pytorch.features.reading.{name}", broken)
     monkeypatch.setattr("monitor.pytorch.features.matrices.FollowedMatrix.norms", broken)
     model = nn.Sequential(Attention(), nn.Linear(4, 4))
     hooks = ("linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")

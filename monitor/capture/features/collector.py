@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
-from torch import Tensor
-
+from monitor.capture.features.attention import AttentionWatcher
+from monitor.capture.features.choosing import Chosen, chosen, warning
+from monitor.capture.features.reading import Reading
+from monitor.capture.features.routers import RouterLogitWatcher
+from monitor.capture.features.sources import NOT_CALLED
+from monitor.capture.features.watching import FeatureWatcher
+from monitor.capture.features.weights import LinearWatcher, RouterWeightWatcher
 from monitor.capture.hooks import HookSet
 from monitor.capture.modules import ModuleCollector
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
-from monitor.pytorch.features.choosing import Chosen, chosen, warning
-from monitor.pytorch.features.sources import NOT_CALLED
-from monitor.pytorch.features.watching import (
-    AttentionWatcher,
-    FeatureWatcher,
-    LinearWatcher,
-    RouterLogitWatcher,
-    RouterWeightWatcher,
-)
-from monitor.pytorch.features.weight_placement import weight_placement
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import takes_hooks
 from monitor.ranks.ownership import Ownership
 from monitor.series import Series
 
@@ -34,6 +28,7 @@ class FeatureCollector:
 
     Attributes:
         modules: Who knows which calls belong to training.
+        reading: What a framework brings to features.
     """
 
     def __init__(
@@ -41,26 +36,28 @@ class FeatureCollector:
         names: ModelNames,
         config: MonitorConfig,
         modules: ModuleCollector,
-        framework: Framework,
+        framework: Any,
         ownership: Ownership,
+        reading: Reading,
     ) -> None:
         self.modules = modules
+        self.reading = reading
         self._framework = framework
         self._ownership = ownership
         self._hooks = HookSet()
         self._misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
         self._named: set[tuple[str, str]] = set()
         self._told = False
-        found = chosen(names, config)
+        found = chosen(names, config, reading)
         if (said := warning(found)) is not None:
             LOGGER.warning("[rank %d] %s", ownership.rank, said)
         self._watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
         for watcher in self._watchers:
             watcher.attach(self._hooks)
 
-    def series(self, kind: str, parameter: NamedParameter, seen: Tensor) -> Series | None:
+    def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
         """The series of a feature of a weight; None where another rank writes it."""
-        known = weight_placement(self._framework, self._ownership.rank, parameter, seen)
+        known = self.reading.weight_placement(self._framework, self._ownership.rank, parameter, seen)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         placement = self._ownership.placed(kind, known, tensor_parallel=split)
         if not self._ownership.writes(placement):
@@ -100,10 +97,10 @@ class FeatureCollector:
 
     def _watchers_of(self, hook: str, found: Chosen, config: MonitorConfig) -> Iterator[FeatureWatcher]:
         for module in found.modules:
-            if takes_hooks(module.module):
+            if self.modules.backend.takes_hooks(module.module):
                 yield self._watcher(hook, module, found, config)
             else:
-                self.does_not_fit(hook, module.name, "it is a ScriptModule, which takes no hooks")
+                self.does_not_fit(hook, module.name, "it is compiled, and takes no hooks")
 
     def _watcher(self, hook: str, module: NamedModule, found: Chosen, config: MonitorConfig) -> FeatureWatcher:
         if hook == "attention_hook":

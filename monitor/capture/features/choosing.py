@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from torch import nn
-
+from monitor.capture.features.reading import Reading
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.config import MonitorConfig
-from monitor.pytorch.features.sources import matrix_of
 from monitor.selection import Unmatched, told
 
 SUFFIXES: Final = {
@@ -19,8 +17,6 @@ SUFFIXES: Final = {
     "moe_router_logit_hook": "moe_router",
 }
 """What a series of each hook is called, behind its module."""
-
-_WRAPPED: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Chosen(NamedTuple):
@@ -36,14 +32,15 @@ class Chosen(NamedTuple):
     unmatched: Sequence[Unmatched] = ()
 
 
-def chosen(names: ModelNames, config: MonitorConfig) -> Mapping[str, Chosen]:
+def chosen(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mapping[str, Chosen]:
     """By hook; empty where no features are recorded."""
     if not config.recording_l2_features:
         return {}
     wanted = {hook: getattr(config.l2_targets, hook) for hook in SUFFIXES}
-    found = {hook: _named(names, targets) for hook, targets in wanted.items() if targets}
+    found = {hook: _named(names, targets, reading) for hook, targets in wanted.items() if targets}
     if wanted["linear_hook"] == ():
-        found["linear_hook"] = Chosen([one for one in map(_unwrapped, names.modules()) if _has_matrix(one)], named=False)
+        inner = [_unwrapped(one, reading) for one in names.modules()]
+        found["linear_hook"] = Chosen([one for one in inner if _has_matrix(one, reading)], named=False)
     return found
 
 
@@ -57,21 +54,17 @@ def warning(found: Mapping[str, Chosen]) -> str | None:
     return f"l2_targets that name no module of this model (of a pipeline, of this rank's part of it): {'; '.join(missed)}."
 
 
-def _named(names: ModelNames, targets: Sequence[str]) -> Chosen:
+def _named(names: ModelNames, targets: Sequence[str], reading: Reading) -> Chosen:
     modules, unmatched = names.targeted(targets)
-    return Chosen([_unwrapped(module) for module in modules], unmatched=unmatched)
+    return Chosen([_unwrapped(module, reading) for module in modules], unmatched=unmatched)
 
 
-def _has_matrix(module: NamedModule) -> bool:
+def _has_matrix(module: NamedModule, reading: Reading) -> bool:
     """Whether it has a weight that may be a matrix: one that is cut over ranks shows what it is when it is gathered."""
     called = type(module.module).__name__, module.name.rpartition(".")[2]
-    embeds = isinstance(module.module, nn.Embedding | nn.EmbeddingBag) or any("embedding" in one.lower() for one in called)
-    return not embeds and matrix_of(module.module) is not None
+    embeds = reading.embeds(module.module) or any("embedding" in one.lower() for one in called)
+    return not embeds and reading.matrix_of(module.module) is not None
 
 
-def _unwrapped(module: NamedModule) -> NamedModule:
-    """What FSDP and activation checkpointing have wrapped: that is where weights are whole."""
-    inner = module.module
-    while (within := next((getattr(inner, name) for name in _WRAPPED if name in inner._modules), None)) is not None:
-        inner = within
-    return NamedModule(module.chunk, module.name, inner, module.wanted)
+def _unwrapped(module: NamedModule, reading: Reading) -> NamedModule:
+    return NamedModule(module.chunk, module.name, reading.unwrapped(module.module), module.wanted)

@@ -1,0 +1,1 @@
+"""What an optimizer's step does to the weights, measured against the weights, the momentum and the rule."""

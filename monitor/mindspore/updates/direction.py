@@ -1,0 +1,43 @@
+"""``mg_direction``: how much of a gradient points where the momentum does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monitor.capture.parameter_series import Computed, NamedParameter
+from monitor.capture.updates import UpdateCollector
+from monitor.capture.watched_parameters import WatchedParameters
+from monitor.mindspore.features.reading import is_floating_point
+from monitor.series import DIRECTION_KIND
+from monitor.stats.mindspore_tensors import has_data
+from monitor.stats.mindspore_updates import agreement
+from monitor.stats.partials import COUNT, SUM
+
+
+class DirectionCollector(UpdateCollector):
+    """Compares the gradient that the optimizer is given with the momentum before the step.
+
+    In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
+    """
+
+    def __init__(self, watched: WatchedParameters) -> None:
+        self._series = watched.series(DIRECTION_KIND)
+        self._framework = watched.framework
+
+    def gradients_ready(self, optimizer: Any) -> None:
+        self._series.record_computed(lambda parameter: self._compared(parameter, optimizer))
+
+    def _compared(self, parameter: NamedParameter, optimizer: Any) -> Computed | None:
+        gradient = self._framework.reduced(parameter)
+        if not is_floating_point(gradient) or not has_data(gradient) or not gradient.size:
+            return None
+        if not self._framework.keeps("exp_avg", parameter):
+            return None
+        momentum = self._framework.moment("exp_avg", parameter, optimizer)
+        if momentum is None:
+            momentum = gradient
+        if tuple(momentum.shape) != tuple(gradient.shape):
+            return None
+        uphill = self._framework.maximizes(parameter)
+        agreeing = agreement(gradient, momentum, uphill=uphill and momentum is not gradient)
+        return Computed({COUNT: float(gradient.size), SUM: agreeing}, gradient)
