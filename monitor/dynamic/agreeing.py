@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from monitor.dynamic.agreement import Agreement
 from monitor.dynamic.boundary import Boundary
-from monitor.dynamic.pace import Horizon, Pace
+from monitor.dynamic.pace import ASKED_PER_SECOND, Horizon, Pace
 from monitor.dynamic.store import Store, own_connection, talk
 from monitor.failures import LOGGER, Failures
 from monitor.ranks.store.memory import LocalStore
@@ -30,6 +30,7 @@ class Job:
         store: The process group's store; None for a process of its own.
         prefix: Of our keys. No other run may have it, and no other recording of this one: the run's job id.
         alive: Whether the process group still stands. Once it does not, the store is left alone and let go of.
+        asked_per_second: How often all ranks together may ask the store.
     """
 
     rank: int = 0
@@ -37,6 +38,7 @@ class Job:
     store: Any = None
     prefix: str = ""
     alive: Callable[[], bool] = lambda: True
+    asked_per_second: float = ASKED_PER_SECOND
 
 
 class Agreeing(Protocol):

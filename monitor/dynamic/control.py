@@ -74,7 +74,7 @@ class Control:
         self._accept = accept
         self._journal: Journal | None = None
         alone = job.store is None
-        pace = pace or (Pace.alone() if alone else Pace.of(job.world))
+        pace = pace or (Pace.alone() if alone else Pace.of(job.world, job.asked_per_second))
         self._boundary: Boundary[MonitorConfig] = Boundary(first_step, pace, self._wake)
         self._wishes = Wishes(retry_s=2 * pace.idle)
         horizon = Horizon(pace)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 ASKED_PER_SECOND: Final = 2_000
-"""Questions a second that the store of a job should have to answer for our sake, whatever the number of ranks."""
+"""Questions a second that the store of a job should have to answer for our sake, whatever the number of ranks. For one that is
+served by native code.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,9 @@ class Pace:
         return cls(0.0, 0.0, 0.0, patience=1.0, bound=2.0)
 
     @classmethod
-    def of(cls, world: int) -> Pace:
-        """For a job of ``world`` ranks."""
-        least = world / ASKED_PER_SECOND
+    def of(cls, world: int, asked_per_second: float = ASKED_PER_SECOND) -> Pace:
+        """For a job of ``world`` ranks, and a store that may be asked so often by all of them together."""
+        least = world / asked_per_second
         idle = max(1.0, least)
         return cls(idle, max(0.05, least), max(0.01, least), patience=2 * idle, bound=4 * idle)
 

@@ -1,7 +1,7 @@
 """``ur_distribution``: what Adam makes of its moments, as histograms.
 
-The update as the optimizer applies it, before the learning rate, and the ratio of the moments, corrected for their bias where the
-optimizer corrects it. See ``monitor.mindspore.frameworks.adam`` for what each of MindSpore's Adams does.
+The update as the optimizer applies it, before the learning rate, and the ratio of the moments, corrected for their bias where
+the optimizer corrects it. See ``monitor.mindspore.frameworks.adam`` for what each of MindSpore's Adams does.
 """
 
 from __future__ import annotations

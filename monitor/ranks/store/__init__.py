@@ -6,6 +6,7 @@ It has the operations of torch's stores that are used here, and none that waits:
 """
 
 from monitor.ranks.store.rendezvous import Rendezvous
+from monitor.ranks.store.server import ASKED_PER_SECOND
 from monitor.ranks.store.stores import STORES
 
-__all__ = ["STORES", "Rendezvous"]
+__all__ = ["ASKED_PER_SECOND", "STORES", "Rendezvous"]

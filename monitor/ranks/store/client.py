@@ -16,8 +16,10 @@ FIRST_S: Final = 20.0
 follows this is less than what the name of a job is waited for.
 """
 
-GREETING_S: Final = 2.0
-"""How long one port may take to say whose it is. A stranger may say nothing."""
+GREETING_S: Final = 8.0
+"""How long one port may take to say whose it is. A stranger may say nothing; a store that thousands of ranks come to at once
+takes seconds.
+"""
 
 ANSWER_S: Final = 8.0
 PAUSE_S: Final = 0.1

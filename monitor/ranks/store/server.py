@@ -18,6 +18,11 @@ BACKLOG: Final = 4_096
 """All ranks come at once; the system may allow fewer."""
 
 OUT_OF_DESCRIPTORS_S: Final = 0.05
+ASKED_PER_SECOND: Final = 200
+"""Questions that are answered in a second at least. One takes 30 µs, but where training computes in Python the thread gets its
+turn every 5 ms only.
+"""
+
 SEND_S: Final = 1.0
 """How long a client may take for an answer. Answers are short, so the system has room for them and it takes no time at all."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
 import socket
@@ -23,7 +22,11 @@ JobStore = LocalStore | StoreClient
 
 
 class Stores:
-    """What this process serves, and what it asks."""
+    """What this process serves, and what it asks.
+
+    It serves to its very end, and not only as far as to its exit: frameworks wait there for collectives, in which ranks may be
+    that have not asked yet. Then the system closes what is open, and they see it.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -48,14 +51,6 @@ class Stores:
                 self._stores[rendezvous] = served or StoreClient(Meeting(rendezvous, hello))
             return self._stores[rendezvous]
 
-    def close(self) -> None:
-        """Serve no longer, and forget."""
-        with self._lock:
-            for server in self._servers:
-                server.close()
-            self._servers.clear()
-            self._stores.clear()
-
     def _served(self, rendezvous: Rendezvous, hello: Hello) -> LocalStore | None:
         """None where ``host`` is another's, or no port is free."""
         for port in rendezvous.ports:
@@ -76,7 +71,6 @@ class Stores:
         if not self._watching:
             self._watching = True
             os.register_at_fork(after_in_child=self._in_forked_child)
-            atexit.register(self.close)  # ranks that still ask see the end, and do not wait for it
 
     def _in_forked_child(self) -> None:
         """Nothing of the parent's is used: it has the connections, and a child that served would be asked by nobody."""
