@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Final
 
-INTERNAL: Final = frozenset({"torch", "monitor"})
+INTERNAL: Final = frozenset({"torch", "mindspore", "monitor"})
 """Packages whose frames say nothing about where a call comes from."""
 
 MAX_SITES: Final = 8192

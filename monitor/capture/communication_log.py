@@ -7,9 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
-
-from torch import Tensor
+from typing import Any, Final, NamedTuple
 
 from monitor.capture.call_sites import CallSite
 from monitor.ranks.output import write_whole
@@ -34,7 +32,7 @@ class CommunicationLog:
     def __init__(self) -> None:
         self.counts: Counter[Entry] = Counter()
 
-    def add(self, op: str, group: str, tensors: Sequence[Tensor], site: CallSite) -> None:
+    def add(self, op: str, group: str, tensors: Sequence[Any], site: CallSite) -> None:
         """One call."""
         dtypes, shapes = dict.fromkeys(str(one.dtype) for one in tensors), [str(list(one.shape)) for one in tensors]
         self.counts[Entry(op, group, " ".join(dtypes), " ".join(shapes), site.stack)] += 1
