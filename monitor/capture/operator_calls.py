@@ -109,10 +109,10 @@ class CallRows(ABC):
         if device is None:
             return False
         slot = self._slot(call.series, device, call.number, call.read)
+        written.append((slot.page, slot.local_row))  # whatever happens to it from here on
         if not recorder.reduce(x, slot.page, slot.local_row):
             return False
         recorder.table.note(slot.row, recorder.layout(x))
-        written.append((slot.page, slot.local_row))
         call.read += 1
         return True
 
