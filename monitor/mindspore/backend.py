@@ -16,6 +16,7 @@ from monitor.capture.names import NamedParts
 from monitor.failures import LOGGER, Failures
 from monitor.mindspore import input_gradients
 from monitor.mindspore.calls import Calls
+from monitor.mindspore.collectives.installing import communication
 from monitor.mindspore.features import reading
 from monitor.mindspore.frameworks.recognition import framework_of
 from monitor.mindspore.gradients import GradientCollector

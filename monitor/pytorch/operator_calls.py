@@ -13,71 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monitor.capture.operator_calls import LOCK_SECONDS, Call, CallRows
 from monitor.capture.recorder import LateRows
 from monitor.pytorch.recorder import Recorder, has_data
-from monitor.series import Series
 from monitor.stats.host_memory import HostPage
-from monitor.stats.table import Page, Slot
+from monitor.stats.table import Page
 from monitor.stats.torch_small_tensors import Staging
 
 HOST: Final = torch.device("cpu")
-
-LOCK_SECONDS: Final = 1.0
-"""A handler of a signal may communicate, too, and may have interrupted its own thread in here: it must not wait for ever."""
-
-
-class CallSeries:
-    """A series whose rows are the calls of a step.
-
-    Attributes:
-        calls: How many there were in the step ``step``.
-        slots: The row of each call's each tensor: by device, number of the call, and number of the tensor in it.
-        staged_rows: On the host, the rows of each call's first tensor, by number of the call.
-    """
-
-    __slots__ = ("calls", "series", "slots", "staged_rows", "step")
-
-    def __init__(self, series: Series) -> None:
-        self.series = series
-        self.step = -1
-        self.calls = 0
-        self.slots: dict[tuple[torch.device, int, int], Slot] = {}
-        self.staged_rows: list[int] = []
-
-
-class Call:
-    """One call: its tensors may be read at different times, and each has a row.
-
-    A call has its number from the step in which it is first read, which need not be the one in which it was issued.
-
-    Args:
-        issued: The step in which it was issued.
-    """
-
-    __slots__ = ("issued", "number", "read", "series", "step")
-
-    def __init__(self, series: CallSeries, issued: int) -> None:
-        self.series = series
-        self.issued = issued
-        self.step = -1
-        self.number = 0
-        self.read = 0
-
-    def begin(self, step: int) -> None:
-        """Take the next number of ``step``, unless it has one there."""
-        if self.step != step:
-            series = self.series
-            if series.step != step:
-                series.step, series.calls = step, 0
-            self.step, self.number, self.read = step, series.calls, 0
-            series.calls += 1
-
 
 _Staged = tuple[Call, int, int, torch.Size]
 """A tensor that was copied: its call, its number in it, its place among all that was written in the step, its shape."""
 
 
-class OperatorCalls(LateRows):
+class OperatorCalls(CallRows, LateRows):
     """Reads what calls have moved, on any thread.
 
     Attributes:
@@ -85,9 +34,8 @@ class OperatorCalls(LateRows):
     """
 
     def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
         self.ending: Callable[[], object] = _nothing
-        self._recorder = recorder
-        self._series: dict[Series, CallSeries] = {}
         self._staging = Staging()
         self._staged: list[_Staged] = []
         recorder.late = self
@@ -122,13 +70,6 @@ class OperatorCalls(LateRows):
         """Those of ``recorder``: whoever comes after others goes on with their rows."""
         return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
 
-    def series(self, series: Series) -> CallSeries:
-        """The rows of ``series``."""
-        known = self._series.get(series)
-        if known is None:
-            known = self._series[series] = CallSeries(series)
-        return known
-
     def let_go(self) -> None:
         """Nobody reads anything more. What was measured stays."""
         self.ending = _nothing
@@ -158,7 +99,7 @@ class OperatorCalls(LateRows):
         self._staged.append((call, call.read, table.writes, x.shape))
         call.read += 1
 
-    def _read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+    def _read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
         recorder = self._recorder
         if not recorder.active:
             return False
@@ -172,29 +113,22 @@ class OperatorCalls(LateRows):
             complete = all(self._read_one(call, x, written) for x in tensors) and _are_still(tensors, versions)
         finally:
             if not complete:
-                self._forget(staged, written)
+                self._forget_all(staged, written)
         return complete
 
     def _read_one(self, call: Call, x: Tensor, written: list[tuple[Page, int]]) -> bool:
         if self._staging.add(x):
             self._note(call, x)
             return True
-        recorder = self._recorder
-        if not has_data(x):
-            return False
-        slot = self._slot(call.series, x.device, call.number, call.read)
-        if not recorder.reduce(x, slot.page, slot.local_row):
-            return False
-        recorder.table.note(slot.row, recorder.layout(x))
-        written.append((slot.page, slot.local_row))
-        call.read += 1
-        return True
+        return super()._read_one(call, x, written)
 
-    def _forget(self, staged: int, written: Sequence[tuple[Page, int]]) -> None:
+    def _device_of(self, x: Tensor) -> torch.device | None:
+        return x.device if has_data(x) else None
+
+    def _forget_all(self, staged: int, written: Sequence[tuple[Page, int]]) -> None:
         self._staging.cut(staged)
         del self._staged[staged:]
-        for page, row in written:
-            page.memory.forget(row)
+        self._forget(written)
 
     def _row_of(self, call: Call, part: int) -> int:
         if part:
@@ -203,14 +137,6 @@ class OperatorCalls(LateRows):
         while len(rows) <= call.number:
             rows.append(self._slot(call.series, HOST, len(rows), 0).row)
         return rows[call.number]
-
-    def _slot(self, series: CallSeries, device: torch.device, number: int, part: int) -> Slot:
-        key = (device, number, part)
-        slot = series.slots.get(key)
-        if slot is None:
-            page = self._recorder.page_for(device, 1)
-            slot = series.slots[key] = self._recorder.table.allot(page, series.series, (number,))
-        return slot
 
 
 def _are_still(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:

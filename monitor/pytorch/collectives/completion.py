@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monitor.capture import patches
+from monitor.capture.operator_calls import Call
 from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.pytorch.backward_end import when_backward_ends
-from monitor.pytorch.operator_calls import Call
 from monitor.pytorch.patches import CallPatch
 
 Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool]

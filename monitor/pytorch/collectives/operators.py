@@ -94,6 +94,10 @@ class Operator:
         """The root's rank in the group, of an operator that is ``rooted``."""
         raise NotImplementedError
 
+    def group_of(self, args: Sequence[Any]) -> Any:
+        """The process group, or its name."""
+        return args[self.group]
+
 
 @dataclass(frozen=True, slots=True)
 class Overload(Operator):

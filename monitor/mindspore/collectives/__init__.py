@@ -1,0 +1,1 @@
+"""Communication operators: what goes into them and what comes out, whichever way they are issued."""

@@ -1,0 +1,129 @@
+"""What listening puts into MindSpore's modules, and takes out of them again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from mindspore import Tensor, ops
+from mindspore.ops import primitive
+from mindspore.ops.auto_generate import gen_ops_prim
+
+from monitor.capture.recorder import LateRows
+from monitor.config.model import CcDistribution
+from monitor.failures import Failures
+from monitor.mindspore.collectives.communication import Communication
+from monitor.mindspore.collectives.completion import Handle
+from monitor.mindspore.collectives.installing import communication
+from monitor.mindspore.collectives.operators import kernels
+
+KERNEL = "pyboost_dist_comm_all_reduce"
+
+
+class Inactive:
+    """A recorder whose step is not collected."""
+
+    active = False
+    steps = 0
+
+    def __init__(self) -> None:
+        self.late = LateRows()
+
+
+class RuntimeHandle:
+    """As the runtime has it."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def get_comm_handle_ptr_str(self) -> str:
+        return "0x1"
+
+
+@pytest.fixture
+def listener() -> Any:
+    listener = communication(CcDistribution(enable=True), Failures())
+    yield listener
+    listener.close()
+
+
+def test_without_enable_nothing_is_listened_to() -> None:
+    before = vars(gen_ops_prim)[KERNEL]
+    assert communication(CcDistribution(), Failures()) is None
+    assert vars(gen_ops_prim)[KERNEL] is before
+
+
+def test_every_kernel_of_communication_is_known_by_the_names_of_its_arguments() -> None:
+    there = {name for name in vars(gen_ops_prim) if name.startswith(("pyboost_dist_comm_", "pyboost_inner_comm_"))}
+    assert there == {kernel.function for kernel in kernels()}
+
+
+def test_closing_restores_what_was_replaced() -> None:
+    before = vars(gen_ops_prim)[KERNEL], primitive._run_op
+    listener = communication(CcDistribution(enable=True), Failures())
+    assert listener is not None
+    while_listening = vars(gen_ops_prim)[KERNEL], primitive._run_op
+    listener.close()
+    assert (vars(gen_ops_prim)[KERNEL], primitive._run_op) == before
+    assert not set(while_listening) & set(before)
+
+
+def test_a_listener_that_is_dropped_leaves_nothing_behind() -> None:
+    before = vars(gen_ops_prim)[KERNEL], primitive._run_op
+    Communication(CcDistribution(enable=True), Failures())
+    gc.collect()
+    assert (vars(gen_ops_prim)[KERNEL], primitive._run_op) == before
+
+
+def test_a_patch_that_somebody_else_has_put_above_stays_and_works(listener: Communication) -> None:
+    listener.close()
+    original, names = primitive._run_op, []  # type: Any, list[str]
+    listener = Communication(CcDistribution(enable=True), Failures())
+    ours = primitive._run_op
+
+    def theirs(primitive: Any, name: str, args: Any) -> Any:
+        names.append(name)
+        return ours(primitive, name, args)
+
+    primitive._run_op = theirs
+    try:
+        listener.close()
+        assert primitive._run_op is theirs
+        assert float(ops.L2Loss()(Tensor(np.array([2.0], np.float32)))) == 2.0
+        assert names == ["L2Loss"]
+    finally:
+        primitive._run_op = original
+
+
+def test_without_a_process_group_that_is_said_and_nothing_else_changes(
+    listener: Communication, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "monitor"):
+        listener.record_into(Inactive(), {}, {}.__setitem__)
+    assert "there is no process group" in caplog.text
+    assert float(ops.L2Loss()(Tensor(np.array([2.0], np.float32)))) == 2.0
+
+
+def test_a_handle_tells_once_after_the_wait_and_passes_everything_else_on() -> None:
+    runtime, told = RuntimeHandle(), []  # type: RuntimeHandle, list[int]
+    handle = Handle(runtime)
+    handle.tell(lambda: told.append(runtime.waits))
+    handle.wait()
+    handle.wait()
+    assert (told, runtime.waits, handle.get_comm_handle_ptr_str()) == ([1], 2, "0x1")
+
+
+def test_what_telling_raises_reaches_whoever_waits() -> None:
+    def fail() -> None:
+        raise RuntimeError("of training's")
+
+    handle = Handle(RuntimeHandle())
+    handle.tell(fail)
+    with pytest.raises(RuntimeError, match="of training's"):
+        handle.wait()
