@@ -61,12 +61,17 @@ class Ranks(NamedTuple):
     port: int
 
 
-def run_ranks(count: int, script: str, directory: Path, *arguments: object, **environment: str) -> Ranks:
+def run_ranks(
+    count: int, script: str, directory: Path, *arguments: object, patience_s: float = PATIENCE_S, **environment: str
+) -> Ranks:
     """Run ``scripts/SCRIPT`` as each rank of a job.
 
     Args:
         directory: The job's own; must be empty or not exist. Where its processes run and their logs lie.
         environment: Variables beside those of this process.
+
+    Raises:
+        subprocess.TimeoutExpired: It hangs. By then it has been ended.
     """
     directory.mkdir(exist_ok=True)
     port = _free_port()
@@ -82,11 +87,18 @@ def run_ranks(count: int, script: str, directory: Path, *arguments: object, **en
             command, cwd=directory, env=_surroundings() | environment, stdout=said, stderr=said, stdin=subprocess.DEVNULL
         )
         try:
-            status = launcher.wait(PATIENCE_S)
+            status = launcher.wait(patience_s)
         finally:
             _end_all(directory, launcher)
     ranks = [_ended(directory, f"worker_{rank}", str(rank)) for rank in range(count)]
     return Ranks(status, ranks, _ended(directory, "scheduler", "scheduler"), port)
+
+
+def running(directory: Path) -> list[int]:
+    """The processes of the job that runs there. ``msrun`` gives each rank a session of its own, so they are known by where they
+    run.
+    """
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _runs_in(directory, pid)]
 
 
 def tell(value: Any) -> None:
@@ -100,13 +112,13 @@ def _ended(directory: Path, log: str, name: str) -> Ended:
 
 
 def _end_all(directory: Path, launcher: subprocess.Popen[bytes]) -> None:
-    """End what still runs. ``msrun`` gives each rank a session of its own, so they are known by where they run."""
+    """End what still runs."""
     launcher.kill()
     launcher.wait()
-    while running := [pid for pid in os.listdir("/proc") if pid.isdecimal() and _runs_in(directory, pid)]:
-        for pid in running:
+    while left := running(directory):
+        for pid in left:
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def _runs_in(directory: Path, pid: str) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from ranks import Ranks, _runs_in, run_ranks
+from ranks import Ranks, run_ranks, running
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     directory = tmp_path_factory.mktemp("job")
     job = run_ranks(2, "standing.py", directory)
-    assert [pid for pid in os.listdir("/proc") if pid.isdecimal() and _runs_in(directory, pid)] == []
+    assert running(directory) == []
     return job
 
 
