@@ -186,6 +186,7 @@ class Backend(Protocol):
         reading_of_features: Where the numbers of features are, and what they come to.
         never_called: Classes of modules that only hold others.
         optimizer_expected: What an optimizer may be, in words.
+        asked_per_second: How often all ranks together may ask the job's store.
     """
 
     leaves: Leaves
@@ -193,6 +194,7 @@ class Backend(Protocol):
     reading_of_features: Reading
     never_called: tuple[type, ...]
     optimizer_expected: str
+    asked_per_second: float
 
     # tensors
 

@@ -96,7 +96,9 @@ class Control:
         watches = job.rank == WATCHING_RANK and (job.world == 1 or not alone)
         if alone and job.world > 1:
             said = f"There is no store through which {job.world} ranks could agree: the configuration stays as it is."
-            failures.warn("no store", f"{said} Initialise torch.distributed before set_monitor.")
+            failures.warn(
+                "no store", f"{said} Initialise communication (torch.distributed, or MindSpore's) before set_monitor."
+            )
         self._watching = Watching(path, config, self._file_changed, failures, interval_s) if watches else None
         self._pid = os.getpid()
         self._at_exit: Callable[[], Any] | None = None

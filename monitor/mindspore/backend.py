@@ -29,10 +29,12 @@ from monitor.mindspore.place import group_ranks, has_others, initialized, is_set
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.tensors import activation_placement, computing, layout_of, placement_of
 from monitor.mindspore.updates.updates import new_updates
+from monitor.ranks.store import ASKED_PER_SECOND
 
 __all__ = [
     "activation_placement",
     "after_forward",
+    "asked_per_second",
     "before_forward",
     "chunks_of",
     "communication",
@@ -70,6 +72,7 @@ new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = in_backward
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
+asked_per_second: float = ASKED_PER_SECOND
 optimizer_expected: str = "an optimizer of mindspore.nn or mindspore.experimental.optim"
 
 

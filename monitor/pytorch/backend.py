@@ -15,6 +15,7 @@ from monitor.capture.features.reading import Reading
 from monitor.capture.leaves import Leaves
 from monitor.capture.modules import ModuleCollector
 from monitor.capture.names import NamedParts
+from monitor.dynamic.pace import ASKED_PER_SECOND
 from monitor.failures import Failures
 from monitor.pytorch import input_gradients
 from monitor.pytorch.calls import Calls, recomputing
@@ -33,6 +34,7 @@ from monitor.pytorch.updates.updates import new_updates
 __all__ = [
     "activation_placement",
     "after_forward",
+    "asked_per_second",
     "before_forward",
     "chunks_of",
     "communication",
@@ -70,6 +72,7 @@ new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = recomputing
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
+asked_per_second: float = ASKED_PER_SECOND
 optimizer_expected: str = "a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`"
 
 

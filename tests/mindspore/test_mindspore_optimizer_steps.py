@@ -104,7 +104,7 @@ def test_after_it_is_removed_nobody_is_told() -> None:
 
 def test_a_listener_that_fails_neither_ends_training_nor_hides_what_follows(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Listener):
-        def before_step(self, _optimizer: nn.Cell, _gradients: Sequence[Tensor | None]) -> None:
+        def before_step(self, _optimizer: nn.Cell) -> None:
             raise KeyError("of ours")
 
     net, listener = Net(), Failing()

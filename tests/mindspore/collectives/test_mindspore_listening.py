@@ -27,6 +27,7 @@ class Inactive:
     """A recorder whose step is not collected."""
 
     active = False
+    device = "host"
     steps = 0
 
     def __init__(self) -> None:

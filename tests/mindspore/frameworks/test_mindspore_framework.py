@@ -26,7 +26,10 @@ class Named:
 
 
 def watched(net: Net, optimizer: nn.Cell) -> tuple[Framework, list[Named]]:
-    return framework_of([net], optimizer, main_grad=False), [Named(p) for p in net.trainable_params()]
+    """As after a step."""
+    framework = framework_of([net], optimizer, main_grad=False)
+    framework.end_step()
+    return framework, [Named(p) for p in net.trainable_params()]
 
 
 def kinds_of(framework: Framework, parameter: Named) -> dict[str, str]:
@@ -85,6 +88,17 @@ def test_other_optimizers_have_the_moments_that_they_use() -> None:
         "NAdam": {"exp_avg", "exp_avg_sq"},
         "Adam with amsgrad": {"exp_avg", "exp_avg_sq"},
     }
+
+
+def test_an_optimizer_that_has_not_stepped_has_no_moments_yet_and_one_that_goes_on_has() -> None:
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    one = Named(net.a.weight)
+    fresh = framework_of([net], optimizer, main_grad=False)
+    assert fresh.moment("exp_avg", one) is None
+    assert fresh.keeps("exp_avg", one)
+    train(net, optimizer)
+    assert framework_of([net], optimizer, main_grad=False).moment("exp_avg", one) is optimizer.moment1[0]
 
 
 def test_moments_are_those_of_the_parameter_though_groups_have_another_order() -> None:

@@ -261,7 +261,7 @@ def cases() -> dict[str, Any]:
                 "plain": plain,
                 "monitored": outcome(case),
                 "unread": listener.unread,
-                "rows": rows.end_step(),
+                "rows": rows.of_step(),
             }
     return told
 
@@ -274,9 +274,9 @@ def handles() -> dict[str, Any]:
     with listening(rows, notes):
         first = dist.all_reduce(mine(2), async_op=True)
         second = dist.all_reduce(mine(2), async_op=True)
-        early = rows.end_step()
+        early = rows.of_step()
         first.wait()
-        late = rows.end_step()
+        late = rows.of_step()
     second.wait()
     return {
         "early": sorted(early),
@@ -303,7 +303,7 @@ def errors() -> dict[str, Any]:
     listener = Communication(CcDistribution(enable=True), failures)
     listener.record_into(rows, {}, {}.__setitem__)
     told["own"] = {"result": all_reduce()[0].asnumpy().tolist(), "counts": list(failures.counts.values())}
-    told["own"]["rows"] = list(rows.end_step())
+    told["own"]["rows"] = list(rows.of_step())
     listener.close()
     return told
 
@@ -316,7 +316,7 @@ def one_line() -> dict[str, Any]:
         dist.all_reduce(x)
         dist.all_reduce(x)
         listener.end_log(DIRECTORY)
-        return {name: row["calls"] for name, row in rows.end_step().items()}
+        return {name: row["calls"] for name, row in rows.of_step().items()}
 
 
 def log() -> dict[str, Any]:
@@ -330,7 +330,7 @@ def log() -> dict[str, Any]:
         listener.end_log(directory)
         again = listener.end_log(directory)
     lines = (directory / "communication_log.csv").read_text()
-    return {"log": lines, "rows": list(rows.end_step()), "again": again, "log_only": listener.log_only}
+    return {"log": lines, "rows": list(rows.of_step()), "again": again, "log_only": listener.log_only}
 
 
 def several() -> dict[str, Any]:
@@ -343,7 +343,7 @@ def several() -> dict[str, Any]:
         all_reduce()
         del dropped
         all_reduce()
-    found = [{name: row["calls"] for name, row in rows.end_step().items()} for rows in (first, second)]
+    found = [{name: row["calls"] for name, row in rows.of_step().items()} for rows in (first, second)]
     return {"calls": found, "unchanged": snapshot() == before}
 
 
