@@ -66,9 +66,14 @@ class Communication(ABC):
     Attributes:
         wanted: What it was made for.
         unread: Calls whose outputs have not been read: still under way, never waited for, or changed before they could be.
+
+    Args:
+        dtype_name: Spells a dtype for the log.
     """
 
-    def __init__(self, wanted: CcDistribution, failures: Failures, groups: Groups) -> None:
+    def __init__(
+        self, wanted: CcDistribution, failures: Failures, groups: Groups, dtype_name: Callable[[Any], str] = str
+    ) -> None:
         self.unread = 0
         self.wanted = wanted
         self._failures = failures
@@ -77,7 +82,7 @@ class Communication(ABC):
         self._rows: CallRows | None = None
         self._note: Callable[[str, str], None] | None = None
         self._sites = CallSites(wanted.cc_codeline)
-        self._log: CommunicationLog | None = CommunicationLog()
+        self._log: CommunicationLog | None = CommunicationLog(dtype_name)
         self._series: dict[tuple[str, str, str], CallSeries] = {}
         # Nothing of a call is looked at before it is issued.
         self._looks_first = bool(wanted.cc_codeline or wanted.cc_pre_hook)

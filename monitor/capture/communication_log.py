@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,14 +27,22 @@ class Entry(NamedTuple):
 
 
 class CommunicationLog:
-    """Counts calls by operator, group, dtype, shape and call site."""
+    """Counts calls by operator, group, dtype, shape and call site.
 
-    def __init__(self) -> None:
+    Args:
+        dtype_name: Spells a dtype of the framework.
+    """
+
+    def __init__(self, dtype_name: Callable[[Any], str] = str) -> None:
+        self._dtype_name = dtype_name
         self.counts: Counter[Entry] = Counter()
 
     def add(self, op: str, group: str, tensors: Sequence[Any], site: CallSite) -> None:
         """One call."""
-        dtypes, shapes = dict.fromkeys(str(one.dtype) for one in tensors), [str(list(one.shape)) for one in tensors]
+        dtypes, shapes = (
+            dict.fromkeys(self._dtype_name(one.dtype) for one in tensors),
+            [str(list(one.shape)) for one in tensors],
+        )
         self.counts[Entry(op, group, " ".join(dtypes), " ".join(shapes), site.stack)] += 1
 
     def write(self, directory: Path) -> Path:

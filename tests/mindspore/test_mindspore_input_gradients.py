@@ -13,6 +13,7 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import _no_grad
 
+from monitor.failures import EarlierFailure
 from monitor.mindspore import input_gradients
 from monitor.mindspore.input_gradients import (
     gradient_target,
@@ -25,7 +26,6 @@ from monitor.mindspore.input_gradients import (
     sequence_nr,
     watch,
 )
-from monitor.stats.mindspore_tensors import EarlierFailure
 
 SHAPE = (3, 4)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint
 
+from monitor.failures import EarlierFailure
 from monitor.stats import mindspore_arithmetic, mindspore_updates
 from monitor.stats.histograms import UNIT_UPPER
-from monitor.stats.mindspore_tensors import EarlierFailure
 from monitor.stats.mindspore_updates import DeviceSigned, HostSigned, adam_vectors, agreement, kept, squares_of_update
 from monitor.stats.numpy_kernel import NumpyKernel
 from monitor.stats.numpy_tensors import CHUNK

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from mindspore import Tensor
-from mindspore.mint import distributed
 
 from monitor.capture import communication as capture
 from monitor.capture.operator_calls import Call
@@ -19,6 +18,9 @@ from monitor.mindspore.collectives.groups import Groups
 from monitor.mindspore.collectives.interception import INTERCEPTION, CollectiveListener
 from monitor.mindspore.collectives.operators import Operator
 from monitor.mindspore.operator_calls import OperatorCalls
+from monitor.mindspore.place import initialized
+from monitor.mindspore.recorder import Recorder
+from monitor.mindspore.tensors import dtype_name
 
 
 class Communication(capture.Communication, CollectiveListener):
@@ -29,17 +31,17 @@ class Communication(capture.Communication, CollectiveListener):
     """
 
     def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
-        super().__init__(wanted, failures, Groups())
+        super().__init__(wanted, failures, Groups(), dtype_name)
         INTERCEPTION.add(self)
 
-    def _begin(self, recorder: Any) -> OperatorCalls:
+    def _begin(self, recorder: Recorder) -> OperatorCalls:
         return OperatorCalls.of(recorder)
 
     def _stop(self) -> None:
         INTERCEPTION.remove(self)
 
     def _initialized(self) -> bool:
-        return bool(distributed.is_initialized())
+        return initialized()
 
     def _real(self, tensors: Sequence[Tensor]) -> bool:
         return not any(one.is_meta for one in tensors)

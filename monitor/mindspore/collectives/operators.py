@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal
 
-from mindspore import Tensor
+from mindspore import Tensor, communication
 from mindspore.ops.auto_generate import gen_ops_prim as KERNELS
 
 Rooted = Literal["inputs", "outputs", ""]
@@ -25,7 +25,7 @@ RECEIVED: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An operator as its arguments are named: what goes in, what is filled, and the root's rank in the group.
+    """An operator as its arguments are named: what goes in, what is filled, and the root's rank.
 
     Attributes:
         outputs: Empty where they are the result.
@@ -59,7 +59,7 @@ _KERNELS: Final[Mapping[str, _Known]] = {
     "dist_comm_scatter_tensor": _Known("scatter_tensor", "input", "other", "inputs", "src"),
     "dist_comm_isend": _Known("send", "input"),
     "dist_comm_irecv": _Known("recv", "", "input"),
-    "dist_comm_batch_isend_irecv": _Known("batch_isend_irecv", "input", "input"),
+    "dist_comm_batch_isend_irecv": _Known("batch_isend_irecv", "op_types", "op_types"),
     "dist_comm_barrier": _Known("barrier"),
     "inner_comm_all_reduce": _Known("all_reduce", "input"),
     "inner_comm_all_gather": _Known("all_gather_into_tensor", "input"),
@@ -161,6 +161,13 @@ class Kernel(Operator):
         return place is None or bool(args[place])
 
 
+class ReducedToOneRank(Kernel):
+    """``reduce`` hands the root's rank in the job on, which every other rooted function turns into that in the group."""
+
+    def root(self, args: Sequence[Any]) -> int:
+        return int(communication.get_group_rank_from_world_rank(args[self.places["dst"]], self.group_of(args)))
+
+
 class BatchedSendsAndReceives(Kernel):
     """The tensors that are sent go in, those that are received come out."""
 
@@ -216,6 +223,9 @@ def primitives() -> Mapping[str, Primitive]:
     }
 
 
+_MADE: Final[Mapping[str, type[Kernel]]] = {"reduce": ReducedToOneRank, "batch_isend_irecv": BatchedSendsAndReceives}
+
+
 def _described(name: str, known: _Known) -> Kernel | None:
     caller = getattr(KERNELS, f"{name}_op", None)  # which hands its arguments on as they are
     if caller is None:
@@ -224,7 +234,7 @@ def _described(name: str, known: _Known) -> Kernel | None:
     places = {argument: place for place, argument in enumerate(names)}
     if not {"group", known.inputs, known.outputs, known.root} - {""} <= places.keys():
         return None
-    made = BatchedSendsAndReceives if "op_types" in places else Kernel
+    made = _MADE.get(known.name, Kernel)
     functional = not known.outputs and known.name not in _NO_OUTPUTS
     found = (places.get(argument) for argument in (known.inputs, known.outputs, known.root))
     return made(known.name, known.rooted, functional, f"pyboost_{name}", places, *found)

@@ -91,6 +91,10 @@ def test_what_is_scattered_goes_in_at_the_root_alone(told: list[dict[str, Any]])
     assert rows_of(told, "scatter") == [{"scatter.pre_0": row(sent(0, 2), sent(0, 2))} | out, out]
 
 
+def test_the_root_of_a_reduction_is_known_by_its_rank_in_the_group(told: list[dict[str, Any]]) -> None:
+    assert [one["root"] for one in told] == [0, 0]
+
+
 def test_a_barrier_moves_nothing(told: list[dict[str, Any]]) -> None:
     assert rows_of(told, "barrier") == [{}, {}]
 
@@ -154,11 +158,15 @@ def test_with_one_code_line_configured_only_its_calls_are_recorded(told: list[di
 
 
 def test_the_log_has_each_call_site_once_and_with_it_alone_nothing_is_measured(told: list[dict[str, Any]]) -> None:
+    expected = [
+        {"op": "all_reduce", "group": "world", "dtype": "mindspore.float32", "shape": "[2]", "calls": "2"},
+        {"op": "all_gather", "group": "tp", "dtype": "mindspore.float32", "shape": "[3]", "calls": "1"},
+    ]
     for one in told:
         entries = list(csv.DictReader(io.StringIO(one["log"]["log"])))
-        short = [(entry["op"], entry["group"], entry["shape"], entry["calls"]) for entry in entries]
-        assert short == [("all_reduce", "world", "[2]", "2"), ("all_gather", "tp", "[3]", "1")]
-        assert all(Path(entry["stack"].partition("[")[0]).name == "communicating.py" for entry in entries)
+        stacks = [entry.pop("stack") for entry in entries]
+        assert entries == expected
+        assert all(Path(stack.partition("[")[0]).name == "communicating.py" for stack in stacks)
         assert (one["log"]["rows"], one["log"]["again"], one["log"]["log_only"]) == ([], None, True)
 
 

@@ -12,26 +12,16 @@ from mindspore import Tensor, ops
 from mindspore.ops import primitive
 from mindspore.ops.auto_generate import gen_ops_prim
 
-from monitor.capture.recorder import LateRows
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.mindspore.collectives.communication import Communication
 from monitor.mindspore.collectives.completion import Handle
 from monitor.mindspore.collectives.installing import communication
 from monitor.mindspore.collectives.operators import kernels
+from monitor.mindspore.recorder import Recorder
+from monitor.series import SeriesTable
 
 KERNEL = "pyboost_dist_comm_all_reduce"
-
-
-class Inactive:
-    """A recorder whose step is not collected."""
-
-    active = False
-    device = "host"
-    steps = 0
-
-    def __init__(self) -> None:
-        self.late = LateRows()
 
 
 class RuntimeHandle:
@@ -63,6 +53,16 @@ def test_without_enable_nothing_is_listened_to() -> None:
 def test_every_kernel_of_communication_is_known_by_the_names_of_its_arguments() -> None:
     there = {name for name in vars(gen_ops_prim) if name.startswith(("pyboost_dist_comm_", "pyboost_inner_comm_"))}
     assert there == {kernel.function for kernel in kernels()}
+
+
+def test_of_batched_calls_what_is_sent_goes_in_and_what_is_received_comes_out() -> None:
+    (batch,) = (kernel for kernel in kernels() if kernel.name == "batch_isend_irecv")
+    sent, received = Tensor(1.0), Tensor(2.0)
+    args = [[received, sent], "group", [1, 0], [0, 0]]
+    taken, given = batch.taken(args), batch.given(args, None)
+    assert (len(taken), len(given)) == (1, 1)
+    assert taken[0] is sent
+    assert given[0] is received
 
 
 def test_closing_restores_what_was_replaced() -> None:
@@ -106,7 +106,7 @@ def test_without_a_process_group_that_is_said_and_nothing_else_changes(
     listener: Communication, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "monitor"):
-        listener.record_into(Inactive(), {}, {}.__setitem__)
+        listener.record_into(Recorder(SeriesTable(), 1e-8), {}, {}.__setitem__)
     assert "there is no process group" in caplog.text
     assert float(ops.L2Loss()(Tensor(np.array([2.0], np.float32)))) == 2.0
 

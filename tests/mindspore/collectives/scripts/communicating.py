@@ -25,6 +25,7 @@ from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.mindspore.collectives.communication import Communication
 from monitor.mindspore.collectives.installing import communication as installed
+from monitor.mindspore.collectives.operators import kernels
 
 ms.set_device("CPU")
 communication.init("mccl")
@@ -261,7 +262,7 @@ def cases() -> dict[str, Any]:
                 "plain": plain,
                 "monitored": outcome(case),
                 "unread": listener.unread,
-                "rows": rows.of_step(),
+                "rows": rows.end(),
             }
     return told
 
@@ -274,9 +275,9 @@ def handles() -> dict[str, Any]:
     with listening(rows, notes):
         first = dist.all_reduce(mine(2), async_op=True)
         second = dist.all_reduce(mine(2), async_op=True)
-        early = rows.of_step()
+        early = rows.end()
         first.wait()
-        late = rows.of_step()
+        late = rows.end()
     second.wait()
     return {
         "early": sorted(early),
@@ -303,7 +304,7 @@ def errors() -> dict[str, Any]:
     listener = Communication(CcDistribution(enable=True), failures)
     listener.record_into(rows, {}, {}.__setitem__)
     told["own"] = {"result": all_reduce()[0].asnumpy().tolist(), "counts": list(failures.counts.values())}
-    told["own"]["rows"] = list(rows.of_step())
+    told["own"]["rows"] = list(rows.end())
     listener.close()
     return told
 
@@ -316,7 +317,7 @@ def one_line() -> dict[str, Any]:
         dist.all_reduce(x)
         dist.all_reduce(x)
         listener.end_log(DIRECTORY)
-        return {name: row["calls"] for name, row in rows.of_step().items()}
+        return {name: row["calls"] for name, row in rows.end().items()}
 
 
 def log() -> dict[str, Any]:
@@ -330,7 +331,7 @@ def log() -> dict[str, Any]:
         listener.end_log(directory)
         again = listener.end_log(directory)
     lines = (directory / "communication_log.csv").read_text()
-    return {"log": lines, "rows": list(rows.of_step()), "again": again, "log_only": listener.log_only}
+    return {"log": lines, "rows": list(rows.end()), "again": again, "log_only": listener.log_only}
 
 
 def several() -> dict[str, Any]:
@@ -343,13 +344,19 @@ def several() -> dict[str, Any]:
         all_reduce()
         del dropped
         all_reduce()
-    found = [{name: row["calls"] for name, row in rows.of_step().items()} for rows in (first, second)]
+    found = [{name: row["calls"] for name, row in rows.end().items()} for rows in (first, second)]
     return {"calls": found, "unchanged": snapshot() == before}
+
+
+def root() -> int:
+    """Of a reduction to this rank, in a group of it alone."""
+    (reduce,) = (kernel for kernel in kernels() if kernel.name == "reduce")
+    return reduce.root([mine(2), "sum", RANK, ALONE, False])
 
 
 told: dict[str, Any] = {}
 before = snapshot()
-told |= {part.__name__: part() for part in (cases, handles, one_line, log, several, errors)}
+told |= {part.__name__: part() for part in (cases, handles, one_line, log, several, errors, root)}
 after = snapshot()
 told["changed"] = sorted(str(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 (DIRECTORY / f"told_{RANK}.json").write_text(json.dumps(told))

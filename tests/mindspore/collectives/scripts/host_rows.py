@@ -1,4 +1,4 @@
-"""A recorder, and what it holds."""
+"""What a recorder holds of calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ OPS = ("min", "max", "norm", "nans", CALLS)
 
 
 class HostRows(Recorder):
-    """Records every step."""
+    """A recorder of steps that are all collected."""
 
     def __init__(self) -> None:
         self.series = SeriesTable()
         super().__init__(self.series, 1e-8)
         self.activate(True)
 
-    def of_step(self) -> dict[str, dict[str, Any]]:
+    def end(self) -> dict[str, dict[str, Any]]:
         """The rows of the step in progress, by name, its calls combined; and begin a new one."""
         rows = self.kinds_now().get("other")
         self.discard()
