@@ -19,10 +19,12 @@ from monitor.capture.recorder import Device, Watched
 from monitor.mindspore.tensors import computing, dtype_name
 from monitor.series import SeriesTable
 from monitor.stats.host_memory import HostPage
+from monitor.stats.mindspore_arithmetic import on_the_host
 from monitor.stats.mindspore_device_kernel import DeviceKernel, combined
 from monitor.stats.mindspore_host_kernel import HostKernel
 from monitor.stats.mindspore_magnitudes import count_magnitudes
 from monitor.stats.mindspore_memory import DevicePage
+from monitor.stats.mindspore_modes import beneath
 from monitor.stats.mindspore_tensors import has_data, on_host
 from monitor.stats.numpy_tensors import Raw
 from monitor.stats.partials import COLUMNS, WRITES, Floats
@@ -41,13 +43,12 @@ class Recorder(recorder.Recorder):
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
         super().__init__(series, eps, magnitudes=magnitudes)
         # Asking a tensor where it is would wait for MindSpore to have made it.
-        self.device: str = HOST if ms.get_context("device_target") == "CPU" else DEVICE
+        self.device: str = HOST if on_the_host() else DEVICE
         self._take_eps(eps)
 
     def _take_eps(self, eps: float) -> None:
         self.host = HostKernel(eps)
-        with computing():
-            self._there = DeviceKernel(eps) if self.device == DEVICE else None
+        self._there = DeviceKernel(eps) if self.device == DEVICE else None
 
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
@@ -62,15 +63,14 @@ class Recorder(recorder.Recorder):
         del aliases
         if not has_data(x):
             return
-        with computing():
-            if self.device == HOST:
-                on_host(x)  # waits for it, and is not to do so with the lock
-            with self.lock:
-                slot, offset = self._slot(watched, self.device, micro_step)
-                if self._magnitudes and self.device == HOST and (counts := count_magnitudes(x)) is not None:
-                    _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, counts)
-                if self.reduce(x, slot.page, slot.local_row + offset):
-                    self.table.note(slot.row + offset, self.layout(x))
+        if self.device == HOST:
+            on_host(x)  # waits for it, and is not to do so with the lock
+        with self.lock:
+            slot, offset = self._slot(watched, self.device, micro_step)
+            if self._magnitudes and self.device == HOST and (counts := count_magnitudes(x)) is not None:
+                _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, counts)
+            if self.reduce(x, slot.page, slot.local_row + offset):
+                self.table.note(slot.row + offset, self.layout(x))
 
     def record_all(self, items: Sequence[tuple[Watched, Any]], failed: Callable[[Watched, Exception], None]) -> None:
         for watched, x in items:
@@ -84,14 +84,13 @@ class Recorder(recorder.Recorder):
     ) -> None:
         if not has_data(x):
             return
-        with computing():
-            numbers = {column: _settled(one) for column, one in numbers.items()} if self.device == HOST else numbers
-            with self.lock:
-                slot, offset = self._slot(watched, self.device, micro_step)
-                if histogram is not None:
-                    _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, histogram)
-                _write_numbers(slot.page.memory, slot.local_row + offset, numbers)
-                self.table.note(slot.row + offset, self.layout(x))
+        numbers = {column: _settled(one) for column, one in numbers.items()} if self.device == HOST else numbers
+        with self.lock, beneath():
+            slot, offset = self._slot(watched, self.device, micro_step)
+            if histogram is not None:
+                _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, histogram)
+            _write_numbers(slot.page.memory, slot.local_row + offset, numbers)
+            self.table.note(slot.row + offset, self.layout(x))
 
     def reduce(self, x: Any, page: Page, local_row: int) -> bool:
         memory = page.memory
@@ -99,7 +98,9 @@ class Recorder(recorder.Recorder):
             return self.host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, DevicePage)
         assert self._there is not None
-        rows = self._there.reduce(x)
+        # Beneath, float64 would become float32.
+        with computing() if x.dtype == ms.float64 else beneath():
+            rows = self._there.reduce(x)
         if rows is not None:
             memory.write(local_row, rows, combined)
         return rows is not None
