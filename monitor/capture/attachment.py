@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from monitor.capture.backend import Backend, Framework, Gradients
+from monitor.capture.backend import Backend, Gradients
 from monitor.capture.clock import Clock, Schedule
 from monitor.capture.features.collector import FeatureCollector
 from monitor.capture.flow import observed
 from monitor.capture.hooks import HookSet
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.capture.optimizer_state import MomentCollector
+from monitor.capture.owned_series import OwnedSeries
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.parameters import WeightCollector
 from monitor.capture.recorder import Recorder, Watched
 from monitor.capture.stacks import StackCollector
 from monitor.capture.structure import StructureCollector
 from monitor.capture.updates import Updates
+from monitor.capture.watch import Watch
 from monitor.capture.watched_parameters import WatchedParameters
-from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
-from monitor.placement import LOCAL, Placement
-from monitor.ranks.ownership import Ownership
 from monitor.run import Run
-from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, REPLICA_KIND, Series
-from monitor.stats.features import own_columns
+from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
 from monitor.stats.rows import Status
 
 AGGREGATED_EARLY: Final = (
@@ -36,24 +33,6 @@ AGGREGATED_EARLY: Final = (
 )
 LOSS_SCALE: Final = Series("other", 0, "loss_scale")
 FOUND_INF: Final = Series("other", 0, "found_inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """What is watched, and how.
-
-    Attributes:
-        chunks: The model's chunks, one for each virtual pipeline stage.
-        framework: Where gradients, weights and moments are.
-        ops: The statistics to write; asked at every seal, since they may be changed.
-    """
-
-    chunks: Sequence[Any]
-    framework: Framework
-    grad_acc_steps: int
-    config: MonitorConfig
-    ownership: Ownership
-    ops: Callable[[], tuple[str, ...]]
 
 
 class Attachment:
@@ -151,7 +130,9 @@ class Attachment:
                 self.structure.watch(_key(module), module.module)
         if config.wg_distribution:
             self._gradients = self._attach_gradients(parameters)
-        watched = WatchedParameters(parameters, self._recorder, self._series_of, self._failures, watch.framework, self._backend)
+        watched = WatchedParameters(
+            parameters, self._recorder, self._owned_series(), self._failures, watch.framework, self._backend
+        )
         self._weights = WeightCollector(watched) if config.param_distribution else None
         self._moments = MomentCollector(watched) if config.mv_distribution else None
         self._updates = self._backend.new_updates(config, watched)
@@ -184,40 +165,20 @@ class Attachment:
                 stacks.watch(_key(module), module.module)
         return stacks
 
+    def _owned_series(self) -> OwnedSeries:
+        return OwnedSeries(self.watch, self._recorder, self._failures, self._backend)
+
     def _attach_gradients(self, parameters: Sequence[NamedParameter]) -> Gradients:
         return self._backend.new_gradients(
             parameters,
             self._recorder,
             self.clock,
             self._failures,
-            self._series_of,
+            self._owned_series(),
             self.watch.framework,
             self._note,
             each_micro_step=self.watch.config.monitor_mbs_grad,
         )
-
-    def _series_of(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
-        """The series of a parameter's kind on this rank. A replica that another rank writes has none, or one to compare: by its
-        norm, which features have none of.
-        """
-        ownership, placement = self.watch.ownership, self._placement(kind, parameter, seen)
-        if ownership.writes(placement):
-            series = Series(kind, parameter.chunk, parameter.name)
-        elif self.watch.config.replica_check and ownership.monitored and not own_columns(kind):
-            series = Series(REPLICA_KIND, parameter.chunk, f"{kind}/{parameter.name}")
-        else:
-            return None
-        self._recorder.table.series.place(series, placement)
-        return series
-
-    def _placement(self, kind: str, parameter: NamedParameter, seen: Any) -> Placement:
-        """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
-        find = self._failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
-        split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
-        # Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later.
-        term = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
-        known = (None if seen is None else self._backend.placement_of(seen)) or find(kind, parameter) or LOCAL
-        return self.watch.ownership.placed(kind, known, tensor_parallel=split or term)
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.hand_back()

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from monitor.capture.attachment import Attachment, Watch
+from monitor.capture.attachment import Attachment
 from monitor.capture.backend import Backend, Communication
 from monitor.capture.clock import Schedule
 from monitor.capture.names import ModelNames
 from monitor.capture.switching import PutInForce, Switching
+from monitor.capture.watch import Watch
 from monitor.config import MonitorConfig
 from monitor.dynamic import Job
 from monitor.endings import OPEN

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from monitor.capture.attachment import Watch
 from monitor.capture.backend import Backend
 from monitor.capture.features.choosing import chosen
 from monitor.capture.names import ModelNames
 from monitor.capture.parameter_series import NamedParameter
+from monitor.capture.watch import Watch
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.placement import Ranks

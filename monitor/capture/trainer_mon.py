@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from monitor.capture.arguments import count, given
-from monitor.capture.attachment import Watch
 from monitor.capture.backend import Backend, Framework
 from monitor.capture.clock import Schedule
 from monitor.capture.errors import RunEnded
@@ -17,6 +16,7 @@ from monitor.capture.names import ModelNames
 from monitor.capture.recording import ORDINALS, Recording
 from monitor.capture.startup import announce
 from monitor.capture.switching import resting
+from monitor.capture.watch import Watch
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import is_dynamic
 from monitor.config.model import CcDistribution

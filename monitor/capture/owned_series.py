@@ -1,0 +1,45 @@
+"""Which series of parameters this rank records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monitor.capture.backend import Backend
+from monitor.capture.parameter_series import NamedParameter
+from monitor.capture.recorder import Recorder
+from monitor.capture.watch import Watch
+from monitor.failures import Failures
+from monitor.placement import LOCAL, Placement
+from monitor.series import REPLICA_KIND, Series
+from monitor.stats.features import own_columns
+
+
+class OwnedSeries:
+    """Gives a kind of a parameter its series, with where other ranks hold what of it (``SeriesOf``)."""
+
+    def __init__(self, watch: Watch, recorder: Recorder, failures: Failures, backend: Backend) -> None:
+        self._watch = watch
+        self._recorder = recorder
+        self._failures = failures
+        self._backend = backend
+
+    def __call__(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
+        """A replica that another rank writes has none, or one to compare: by its norm, which features have none of."""
+        ownership, placement = self._watch.ownership, self._placement(kind, parameter, seen)
+        if ownership.writes(placement):
+            series = Series(kind, parameter.chunk, parameter.name)
+        elif self._watch.config.replica_check and ownership.monitored and not own_columns(kind):
+            series = Series(REPLICA_KIND, parameter.chunk, f"{kind}/{parameter.name}")
+        else:
+            return None
+        self._recorder.table.series.place(series, placement)
+        return series
+
+    def _placement(self, kind: str, parameter: NamedParameter, seen: Any) -> Placement:
+        """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
+        find = self._failures.guarded("placing a parameter", self._watch.framework.placement, of=parameter.name)
+        split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
+        # Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later.
+        term = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
+        known = (None if seen is None else self._backend.placement_of(seen)) or find(kind, parameter) or LOCAL
+        return self._watch.ownership.placed(kind, known, tensor_parallel=split or term)
