@@ -9,6 +9,10 @@ for functional collectives. Modes and tracers stand above, so that no compiler m
 A kernel in Python costs a call three times what a method does: its arguments are turned into Python's objects and back. So the
 kernels of ``c10d`` stand only as long as C++ may issue something: until training has gone through some steps without, and from
 the making of a DistributedDataParallel on, or the first call of another operator that issues some.
+
+A call that is on its way through the dispatcher when a kernel is taken away ends in an internal error of torch's, whoever made
+it: torch picks the key before it looks the kernel up. So kernels that calls do pass stay when nobody listens any more, and
+hand every call on.
 """
 
 from __future__ import annotations
@@ -72,12 +76,14 @@ class Interception(CallListener):
         self._functional: list[torch.library.Library] = []
         self._below: list[torch.library.Library] = []
         self._issued_below = False
+        self._functional_called = False
         self._reducers = False
         self._steps: weakref.WeakKeyDictionary[CollectiveListener, int] = weakref.WeakKeyDictionary()
         self._reducer_made = CallPatch(nn.parallel.DistributedDataParallel, "__init__")
 
     @property
     def installed(self) -> bool:
+        """Whether anything is in the way of calls, be it only to hand them on."""
         return bool(self._replaced or self._functional or self._below)
 
     def add(self, listener: CollectiveListener) -> None:
@@ -116,27 +122,33 @@ class Interception(CallListener):
         if self._listeners:
             return
         self._reducer_made.remove(self)
-        _destroy(self._functional)
-        _destroy(self._below)
+        if not self._functional_called:
+            _destroy(self._functional)
+        if not self._issued_below:
+            _destroy(self._below)
+            self._reducers = False
         for name, (original, ours) in self._replaced.items():
             if vars(dist.ProcessGroup)[name] is ours:  # somebody may have patched it since
                 setattr(dist.ProcessGroup, name, original)
         self._replaced.clear()
-        self._reducers = self._issued_below = False
 
     def _install(self) -> None:
         self._watch_below()
         if self._replaced:
             return
         self._reducer_made.add(self)
-        functional = [one for one in operators() if one.functional]
-        self._functional = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in functional)
-        self._functional += _implemented([("_c10d_functional", "wait_tensor", self._wait())])
-        self._functional += _implemented((namespace, name, self._issuer(op)) for namespace, name, op in issuers())
+        if not self._functional:
+            self._watch_functional()
         for one in methods():
             original = vars(dist.ProcessGroup)[one.method]
             self._replaced[one.method] = original, self._method(one, original)
             setattr(dist.ProcessGroup, one.method, self._replaced[one.method][1])
+
+    def _watch_functional(self) -> None:
+        functional = [one for one in operators() if one.functional]
+        self._functional = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in functional)
+        self._functional += _implemented([("_c10d_functional", "wait_tensor", self._wait())])
+        self._functional += _implemented((namespace, name, self._issuer(op)) for namespace, name, op in issuers())
 
     def _watch_below(self) -> None:
         if not self._below:
@@ -149,7 +161,9 @@ class Interception(CallListener):
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             if inside.another:
                 return redispatch(keys & _BELOW, *args, **kwargs)
-            if not operator.functional:
+            if operator.functional:
+                self._functional_called = True
+            else:
                 self._issued_below = True
             told = self._begin(operator, args)
             inside.another = True
@@ -167,7 +181,7 @@ class Interception(CallListener):
         """Of an operator that calls others from C++, from its first call on."""
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            self._issued_below = True
+            self._functional_called = self._issued_below = True
             self._watch_below()
             return overload.redispatch(keys & _BELOW, *args, **kwargs)
 
@@ -207,6 +221,7 @@ class Interception(CallListener):
         redispatch, inside = wait_operator().redispatch, self._inside
 
         def kernel(keys: DispatchKeySet, tensor: Tensor) -> Any:
+            self._functional_called = True
             result = redispatch(keys & _BELOW, tensor)
             if not inside.another:
                 for known in self._listeners:
