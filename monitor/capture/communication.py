@@ -97,8 +97,8 @@ class Communication(ABC):
         """Listen no longer. Any number of times."""
 
     @abstractmethod
-    def _initialized(self) -> bool:
-        """Whether there is a process group."""
+    def _among_ranks(self) -> bool:
+        """Whether there is a process group, or one is to come."""
 
     @abstractmethod
     def _real(self, tensors: Sequence[Any]) -> bool:
@@ -120,7 +120,7 @@ class Communication(ABC):
             self._recorder, self._note = recorder, note
             self._rows = self._begin(recorder)
         self._groups.learn(roles)
-        if not self._initialized():
+        if not self._among_ranks():
             LOGGER.warning(
                 "[rank %d] cc_distribution: there is no process group, so there is no communication to record. "
                 "Everything else is recorded.",

@@ -109,6 +109,7 @@ class Recording:
             here.store,
             f"monitor/dynamic/{identity.job_id}/{self._ordinal}",
             self._backend.initialized,
+            self._backend.asked_per_second,
         )
 
     def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:

@@ -62,11 +62,12 @@ class Ranks(NamedTuple):
 
 
 def run_ranks(
-    count: int, script: str, directory: Path, *arguments: object, patience_s: float = PATIENCE_S, **environment: str
+    count: int, script: str | Path, directory: Path, *arguments: object, patience_s: float = PATIENCE_S, **environment: str
 ) -> Ranks:
-    """Run ``scripts/SCRIPT`` as each rank of a job.
+    """Run a script as each rank of a job.
 
     Args:
+        script: Its name in ``scripts``, or its whole path.
         directory: The job's own; must be empty or not exist. Where its processes run and their logs lie.
         environment: Variables beside those of this process.
 

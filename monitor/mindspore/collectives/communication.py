@@ -18,7 +18,7 @@ from monitor.mindspore.collectives.groups import Groups
 from monitor.mindspore.collectives.interception import INTERCEPTION, CollectiveListener
 from monitor.mindspore.collectives.operators import Operator
 from monitor.mindspore.operator_calls import OperatorCalls
-from monitor.mindspore.place import initialized
+from monitor.mindspore.place import initialized, is_settled
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.tensors import dtype_name
 
@@ -40,8 +40,8 @@ class Communication(capture.Communication, CollectiveListener):
     def _stop(self) -> None:
         INTERCEPTION.remove(self)
 
-    def _initialized(self) -> bool:
-        return initialized()
+    def _among_ranks(self) -> bool:
+        return initialized() or not is_settled()
 
     def _real(self, tensors: Sequence[Tensor]) -> bool:
         return not any(one.is_meta for one in tensors)

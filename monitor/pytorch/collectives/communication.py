@@ -19,7 +19,7 @@ from monitor.pytorch.collectives.groups import Groups
 from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
 from monitor.pytorch.collectives.operators import Method, Operator
 from monitor.pytorch.operator_calls import OperatorCalls
-from monitor.pytorch.place import initialized
+from monitor.pytorch.place import initialized, is_settled
 from monitor.pytorch.recorder import Recorder
 from monitor.stats.torch_modes import KEYS_ABOVE_US, function_modes, unseen
 from monitor.stats.torch_tensors import local_shard
@@ -59,8 +59,8 @@ class Communication(capture.Communication, CollectiveListener):
             self._calls.let_go()
         self._calls = None
 
-    def _initialized(self) -> bool:
-        return initialized()
+    def _among_ranks(self) -> bool:
+        return initialized() or not is_settled()
 
     def _real(self, tensors: Sequence[Tensor]) -> bool:
         for one in tensors:

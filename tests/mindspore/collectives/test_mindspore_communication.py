@@ -9,16 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import run_ranks
+from ranks import run_ranks, running
 
 RANKS = (0, 1)
+SCRIPT = Path(__file__).resolve().parent / "scripts" / "communicating.py"
 Numbers = np.ndarray[Any, Any]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What ``communicating.py`` told on each rank."""
-    return run_ranks("communicating.py", 2, tmp_path_factory.mktemp("job"))
+    directory, logs = tmp_path_factory.mktemp("job"), tmp_path_factory.mktemp("logs")
+    job = run_ranks(2, SCRIPT, directory, logs)
+    assert running(directory) == []
+    assert [(rank.status, len(rank.told)) for rank in job.ranks] == [(0, 1), (0, 1)], job.ranks
+    return [rank.told[0] for rank in job.ranks]
 
 
 def sent(rank: int, count: int) -> Numbers:

@@ -38,3 +38,12 @@ def test_without_a_process_group_that_is_said_and_the_rest_is_recorded(
         train(model, optimizer, 1, torch.randn(3, 2))
     assert "there is no process group" in caplog.text
     assert {row.name for row in output.rows("param_origin")} == {"weight", "bias"}
+
+
+def test_where_a_launcher_has_announced_ranks_the_process_group_may_still_come(
+    output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Linear(2, 2)
+    with attached(output, model, torch.optim.SGD(model.parameters()), cc_distribution={"enable": True}):
+        assert "process group" not in caplog.text

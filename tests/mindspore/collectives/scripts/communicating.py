@@ -1,8 +1,10 @@
-"""Two ranks communicate in every way that CPUs can, unmonitored and monitored, and tell of what came of it."""
+"""Two ranks communicate in every way that CPUs can, unmonitored and monitored, and tell of what came of it.
+
+``communicating.py DIRECTORY``: the logs of communication go there.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from mindspore.mint.distributed import all_reduce as imported_before
 from mindspore.ops import communication as functions
 from mindspore.ops import primitive
 from mindspore.ops.auto_generate import gen_ops_prim
+from ranks import tell
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
@@ -359,4 +362,4 @@ before = snapshot()
 told |= {part.__name__: part() for part in (cases, handles, one_line, log, several, errors, root)}
 after = snapshot()
 told["changed"] = sorted(str(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-(DIRECTORY / f"told_{RANK}.json").write_text(json.dumps(told))
+tell(told)
