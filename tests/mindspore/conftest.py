@@ -8,3 +8,15 @@ from pathlib import Path
 
 os.environ.setdefault("GLOG_v", "3")  # before it is imported: it says much on standard error
 sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+from reading_back import Output
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Output:
+    """A base directory that this test's monitors write to."""
+    base = tmp_path / "out"
+    base.mkdir()
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(base))
+    return Output(base)
