@@ -160,7 +160,7 @@ def switch(one: Training, times: int, **config: Any) -> None:
         one.train(1)
 
 
-def test_500_switches_leave_no_hook_no_row_and_no_memory_behind(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def test_300_switches_leave_no_hook_no_row_and_no_memory_behind(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="monitor")  # what pytest keeps of the log is none of ours
     many = {"xy_distribution": True, "wg_distribution": True, "format": "api", "ops": ["norm"]}
     with training(output, **many, dynamic_on=True, collect_times=100_000) as one:
@@ -168,7 +168,7 @@ def test_500_switches_leave_no_hook_no_row_and_no_memory_behind(output: Output, 
         one.train(1)
         switch(one, 100, **many)
         held, objects = held_by(one), living()
-        switch(one, 400, **many)
+        switch(one, 200, **many)
         assert held_by(one) == held
         deadline = time.monotonic() + 20
         while (more := (living() - objects).total()) >= 100 and time.monotonic() < deadline:
