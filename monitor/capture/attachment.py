@@ -292,8 +292,9 @@ class Attachment:
         self._end_step("skipped")
 
     def batch_ended(self) -> None:
-        """A batch is through, and the optimizer was called if it was going to be. Where it was not, and the batch was the last of
-        its step, the step was skipped.
+        """A batch is through, and the optimizer was called if it was going to be.
+
+        Where it was not, and the batch was the last of its step, the step was skipped.
         """
         if not self.begun:  # the optimizer has ended the step
             return
