@@ -68,6 +68,7 @@ class Attachment:
         self.at_boundary: Callable[[int], object] = _nobody
         self.begun = False
         self.collected = collected
+        self._batches = 0
         self._flow_told = collected > 0
         self._names = names
         self._recorder = recorder
@@ -251,6 +252,17 @@ class Attachment:
     def step_skipped(self) -> None:
         self._end_step("skipped")
 
+    def batch_ended(self) -> None:
+        """A batch is through, and the optimizer was called if it was going to be.
+
+        Where it was not, and the batch was the last of its step, the step was skipped.
+        """
+        if not self.begun:  # the optimizer has ended the step
+            return
+        self._batches += 1
+        if max(self._batches, 1 + min(self.clock.forward)) >= self.clock.micro_steps:
+            self.step_skipped()
+
     def _records_scaled(self) -> bool:
         return self._recorder.active and (self.watch.config.wg_distribution or self.watch.config.xy_distribution)
 
@@ -319,6 +331,7 @@ class Attachment:
 
     def _begin_step(self) -> None:
         self.begun = False
+        self._batches = 0
         wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted)
         if self._recorder.active and self._gradients is not None:

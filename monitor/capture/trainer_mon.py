@@ -219,6 +219,20 @@ class TrainerMon:
         reckon = self._failures.guarded("reckoning what a step will come to", announce)
         reckon(watch, names, watch.config, recording.series, self._backend)
 
+    @property
+    def step(self) -> int:
+        """The number of the step in progress, of the model that was attached first; 0 before that."""
+        return self._recordings[0].attachment.clock.step if self._recordings else 0
+
+    def batch_ended(self) -> None:
+        """Say that a batch is through, where the optimizer may have been left out.
+
+        Only who has called the optimizer knows that it will not come any more: after a loss scale that was too large, for one.
+        A step whose batches are all through then ends as skipped; otherwise its numbering would go on with the next batch.
+        """
+        for recording in self._recordings:
+            self._failures.guarded("ending a batch", recording.attachment.batch_ended)()
+
     def generate_wgrad_metrics(self) -> tuple[Metrics, Metrics]:
         """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
 

@@ -21,9 +21,9 @@ from monitor.mindspore.features import reading
 from monitor.mindspore.frameworks.recognition import framework_of
 from monitor.mindspore.gradients import GradientCollector
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
-from monitor.mindspore.input_gradients import in_backward, recording
+from monitor.mindspore.input_gradients import in_backward
 from monitor.mindspore.leaves import LEAVES
-from monitor.mindspore.modes import observable, refuse_graph_mode
+from monitor.mindspore.modes import observable, refuse_graph_mode, trains
 from monitor.mindspore.modules import ModuleCollector
 from monitor.mindspore.place import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.mindspore.recorder import Recorder
@@ -102,13 +102,6 @@ def new_modules(recorder: Any, clock: Clock, failures: Failures) -> ModuleCollec
     return ModuleCollector(recorder, clock, failures, backend)
 
 
-def trains(cell: nn.Cell) -> bool:
-    """Whether a call of the cell that begins now is one of training."""
-    del cell
-    return recording()
-
-
 def root_trains(root: nn.Cell) -> bool:
     """Whether a forward of the whole model that begins now is one of training, whatever its training flag says."""
-    del root
-    return recording()
+    return trains(root)

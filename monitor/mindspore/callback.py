@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
+from mindspore import nn
 from mindspore.train import Callback, RunContext
 
 from monitor.mindspore.trainer_mon import TrainerMon
@@ -12,6 +14,9 @@ from monitor.mindspore.trainer_mon import TrainerMon
 
 class MonitorCallback(Callback):  # type: ignore[misc]
     """Attaches a ``TrainerMon`` when training begins, and closes it when training ends.
+
+    A step that ends without a call of the optimizer, as loss scaling has it, is one that was skipped. Training that begins
+    again is recorded by another ``TrainerMon``, whose steps go on counting.
 
     >>> model.train(epochs, dataset, callbacks=[MonitorCallback("monitor_config.json")])  # doctest: +SKIP
 
@@ -24,7 +29,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         start_iteration: Number of the first step.
 
     Attributes:
-        monitor: Made at once, so that what is wrong with the configuration is said before training begins.
+        monitor: The latest. Made at once, so that what is wrong with the configuration is said before training begins.
 
     Raises:
         ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
@@ -41,20 +46,36 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         start_iteration: int = 0,
     ) -> None:
         super().__init__()
-        self.monitor = TrainerMon(config_file_path, process_group)
+        self._new_monitor = partial(TrainerMon, config_file_path, process_group)
+        self.monitor = self._new_monitor()
+        self._has_ended = False
         self._grad_acc_steps = grad_acc_steps
         self._groups = dp_group, tp_group
         self._start_iteration = start_iteration
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Attach to the network and the optimizer that ``Model`` was given."""
-        training = run_context.original_args()
-        dp_group, tp_group = self._groups
-        self.monitor.set_monitor(
-            training.network, self._grad_acc_steps, training.optimizer, dp_group, tp_group, self._start_iteration
-        )
+        """Attach to the network and the optimizer that ``Model`` was given, or to those of the cell that trains."""
+        if self._has_ended:
+            self.monitor, self._has_ended = self._new_monitor(), False
+        network, optimizer = _trained(run_context.original_args())
+        self.monitor.set_monitor(network, self._grad_acc_steps, optimizer, *self._groups, self._start_iteration)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """The optimizer was called by now, if it is called in this step."""
+        del run_context
+        self.monitor.batch_ended()
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Write what is left."""
         del run_context
+        self._start_iteration = self.monitor.step
         self.monitor.close()
+        self._has_ended = True
+
+
+def _trained(training: Any) -> tuple[Any, Any]:
+    """The network and the optimizer. A ``Model`` without an optimizer was given a cell that trains, which has both."""
+    network, optimizer = training.network, training.optimizer
+    if optimizer is None:
+        network, optimizer = getattr(network, "network", network), getattr(network, "optimizer", None)
+    return network.backbone_network if isinstance(network, nn.WithLossCell) else network, optimizer

@@ -17,6 +17,7 @@ from monitor.capture.parameter_series import NamedParameter, ParameterSeries, Se
 from monitor.failures import Failures
 from monitor.mindspore import tensors
 from monitor.mindspore.frameworks.framework import Framework
+from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
 
 NOT_SUMMED: Final = (
@@ -87,10 +88,7 @@ class GradientCollector:
             if living is not None and watched is not None:
                 living(watched, gradient)
 
-        handle: Removable = parameter.tensor.register_hook(
-            self._failures.guarded("reading the gradient", read, of=parameter.name)
-        )
-        return handle
+        return on_gradient(parameter.tensor, self._failures.guarded("reading the gradient", read, of=parameter.name))
 
     def _found(self, parameter: NamedParameter, gradient: Any) -> None:
         """A backward hands out what it has found for a parameter."""

@@ -1,18 +1,25 @@
-"""Hooks of cells that a compiler may come by.
+"""Hooks of cells and tensors that a compiler may come by.
 
 Where a whole step is compiled, which nobody can see beforehand, the compiler takes the code of every hook inside for a part of
 the model, and most Python ends training there. But it calls hooks without the keyword arguments of the cell. So these are asked
-for first, in words that it understands, and it never comes to the rest: compiled calls are not observed.
+for first, in words that it understands, and it never comes to the rest: compiled calls are not observed. Hooks of tensors, of
+parameters and of what is handed to a compiled cell, are called alike by both: there a comment tells the compiler where to go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
-from mindspore import nn
+from mindspore import Tensor, nn
+from mindspore.ops import constexpr
 
 from monitor.capture.hooks import Removable
+from monitor.failures import LOGGER
+
+_COMPILED: Final = False
+"""As everybody sees it but the compiler, which takes the word of a comment for it."""
 
 
 def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object]) -> Removable:
@@ -20,7 +27,7 @@ def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object]) -
 
     def hook(cell: nn.Cell, args: Any, kwargs: Any = None) -> Any:
         if kwargs is None:
-            return None
+            return _tell_of_compiling()
         return _discard(work(cell, args, kwargs))
 
     handle: Removable = cell.register_forward_pre_hook(hook, with_kwargs=True)
@@ -44,9 +51,33 @@ def after_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any, Any], object
     return handle
 
 
+def on_gradient(x: Tensor, read: Callable[[Any], object]) -> Removable:
+    """Call ``read(gradient)`` when a backward that is not compiled comes to a tensor. It must not raise."""
+
+    def hook(gradient: Any) -> Any:
+        if _COMPILED:  # @jit.cond: True
+            return gradient
+        return _discard(read(gradient))
+
+    handle: Removable = x.register_hook(hook)
+    return handle
+
+
 def takes_hooks(cell: nn.Cell) -> bool:
     """Whether both hooks of a cell are called: one with a backward of its own (``bprop``) has none after its call."""
     return not getattr(cell, "has_bprop", False)
+
+
+@constexpr(check=False)  # type: ignore[untyped-decorator]
+def _tell_of_compiling() -> None:
+    """The compiler computes what is constant, in Python, when it comes to it."""
+    _say_once()
+
+
+@cache
+def _say_once() -> None:
+    said = "What calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
+    LOGGER.warning("%s: such calls have no rows. Take @jit off what is to be recorded.", said)
 
 
 def _discard(_: object) -> None:

@@ -24,6 +24,7 @@ from mindspore.nn.cell import _pynative_executor
 from monitor.capture.hooks import Removable
 from monitor.capture.input_gradients import Engine, walk
 from monitor.failures import EarlierFailure
+from monitor.mindspore import hooks
 
 GRAPH_IS_THERE: Final = hasattr(Tensor, "_grad_node") and hasattr(_pynative_executor, "get_current_autodiff_engine_id")
 """Whether this version of MindSpore shows its graph. If not, ``requires_grad`` is False of every tensor."""
@@ -125,8 +126,7 @@ def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
 
 def on_gradient(x: Tensor, write: Write) -> Removable:
     """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward."""
-    handle: Removable = _settled(lambda: x.register_hook(write))
-    return handle
+    return _settled(lambda: hooks.on_gradient(x, write))
 
 
 def backward_begins(x: Tensor, call: Write) -> None:

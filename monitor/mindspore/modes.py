@@ -5,13 +5,24 @@ What is compiled calls none. A compiled cell itself is called from Python, and s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Final
 
 import mindspore as ms
 from mindspore import nn
+from mindspore.ops.composite import base
 
 from monitor.failures import Failures
+from monitor.mindspore.input_gradients import recording
+
+_DIFFERENTIATING: Final[CodeType | None] = getattr(getattr(base, "_pynative_func_grad_forward", None), "__code__", None)
+"""What calls every function that is differentiated."""
+
+_REPEATS: Final = "_recompute_cell"
+"""What ``Cell.recompute`` puts into a cell, to call it by. It is no part of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +63,37 @@ def compiled(cell: nn.Cell) -> bool:
 
 def observable(root: nn.Cell) -> Observable:
     """Which cells of a model take hooks. One that is used inside a compiled cell and elsewhere, too, takes none."""
-    named = list(root.cells_and_names())
+    named = [(name, cell) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
     hiding = {name: inside for name, cell in named if compiled(cell) and (inside := _inside(cell))}
     hidden: set[int] = set().union(*hiding.values())
     cells = [(name, cell) for name, cell in named if id(cell) not in hidden]
     # What is inside another compiled cell is hidden by that.
     outermost = [name for name, cell in cells if name in hiding]
     return Observable(cells, outermost)
+
+
+def trains(cell: nn.Cell) -> bool:
+    """Whether a call of the cell that begins now is one of training: its operations are recorded for a backward.
+
+    MindSpore records more than that: everything, after a function that it differentiated has raised; every call of a cell that
+    was told to be recorded (``set_grad``), as those are that somebody trains.
+    """
+    return recording() and (_DIFFERENTIATING is None or _is_trained(cell))
+
+
+def _is_trained(cell: nn.Cell) -> bool:
+    """Whether the caller is called by a function that is being differentiated, or where a backward of what was recorded is to
+    follow: by a cell that is recorded, and in evaluation by one that has an optimizer.
+    """
+    sign = "requires_grad" if cell.training else "optimizer"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _DIFFERENTIATING:
+            return True
+        if frame.f_code is nn.Cell.__call__.__code__ and getattr(frame.f_locals.get("self"), sign, None) not in (None, False):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def warn_of_evaluation(root: nn.Cell, failures: Failures) -> None:

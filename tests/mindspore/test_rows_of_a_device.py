@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from attaching import attached
 from mindspore import dtype as types
 from mindspore import nn
 from mindspore.experimental import optim
 from reading_back import Output
-from watching_cells import OPS, TwoLayers, attached, train
+from watching_cells import OPS, TwoLayers, train
 
 from monitor.mindspore import recorder
 from monitor.stats import mindspore_arithmetic

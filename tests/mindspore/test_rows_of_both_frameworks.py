@@ -9,10 +9,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 import torch
+from attaching import attached
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 from reading_back import Output
-from watching_cells import attached, batch, drawn, written
+from watching_cells import batch, drawn, written
 
 from monitor.pytorch import TrainerMon as TorchsTrainerMon
 from monitor.sinks.hdf5 import read_hdf5

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attaching import attached
 from mindspore import Tensor, nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
 from mindspore.train import Callback, Model
 from reading_back import Output
-from watching_cells import OPS, PARAMETERS, Array, Reference, TwoLayers, arrays, assert_rows, attached, batch, train, written
+from watching_cells import OPS, PARAMETERS, Array, Reference, TwoLayers, arrays, assert_rows, batch, train, written
 
 from monitor.mindspore import MonitorCallback
 

@@ -12,8 +12,6 @@ from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 from reading_back import Output
 
-from monitor.mindspore import TrainerMon
-
 Array = NDArray[np.float64]
 
 PARAMETERS = ("a.weight", "a.bias", "b.weight", "b.bias")
@@ -26,15 +24,6 @@ OPS = {
     "nans": lambda x: np.isnan(x).sum(),
     "zeros": lambda x: (np.abs(x) < 1e-8).mean(),
 }
-
-
-def attached(
-    output: Output, model: Any, optimizer: Any, grad_acc_steps: int = 1, start_iteration: int = 0, **config: Any
-) -> TrainerMon:
-    """A monitor on ``model`` with this configuration. Close it, or use it as a context manager."""
-    monitor = TrainerMon(written(output, **config))
-    monitor.set_monitor(model, grad_acc_steps, optimizer, start_iteration=start_iteration)
-    return monitor
 
 
 def written(output: Output, **config: Any) -> str:

@@ -1,0 +1,155 @@
+"""What is compiled beside, around and instead of a model that is recorded."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import pytest
+from attaching import EVERYTHING, Output, attached, footprint, step_with, steps_of, warnings_in, with_fixed_weights
+from mindspore import Tensor, nn, ops
+from training import Net, array, inputs
+
+from monitor.mindspore import hooks
+
+
+class Compiled(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Dense(5, 5)
+
+    @ms.jit
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.tanh(self.inner(x))
+
+
+class PartlyCompiled(Net):
+    """A cell of it is compiled, which is given what another has made, and gives to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jitted = Compiled()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.tanh(self.b(self.jitted(self.a(x)))).sum()
+
+
+def weights_after(net: nn.Cell, optimizer: nn.Cell, steps: int = 3) -> list[bytes]:
+    for number in range(steps):
+        step_with(net, optimizer, number)
+    return [array(parameter).tobytes() for parameter in net.get_parameters()]
+
+
+def test_a_compiled_cell_has_rows_those_inside_have_not_and_training_has_the_same_bits(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = with_fixed_weights(PartlyCompiled())
+    expected = weights_after(plain, nn.Adam(plain.trainable_params(), 0.01))
+    net = with_fixed_weights(PartlyCompiled())
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        assert weights_after(net, optimizer) == expected
+    for kind in ("actv", "actv_grad"):
+        names = {row.name for row in output.rows(kind)}
+        assert {"a.output", "jitted.input", "jitted.output", "b.input"} < names
+        assert not any("inner" in name for name in names)
+    for kind in ("grad_unreduced", "grad_reduced"):
+        assert "jitted.inner.weight" in {row.name for row in output.rows(kind)}
+    assert steps_of(output, "actv_grad") == steps_of(output, "grad_unreduced") == [0, 1, 2]
+    (said,) = warnings_in(caplog)
+    assert said == "Cells inside 'jitted' are compiled (@jit) and have no rows: take @jit off to record them."
+
+
+def compiled_losses(net: nn.Cell, optimizer: nn.Cell) -> list[bytes]:
+    gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
+
+    @ms.jit
+    def step(x: Tensor) -> Tensor:
+        loss, gradients = gradients_of(x)
+        optimizer(gradients)
+        return loss
+
+    return [step(inputs(number)).asnumpy().tobytes() for number in range(3)]
+
+
+def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows_and_that_is_said_once(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks._say_once.cache_clear()
+    plain = Net()
+    expected = compiled_losses(plain, nn.Adam(plain.trainable_params(), 0.01))
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        assert compiled_losses(net, optimizer) == expected
+    assert list(output.directory().glob("*.csv")) == []
+    (said,) = warnings_in(caplog)
+    assert said.startswith("What calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
+
+
+def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> None:
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        compiled_losses(net, optimizer)
+        step_with(net, optimizer)
+    assert steps_of(output, "grad_unreduced") == steps_of(output, "actv") == [0]
+
+
+def test_in_graph_mode_nothing_is_attached(output: Output) -> None:
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params())
+    before = footprint(net, optimizer)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        with pytest.raises(ValueError, match="mode is GRAPH_MODE"):
+            attached(output, net, optimizer, **EVERYTHING)
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+    assert footprint(net, optimizer) == before
+    assert output.directories() == []
+
+
+def test_a_model_that_trains_with_its_flag_off_is_recorded_and_told_of_once(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net().set_train(False)
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        weights_after(net, optimizer)
+    assert steps_of(output, "actv") == steps_of(output, "actv_grad") == [0, 1, 2]
+    (said,) = warnings_in(caplog)
+    assert "training flag off" in said
+
+
+class Repeating(Net):
+    """A part of it is called by whatever ``call`` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.SequentialCell(nn.Dense(5, 5), nn.Tanh())
+        self.calls = lambda cell, x: cell(x)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.b(self.calls(self.part, self.a(x))).sum()
+
+
+def rows_of_repeating(output: Output, how: str) -> list[object]:
+    others = output.directories()
+    net = with_fixed_weights(Repeating())
+    if how == "ms.recompute":
+        net.calls = ms.recompute
+    if how == "Cell.recompute":
+        net.part.recompute()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    with attached(output, net, optimizer, **EVERYTHING):
+        weights_after(net, optimizer)
+    (directory,) = set(output.directories()) - set(others)
+    kinds = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_updated")
+    return [sorted(output.rows(kind, directory), key=lambda row: (row.step, row.name)) for kind in kinds]
+
+
+@pytest.mark.parametrize("how", ["ms.recompute", "Cell.recompute"])
+def test_what_is_computed_again_in_the_backward_has_the_rows_of_what_is_not(
+    output: Output, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rows_of_repeating(output, how) == rows_of_repeating(output, "a call")
+    assert warnings_in(caplog) == []

@@ -1,0 +1,115 @@
+"""Operations of the user's that fail later than they are called: whoever meets the error, training is told of it.
+
+On a CPU, ``mint.zeros_like`` has no kernel, as is found out when somebody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mindspore as ms
+import pytest
+from attaching import EVERYTHING, Output, attached, step_with, steps_of, warnings_in
+from mindspore import Tensor, mint, nn, ops
+from mindspore.nn.cell import _pynative_executor
+from training import Net, inputs
+
+pytestmark = pytest.mark.skipif(ms.get_context("device_target") != "CPU", reason="it has one elsewhere")
+
+
+@pytest.fixture(autouse=True)
+def _recording_ends() -> Iterator[None]:
+    """A failure leaves it on, in the whole process."""
+    yield
+    _pynative_executor.clear_res()
+
+
+class Failing(Net):
+    """Fails in its forward, in its loss, or in neither."""
+
+    where = "nowhere"
+
+    def construct(self, x: Tensor) -> Tensor:
+        hidden = ops.tanh(self.a(x))
+        if self.where == "the forward":
+            mint.zeros_like(hidden)
+        loss = ops.tanh(self.b(hidden)).sum()
+        if self.where == "the loss":
+            mint.zeros_like(loss)
+        return loss
+
+
+def failing_step(net: Failing, optimizer: nn.Cell, where: str) -> None:
+    """What the user calls: the last call is the first that needs numbers."""
+    net.where = where
+    try:
+        loss, gradients = ms.value_and_grad(net, None, optimizer.parameters)(inputs(1))
+    finally:
+        net.where = "nowhere"
+    if where == "the loop":
+        mint.zeros_like(loss)
+    optimizer(gradients)
+    loss.asnumpy()
+
+
+def told(step: Callable[[], object]) -> str:
+    """The error that training is told of."""
+    with pytest.raises(RuntimeError) as raised:
+        step()
+    return str(raised.value).strip().splitlines()[0]
+
+
+def error_without_a_monitor() -> str:
+    net = Failing()
+    return told(lambda: failing_step(net, nn.SGD(net.trainable_params(), 0.1), "the forward"))
+
+
+FORWARD: dict[str, Any] = {"xy_distribution": True, "forward_only": True}
+BACKWARD: dict[str, Any] = {"xy_distribution": True, "backward_only": True}
+LINEAR: dict[str, Any] = {"recording_l2_features": True, "l2_targets": {"linear_hook": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    ("where", "config"),
+    [
+        ("the forward", FORWARD),
+        ("the forward", BACKWARD),
+        ("the forward", LINEAR),
+        ("the forward", EVERYTHING),
+        ("the loss", {"wg_distribution": True}),
+        ("the loss", BACKWARD),
+        ("the loop", {"wg_distribution": True}),
+        ("the loop", {"param_distribution": True}),
+        ("the loop", {"mv_distribution": True}),
+        ("the loop", {"mg_direction": True}),
+        ("the loop", {"update_ratio": True}),
+        ("the loop", {"ur_distribution": True, "format": "hdf5"}),
+        ("the loop", EVERYTHING),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "+".join(one) if len(one) < 5 else "everything",
+)
+def test_training_is_told_of_its_error_whoever_meets_it(
+    output: Output, caplog: pytest.LogCaptureFixture, where: str, config: dict[str, Any]
+) -> None:
+    expected = error_without_a_monitor()
+    net = Failing()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **config):
+        step_with(net, optimizer, 0)
+        assert told(lambda: failing_step(net, optimizer, where)) == expected
+        step_with(net, optimizer, 2)
+    # A step whose optimizer was not called goes on with the next forward, and that is all there is to say of it.
+    assert set(output.manifest()["failures"]) <= {"more micro-steps"}
+    assert [line for line in warnings_in(caplog) if "has more root forwards" not in line] == []
+
+
+def test_what_comes_after_the_error_is_recorded(output: Output) -> None:
+    net = Failing()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    with attached(output, net, optimizer, **EVERYTHING):
+        step_with(net, optimizer, 0)
+        told(lambda: failing_step(net, optimizer, "the forward"))
+        step_with(net, optimizer, 1)
+        step_with(net, optimizer, 2)
+    assert steps_of(output, "actv") == steps_of(output, "grad_reduced") == [0, 1, 2]
