@@ -162,6 +162,8 @@ def test_an_alert_brings_a_closer_look_for_some_steps(output: Output, monkeypatc
     alert = {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}
     with attached(output, net, optimizer, **config, alert=alert, on_alert=closer) as monitor:
         train(net, optimizer, FAULT + 1)
+        for parameter, sound in zip(net.get_parameters(), Net().get_parameters(), strict=True):
+            parameter.set_data(sound)
         control = monitor._recordings[0].switching._control
         deadline = time.monotonic() + 20  # the writer finds the NaN in its own time
         while not steps_of(output, "actv") and time.monotonic() < deadline:
