@@ -262,7 +262,9 @@ class TestRestoring:
 
     def test_the_last_pipeline_to_close_restores_the_handler(self, tmp_path):
         before = signal.getsignal(signal.SIGTERM)
-        first, second = pipeline_in(tmp_path), pipeline_in(tmp_path)
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+        first, second = (pipeline_in(tmp_path / name) for name in ("first", "second"))
         record(first, 0)
         record(second, 0)
         assert first.close()
