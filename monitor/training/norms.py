@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from monitor.names import without_module
 from monitor.placement import Placement
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.ops import derive
@@ -111,7 +112,8 @@ def _whole(placement: Placement) -> bool:
 
 
 def _name(series: Series, several_chunks: bool) -> str:
-    return f"{series.vpp_stage}:{series.name}" if several_chunks else series.name
+    name = without_module(series.name)
+    return f"{series.vpp_stage}:{name}" if several_chunks else name
 
 
 def _total(rows: KindRows | None, scale: float = 1.0) -> float | None:
