@@ -83,6 +83,10 @@ class TrainingMetrics:
         monitor: A ``TrainerMon`` that records the model already: norms are read from its rows, and only what it records can be
             shown. Without one, what is needed is recorded to ``dump_path``.
 
+    Attributes:
+        steps: How many have ended, those of earlier runs included.
+        world_size: Ranks of the job, once there is a model.
+
     Raises:
         ConfigError: The configuration cannot be used.
         OutputError: ``dump_path`` or ``tensorboard_dir`` cannot be written.
@@ -124,6 +128,7 @@ class TrainingMetrics:
         self._model: Callable[[], Any] = _nothing
         self._optimizer: Callable[[], Any] = _nothing
         self._failures = Failures()
+        self.world_size = 1
         self._closed = False
         if model is not None:
             self.attach(model, optimizer)
@@ -137,7 +142,7 @@ class TrainingMetrics:
         if self._writing is not None:
             raise RuntimeError("These TrainingMetrics have their model already. Make new ones.")
         place = self._backend.place()
-        self._failures.rank = place.rank
+        self._failures.rank, self.world_size = place.rank, place.world_size
         self._model, self._optimizer = _weakly(model), _weakly(optimizer)
         self._writing = self._begin(place.rank, place.world_size)
         weakref.finalize(self, self._writing.retire).atexit = False
