@@ -103,6 +103,11 @@ class TrainerMon:
         for recording in self._recordings:
             recording.count_magnitudes(not set(HISTOGRAM_OPS).isdisjoint(self._ops))
 
+    @property
+    def config(self) -> MonitorConfig:
+        """What the configuration file said when the monitor was made."""
+        return self._config
+
     def set_monitor(
         self,
         model: Any,

@@ -54,12 +54,18 @@ def training_config_in(name: str, text: str) -> TrainingConfig:
 def _validated(name: str, document: YamlDocument) -> TrainingConfig:
     sections, lines, problems = _sections(document)
     try:
-        config = TrainingConfig.model_validate({**sections, "document": document.value})
+        config = TrainingConfig.model_validate(sections)
     except ValidationError as error:
         raise unusable(name, *problems, *explain(TrainingConfig, error, lines)) from None
     if problems:
         raise unusable(name, *problems)
-    return config
+    return config.model_copy(update={"document": {**document.value, **_with_defaults(config)}})
+
+
+def _with_defaults(config: TrainingConfig) -> dict[str, Any]:
+    """The sections that are ours."""
+    sections = {"monitor_config": config.monitor_config, "tensorboard": config.tensorboard}
+    return {name: section.model_dump(mode="json") for name, section in sections.items() if section is not None}
 
 
 def _sections(document: YamlDocument) -> tuple[dict[str, Any], dict[Path, int], list[str]]:

@@ -6,19 +6,21 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 from monitor.capture.arguments import count
 from monitor.capture.errors import RunEnded
 from monitor.capture.trainer_mon import TrainerMon
+from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
 from monitor.ranks.output import prepare
 from monitor.training.backend import Backend, Routers
 from monitor.training.events import EventWriter
 from monitor.training.expert_load import ExpertCounts
 from monitor.training.facts import StepFacts
+from monitor.training.flops import FlopCount, Given
 from monitor.training.loading import load_training_config
 from monitor.training.log import LogWriter
 from monitor.training.model import TrainingConfig
@@ -29,7 +31,6 @@ from monitor.training.reporting import Reporting
 from monitor.training.texts import texts
 from monitor.training.writing import Writing
 
-MEASURED: Final = "measure"
 LISTENER: Final = "the training metrics"
 
 
@@ -105,7 +106,7 @@ class TrainingMetrics:
         start_step: int = 0,
         samples: int = 0,
         total_steps: int = 0,
-        model_flops: float | Literal["measure"] | None = None,
+        model_flops: Given = None,
         routers: Sequence[str] = (),
         gradients_are_global: bool = False,
         grad_norm_is_told: bool = False,
@@ -116,8 +117,6 @@ class TrainingMetrics:
         self.steps = count("start_step", start_step, 0)
         self._samples: int | None = count("samples", samples, 0)
         self._total = count("total_steps", total_steps, 0)
-        self._flops = None if isinstance(model_flops, str) else model_flops
-        self._measures_flops = model_flops == MEASURED
         self._router_names = tuple(routers)
         self._global = gradients_are_global
         self._told = grad_norm_is_told
@@ -128,6 +127,7 @@ class TrainingMetrics:
         self._model: Callable[[], Any] = _nothing
         self._optimizer: Callable[[], Any] = _nothing
         self._failures = Failures()
+        self._flops = FlopCount(model_flops, self._backend.counting_flops, self._failures)
         self.world_size = 1
         self._closed = False
         if model is not None:
@@ -177,10 +177,21 @@ class TrainingMetrics:
             if wanted is None or optimizer is None:
                 return
             self._monitor = self._backend.monitor_of(wanted, self._dump_path)
-        vouched = self._global
-        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, gradients_are_global=vouched))
-        if self._is_ours:
+        whose = {"gradients_are_global": self._global, "grad_norm_is_told": self._told}
+        failures = self._failures
+        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, **whose))
+        if not self._is_ours:
+            self._say_what_is_missing(self._monitor.config)
+        else:
             self._monitor.set_monitor(model, self._grad_acc_steps, optimizer, start_iteration=self.steps)
+
+    def _say_what_is_missing(self, there: MonitorConfig) -> None:
+        """Of a monitor that records what its own configuration asks for."""
+        wanted = recorded(self.config, grad_norm_is_told=self._told)
+        fields = ("wg_distribution", "mv_distribution", "param_distribution") if wanted is not None else ()
+        if missing := [field for field in fields if getattr(wanted, field) and not getattr(there, field)]:
+            said = "Norms that training metrics ask for are not shown: the monitor that was passed has not set"
+            self._failures.warn("not recorded", f"{said} {', '.join(missing)}.")
 
     @contextmanager
     def step(self, batch_size: int | None = None) -> Iterator[Step]:
@@ -190,23 +201,15 @@ class TrainingMetrics:
             batch_size: Samples of all ranks together.
         """
         step = self.begin_step(batch_size)
-        with ExitStack() as counting:
-            told = self._counting(counting)
+        try:
             yield step
-        if told is not None:
-            self._flops = told()
+        finally:
+            self.stop_counting()
         self.end_step(step)
 
-    def _counting(self, stack: ExitStack) -> Callable[[], float] | None:
-        """In the first step, if flops are to be measured: counts them from now on."""
-        if not self._measures_flops:
-            return None
-        self._measures_flops = False
-        counter = self._backend.counting_flops()
-        if counter is None:
-            self._failures.warn("flops", "This framework counts no floating point operations: pass model_flops as a number.")
-            return None
-        return stack.enter_context(counter)
+    def stop_counting(self) -> None:
+        """The step has done its work, if floating point operations are counted in it. ``end_step`` calls it, at the latest."""
+        self._failures.guarded("counting floating point operations", self._flops.end)()
 
     def begin_step(self, batch_size: int | None = None) -> Step:
         """What ``step`` does at its beginning, for callbacks."""
@@ -216,6 +219,7 @@ class TrainingMetrics:
         step = Step(batch_size)
         if (optimizer := self._optimizer()) is not None:
             step.learning_rate = self._failures.guarded("reading the learning rate", self._backend.learning_rate)(optimizer)
+        self._failures.guarded("counting floating point operations", self._flops.begin)()
         return step
 
     def _list_names(self) -> None:
@@ -234,6 +238,7 @@ class TrainingMetrics:
         Raises:
             RunEnded: ``print_struct`` ends the run after its first step.
         """
+        self.stop_counting()
         self._failures.guarded("ending a step", self._end_step)(step)
         if self._ends_after_first_step:
             reason = "The trainable parameters were printed; print_struct ends the run here."
@@ -262,7 +267,7 @@ class TrainingMetrics:
                 self._kept(step.learning_rate),
                 tuple(kept for loss in losses if (kept := self._kept(loss)) is not None),
                 self._measured_step(),
-                self._flops,
+                self._flops.per_step,
                 {} if self._routers is None else self._routers.step(),
             )
         )

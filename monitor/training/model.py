@@ -137,7 +137,7 @@ class TrainingConfig(_Strict):
     """All that a training YAML says of metrics.
 
     Attributes:
-        document: The YAML file as it was read, for TensorBoard's page of texts.
+        document: The YAML file as it was read, with the defaults of these sections, for TensorBoard's page of texts.
     """
 
     monitor_config: Annotated[MonitorSection, _or_default(MonitorSection())] = MonitorSection()

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from monitor.failures import Failures
 from monitor.names import without_module
 from monitor.placement import Placement
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
@@ -20,6 +21,12 @@ LOCAL: Final = "grad_unreduced"
 REDUCED: Final = "grad_reduced"
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 WEIGHT: Final = "param_updated"
+
+NOT_WHOLE: Final = "weight_norm is not shown: this rank has only parts of the weights."
+NOT_GLOBAL: Final = (
+    "grad-norm is not shown where nobody tells it: it does not show that the gradients on this rank are the whole ones. Set "
+    "grad_norm of each step, or pass gradients_are_global=True if every rank's optimizer is given the same gradients."
+)
 
 
 class Takes(Protocol):
@@ -35,13 +42,24 @@ class NormReader:
         world: Ranks of the job.
         gradients_are_global: Whether somebody vouches that the optimizer is given the whole gradient on every rank. Otherwise
             it must show in the placement of each of them.
+        grad_norm_is_told: Whether ``grad-norm`` comes from somewhere else.
     """
 
-    def __init__(self, series: SeriesTable, world: int, takes: Takes, *, gradients_are_global: bool = False) -> None:
+    def __init__(
+        self,
+        series: SeriesTable,
+        world: int,
+        takes: Takes,
+        failures: Failures,
+        *,
+        gradients_are_global: bool = False,
+        grad_norm_is_told: bool = False,
+    ) -> None:
         self._series = series
         self._world = world
         self._takes = takes
-        self._global = gradients_are_global
+        self._failures = failures
+        self._global, self._told = gradients_are_global, grad_norm_is_told
 
     def look(self, rows: StepRows) -> None:
         """Look at a step."""
@@ -69,8 +87,8 @@ class NormReader:
             _total(local, scale),
             self._by_name(self._whole_steps(rows, FIRST)),
             self._by_name(self._whole_steps(rows, SECOND)),
-            _total(weights) if self._all(weights, _whole) else None,
-            _total(reduced) if self._global or self._all(reduced, self._everywhere) else None,
+            _total(weights) if self._all(weights, _whole, NOT_WHOLE) else None,
+            self._gradient(reduced),
             known,
             rows.status == "skipped",
         )
@@ -97,9 +115,18 @@ class NormReader:
         named = zip(rows.series.tolist(), (values / scale).tolist(), valid.tolist(), strict=True)
         return {_name(self._series[index], several): value for index, value, there in named if there}
 
-    def _all(self, rows: KindRows | None, holds: Callable[[Placement], bool]) -> bool:
+    def _gradient(self, rows: KindRows | None) -> float | None:
+        if self._told or not (self._global or self._all(rows, self._everywhere, NOT_GLOBAL)):
+            return None
+        return _total(rows)
+
+    def _all(self, rows: KindRows | None, holds: Callable[[Placement], bool], otherwise: str) -> bool:
+        """Whether it holds for each row; said once, in these words, if not."""
         places = [] if rows is None else [self._series.placement(self._series[index]) for index in rows.series.tolist()]
-        return all(map(holds, places))
+        fits = all(map(holds, places))
+        if not fits:
+            self._failures.warn(otherwise, otherwise)
+        return fits
 
     def _everywhere(self, placement: Placement) -> bool:
         """Whether every rank of the job holds the same."""

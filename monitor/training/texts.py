@@ -38,11 +38,8 @@ DEPENDS_ON_FALSE: Final[Mapping[str, str]] = {"data_skip_steps": "ignore_data_sk
 
 
 def texts(config: TrainingConfig) -> dict[str, str]:
-    """By tag. The sections on metrics stand there with their defaults."""
+    """By tag."""
     document: dict[str, Any] = {str(key): value for key, value in config.document.items()}
-    document["monitor_config"] = config.monitor_config.model_dump(mode="json")
-    if config.tensorboard is not None:
-        document["tensorboard"] = config.tensorboard.model_dump(mode="json")
     return {key: _spelled(value) for key, value in document.items() if _is_shown(key, document)}
 
 

@@ -17,7 +17,7 @@ from mindspore.train import Model
 from ranks import Ranks, run_ranks, running
 
 from monitor.failures import LOGGER
-from monitor.mindspore.training import MFLossMonitor, RunEnded, TrainingMetrics, TrainingStateMonitor
+from monitor.mindspore.training import MFLossMonitor, RunEnded, TopkBiasBalanceCallback, TrainingMetrics, TrainingStateMonitor
 from monitor.training.expert_load import combined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
@@ -148,7 +148,12 @@ class TestOneRank:
 
     def test_each_callback_shows_its_own(self, model: Model, batches: Any, yaml: Any, tmp_path: Path) -> None:
         path = yaml(YAML)
-        model.train(1, batches, callbacks=[MFLossMonitor(path), TrainingStateMonitor(path)], dataset_sink_mode=False)
+        model.train(
+            1,
+            batches,
+            callbacks=[MFLossMonitor(path), TrainingStateMonitor(path), TopkBiasBalanceCallback(path)],
+            dataset_sink_mode=False,
+        )
         shown = scalars(tmp_path / "board" / "rank_0")
         assert {tag.partition("/")[0] for tag in shown} == {
             *RUN,

@@ -217,3 +217,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text(REFERENCE)
     assert load_training_config(path) == read(REFERENCE)
+
+
+def test_the_document_has_the_defaults_of_our_sections() -> None:
+    assert read("monitor_config: {invert: true}").document["monitor_config"]["dump_path"] == "./dump"

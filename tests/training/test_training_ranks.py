@@ -37,7 +37,14 @@ callbacks:
     - {{type: TopkBiasBalanceCallback}}
 """
 RUN = {"loss", "learning-rate", "batch-size", "grad-norm", "iteration-time", "throughput"}
-ALONE = {"B-samples-per-day", "device_accum_local_loss", "device_local_norm", "weight_norm", "throughput_linearity"}
+ALONE = {
+    "model-flops-throughput-per-npu",
+    "B-samples-per-day",
+    "device_accum_local_loss",
+    "device_local_norm",
+    "weight_norm",
+    "throughput_linearity",
+}
 
 
 class Job(NamedTuple):

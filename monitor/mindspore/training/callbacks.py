@@ -10,7 +10,7 @@ from mindspore.train import Callback, RunContext
 from monitor.mindspore.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.metrics import Step
-from monitor.training.model import Callbacks, MonitorSection
+from monitor.training.model import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
 
 
 class TrainingMetricsCallback(Callback):  # type: ignore[misc]
@@ -95,13 +95,31 @@ class MFLossMonitor(TrainingMetricsCallback):
     """The metrics of the run as a whole, and no others: for a list of callbacks that has ``TrainingStateMonitor`` as well."""
 
     def _part_of(self, config: TrainingConfig) -> TrainingConfig:
-        return config.model_copy(update={"monitor_config": MonitorSection(dump_path=config.monitor_config.dump_path)})
+        section = MonitorSection(dump_path=config.monitor_config.dump_path)
+        run = Callbacks(MFLossMonitor=config.callbacks.MFLossMonitor or LossMonitor())
+        return config.model_copy(update={"monitor_config": section, "callbacks": run, "tensorboard": _without_experts(config)})
 
 
 class TrainingStateMonitor(TrainingMetricsCallback):
     """The metrics of ``monitor_config``, and no others."""
 
     def _part_of(self, config: TrainingConfig) -> TrainingConfig:
-        board = config.tensorboard
-        without = None if board is None else board.model_copy(update={"log_expert_load_to_tensorboard": False})
-        return config.model_copy(update={"callbacks": Callbacks(), "tensorboard": without})
+        return config.model_copy(update={"callbacks": Callbacks(), "tensorboard": _without_experts(config), "document": {}})
+
+
+class TopkBiasBalanceCallback(TrainingMetricsCallback):
+    """The load of experts, and nothing else. It is not balanced: a monitor changes nothing.
+
+    Args:
+        options: Among them ``routers``, the names of the cells that choose experts.
+    """
+
+    def _part_of(self, config: TrainingConfig) -> TrainingConfig:
+        section = MonitorSection(dump_path=config.monitor_config.dump_path)
+        balance = Callbacks(TopkBiasBalanceCallback=BiasBalance())
+        return config.model_copy(update={"monitor_config": section, "callbacks": balance, "document": {}})
+
+
+def _without_experts(config: TrainingConfig) -> TensorBoardSection | None:
+    board = config.tensorboard
+    return None if board is None else board.model_copy(update={"log_expert_load_to_tensorboard": False})

@@ -75,7 +75,8 @@ class TrainingMetricsCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer logs after this, and then tells of its loss."""
         del args, state
-        if self._step is not None:
+        if self._step is not None and self.metrics is not None:
+            self.metrics.stop_counting()
             self._step.local_losses = self._losses.take()
             self._step.grad_norm = self._grad_norm.take()
         if not control.should_log:

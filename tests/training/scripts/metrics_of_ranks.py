@@ -127,7 +127,9 @@ def huggingface() -> dict[str, Any]:
         disable_tqdm=True,
     )
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[TrainingMetricsCallback(YAML)])
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=data, callbacks=[TrainingMetricsCallback(YAML, model_flops="measure")]
+    )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {name: [float(entry[name]) for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
@@ -164,7 +166,7 @@ def lightning() -> dict[str, Any]:
         max_steps=STEPS,
         accumulate_grad_batches=MICRO_STEPS,
         gradient_clip_val=0.01,
-        callbacks=[TrainingMetricsCallback(YAML, routers=["network.gate"])],
+        callbacks=[TrainingMetricsCallback(YAML, routers=["network.gate"], model_flops="measure")],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
