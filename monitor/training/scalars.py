@@ -76,10 +76,14 @@ class StateScalars:
         section = config.monitor_config
         self._patterns = [re.compile(pattern) for pattern in section.target]
         self._invert = section.invert
+        self._chosen_names: dict[str, bool] = {}
 
     def chooses(self, name: str) -> bool:
         """Whether ``target`` asks for a parameter."""
-        return any(pattern.search(name) for pattern in self._patterns) != self._invert
+        chosen = self._chosen_names.get(name)
+        if chosen is None:
+            chosen = self._chosen_names[name] = any(pattern.search(name) for pattern in self._patterns) != self._invert
+        return chosen
 
     def of(self, facts: StepFacts, norms: StepNorms | None, throughput: float | None) -> list[Scalar]:
         """Those of one step."""
