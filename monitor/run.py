@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from monitor.anomalies.alarm import Alarm
@@ -72,6 +73,7 @@ class Run:
         series: SeriesTable,
         versions: Mapping[str, str],
         failures: Failures,
+        listening: Mapping[str, Watcher] = MappingProxyType({}),
     ) -> None:
         """Settle the name of the run with the other ranks and prepare its directory.
 
@@ -79,6 +81,7 @@ class Run:
             base: The directory of all ranks and runs.
             ordinal: How many recordings this process has begun before; ranks that begin as many agree on each.
             beside: The run that this process is recording already, if any: what it has written is not an earlier run's.
+            listening: Look at the rows of each step as well, by what a failure in them is called.
 
         Raises:
             OutputError: The output directory cannot be made or written.
@@ -93,6 +96,7 @@ class Run:
         self._listener: weakref.WeakMethod[Callable[[], object]] | None = None
         self._config, self._series = config, series
         self._sinks: dict[str, tuple[SinkContext, Sink]] = {}
+        self._listening = dict(listening)
         self._scanner: Scanner | None = None
         self._events: EventFiles | None = None
         self._facts = facts = RankFacts(
@@ -140,6 +144,12 @@ class Run:
     def _arranged(self, config: MonitorConfig, sinks: Mapping[str, Sink]) -> tuple[Mapping[str, Sink], Mapping[str, Watcher]]:
         return sinks, self._watchers_for(config)
 
+    def listen(self, name: str, watcher: Watcher) -> None:
+        """From the next step on have another one look at the rows. Does not wait."""
+        self._listening[name] = watcher
+        sinks = {format_name: sink for format_name, (_, sink) in self._sinks.items()}
+        self.pipeline.rearrange(partial(self._arranged, self._config, sinks))
+
     def _sinks_for(self, config: MonitorConfig) -> dict[str, Sink]:
         """Those that there are already go on, unless they were made for something else."""
         self._sinks = {name: self._sink(name, config) for name in config.formats}
@@ -152,6 +162,9 @@ class Run:
         return known if known is not None and known[0] == context else (context, make_sink(name, context))
 
     def _watchers_for(self, config: MonitorConfig) -> dict[str, Watcher]:
+        return {**self._alerting(config), **self._listening}
+
+    def _alerting(self, config: MonitorConfig) -> dict[str, Watcher]:
         """The alert rules, if there are any. Alerts come before files: a disk that hangs keeps none from being said."""
         if not config.alert.rules:
             self._scanner = None

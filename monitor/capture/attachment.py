@@ -43,6 +43,7 @@ class Attachment:
         schedule: Which steps are collected.
         begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
         collected: How many steps were to be collected so far.
+        last_collected: The last step that ended and was collected; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
         at_boundary: Called between two steps, with the number of the one to come: it may have it watched otherwise (``use``).
     """
@@ -69,6 +70,7 @@ class Attachment:
         self.begun = False
         self.collected = collected
         self._batches = 0
+        self.last_collected: int | None = None
         self._flow_told = collected > 0
         self._names = names
         self._recorder = recorder
@@ -274,6 +276,8 @@ class Attachment:
             self._recorder.end_step()
             if was_active:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
+            if was_active:
+                self.last_collected = self.clock.step
             if was_active and self._features is not None:
                 self._failures.guarded("ending a step of features", self._features.end_step)()
         finally:

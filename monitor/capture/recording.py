@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from monitor.capture.attachment import Attachment
@@ -17,10 +18,14 @@ from monitor.config import MonitorConfig
 from monitor.dynamic import Job
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
+from monitor.pipeline.watcher import Watcher
 from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
 from monitor.stats.table import combined_micro_steps
+
+Listening = Callable[[SeriesTable], Watcher]
+"""Makes what looks at the rows of a recording, whose series are these."""
 
 ORDINALS: Final = itertools.count()
 """Ranks that call set_monitor as often agree on a name for each call."""
@@ -31,6 +36,7 @@ class Recording:
 
     Args:
         start_step: Number of the first step.
+        listening: Make what looks at the rows of each step beside the alert rules, by what a failure in it is called.
 
     Attributes:
         attachment: Set by ``attach``.
@@ -49,6 +55,7 @@ class Recording:
         failures: Failures,
         backend: Backend,
         start_step: int = 0,
+        listening: Mapping[str, Listening] = MappingProxyType({}),
     ) -> None:
         self._backend = backend
         self.series = SeriesTable()
@@ -65,6 +72,13 @@ class Recording:
         self._communication: Communication | None = None
         self.switching: Switching | None = None
         self._put_in_force: PutInForce = _nothing
+        self._listening = {name: make(self.series) for name, make in listening.items()}
+
+    def listen(self, name: str, make: Listening) -> None:
+        """From the next step on have another one look at the rows."""
+        self._listening[name] = make(self.series)
+        if self.run is not None:
+            self.run.listen(name, self._listening[name])
 
     def follow_file(self, put_in_force: PutInForce) -> None:
         """From the end of the first step on, record what the configuration file asks for.
@@ -137,6 +151,7 @@ class Recording:
                 self.series,
                 self._backend.versions(),
                 self._failures,
+                self._listening,
             )
             OPEN.add(self)
             if self.switching is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from monitor.capture.arguments import count, given
 from monitor.capture.backend import Backend, Framework
@@ -13,7 +14,7 @@ from monitor.capture.clock import Schedule
 from monitor.capture.errors import RunEnded
 from monitor.capture.metrics import Metrics, of_kinds
 from monitor.capture.names import ModelNames
-from monitor.capture.recording import ORDINALS, Recording
+from monitor.capture.recording import ORDINALS, Listening, Recording
 from monitor.capture.startup import announce
 from monitor.capture.switching import resting
 from monitor.capture.watch import Watch
@@ -26,6 +27,9 @@ from monitor.ranks.ownership import Ownership, nobody_monitored
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class TrainerMon:
@@ -53,9 +57,27 @@ class TrainerMon:
     def __init__(
         self, config_file_path: str | os.PathLike[str], process_group: Any = None, params_have_main_grad: bool = True
     ) -> None:
-        self._config: MonitorConfig = load_config(config_file_path)
-        self._config_path = _spelled(config_file_path)
-        self._base = prepare(base_directory())
+        config = load_config(config_file_path)
+        path = _spelled(config_file_path)
+        self._begin_with(config, path, is_dynamic(path), base_directory(), process_group, params_have_main_grad)
+
+    @classmethod
+    def of_config(cls, config: MonitorConfig, base: Path, *, params_have_main_grad: bool = True) -> Self:
+        """A monitor that records to ``base`` what a configuration asks for that no file holds.
+
+        Raises:
+            OutputError: The output directory cannot be made or written.
+        """
+        made = cls.__new__(cls)
+        made._begin_with(config, "", False, base, None, params_have_main_grad)
+        return made
+
+    def _begin_with(
+        self, config: MonitorConfig, path: str, dynamic: bool, base: Path, process_group: Any, params_have_main_grad: bool
+    ) -> None:
+        self._config = config
+        self._config_path = path
+        self._base = prepare(base)
         self._process_group = process_group
         self._main_grad = params_have_main_grad
         self._failures = Failures(self._backend.place().rank)
@@ -63,7 +85,8 @@ class TrainerMon:
         self._say_if_no_activations()
         self._recordings: list[Recording] = []
         self._closed = False
-        self._dynamic = is_dynamic(self._config_path)
+        self._dynamic = dynamic
+        self._listening: dict[str, Listening] = {}
         # Now, since communication of the first step may come before the model is there.
         self._communication = (
             None if self._dynamic else self._backend.communication(self._config.cc_distribution, self._failures)
@@ -79,6 +102,11 @@ class TrainerMon:
         self._ops = self._known(ops)
         for recording in self._recordings:
             recording.count_magnitudes(not set(HISTOGRAM_OPS).isdisjoint(self._ops))
+
+    @property
+    def config(self) -> MonitorConfig:
+        """What the configuration file said when the monitor was made."""
+        return self._config
 
     def set_monitor(
         self,
@@ -158,7 +186,17 @@ class TrainerMon:
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
         where = partial(self._backend.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
-        recording = Recording(self._config, self._config_path, self._base, where, ordinal, self._failures, self._backend, start)
+        recording = Recording(
+            self._config,
+            self._config_path,
+            self._base,
+            where,
+            ordinal,
+            self._failures,
+            self._backend,
+            start,
+            self._listening,
+        )
         if self._backend.is_settled() and watch.ownership.monitored:
             recording.open()
         try:
@@ -255,6 +293,22 @@ class TrainerMon:
         """
         (rows,) = self._metrics((CALL_KIND,))
         return {tag: values for tag, values in rows.items() if CALLS in values}
+
+    def listen(self, name: str, make: Listening) -> None:
+        """Have another one look at the rows of every recording, from the next step on.
+
+        Args:
+            name: What a failure in it is called.
+            make: Makes it, for the series of a recording.
+        """
+        self._listening[name] = make
+        for recording in self._recordings:
+            recording.listen(name, make)
+
+    @property
+    def last_collected(self) -> int | None:
+        """The last step that ended and was collected, of the first model that was attached; None before it."""
+        return self._recordings[0].attachment.last_collected if self._recordings else None
 
     def close(self) -> None:
         """Detach, write what is left within ``close_seconds``, and say what was lost. Any number of times."""

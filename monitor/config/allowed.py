@@ -31,6 +31,11 @@ class FieldSchema:
         self._definitions: Node = schema.get("$defs", {})
         self.root: Node = schema
 
+    @property
+    def documented(self) -> str:
+        """The page that lists all fields."""
+        return str(self.root.get("documented", "docs/configuration.md"))
+
     def at(self, path: Path) -> Node:
         """The schema of the value at a path, empty where the model has no such place."""
         node = self.root

@@ -82,7 +82,7 @@ def _unknown(schema: FieldSchema, path: Path) -> str:
     elif len(known) <= 8:
         advice = f"known here are {one_of((f'`{name}`' for name in known), 'and')}"
     else:
-        advice = "docs/configuration.md lists all fields"
+        advice = f"{schema.documented} lists all fields"
     return f"{spelled(path)}: unknown field, {advice}"
 
 

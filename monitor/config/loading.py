@@ -47,45 +47,46 @@ def config_in(name: str, content: bytes, *, dynamic: bool) -> MonitorConfig:
     Raises:
         ConfigError: As ``load_config``, except that the file was read.
     """
-    config = _validated(name, _parsed(name, _decoded(name, content)))
+    config = _validated(name, _parsed(name, decoded(name, content)))
     if problems := _unfit(config, dynamic=dynamic):
-        raise _unusable(name, *problems)
+        raise unusable(name, *problems)
     return config
 
 
-def content_of(name: str) -> bytes:
+def content_of(name: str, expected: str = "a JSON file") -> bytes:
     """What a configuration file holds. Raises ``ConfigError`` where it cannot be read, or is larger than any configuration."""
     try:
         with open(name, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise _unusable(os.path.abspath(name), "there is no such file") from None
+        raise unusable(os.path.abspath(name), "there is no such file") from None
     except IsADirectoryError:
-        raise _unusable(name, "it is a directory, expected a JSON file") from None
+        raise unusable(name, f"it is a directory, expected {expected}") from None
     except OSError as error:
-        raise _unusable(name, f"it cannot be read: {error.strerror}") from None
+        raise unusable(name, f"it cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise _unusable(name, f"it is not a path: {error}") from None
+        raise unusable(name, f"it is not a path: {error}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise _unusable(name, f"more than {MAX_FILE_BYTES} bytes are no configuration")
+        raise unusable(name, f"more than {MAX_FILE_BYTES} bytes are no configuration")
     return content
 
 
-def _decoded(name: str, content: bytes) -> str:
+def decoded(name: str, content: bytes) -> str:
+    """The text of a configuration file. Raises ``ConfigError`` where it is none."""
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise _unusable(name, f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8, save the file as UTF-8") from None
+        raise unusable(name, f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8, save the file as UTF-8") from None
 
 
 def _parsed(name: str, text: str) -> Document:
     try:
         document = parse(text)
     except JsonError as error:
-        raise _unusable(name, f"line {error.line}, column {error.column}: {error}") from None
+        raise unusable(name, f"line {error.line}, column {error.column}: {error}") from None
     if not isinstance(document.value, dict):
-        raise _unusable(name, f"expected an object in braces, found {shown(document.value)}")
+        raise unusable(name, f"expected an object in braces, found {shown(document.value)}")
     return document
 
 
@@ -93,7 +94,7 @@ def _validated(name: str, document: Document) -> MonitorConfig:
     try:
         return MonitorConfig.model_validate(document.value)
     except ValidationError as error:
-        raise _unusable(name, *explain(MonitorConfig, error, document.lines)) from None
+        raise unusable(name, *explain(MonitorConfig, error, document.lines)) from None
 
 
 def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
@@ -130,12 +131,12 @@ def is_dynamic(name: str) -> bool:
     """
     said = os.environ.get(DYNAMIC_VARIABLE, "")
     if said.lower() not in ("", "true", "false"):
-        raise _unusable(name, f"environment variable {DYNAMIC_VARIABLE}: {shown(said)} is not allowed: expected True or False")
+        raise unusable(name, f"environment variable {DYNAMIC_VARIABLE}: {shown(said)} is not allowed: expected True or False")
     return said.lower() == "true"
 
 
-def _unusable(name: str, *problems: str) -> ConfigError:
-    """One problem makes one line, several are listed below the file's name."""
+def unusable(name: str, *problems: str) -> ConfigError:
+    """What to raise: one problem makes one line, several are listed below the file's name."""
     text = problems[0] if len(problems) == 1 else "\n  ".join(["several problems", *problems])
     # A file name may hold bytes that are not text, a message may not.
     return ConfigError(f"{name.encode('utf-8', 'backslashreplace').decode()}: {text}")

@@ -19,6 +19,7 @@ class TrainerMon(trainer_mon.TrainerMon):
     __doc__ = trainer_mon.TrainerMon.__doc__
 
     _backend: ClassVar[Backend] = backend
+    _wrapped_optimizer: Any = None
 
     def __init__(
         self,
@@ -35,7 +36,6 @@ class TrainerMon(trainer_mon.TrainerMon):
         if opt_ty is not None:
             warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
         super().__init__(config_file_path, process_group, params_have_main_grad)
-        self._wrapped_optimizer: Any = None
 
     def reload_xy(self, xy_distribution: bool = False) -> None:
         """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop does it for all ranks alike."""

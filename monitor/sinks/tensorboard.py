@@ -43,7 +43,7 @@ class TensorBoardSink:
         self._scalars = Scalars(context.series, context.rank)
         self._histograms = Histograms(context.series, context.rank)
         self._heatmaps = Heatmaps(context.series, context.rank)
-        self._file = EventFile(lambda: _new_path(context.directory))
+        self._file = EventFile(lambda: new_path(context.directory))
 
     def write(self, rows: StepRows) -> None:
         """Add one step. What was not measured, and what single precision cannot hold, leaves no scalar."""
@@ -137,7 +137,7 @@ class EventFile:
         self._file = None
 
 
-def _new_path(directory: Path) -> Path:
+def new_path(directory: Path) -> Path:
     """TensorBoard reads the files of a directory in the order of their names, so these begin with the time."""
     stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     paths = (directory / f"{stem}.{number}" for number in count())

@@ -191,3 +191,13 @@ def test_features_prints_what_each_costs_and_what_attention_takes(tmp_path: Path
     assert all(len(cost["cpu"]) == 2 for cost in written["costs"])
     assert [row[0] for row in cells_of(done.stdout)][: len(rows)] == list(rows)
     assert 0 <= written["samples"][0]["added"] < 64
+
+
+def test_training_metrics_prints_what_each_way_costs(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("training_metrics.py", "--quick", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    costs = json.loads(figures.read_text())["costs"]
+    assert [row[0] for row in cells_of(done.stdout)] == [cost["way"] for cost in costs]
+    assert [cost["way"] for cost in costs] == ["tensor monitor", "training metrics", "in the loop"]
+    assert all(len(cost["collected"]) == len(cost["plain"]) == 2 for cost in costs)

@@ -1,0 +1,19 @@
+"""Training metrics for MindSpore: callbacks for ``mindspore.train.Model``, and ``TrainingMetrics`` for a loop."""
+
+from monitor.capture.errors import RunEnded
+from monitor.mindspore.training.callbacks import (
+    MFLossMonitor,
+    TopkBiasBalanceCallback,
+    TrainingMetricsCallback,
+    TrainingStateMonitor,
+)
+from monitor.mindspore.training.metrics import TrainingMetrics
+
+__all__ = [
+    "MFLossMonitor",
+    "RunEnded",
+    "TopkBiasBalanceCallback",
+    "TrainingMetrics",
+    "TrainingMetricsCallback",
+    "TrainingStateMonitor",
+]

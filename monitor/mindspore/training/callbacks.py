@@ -1,0 +1,125 @@
+"""Training metrics where ``mindspore.train.Model`` trains, under the names that users of MindSpore Transformers know."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mindspore.train import Callback, RunContext
+
+from monitor.mindspore.training.metrics import TrainingMetrics
+from monitor.training import TrainingConfig, load_training_config
+from monitor.training.metrics import Step
+from monitor.training.model import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
+
+
+class TrainingMetricsCallback(Callback):  # type: ignore[misc]
+    """Shows all metrics that a training YAML asks for.
+
+    >>> model.train(epochs, dataset, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
+
+    ``loss`` is this rank's, as the network that ``Model`` trains returns it; where that returns more, it is the first, and with
+    the flag of an overflow and the loss scale behind it, as cells with loss scaling do, the last is the scale.
+
+    Args:
+        config: The training YAML: its path, or what ``load_training_config`` made of it.
+        batch_size: Samples of all ranks in a step. Otherwise those of a batch of the data set, times the ranks.
+        options: See ``TrainingMetrics``.
+
+    Attributes:
+        metrics: None before training begins.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
+    """
+
+    def __init__(self, config: TrainingConfig | str | os.PathLike[str], batch_size: int | None = None, **options: Any) -> None:
+        super().__init__()
+        whole = config if isinstance(config, TrainingConfig) else load_training_config(config)
+        self._config = self._part_of(whole)
+        self._batch_size = batch_size
+        self._options = options
+        self._step: Step | None = None
+        self.metrics: TrainingMetrics | None = None
+
+    def _part_of(self, config: TrainingConfig) -> TrainingConfig:
+        """What of it is shown here."""
+        return config
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Attach to the network and the optimizer that ``Model`` was given."""
+        training = run_context.original_args()
+        metrics = TrainingMetrics(self._config, **{**self._known_of(training), **self._options})
+        metrics.attach(training.network, training.optimizer)
+        self.metrics = metrics
+
+    def _known_of(self, training: Any) -> dict[str, Any]:
+        steps, epochs = getattr(training, "batch_num", 0), getattr(training, "epoch_num", 0)
+        return {
+            "total_steps": int(steps or 0) * int(epochs or 0),
+            # The cell that trains has a reducer: what comes out of it is the same on all ranks.
+            "gradients_are_global": bool(getattr(training.train_network, "reducer_flag", False)),
+        }
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """A step begins."""
+        if self.metrics is not None:
+            self._step = self.metrics.begin_step(self._samples(run_context.original_args()))
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """It has ended."""
+        step, self._step = self._step, None
+        if step is None or self.metrics is None:
+            return
+        found = run_context.original_args().net_outputs
+        outputs = found if isinstance(found, tuple | list) else (found,)
+        step.loss = outputs[0]
+        if len(outputs) == 3:
+            step.loss_scale = outputs[2]
+        self.metrics.end_step(step)
+
+    def _samples(self, training: Any) -> int | None:
+        if self._batch_size is None and self.metrics is not None:
+            rows = training.train_dataset.get_batch_size()
+            self._batch_size = None if rows is None else int(rows) * self.metrics.world_size
+        return self._batch_size
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Write what is left."""
+        del run_context
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+class MFLossMonitor(TrainingMetricsCallback):
+    """The metrics of the run as a whole, and no others: for a list of callbacks that has ``TrainingStateMonitor`` as well."""
+
+    def _part_of(self, config: TrainingConfig) -> TrainingConfig:
+        section = MonitorSection(dump_path=config.monitor_config.dump_path)
+        run = Callbacks(MFLossMonitor=config.callbacks.MFLossMonitor or LossMonitor())
+        return config.model_copy(update={"monitor_config": section, "callbacks": run, "tensorboard": _without_experts(config)})
+
+
+class TrainingStateMonitor(TrainingMetricsCallback):
+    """The metrics of ``monitor_config``, and no others."""
+
+    def _part_of(self, config: TrainingConfig) -> TrainingConfig:
+        return config.model_copy(update={"callbacks": Callbacks(), "tensorboard": _without_experts(config), "document": {}})
+
+
+class TopkBiasBalanceCallback(TrainingMetricsCallback):
+    """The load of experts, and nothing else. It is not balanced: a monitor changes nothing.
+
+    Args:
+        options: Among them ``routers``, the names of the cells that choose experts.
+    """
+
+    def _part_of(self, config: TrainingConfig) -> TrainingConfig:
+        section = MonitorSection(dump_path=config.monitor_config.dump_path)
+        balance = Callbacks(TopkBiasBalanceCallback=BiasBalance())
+        return config.model_copy(update={"monitor_config": section, "callbacks": balance, "document": {}})
+
+
+def _without_experts(config: TrainingConfig) -> TensorBoardSection | None:
+    board = config.tensorboard
+    return None if board is None else board.model_copy(update={"log_expert_load_to_tensorboard": False})

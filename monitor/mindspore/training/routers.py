@@ -1,0 +1,99 @@
+"""Routers of mixtures of experts: what each token is sent to, counted when the step has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+from numpy.typing import NDArray
+
+from monitor.capture.hooks import HookSet
+from monitor.failures import Failures
+from monitor.mindspore.hooks import after_forward
+from monitor.stats.mindspore_tensors import on_host
+from monitor.training.facts import Tokens
+
+EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num")
+INTEGERS: Final = (mindspore.int32, mindspore.int64)
+
+Chosen = tuple[Tensor, int]
+"""What a call of a router has chosen, and of how many experts; as a map, booleans."""
+
+
+class NotARouterError(Exception):
+    """What a cell returns does not say which experts were chosen."""
+
+
+class Routers:
+    """Keeps, of every training call of a router, what it has chosen, until the step ends.
+
+    Args:
+        names: Of cells. What they return has to have in it the numbers of the chosen experts (integers), or for each token
+            which experts are chosen (booleans, experts last).
+
+    Raises:
+        ValueError: There is no cell of one of these names.
+    """
+
+    def __init__(self, model: nn.Cell, names: Iterable[str], failures: Failures) -> None:
+        self._hooks = HookSet()
+        self._chosen: dict[str, list[Chosen]] = {}
+        cells = {name: cell for name, cell in model.cells_and_names() if name in set(names)}
+        if missing := set(names) - set(cells):
+            raise ValueError(f"routers: there is no cell {', '.join(map(repr, sorted(missing)))} in the model")
+        for name, cell in cells.items():
+            keep = failures.guarded("counting what went to each expert", partial(self._keep, name), of=name)
+            self._hooks.add(after_forward(cell, keep))
+
+    def step(self) -> dict[str, Tokens]:
+        """See ``monitor.training.backend.Routers``."""
+        chosen, self._chosen = self._chosen, {}
+        return {name: partial(_counted, calls) for name, calls in chosen.items()}
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _keep(self, name: str, cell: nn.Cell, _args: Any, _kwargs: Any, result: Any) -> None:
+        if cell.training:
+            self._chosen.setdefault(name, []).append(chosen_in(cell, result))
+
+
+def chosen_in(cell: nn.Cell, result: Any) -> Chosen:
+    """What a router has chosen.
+
+    Raises:
+        NotARouterError: It does not say.
+    """
+    found = [one for one in _tensors(result) if one.ndim > 0]
+    maps = [one for one in found if one.dtype == mindspore.bool_]
+    if maps:
+        return maps[-1], int(maps[-1].shape[-1])
+    indices = [one for one in found if one.dtype in INTEGERS]
+    floats = [one for one in found if one.dtype not in INTEGERS]
+    known = next((value for name in EXPERTS_NAMES if isinstance(value := getattr(cell, name, None), int)), None)
+    experts = known or (int(floats[0].shape[-1]) if floats else None)
+    if not indices or not experts:
+        raise NotARouterError("it does not return the numbers of the chosen experts")
+    return indices[-1], experts
+
+
+def _counted(calls: Sequence[Chosen]) -> list[int]:
+    counts: NDArray[np.int64] = np.sum([_of_call(on_host(chosen), experts) for chosen, experts in calls], axis=0)
+    return [int(count) for count in counts]
+
+
+def _of_call(chosen: Any, experts: int) -> NDArray[np.int64]:
+    if chosen.dtype == np.bool_:
+        by_token: NDArray[np.int64] = chosen.reshape(-1, experts).sum(0)
+        return by_token
+    return np.bincount(chosen.ravel(), minlength=experts)
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    for one in result if isinstance(result, tuple | list) else (result,):
+        if isinstance(one, Tensor):
+            yield one

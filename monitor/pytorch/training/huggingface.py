@@ -1,0 +1,126 @@
+"""Training metrics where the Trainer of transformers trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import TrainerCallback
+
+from monitor.capture.patches import CallListener
+from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.training.calls import GradNorm
+from monitor.pytorch.training.metrics import TrainingMetrics
+from monitor.training import TrainingConfig, load_training_config
+from monitor.training.metrics import Step
+
+BACKWARD: Final = CallPatch(Accelerator, "backward", ("self", "loss"))
+CLIPPING: Final = CallPatch(Accelerator, "clip_grad_norm_", ("self", "parameters"))
+
+
+class TrainingMetricsCallback(TrainerCallback):
+    """Shows the metrics of a run in TensorBoard and in the log.
+
+    >>> Trainer(model, arguments, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
+
+    ``loss`` is the Trainer's own, the mean over all ranks and over the steps since it logged last, and shown when it logs:
+    with ``logging_steps=1``, in every step. ``local_loss`` is what each backward began from.
+
+    Args:
+        config: The training YAML: its path, or what ``load_training_config`` made of it.
+        options: See ``TrainingMetrics``.
+
+    Attributes:
+        metrics: None before training begins.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
+    """
+
+    def __init__(self, config: TrainingConfig | str | os.PathLike[str], **options: Any) -> None:
+        self._config = config if isinstance(config, TrainingConfig) else load_training_config(config)
+        self._options = options
+        self._step: Step | None = None
+        self.metrics: TrainingMetrics | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Attach to the model and its optimizer."""
+        del control
+        self._batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.metrics = TrainingMetrics(
+            self._config,
+            given["model"],
+            given["optimizer"],
+            **{
+                "grad_acc_steps": args.gradient_accumulation_steps,
+                "start_step": state.global_step,
+                "samples": state.global_step * self._batch_size,
+                "total_steps": max(state.max_steps, 0),
+                "grad_norm_is_told": True,  # the Trainer computes it in every step, clipped or not
+                **self._options,
+            },
+        )
+        self._losses, self._grad_norm = Losses(), GradNorm(CLIPPING)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """One that was still to be logged is not going to be."""
+        self._end()
+        if self.metrics is not None:
+            self._losses.take()
+            self._step = self.metrics.begin_step(self._batch_size)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The Trainer logs after this, and then tells of its loss."""
+        del args, state
+        if self._step is not None and self.metrics is not None:
+            self.metrics.stop_counting()
+            self._step.local_losses = self._losses.take()
+            self._step.grad_norm = self._grad_norm.take()
+        if not control.should_log:
+            self._end()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """Take what the Trainer says."""
+        del args, state, control
+        if self._step is not None and logs is not None and "loss" in logs:
+            self._step.loss = float(logs["loss"])
+            if (norm := logs.get("grad_norm")) is not None:
+                self._step.grad_norm = norm
+            self._end()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Write what is left."""
+        self._end()
+        if self.metrics is not None:
+            self._losses.remove()
+            self._grad_norm.remove()
+            self.metrics.close()
+
+    def _end(self) -> None:
+        step, self._step = self._step, None
+        if step is not None and self.metrics is not None:
+            self.metrics.end_step(step)
+
+
+class Losses(CallListener):
+    """What each backward of accelerate begins from."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        BACKWARD.add(self)
+
+    def call_begins(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        loss = args[1] if len(args) > 1 else kwargs.get("loss")
+        if isinstance(loss, Tensor):
+            self._seen.append(loss.detach())
+
+    def take(self) -> list[Any]:
+        """Those since this was last asked."""
+        seen, self._seen = self._seen, []
+        return seen
+
+    def remove(self) -> None:
+        BACKWARD.remove(self)

@@ -1,0 +1,119 @@
+"""Routers of mixtures of experts: what each token is sent to, counted as it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from monitor.capture.hooks import HookSet
+from monitor.failures import Failures
+from monitor.names import clean_name, without_module
+from monitor.pytorch import backend
+from monitor.pytorch.training.numbers import arriving
+from monitor.stats.torch_tensors import local_shard
+from monitor.training.facts import Tokens
+
+RECOGNISED: Final = frozenset({"MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"})
+"""Classes whose forward returns logits, scores and the numbers of the experts that were chosen."""
+
+EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts")
+CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
+
+
+class NotARouterError(Exception):
+    """What a module returns does not say which experts were chosen."""
+
+
+class Routers:
+    """Counts, in every training forward of a router, how many tokens it sends to each expert. Recomputed ones count once.
+
+    Args:
+        names: Of further modules. What they return has to have in it, as a tensor of its own, the numbers of the chosen
+            experts (integers), or for each token which experts are chosen (booleans, experts last); or it is the logits, and
+            the module says how many are chosen (``top_k``, ``topk`` or ``num_experts_per_tok``).
+
+    Raises:
+        ValueError: There is no module of one of these names.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str], failures: Failures) -> None:
+        self._failures = failures
+        self._hooks = HookSet()
+        self._counts: dict[str, Tensor] = {}
+        chosen = dict(_chosen(model, frozenset(names)))
+        self.names = tuple(chosen)
+        for name, module in chosen.items():
+            count = failures.guarded("counting what went to each expert", partial(self._count, name), of=name)
+            self._hooks.add(backend.after_forward(module, count))
+
+    def step(self) -> dict[str, Tokens]:
+        """See ``monitor.training.backend.Routers``."""
+        counts, self._counts = self._counts, {}
+        return {name: partial(_listed, arriving(counts[name])) for name in self.names if name in counts}
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _count(self, name: str, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+        if not module.training or backend.repeating():
+            return
+        with backend.computing():
+            counts = counts_of(module, result)
+            known = self._counts.get(name)
+            self._counts[name] = counts if known is None else known.add_(counts)
+
+
+def counts_of(module: nn.Module, result: Any) -> Tensor:
+    """How many tokens go to each expert, int64, shape ``(experts,)``, on the device of what a router returned.
+
+    Raises:
+        NotARouterError: It does not say.
+    """
+    found = [one for one in _tensors(result) if one.dim() > 0]
+    maps = [one for one in found if one.dtype == torch.bool]
+    if maps:
+        return maps[-1].flatten(0, -2).sum(0)
+    floats = [one for one in found if one.is_floating_point()]
+    indices = [one for one in found if not one.is_floating_point() and not one.is_complex()]
+    experts = _number(module, EXPERTS_NAMES) or (floats[0].shape[-1] if floats else None)
+    if indices and experts:
+        return _counted(indices[-1], experts)
+    top = _number(module, CHOSEN_NAMES)
+    if len(floats) == 1 and top:
+        return _counted(floats[0].topk(top, -1).indices, floats[0].shape[-1])
+    raise NotARouterError("it returns neither the numbers of the chosen experts nor, with a top_k, their logits")
+
+
+def _counted(indices: Tensor, experts: int) -> Tensor:
+    flat = indices.flatten().to(torch.int64)
+    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    for one in result if isinstance(result, tuple | list) else (result,):
+        if isinstance(one, Tensor) and (local := local_shard(one)) is not None:
+            yield local
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
+
+
+def _chosen(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+    missing = set(names)
+    for name, module in model.named_modules():
+        known = without_module(clean_name(name))
+        if known in names or name in names or type(module).__name__ in RECOGNISED:
+            missing -= {known, name}
+            yield known, module
+    if missing:
+        raise ValueError(f"routers: there is no module {', '.join(map(repr, sorted(missing)))} in the model")
+
+
+def _listed(counts: Any) -> list[int]:
+    listed: list[int] = counts().tolist()
+    return listed

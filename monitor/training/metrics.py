@@ -1,0 +1,317 @@
+"""``TrainingMetrics``: what a training loop, or a callback of a framework's trainer, tells of its steps."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from monitor.capture.arguments import count
+from monitor.capture.errors import RunEnded
+from monitor.capture.trainer_mon import TrainerMon
+from monitor.config import MonitorConfig
+from monitor.failures import LOGGER, Failures
+from monitor.ranks.output import prepare
+from monitor.training.backend import Backend, Routers
+from monitor.training.events import EventWriter
+from monitor.training.expert_load import ExpertCounts
+from monitor.training.facts import StepFacts
+from monitor.training.flops import FlopCount, Given
+from monitor.training.loading import load_training_config
+from monitor.training.log import LogWriter
+from monitor.training.model import TrainingConfig
+from monitor.training.norms import NormReader
+from monitor.training.numbers import Number
+from monitor.training.recorded import recorded
+from monitor.training.reporting import Reporting
+from monitor.training.texts import texts
+from monitor.training.writing import Writing
+
+LISTENER: Final = "the training metrics"
+
+
+class Step:
+    """One step, as a training loop tells of it. Tensors have one element and may be on a device: nobody waits for them here.
+
+    Attributes:
+        loss: As training reports it.
+        grad_norm: What ``clip_grad_norm_`` has returned, or who else knows the norm of the whole gradient.
+        loss_scale: What the loss was multiplied by.
+        learning_rate: That of the optimizer's first group when the step began, unless it is set.
+        batch_size: Samples of all ranks together.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        self.loss: Any = None
+        self.grad_norm: Any = None
+        self.loss_scale: Any = None
+        self.learning_rate: Any = None
+        self.batch_size = batch_size
+        self.local_losses: list[Any] = []
+
+    def local_loss(self, loss: Any) -> None:
+        """Add the loss of one micro-batch of this rank, as its backward begins from it. Without any, ``loss`` is taken."""
+        self.local_losses.append(loss)
+
+
+class TrainingMetrics:
+    """Shows the metrics of a run in TensorBoard and in the log.
+
+    >>> metrics = TrainingMetrics("train.yaml", model, optimizer)  # doctest: +SKIP
+    >>> for batch in batches:  # doctest: +SKIP
+    ...     with metrics.step(batch_size=64) as step:
+    ...         step.loss = train_one_step(batch)
+
+    Once it is there no failure of its own reaches training: it is said once and counted. What is left at the end is written
+    when the interpreter exits, at the latest.
+
+    Args:
+        config: The training YAML: its path, or what ``load_training_config`` made of it.
+        model: Whose norms are shown; none are without one, or without its optimizer. May be attached later (``attach``).
+        grad_acc_steps: Micro-batches a step.
+        start_step: How many steps earlier runs have made, and ``samples`` how many samples they have seen.
+        total_steps: How many there are going to be, for the log. 0: not known.
+        model_flops: Floating point operations of this rank's model in a step; ``"measure"`` has the framework count them in the
+            first step.
+        routers: Names of modules that choose experts, beside those that are recognised.
+        gradients_are_global: Whether every rank's optimizer is given the whole gradient, where the model does not show it:
+            ``grad-norm`` is then read there.
+        grad_norm_is_told: Whether ``grad_norm`` of each step will be set, and need not be read from gradients.
+        monitor: A ``TrainerMon`` that records the model already: norms are read from its rows, and only what it records can be
+            shown. Without one, what is needed is recorded to ``dump_path``.
+
+    Attributes:
+        steps: How many have ended, those of earlier runs included.
+        world_size: Ranks of the job, once there is a model.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
+        OutputError: ``dump_path`` or ``tensorboard_dir`` cannot be written.
+        ValueError: There is no module of a name in ``routers``, or a number is out of range.
+    """
+
+    _backend: ClassVar[Backend]
+
+    def __init__(
+        self,
+        config: TrainingConfig | str | os.PathLike[str],
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        grad_acc_steps: int = 1,
+        start_step: int = 0,
+        samples: int = 0,
+        total_steps: int = 0,
+        model_flops: Given = None,
+        routers: Sequence[str] = (),
+        gradients_are_global: bool = False,
+        grad_norm_is_told: bool = False,
+        monitor: TrainerMon | None = None,
+    ) -> None:
+        self.config = config if isinstance(config, TrainingConfig) else load_training_config(config)
+        self._grad_acc_steps = count("grad_acc_steps", grad_acc_steps, 1)
+        self.steps = count("start_step", start_step, 0)
+        self._samples: int | None = count("samples", samples, 0)
+        self._total = count("total_steps", total_steps, 0)
+        self._router_names = tuple(routers)
+        self._global = gradients_are_global
+        self._told = grad_norm_is_told
+        self._monitor, self._is_ours = monitor, monitor is None
+        self._routers: Routers | None = None
+        self._writing: Writing | None = None
+        self._measured: int | None = None
+        self._model: Callable[[], Any] = _nothing
+        self._optimizer: Callable[[], Any] = _nothing
+        self._failures = Failures()
+        self._flops = FlopCount(model_flops, self._backend.counting_flops, self._failures)
+        self.world_size = 1
+        self._closed = False
+        if model is not None:
+            self.attach(model, optimizer)
+
+    def attach(self, model: Any, optimizer: Any = None) -> None:
+        """Take the model and its optimizer, when communication between ranks is there, and begin. Once.
+
+        Raises:
+            RuntimeError: It has been done before.
+        """
+        if self._writing is not None:
+            raise RuntimeError("These TrainingMetrics have their model already. Make new ones.")
+        place = self._backend.place()
+        self._failures.rank, self.world_size = place.rank, place.world_size
+        self._model, self._optimizer = _weakly(model), _weakly(optimizer)
+        self._writing = self._begin(place.rank, place.world_size)
+        weakref.finalize(self, self._writing.retire).atexit = False
+        self._record(model, optimizer, place.world_size, self._writing)
+        if self.config.shows_expert_load and model is not None:
+            self._routers = self._backend.routers(model, self._router_names, self._failures)
+        if self.config.callbacks.TopkBiasBalanceCallback is not None and place.rank == 0:
+            LOGGER.info("TopkBiasBalanceCallback: the load of experts is shown and not balanced; a monitor changes nothing.")
+
+    def _begin(self, rank: int, world_size: int) -> Writing:
+        board = self.config.tensorboard
+        events = None
+        if board is not None:
+            directory = prepare(Path(board.tensorboard_dir).expanduser().absolute() / f"rank_{rank}")
+            events = EventWriter(directory, board.tensorboard_queue_size)
+        counts = ExpertCounts(self._dump_path / f"rank_{rank}") if self.config.shows_expert_load else None
+        log = LogWriter(rank, self._total)
+        reporting = Reporting(self.config, world_size, time.monotonic(), log, events, counts, self._failures)
+        writing = Writing(reporting, self._failures)
+        if events is not None:
+            writing.texts(texts(self.config))
+        return writing
+
+    @property
+    def _dump_path(self) -> Path:
+        return Path(self.config.monitor_config.dump_path).expanduser().absolute()
+
+    def _record(self, model: Any, optimizer: Any, world_size: int, writing: Writing) -> None:
+        """Have norms read from what is recorded."""
+        if self._monitor is None:
+            wanted = recorded(self.config, grad_norm_is_told=self._told)
+            if wanted is None or optimizer is None:
+                return
+            self._monitor = self._backend.monitor_of(wanted, self._dump_path)
+        whose = {"gradients_are_global": self._global, "grad_norm_is_told": self._told}
+        failures = self._failures
+        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, **whose))
+        if not self._is_ours:
+            self._say_what_is_missing(self._monitor.config)
+        else:
+            self._monitor.set_monitor(model, self._grad_acc_steps, optimizer, start_iteration=self.steps)
+
+    def _say_what_is_missing(self, there: MonitorConfig) -> None:
+        """Of a monitor that records what its own configuration asks for."""
+        wanted = recorded(self.config, grad_norm_is_told=self._told)
+        fields = ("wg_distribution", "mv_distribution", "param_distribution") if wanted is not None else ()
+        if missing := [field for field in fields if getattr(wanted, field) and not getattr(there, field)]:
+            said = "Norms that training metrics ask for are not shown: the monitor that was passed has not set"
+            self._failures.warn("not recorded", f"{said} {', '.join(missing)}.")
+
+    @contextmanager
+    def step(self, batch_size: int | None = None) -> Iterator[Step]:
+        """One step of a training loop, its optimizer's step included. One that raises is not shown.
+
+        Args:
+            batch_size: Samples of all ranks together.
+        """
+        step = self.begin_step(batch_size)
+        try:
+            yield step
+        finally:
+            self.stop_counting()
+        self.end_step(step)
+
+    def stop_counting(self) -> None:
+        """The step has done its work, if floating point operations are counted in it. ``end_step`` calls it, at the latest."""
+        self._failures.guarded("counting floating point operations", self._flops.end)()
+
+    def begin_step(self, batch_size: int | None = None) -> Step:
+        """What ``step`` does at its beginning, for callbacks."""
+        if self._writing is None and not self._closed:
+            self.attach(None)
+        self._failures.guarded("listing trainable parameters", self._list_names)()
+        step = Step(batch_size)
+        if (optimizer := self._optimizer()) is not None:
+            step.learning_rate = self._failures.guarded("reading the learning rate", self._backend.learning_rate)(optimizer)
+        self._failures.guarded("counting floating point operations", self._flops.begin)()
+        return step
+
+    def _list_names(self) -> None:
+        if self._ends_after_first_step and (model := self._model()) is not None:
+            names = self._backend.trainable_names(model)
+            LOGGER.info("[rank %d] %d trainable parameters:\n%s", self._failures.rank, len(names), "\n".join(names))
+
+    @property
+    def _ends_after_first_step(self) -> bool:
+        section = self.config.monitor_config
+        return section.monitor_on and section.print_struct
+
+    def end_step(self, step: Step) -> None:
+        """What ``step`` does at its end, for callbacks.
+
+        Raises:
+            RunEnded: ``print_struct`` ends the run after its first step.
+        """
+        self.stop_counting()
+        self._failures.guarded("ending a step", self._end_step)(step)
+        if self._ends_after_first_step:
+            reason = "The trainable parameters were printed; print_struct ends the run here."
+            self.close()
+            LOGGER.info("[rank %d] %s", self._failures.rank, reason)
+            raise RunEnded(reason)
+
+    def _end_step(self, step: Step) -> None:
+        self._failures.hand_back()
+        ended = time.monotonic()
+        self.steps += 1
+        known = self._samples is not None and step.batch_size is not None
+        self._samples = self._samples + step.batch_size if known else None  # type: ignore[operator]
+        if self._writing is None or self._closed:
+            return
+        losses = step.local_losses or ([] if step.loss is None else [step.loss])
+        self._writing.facts(
+            StepFacts(
+                self.steps,
+                ended,
+                self._samples,
+                step.batch_size,
+                self._kept(step.loss),
+                self._kept(step.grad_norm),
+                self._kept(step.loss_scale),
+                self._kept(step.learning_rate),
+                tuple(kept for loss in losses if (kept := self._kept(loss)) is not None),
+                self._measured_step(),
+                self._flops.per_step,
+                {} if self._routers is None else self._routers.step(),
+            )
+        )
+
+    def _kept(self, x: Any) -> Number | None:
+        """A number that stays what it is; None where it is none, which is said."""
+        return x if x is None or callable(x) else self._failures.guarded("reading a number of a step", self._backend.kept)(x)
+
+    def _measured_step(self) -> int | None:
+        """The step that was recorded since this was last asked; None if none was."""
+        last = None if self._monitor is None else self._monitor.last_collected
+        if last == self._measured:
+            return None
+        self._measured = last
+        return last
+
+    def flush(self, seconds: float = 30.0) -> bool:
+        """Whether within ``seconds`` all that is known of steps so far was written."""
+        return self._writing is None or self._writing.flush(seconds)
+
+    def close(self) -> None:
+        """Write what is left. Any number of times."""
+        if self._closed:
+            return
+        self._closed = True
+        guarded = self._failures.guarded
+        if self._routers is not None:
+            guarded("letting go of routers", self._routers.remove)()
+        if self._monitor is not None and self._is_ours:
+            guarded("closing the recording", self._monitor.close)()
+        if self._writing is not None:
+            guarded("closing training metrics", self._writing.close)()
+
+    def __enter__(self) -> TrainingMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _weakly(x: Any) -> Callable[[], Any]:
+    """A model must not live on because its metrics do."""
+    return _nothing if x is None else weakref.ref(x)
+
+
+def _nothing() -> None:
+    """In place of what there is not."""

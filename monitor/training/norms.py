@@ -1,0 +1,151 @@
+"""Norms of a step, out of the rows that the tensor monitor has measured anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol
+
+import numpy as np
+
+from monitor.failures import Failures
+from monitor.names import without_module
+from monitor.placement import Placement
+from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.stats.ops import derive
+from monitor.stats.partials import combine_groups
+from monitor.stats.rows import KindRows, StepRows
+from monitor.training.facts import StepNorms
+
+LOCAL: Final = "grad_unreduced"
+REDUCED: Final = "grad_reduced"
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+WEIGHT: Final = "param_updated"
+
+NOT_WHOLE: Final = "weight_norm is not shown: this rank has only parts of the weights."
+NOT_GLOBAL: Final = (
+    "grad-norm is not shown where nobody tells it: it does not show that the gradients on this rank are the whole ones. Set "
+    "grad_norm of each step, or pass gradients_are_global=True if every rank's optimizer is given the same gradients."
+)
+
+
+class Takes(Protocol):
+    """Takes the norms of a step; from any thread."""
+
+    def norms(self, step: int, norms: StepNorms | None) -> None: ...
+
+
+class NormReader:
+    """A watcher of a recording: reads the norms of each step from its rows, on the recording's own writer thread.
+
+    Args:
+        world: Ranks of the job.
+        gradients_are_global: Whether somebody vouches that the optimizer is given the whole gradient on every rank. Otherwise
+            it must show in the placement of each of them.
+        grad_norm_is_told: Whether ``grad-norm`` comes from somewhere else.
+    """
+
+    def __init__(
+        self,
+        series: SeriesTable,
+        world: int,
+        takes: Takes,
+        failures: Failures,
+        *,
+        gradients_are_global: bool = False,
+        grad_norm_is_told: bool = False,
+    ) -> None:
+        self._series = series
+        self._world = world
+        self._takes = takes
+        self._failures = failures
+        self._global, self._told = gradients_are_global, grad_norm_is_told
+
+    def look(self, rows: StepRows) -> None:
+        """Look at a step."""
+        self._takes.norms(rows.step, self._norms(rows))
+
+    def dropped(self, step: int, reason: str) -> None:
+        """The step is lost."""
+        del reason
+        self._takes.norms(step, None)
+
+    def save(self) -> None:
+        """Nothing to do: nothing is kept here."""
+
+    def close(self) -> None:
+        """Nothing to do either."""
+
+    def _norms(self, rows: StepRows) -> StepNorms:
+        known = self._loss_scale(rows)
+        scale = 1.0 if known is None else known
+        local = self._whole_steps(rows, LOCAL)
+        weights, reduced = self._whole_steps(rows, WEIGHT), self._whole_steps(rows, REDUCED)
+        return StepNorms(
+            rows.step,
+            self._by_name(local, scale),
+            _total(local, scale),
+            self._by_name(self._whole_steps(rows, FIRST)),
+            self._by_name(self._whole_steps(rows, SECOND)),
+            _total(weights) if self._all(weights, _whole, NOT_WHOLE) else None,
+            self._gradient(reduced),
+            known,
+            rows.status == "skipped",
+        )
+
+    def _whole_steps(self, rows: StepRows, kind: str) -> KindRows | None:
+        """The rows of a kind, if they are of the step as a whole: gradients of micro-batches do not tell that of the step."""
+        found = rows.kinds.get(kind)
+        return found if found is not None and len(found) and (found.micro_step == NO_MICRO_STEP).all() else None
+
+    def _loss_scale(self, rows: StepRows) -> float | None:
+        """What local gradients are multiplied by, if they are."""
+        other = rows.kinds.get("other")
+        names = [] if other is None else [self._series[index].name for index in other.series.tolist()]
+        if other is None or "loss_scale" not in names:
+            return None
+        values, _ = derive("max", other.partials)
+        return float(values[names.index("loss_scale")])
+
+    def _by_name(self, rows: KindRows | None, scale: float = 1.0) -> dict[str, float]:
+        if rows is None:
+            return {}
+        values, valid = derive("norm", rows.partials)
+        several = len({self._series[index].vpp_stage for index in rows.series.tolist()}) > 1
+        named = zip(rows.series.tolist(), (values / scale).tolist(), valid.tolist(), strict=True)
+        return {_name(self._series[index], several): value for index, value, there in named if there}
+
+    def _gradient(self, rows: KindRows | None) -> float | None:
+        if self._told or not (self._global or self._all(rows, self._everywhere, NOT_GLOBAL)):
+            return None
+        return _total(rows)
+
+    def _all(self, rows: KindRows | None, holds: Callable[[Placement], bool], otherwise: str) -> bool:
+        """Whether it holds for each row; said once, in these words, if not."""
+        places = [] if rows is None else [self._series.placement(self._series[index]) for index in rows.series.tolist()]
+        fits = all(map(holds, places))
+        if not fits:
+            self._failures.warn(otherwise, otherwise)
+        return fits
+
+    def _everywhere(self, placement: Placement) -> bool:
+        """Whether every rank of the job holds the same."""
+        alike = {*placement.replicas, *placement.unclaimed}
+        return _whole(placement) and (self._world == 1 or len(alike) == self._world)
+
+
+def _whole(placement: Placement) -> bool:
+    return placement.shard is None and not placement.partial
+
+
+def _name(series: Series, several_chunks: bool) -> str:
+    name = without_module(series.name)
+    return f"{series.vpp_stage}:{name}" if several_chunks else name
+
+
+def _total(rows: KindRows | None, scale: float = 1.0) -> float | None:
+    """The norm of all rows as one vector."""
+    if rows is None:
+        return None
+    values, _ = derive("norm", combine_groups(replace(rows.partials, histogram=None), np.zeros(1, dtype=np.int64)))
+    return float(values[0]) / scale

@@ -1,0 +1,200 @@
+"""Training metrics of ``mindspore.train.Model``: two ranks that ``msrun`` has started, and numpy beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, dataset, nn
+from mindspore.train import Model
+from ranks import Ranks, run_ranks, running
+
+from monitor.failures import LOGGER
+from monitor.mindspore.training import MFLossMonitor, RunEnded, TopkBiasBalanceCallback, TrainingMetrics, TrainingStateMonitor
+from monitor.training.expert_load import combined
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
+
+from shown import Points, scalars
+
+STEPS = [1, 2, 3]
+YAML = """
+monitor_config:
+    monitor_on: true
+    dump_path: {base}/dump
+    local_loss_format: [log, tensorboard]
+    device_local_loss_format: [log, tensorboard]
+    local_norm_format: [log, tensorboard]
+    device_local_norm_format: [log, tensorboard]
+    optimizer_state_format: [log, tensorboard]
+    weight_state_format: [log, tensorboard]
+    throughput_baseline: 10
+tensorboard:
+    tensorboard_dir: {base}/board
+    log_loss_scale_to_tensorboard: true
+    log_timers_to_tensorboard: true
+    log_expert_load_to_tensorboard: true
+"""
+RUN = {"loss", "learning-rate", "batch-size", "grad-norm", "iteration-time", "throughput"}
+ALONE = {"model-flops-throughput-per-npu", "B-samples-per-day"}
+STATE = {"device_accum_local_loss", "device_local_norm", "weight_norm", "throughput_linearity", "local_loss"}
+OF_PARAMETERS = {f"{one}/last.{which}" for one in ("local_norm", "adam_m_norm", "adam_v_norm") for which in ("weight", "bias")}
+
+
+class Job(NamedTuple):
+    """A job that has ended: what numpy makes of each rank, what it has in TensorBoard, what it said."""
+
+    base: Path
+    told: list[dict[str, Any]]
+    shown: list[dict[str, Points]]
+    ranks: Ranks
+
+    def values(self, rank: int, tag: str) -> list[float]:
+        points = self.shown[rank][tag]
+        assert [x for x, _ in points] == STEPS
+        return [value for _, value in points]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    base = tmp_path_factory.mktemp("job")
+    (base / "train.yaml").write_text(YAML.format(base=base))
+    ranks = run_ranks(2, "metrics_of_model.py", base / "run", base / "train.yaml", base)
+    assert ranks.status == 0, [rank.said for rank in ranks.ranks]
+    assert running(base / "run") == []
+    told = [json.loads((base / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return Job(base, told, [scalars(base / "board" / f"rank_{rank}") for rank in range(2)], ranks)
+
+
+def test_all_metrics_of_every_rank_are_in_tensorboard(job: Job) -> None:
+    expected = {*RUN, *(f"{one}-vs-samples" for one in RUN), *ALONE, *STATE, *OF_PARAMETERS}
+    for shown in job.shown:
+        assert {tag for tag in shown if not tag.startswith("expert_load")} == expected
+
+
+def test_all_metrics_of_every_rank_are_in_the_log(job: Job) -> None:
+    for number, rank in enumerate(job.ranks.ranks):
+        lines = [line for line in rank.said.splitlines() if f"[rank {number}] step 3" in line]
+        for metric in {*RUN, *ALONE, *STATE, "local_norm"}:
+            assert any(f" {metric} " in line for line in lines), metric
+        assert rank.warnings == []
+
+
+def test_losses_and_norms_are_numpys(job: Job) -> None:
+    for rank, told in enumerate(job.told):
+        for tag, expected in {
+            "loss": "loss",
+            "local_loss": "loss",
+            "device_accum_local_loss": "loss",
+            "device_local_norm": "local",
+            "local_norm/last.weight": "local_weight",
+            "weight_norm": "weights",
+        }.items():
+            assert job.values(rank, tag) == pytest.approx(told[expected], rel=1e-5), tag
+
+
+def test_moments_stand_at_the_step_that_left_them(job: Job) -> None:
+    for tag, expected in {"adam_m_norm/last.weight": "m", "adam_v_norm/last.weight": "v"}.items():
+        points = job.shown[0][tag]
+        assert [x for x, _ in points] == [1, 2]
+        # 1 - 0.999 in single precision is off by more than the norm is.
+        assert [value for _, value in points] == pytest.approx(job.told[0][expected][:2], rel=1e-4)
+
+
+def test_the_gradient_norm_is_the_global_one(job: Job) -> None:
+    for rank in range(2):
+        assert job.values(rank, "grad-norm") == pytest.approx(job.told[0]["global"], rel=1e-5)
+
+
+def test_samples_are_those_of_all_ranks(job: Job) -> None:
+    assert job.values(0, "batch-size") == [4, 4, 4]
+    assert [x for x, _ in job.shown[0]["loss-vs-samples"]] == [4, 8, 12]
+
+
+def test_experts_have_the_shares_that_their_counts_make_and_counts_add_up(job: Job) -> None:
+    for rank, told in enumerate(job.told):
+        for expert in range(4):
+            assert job.values(rank, f"expert_load/gate/expert_{expert}") == [tokens[expert] / 2 for tokens in told["tokens"]]
+    both = np.add(job.told[0]["tokens"], job.told[1]["tokens"]).tolist()
+    assert combined(job.base / "dump") == {step: {"gate": both[step - 1]} for step in STEPS}
+
+
+class TestOneRank:
+    @pytest.fixture
+    def model(self) -> Model:
+        network = nn.Dense(2, 1)
+        return Model(network, nn.MSELoss(), nn.Adam(network.trainable_params(), nn.ExponentialDecayLR(0.1, 0.5, 1)))
+
+    @pytest.fixture
+    def batches(self) -> Any:
+        x = np.ones((4, 2), np.float32)
+        return dataset.NumpySlicesDataset({"x": x, "y": x[:, :1]}, shuffle=False).batch(2)
+
+    @pytest.fixture
+    def yaml(self, tmp_path: Path) -> Callable[[str], Path]:
+        def write(text: str) -> Path:
+            path = tmp_path / "train.yaml"
+            path.write_text(text.format(base=tmp_path))
+            return path
+
+        return write
+
+    def test_each_callback_shows_its_own(self, model: Model, batches: Any, yaml: Any, tmp_path: Path) -> None:
+        path = yaml(YAML)
+        model.train(
+            1,
+            batches,
+            callbacks=[MFLossMonitor(path), TrainingStateMonitor(path), TopkBiasBalanceCallback(path)],
+            dataset_sink_mode=False,
+        )
+        shown = scalars(tmp_path / "board" / "rank_0")
+        assert {tag.partition("/")[0] for tag in shown} == {
+            *RUN,
+            *(f"{one}-vs-samples" for one in RUN),
+            "B-samples-per-day",
+            *STATE,
+            "local_norm",
+            "adam_m_norm",
+            "adam_v_norm",
+        }
+        assert [len(points) for points in shown.values()] == [1 if tag.startswith("adam") else 2 for tag in shown]
+
+    def test_the_learning_rate_of_a_schedule_is_that_of_the_step(
+        self, model: Model, batches: Any, yaml: Any, tmp_path: Path
+    ) -> None:
+        model.train(1, batches, callbacks=[MFLossMonitor(yaml(YAML))], dataset_sink_mode=False)
+        shown = scalars(tmp_path / "board" / "rank_0")["learning-rate"]
+        assert shown == [(1, pytest.approx(0.1)), (2, pytest.approx(0.05))]
+
+    def test_the_names_of_parameters_are_printed_and_end_the_run(
+        self, model: Model, batches: Any, yaml: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monitor = TrainingStateMonitor(yaml("monitor_config: {{monitor_on: true, print_struct: true}}"))
+        with caplog.at_level(logging.INFO, LOGGER.name), pytest.raises(RunEnded):
+            model.train(1, batches, callbacks=[monitor], dataset_sink_mode=False)
+        assert "2 trainable parameters:\nweight\nbias" in caplog.text
+        assert monitor.metrics is not None
+        assert monitor.metrics.steps == 1
+
+    def test_a_plain_loop_shows_its_steps(self, yaml: Any, tmp_path: Path) -> None:
+        network = nn.Dense(2, 1)
+        network.set_train(True)
+        optimizer = nn.Adam(network.trainable_params(), 0.1)
+        gradients_of = mindspore.value_and_grad(lambda x: network(x).square().mean(), None, optimizer.parameters)
+        losses = []
+        with TrainingMetrics(yaml(YAML), network, optimizer) as metrics:
+            for _ in range(2):
+                with metrics.step(batch_size=3) as step:
+                    step.loss, gradients = gradients_of(Tensor(np.ones((3, 2), np.float32)))
+                    optimizer(gradients)
+                losses.append(float(step.loss.asnumpy()))
+        shown = scalars(tmp_path / "board" / "rank_0")
+        assert [value for _, value in shown["loss"]] == pytest.approx(losses)
+        assert [x for x, _ in shown["device_local_norm"]] == [1, 2]

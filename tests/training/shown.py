@@ -1,0 +1,26 @@
+"""What training metrics have shown, read back as users see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+Points = list[tuple[int, float]]
+
+
+def accumulated(directory: Path) -> EventAccumulator:
+    found = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def scalars(directory: Path) -> dict[str, Points]:
+    """By tag: against what, and the value."""
+    board = accumulated(directory)
+    return {tag: [(one.step, one.value) for one in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+
+
+def texts(directory: Path) -> dict[str, str]:
+    board = accumulated(directory)
+    return {tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"]}
