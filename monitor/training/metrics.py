@@ -145,7 +145,7 @@ class TrainingMetrics:
         self._failures.rank, self.world_size = place.rank, place.world_size
         self._model, self._optimizer = _weakly(model), _weakly(optimizer)
         self._writing = self._begin(place.rank, place.world_size)
-        weakref.finalize(self, self._writing.retire).atexit = False
+        weakref.finalize(self, self._writing.abandon).atexit = False
         self._record(model, optimizer, place.world_size, self._writing)
         if self.config.shows_expert_load and model is not None:
             self._routers = self._backend.routers(model, self._router_names, self._failures)
@@ -179,6 +179,7 @@ class TrainingMetrics:
             self._monitor = self._backend.monitor_of(wanted, self._dump_path)
         whose = {"gradients_are_global": self._global, "grad_norm_is_told": self._told}
         failures = self._failures
+        writing.expect_norms()
         self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, **whose))
         if not self._is_ours:
             self._say_what_is_missing(self._monitor.config)

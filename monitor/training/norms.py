@@ -34,6 +34,8 @@ class Takes(Protocol):
 
     def norms(self, step: int, norms: StepNorms | None) -> None: ...
 
+    def no_more_norms(self) -> None: ...
+
 
 class NormReader:
     """A watcher of a recording: reads the norms of each step from its rows, on the recording's own writer thread.
@@ -74,7 +76,8 @@ class NormReader:
         """Nothing to do: nothing is kept here."""
 
     def close(self) -> None:
-        """Nothing to do either."""
+        """The recording has ended."""
+        self._takes.no_more_norms()
 
     def _norms(self, rows: StepRows) -> StepNorms:
         known = self._loss_scale(rows)

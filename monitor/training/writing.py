@@ -42,7 +42,7 @@ class Writing:
         self._thread = threading.Thread(target=self._run, name=f"monitor-training-rank{failures.rank}", daemon=True)
         self._started = threading.Lock()
         self._closing = threading.Lock()
-        self._adopted = False
+        self._adopted = self._expects_norms = self._abandoned = False
         self._born = PROCESS.forks
 
     @property
@@ -100,13 +100,28 @@ class Writing:
         """Show what is left, within ``CLOSE_SECONDS``; whether that was done. Any number of times."""
         if self.inert or not self._started.locked():
             return True
-        self.retire()
+        self._retire()
         self._thread.join(CLOSE_SECONDS)
         PROCESS.forget(self)
         return not self._thread.is_alive()
 
-    def retire(self) -> None:
-        """Nobody is left who could tell of a step."""
+    def expect_norms(self) -> None:
+        """A recording will hand over norms, until ``no_more_norms``."""
+        self._expects_norms = True
+
+    def no_more_norms(self) -> None:
+        """The recording has ended."""
+        self._expects_norms = False
+        if self._abandoned:
+            self._retire()
+
+    def abandon(self) -> None:
+        """Nobody is left who could tell of a step. Norms of the last ones may still come."""
+        self._abandoned = True
+        if not self._expects_norms:
+            self._retire()
+
+    def _retire(self) -> None:
         if not self.inert and self._closing.acquire(blocking=False):
             self._inbox.put(None)
 

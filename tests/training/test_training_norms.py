@@ -30,6 +30,9 @@ class Taken:
     def norms(self, step: int, norms: StepNorms | None) -> None:
         self.by_step[step] = norms
 
+    def no_more_norms(self) -> None:
+        """Nobody waits here."""
+
 
 def read(
     kind: str,

@@ -183,3 +183,14 @@ def test_lightning_is_clipped_after_its_norm_was_read(run: Run) -> None:
         assert sum(
             value for tag, points in job.shown[rank].items() if "expert_" in tag for _, value in points
         ) == pytest.approx(3)
+
+
+def test_what_is_left_at_the_end_is_written_when_the_interpreter_exits(tmp_path: Path, nursery: Nursery) -> None:
+    (tmp_path / "train.yaml").write_text(YAML.format(base=tmp_path))
+    launcher = Launcher(tmp_path, nursery)
+    ended = launcher.start_interpreter(str(SCRIPT.with_name("metrics_left_open.py")), tmp_path / "train.yaml").end()
+    assert launcher.clean_up() == ([], [])
+    assert ended.status == 0, ended.err
+    shown = scalars(tmp_path / "board" / "rank_0")
+    for tag in ("loss", "grad-norm", "weight_norm"):
+        assert [x for x, _ in shown[tag]] == STEPS, tag

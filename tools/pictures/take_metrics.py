@@ -7,26 +7,33 @@ python tools/pictures/take_metrics.py pictured/board docs/pictures
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Final
 
-from browser import Page, page
+import numpy as np
+from PIL import Image
+
+from browser import BrowserError, Page, page
 from take import save
 from tensorboard_page import CARDS, box_of, open_time_series, tensorboard
 
 WIDTH: Final = 1400
-HEIGHT: Final = 1300
+HEIGHT: Final = 1700
+"""Of the browser's window: a card below it is not drawn."""
+
+RUN: Final = (66, 80, 102)
+"""The colour that TensorBoard gives to the first run."""
+PIXELS_OF_DOTS: Final = 1000
+PATIENCE_S: Final = 60.0
 
 TAGS: Final = (
-    "B-samples-per-day",
     "adam_m_norm/h.0.mlp.0.weight",
-    "device_local_norm",
     "grad-norm",
     "learning-rate",
     "local_norm/h.0.mlp.0.weight",
     "loss",
     "loss-vs-samples",
-    "weight_norm",
 )
 
 
@@ -44,7 +51,18 @@ def take_metrics(shown: Page, address: str, pictures: Path) -> Path:
     """Take the picture. Returns where it is."""
     tags = "|".join(tag.replace(".", r"\.") for tag in TAGS)
     open_time_series(shown, address, f"^({tags})$", len(TAGS))
-    return save(shown, box_of(shown, CARDS), pictures / "training-metrics.png")
+    end = time.monotonic() + PATIENCE_S
+    while not has_curves(path := save(shown, box_of(shown, CARDS), pictures / "training-metrics.png")):
+        if time.monotonic() > end:
+            raise BrowserError(f"no curves are drawn in {path}")
+        time.sleep(0.2)
+    return path
+
+
+def has_curves(picture: Path) -> bool:
+    """Whether there is more in the colour of the run than the dot beside its name: curves come after all else on the page."""
+    pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)
+    return int((np.abs(pixels - RUN).max(axis=2) < 12).sum()) > PIXELS_OF_DOTS
 
 
 if __name__ == "__main__":
