@@ -56,11 +56,14 @@ class ApiDump:
 
     def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call is about to happen."""
-        if self._busy or not self._tokens.open or not self._session.here:
+        if self._busy or self._session.reading or not self._tokens.open or not self._session.here:
             return None
         self._busy = True  # until it has ended: reading a tensor may call APIs, too
-        call = self._begin(f"{prefix}.{name}", args, kwargs)
-        self._busy = call is not None
+        call = None
+        try:
+            call = self._begin(f"{prefix}.{name}", args, kwargs)
+        finally:
+            self._busy = call is not None
         return call
 
     def ended(self, call: Any, result: Any) -> None:

@@ -54,7 +54,8 @@ class ModuleWatcher:
         call = self._recorded.opened(name)
         self._open.append(call)
         try:
-            call.begin(args, kwargs)
+            with self._session.at_work():
+                call.begin(args, kwargs)
         finally:
             self._session.open_modules.append(name)
         if self._backend.graph.recording():
@@ -67,7 +68,8 @@ class ModuleWatcher:
         call = self._open.pop()
         self._close(call.name)
         if result is not None:
-            call.end(result, self._backend.parameters_of(module))
+            with self._session.at_work():
+                call.end(result, self._backend.parameters_of(module))
 
     def _close(self, name: CallName) -> None:
         """What is still open below it has raised."""

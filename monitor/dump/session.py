@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Session:
         open_modules: The modules that are being called, outermost first, by the names of their forwards.
         until_end: Hooks on what may outlive the step's graph.
         closed: Gradients that come later belong to no step.
+        reading: Whether what is called now is called by us.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Session:
         self.open_modules: list[CallName] = []
         self.until_end = HookSet()
         self.closed = False
+        self.reading = False
         self._config, self._reader, self._writer, self._failures = config, reader, writer, failures
         self._counts: Counter[str] = Counter()
         self._order = itertools.count()
@@ -70,6 +73,15 @@ class Session:
     def here(self) -> bool:
         """Whether this is the process that opened it: a child that was forked records nothing."""
         return not self.closed and self._pid == os.getpid()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While a tensor is read, or its graph: what that calls is none of the program's."""
+        before, self.reading = self.reading, True
+        try:
+            yield
+        finally:
+            self.reading = before
 
     def number(self, base: str) -> int:
         """How often ``base`` was called before, in this step."""
@@ -104,13 +116,14 @@ class Session:
         self._put(record)
 
     def expect(self, backward: Backward, slot: Slot) -> Callable[[Any], None]:
-        """What takes the gradient that belongs into ``slot``; what comes in a second backward is not taken."""
+        """What takes the gradient that belongs into ``slot``; a second backward's is not taken."""
         backward.missing += 1
 
         def take(gradient: Any) -> None:
-            if not self.here or slot.leaf is not None:
+            if gradient is None or not self.here or slot.leaf is not None:
                 return
-            slot.leaf = self.leaf(gradient, slot.name)
+            with self.at_work():
+                slot.leaf = self.leaf(gradient, slot.name)
             backward.missing -= 1
             backward.at = next(self._order)
             self._waiting[id(backward)] = backward

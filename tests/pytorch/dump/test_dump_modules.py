@@ -121,7 +121,7 @@ def test_the_hierarchy_names_the_module_around_each(tmp_path: Path) -> None:
 
 def test_every_call_has_the_stack_that_it_came_from(tmp_path: Path) -> None:
     dump, _ = dumped(tmp_path, Convolutional)
-    ((names, frames),) = [one for one in dump.stack.values() if "Module.fc.Linear.forward.0" in one[0]]
+    (frames,) = [stack for names, stack in dump.stack.values() if "Module.fc.Linear.forward.0" in names]
     assert "in forward, \n return self.fc(" in frames[0]
     assert not [frame for frame in frames if "/monitor/" in frame or "nn/modules/module.py" in frame]
 
