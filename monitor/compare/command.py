@@ -8,8 +8,9 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from monitor.compare.dumps import Compared, compare
+from monitor.compare import dumps, runs
 from monitor.compare.errors import ComparisonError
+from monitor.compare.findings import Compared
 from monitor.compare.report import EVERY, described, largest, table, write_csv
 from monitor.terminal import say
 
@@ -21,12 +22,13 @@ app: Final = typer.Typer(add_completion=False)
 
 @app.command()
 def monitor_compare(
-    left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, or the directory of a rank's step.")],
+    left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, a rank's step in one, or what a run recorded.")],
     right: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file of CSV for everything that differs.")] = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Relative errors of values up to this are no difference.")] = 0.0,
 ) -> None:
-    """Compare two precision dumps: the first tensor in execution order that is not the same, and those that differ most.
+    """Compare two precision dumps, or two monitored runs (what they recorded as CSV): the first tensor in execution order that
+    is not the same, and those that differ most.
 
     Exit status: 0 they are the same, 1 they differ, 2 nothing was compared.
     """
@@ -39,6 +41,18 @@ def monitor_compare(
         raise typer.Exit(NOTHING) from error
     _show(found)
     raise typer.Exit(DIFFERENT if found.findings else SAME)
+
+
+def compare(left: Path, right: Path) -> Compared:
+    """Dumps as dumps, and anything else as runs.
+
+    Raises:
+        ComparisonError: There is nothing that could be compared.
+    """
+    kinds = [dumps.is_dump(side) for side in (left, right)]
+    if any(kinds):
+        return dumps.compare(left, right)
+    return runs.compare(left, right)
 
 
 def within(compared: Compared, tolerance: float) -> Compared:

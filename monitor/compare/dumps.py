@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from monitor.compare.errors import ComparisonError
+from monitor.compare.findings import Compared, Finding
 from monitor.compare.values import Difference, of_leaves, of_tensors
 from monitor.dump.measured import SHOWN
 from monitor.dump.storage import bits_of, load_tensor
@@ -22,42 +22,6 @@ _STEP: Final = re.compile(r"step([0-9]+)")
 
 Place = tuple[int, str]
 """A step's number, and the name of the rank's directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that is not the same on both sides.
-
-    Attributes:
-        step: Its number.
-        rank: The rank's directory on the left.
-        order: Its place in the execution order of that rank's step.
-        name: Of the tensor, or of the entry.
-        what: What is wrong, in a word: ``values``, ``shape``, ``dtype``, ``missing``, ``added``, ``argument``.
-        left: What the left side has, for people; likewise ``right``.
-    """
-
-    step: int
-    rank: str
-    order: int
-    name: str
-    what: str
-    left: str
-    right: str
-    difference: Difference | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """All of it.
-
-    Attributes:
-        tensors: How many were on both sides.
-        findings: In execution order: by step, then by rank, then as the left side ran.
-    """
-
-    tensors: int
-    findings: list[Finding]
 
 
 def is_dump(directory: Path) -> bool:

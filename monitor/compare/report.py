@@ -9,7 +9,7 @@ from typing import Final
 
 from rich.table import Table
 
-from monitor.compare.dumps import Compared, Finding
+from monitor.compare.findings import Compared, Finding
 from monitor.ranks.output import write_whole
 from monitor.terminal import plain
 
