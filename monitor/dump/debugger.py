@@ -87,6 +87,7 @@ class PrecisionDebugger:
         Raises:
             TypeError: ``model`` is no module.
             ValueError: An argument is missing or out of range, or the level cannot be recorded in the mode that is set.
+            ConfigError: The list of APIs cannot be used.
         """
         models = self._checked(model, token_range, rank_id)
         if self._modules is not None or self._apis is not None or self.config.level == "debug" or not self._is_chosen():
@@ -95,16 +96,16 @@ class PrecisionDebugger:
         if session is None:
             return
         recorded = Recorded(session, self._backend, self._failures)
+        if self._tokens.wanted != self._token_range:
+            self._tokens = Tokens(self._token_range)
+        apis = self._interception(recorded, models) if self.config.level in WITH_APIS else None
         self._count_tokens(models)
         if self.config.level in WITH_MODULES:
             self._modules = ModuleDump(recorded, self._tokens, self._backend.module_prefix, self._gradients)
             self._modules.watch(models, numbered=isinstance(model, (list, tuple)))
-        if self.config.level in WITH_APIS:
-            listener = ApiDump(recorded, self._tokens)
-            self._apis = self._backend.new_interception(listener, self.config.api_list, primitives_of=models)
-            for module, api, prefix in self._custom.values():
-                self._apis.register(module, api, prefix)
-            self._apis.install()
+        if apis is not None:
+            self._apis = apis
+            apis.install()
 
     def stop(self) -> None:
         """Record no call that begins from here on, take away what stood in the way, and make the files of what was recorded.
@@ -142,7 +143,7 @@ class PrecisionDebugger:
             self._failures.warn(
                 "save", f"save() records at level debug alone, and level is {self.config.level}: nothing saved."
             )
-        elif self._is_chosen() and (session := self._opened()) is not None:
+        elif self._is_chosen() and (session := self._opened()) is not None and session.here:
             recorded = Recorded(session, self._backend, self._failures)
             self._failures.guarded("saving a value", points.save, of=name)(recorded, variable, name, backward=save_backward)
 
@@ -176,6 +177,13 @@ class PrecisionDebugger:
             self._apis.restore(module, api)
 
     # how it is done
+
+    def _interception(self, recorded: Recorded, models: Sequence[Any]) -> Interception:
+        listener = ApiDump(recorded, self._tokens)
+        apis = self._backend.new_interception(listener, self.config.api_list, primitives_of=models)
+        for module, api, prefix in self._custom.values():
+            apis.register(module, api, prefix)
+        return apis
 
     def _checked(self, model: Any, token_range: Sequence[int] | None, rank_id: int | None) -> Sequence[Any]:
         level = self.config.level
@@ -216,8 +224,6 @@ class PrecisionDebugger:
     def _count_tokens(self, models: Sequence[Any]) -> None:
         if self._token_range is None:
             return
-        if self._tokens.wanted != self._token_range:
-            self._tokens = Tokens(self._token_range)
         # Placed before those of its modules, and so called before them.
         self._roots = [
             self._backend.before_forward(models[0], self._tokens.begins),
