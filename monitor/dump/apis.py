@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from monitor.config.explain import shown
 from monitor.config.jsonc import JsonError, parse
@@ -13,6 +13,9 @@ from monitor.config.loading import ConfigError, content_of
 from monitor.dump.calls import ADVICE, Call, Recorded
 from monitor.dump.modules import Tokens
 from monitor.dump.names import CallName
+
+WRITING: Final = ("Distributed", "MintDistributed")
+"""Prefixes of functions that write into what they are given, and return nothing once they have waited for it."""
 
 ApiList = Mapping[str, Sequence[str]]
 """Names of APIs, by the prefix that says where they are."""
@@ -53,6 +56,7 @@ class ApiDump:
         self._begin = guarded("reading the arguments", self._begins, ADVICE)
         self._end = guarded("reading the results", self._ended, ADVICE)
         self._busy = False
+        self._written: tuple[Any, ...] | None = None
 
     def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call is about to happen."""
@@ -70,18 +74,24 @@ class ApiDump:
         try:
             self._end(call, result)
         finally:
-            self._busy = False
+            self._busy, self._written = False, None
 
     def raised(self, call: Any) -> None:
         del call
-        self._busy = False
+        self._busy, self._written = False, None
 
     def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         name = CallName(base, self._session.number(base), of_module=False)
         call = self._recorded.opened(name)
+        self._written = _written(args, kwargs, self._recorded.backend.tensor) if base.startswith(WRITING) else None
         call.begin(args, kwargs)
         return call
 
     def _ended(self, call: Call, result: Any) -> None:
         if self._session.here:
-            call.end(result)
+            call.end(self._written if result is None and self._written else result)
+
+
+def _written(args: Sequence[Any], kwargs: Mapping[str, Any], tensor: type) -> tuple[Any, ...]:
+    """What a collective may have written into."""
+    return tuple(one for one in (*args, *kwargs.values()) if isinstance(one, (tensor, list)))

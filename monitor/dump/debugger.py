@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -72,6 +72,7 @@ class PrecisionDebugger:
         self._apis: Interception | None = None
         self._roots: list[Any] = []
         self._rank_id: int | None = None
+        self._passed: Callable[[], Any] = _nothing
         self._at_exit()
 
     # what users call
@@ -90,6 +91,7 @@ class PrecisionDebugger:
             ConfigError: The list of APIs cannot be used.
         """
         models = self._checked(model, token_range, rank_id)
+        self._passed = _weakly(model)
         if self._modules is not None or self._apis is not None or self.config.level == "debug" or not self._is_chosen():
             return
         session = self._opened()
@@ -176,6 +178,11 @@ class PrecisionDebugger:
         if self._apis is not None:
             self._apis.restore(module, api)
 
+    @property
+    def model(self) -> Any:
+        """What ``start`` was given last, as long as somebody else keeps it."""
+        return self._passed()
+
     # how it is done
 
     def _interception(self, recorded: Recorded, models: Sequence[Any]) -> Interception:
@@ -253,6 +260,25 @@ class PrecisionDebugger:
         if self._session is not None:
             self.step()
         self._writer.close()
+
+
+def _nothing() -> None:
+    """No model was passed."""
+
+
+def _weakly(model: Any) -> Callable[[], Any]:
+    """The model, or the list or tuple of models, kept alive by nobody here."""
+    if model is None:
+        return _nothing
+    if not isinstance(model, (list, tuple)):
+        return weakref.ref(model)
+    known = [weakref.ref(one) for one in model]
+
+    def models() -> list[Any] | None:
+        living = [one for reference in known if (one := reference()) is not None]
+        return living if len(living) == len(known) else None
+
+    return models
 
 
 def _is_range(token_range: Sequence[int]) -> bool:

@@ -22,7 +22,8 @@ class MsprobeStep(Callback):  # type: ignore[misc]
         self._debugger = debugger
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        self._debugger.start(run_context.original_args().network)
+        passed = self._debugger.model
+        self._debugger.start(run_context.original_args().network if passed is None else passed)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         del run_context

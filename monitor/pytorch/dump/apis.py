@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from monitor.capture import patches
 from monitor.capture.patches import CallListener
 from monitor.dump.apis import api_list as read_list
 from monitor.dump.apis import packaged_list
@@ -84,17 +85,17 @@ class PatchedCalls(CallListener):
         for patch, _ in self._patches.values():
             patch.remove(self)
 
-    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         prefix = self._patches[id(patch.owner), patch.name][1]
         self._open.append(self._listener.begins(prefix, patch.name, args, kwargs))
 
-    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:  # type: ignore[override]
+    def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del patch, args, kwargs
         call = self._open.pop() if self._open else None
         if call is not None:
-            prefix = self._patches[id(patch.owner), patch.name][1]
-            self._listener.ended(call, _written(args, kwargs) if prefix == DISTRIBUTED and result is None else result)
+            self._listener.ended(call, result)
 
-    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def call_raised(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del patch, args, kwargs
         call = self._open.pop() if self._open else None
         if call is not None:
@@ -181,9 +182,3 @@ def _answer_as_without(mode: TorchFunctionMode) -> Function:
             torch.overrides.has_torch_function = original
 
     return undo
-
-
-def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a collective that returned nothing has written into: it waited for it."""
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, (Tensor, list))]
-    return tuple(tensors)

@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore.train import Model
 
 from monitor.dump import load_tensor
-from monitor.mindspore import MsprobeStep, PrecisionDebugger, seed_all
+from monitor.mindspore import MsprobeInitStep, MsprobeStep, PrecisionDebugger, seed_all
 from monitor.mindspore.dump.apis import PLACES
 
 
@@ -166,15 +166,41 @@ def test_single_values_and_their_gradients_are_saved_by_name(tmp_path: Path) -> 
     assert same(data["y_grad.0.debug"], described(Tensor([4.0, 8.0])))
 
 
-def test_model_dumps_each_of_its_steps_by_a_callback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passed", [False, True])
+def test_model_dumps_each_of_its_steps_by_a_callback(tmp_path: Path, passed: bool) -> None:
     network = seeded(Convolutional)
     batch = (input_of(network).asnumpy(), np.zeros((2, 3), np.float32))
     data = ms.dataset.GeneratorDataset([batch, batch], ["x", "y"], shuffle=False)
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.01))
     debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
-    model.train(1, data, callbacks=[MsprobeStep(debugger)], dataset_sink_mode=False)
+    if passed:
+        debugger.start(network)
+    model.train(1, data, callbacks=[MsprobeInitStep(debugger), MsprobeStep(debugger)], dataset_sink_mode=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step0", "step1"]
-    assert any(name.endswith("conv1.Conv2d.forward.0") for name in Dump(tmp_path, 1).data)
+    for step in range(2):
+        names = set(Dump(tmp_path, step).data)
+        assert {"Cell.conv1.Conv2d.forward.0", "Cell.conv1.Conv2d.parameters_grad.0"} <= names
+
+
+def test_a_range_of_tokens_is_a_range_of_forwards_of_the_model(tmp_path: Path) -> None:
+    network = seeded(Transformer).set_train(False)
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="mix")
+    debugger.start(network, token_range=[2, 3])
+    for length in range(1, 6):
+        network(ops.ones((1, length), ms.int32))
+    debugger.step()
+    data = Dump(tmp_path).data
+    lengths = [entry["input_args"][0]["shape"][1] for name, entry in data.items() if name.startswith("Cell.embedding")]
+    assert lengths == [2, 3]
+    assert not [name for name in data if name.startswith("Functional.ones")]
+
+
+def test_dropout_that_is_made_afterwards_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    seed_all(rm_dropout=True)
+    x = ops.ones((50,))
+    assert np.array_equal(nn.Dropout(p=0.9).set_train(True)(x).asnumpy(), x.asnumpy())
 
 
 def test_a_seed_repeats_random_numbers() -> None:
