@@ -28,6 +28,16 @@ def cells_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line][1:]
 
 
+def test_precision_dump_prints_what_a_dumped_step_takes(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("precision_dump.py", "--workload", "quick", "--rounds", "1", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    [row] = cells_of(done.stdout)
+    found = json.loads(figures.read_text())
+    assert row[:3] == ["quick", "L1", "statistics"]
+    assert row[6] == f"{found['step'] / found['plain']:.2f}"
+
+
 def test_overhead_prints_what_being_monitored_costs_and_writes_all_figures_to_a_file(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run("overhead.py", "--quick", "--monitors", "ours", "--json", str(figures))

@@ -1,0 +1,1 @@
+"""Two dumps, or two recorded runs, against each other."""

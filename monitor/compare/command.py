@@ -1,0 +1,72 @@
+"""``monitor-compare``: where two runs part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from monitor.compare import dumps, runs
+from monitor.compare.errors import ComparisonError
+from monitor.compare.findings import Compared
+from monitor.compare.report import EVERY, described, largest, table, write_csv
+from monitor.terminal import say
+
+SAME, DIFFERENT, NOTHING = 0, 1, 2
+"""Exit statuses."""
+
+app: Final = typer.Typer(add_completion=False)
+
+
+@app.command()
+def monitor_compare(
+    left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, a rank's step in one, or what a run recorded.")],
+    right: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file of CSV for everything that differs.")] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative errors of values up to this are no difference.")] = 0.0,
+) -> None:
+    """Compare two precision dumps, or two monitored runs (what they recorded as CSV): the first tensor in execution order that
+    is not the same, and those that differ most.
+
+    Exit status: 0 they are the same, 1 they differ, 2 nothing was compared.
+    """
+    try:
+        found = within(compare(left, right), tolerance)
+        if output is not None:
+            write_csv(output, found)
+    except (ComparisonError, OSError) as error:
+        say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
+        raise typer.Exit(NOTHING) from error
+    _show(found)
+    raise typer.Exit(DIFFERENT if found.findings else SAME)
+
+
+def compare(left: Path, right: Path) -> Compared:
+    """Dumps as dumps, and anything else as runs.
+
+    Raises:
+        ComparisonError: There is nothing that could be compared.
+    """
+    kinds = [dumps.is_dump(side) for side in (left, right)]
+    if any(kinds):
+        return dumps.compare(left, right)
+    return runs.compare(left, right)
+
+
+def within(compared: Compared, tolerance: float) -> Compared:
+    """Without the differences that are no larger. One that is no number is larger than any."""
+    kept = [one for one in compared.findings if one.difference is None or one.difference.size > tolerance or not tolerance]
+    return Compared(compared.tensors, kept)
+
+
+def _show(found: Compared) -> None:
+    console = Console()
+    if not found.findings:
+        say(console, f"the same: {found.tensors:,} tensors")
+        return
+    say(console, f"{len(found.findings):,} differences among {found.tensors:,} tensors")
+    say(console, f"first: {described(found.findings[0])}", style="bold")
+    if worst := largest(found)[:EVERY]:
+        console.print(table("largest", worst))

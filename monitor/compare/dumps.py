@@ -1,0 +1,190 @@
+"""Two precision dumps: their entries aligned by step, rank and name, their tensors one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from monitor.compare.errors import ComparisonError
+from monitor.compare.findings import Compared, Finding
+from monitor.compare.values import Difference, of_leaves, of_tensors
+from monitor.dump.measured import SHOWN
+from monitor.dump.storage import bits_of, load_tensor
+
+FILES: Final = ("dump.json", "debug.json")
+DATA: Final = "dump_tensor_data"
+_STEP: Final = re.compile(r"step([0-9]+)")
+
+Place = tuple[int, str]
+"""A step's number, and the name of the rank's directory."""
+
+
+def is_dump(directory: Path) -> bool:
+    """Whether there is a dump in a directory, or it is that of one rank's step."""
+    return bool(_places(directory))
+
+
+def compare(left: Path, right: Path) -> Compared:
+    """Compare two dump paths, or two ranks' directories of a step.
+
+    Raises:
+        ComparisonError: There is no dump, or they have no step and rank in common.
+    """
+    sides = {side: _places(side) for side in (left, right)}
+    for side, places in sides.items():
+        if not places:
+            raise ComparisonError(f"{side} has no dump.json in it: name a dump_path, or the directory of a rank's step.")
+    pairs = _aligned(sides[left], sides[right])
+    if not pairs:
+        raise ComparisonError(f"{left} and {right} have no step and rank in common.")
+    tensors, findings = 0, _places_missing(sides[left], sides[right], pairs)
+    for (step, rank), one, other in pairs:
+        found = _Pair(step, rank, one, other)
+        findings += found.findings()
+        tensors += found.tensors
+    findings.sort(key=lambda finding: (finding.step, finding.rank, finding.order))
+    return Compared(tensors, findings)
+
+
+class _Pair:
+    """One rank's step on both sides."""
+
+    def __init__(self, step: int, rank: str, left: Path, right: Path) -> None:
+        self._step, self._rank = step, rank
+        self._left, self._right = left, right
+        self.tensors = 0
+
+    def findings(self) -> list[Finding]:
+        left, right = _data(self._left), _data(self._right)
+        found = [one for order, (name, entry) in enumerate(left.items()) for one in self._entry(order, name, entry, right)]
+        added = [name for name in right if name not in left]
+        return found + [self._finding(len(left), name, "added", "", "there") for name in added]
+
+    def _entry(self, order: int, name: str, entry: Any, right: Mapping[str, Any]) -> Iterator[Finding]:
+        if name not in right:
+            yield self._finding(order, name, "missing", "there", "")
+            return
+        others = dict(_leaves(right[name], name))
+        own = dict(_leaves(entry, name))
+        for path, value in own.items():
+            if path not in others:
+                yield self._finding(order, path, "missing", _shown(value), "")
+            else:
+                yield from self._values(order, path, value, others[path])
+        for path in others:
+            if path not in own:
+                yield self._finding(order, path, "added", "", _shown(others[path]))
+
+    def _values(self, order: int, path: str, left: Any, right: Any) -> Iterator[Finding]:
+        if not (_is_tensor(left) and _is_tensor(right)):
+            if left != right:
+                yield self._finding(order, path, "argument", _shown(left), _shown(right))
+            return
+        self.tensors += 1
+        for what in ("shape", "dtype"):
+            if left[what] != right[what]:
+                yield self._finding(order, path, what, _shown(left[what]), _shown(right[what]))
+        if left["shape"] != right["shape"]:
+            return
+        difference = self._difference(left, right)
+        if not difference.same:
+            yield self._finding(order, path, "values", _statistics(left), _statistics(right), difference)
+
+    def _difference(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> Difference:
+        """By their elements where both have them, else by what was measured."""
+        files = [side / DATA / leaf["data_name"] for side, leaf in self._both(left, right) if leaf.get("data_name")]
+        if len(files) < 2 or not all(file.is_file() for file in files):
+            return of_leaves(left, right, SHOWN)
+        (one, kind), (other, other_kind) = (bits_of(file) for file in files)
+        if kind == other_kind and one.dtype == other.dtype and np.array_equal(one, other) and one.tobytes() == other.tobytes():
+            return of_tensors(one, other)
+        found = of_tensors(*(load_tensor(file) for file in files))
+        # Numbers of two types may be equal where their bits are not: the type itself is a finding of its own.
+        equal = found.absolute == 0 and (kind, one.dtype) != (other_kind, other.dtype)
+        return Difference(same=equal, absolute=found.absolute, relative=found.relative, cosine=found.cosine)
+
+    def _both(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[Path, Mapping[str, Any]]]:
+        return [(self._left, left), (self._right, right)]
+
+    def _finding(
+        self, order: int, name: str, what: str, left: str, right: str, difference: Difference | None = None
+    ) -> Finding:
+        return Finding(self._step, self._rank, order, name, what, left, right, difference)
+
+
+def _places(directory: Path) -> dict[Place, Path]:
+    """Every rank's step below a directory, or the directory itself as the only one."""
+    if any((directory / name).is_file() for name in FILES):
+        return {(0, directory.name): directory}
+    found = {}
+    for path in sorted(directory.glob("step*/*")) if directory.is_dir() else []:
+        match = _STEP.fullmatch(path.parent.name)
+        if match and any((path / name).is_file() for name in FILES):
+            found[int(match[1]), path.name] = path
+    return found
+
+
+def _aligned(left: Mapping[Place, Path], right: Mapping[Place, Path]) -> list[tuple[Place, Path, Path]]:
+    """By step and rank. A lone process of a step, whose number is of no meaning, goes with the other side's lone one."""
+    pairs = [(place, path, right[place]) for place, path in left.items() if place in right]
+    if len(left) == len(right) == 1:
+        ((place, one),), (other,) = left.items(), right.values()
+        return [(place, one, other)] if place[0] == next(iter(right))[0] else pairs
+    paired = {place for place, _, _ in pairs}
+    for step in sorted({step for step, _ in left} & {step for step, _ in right}):
+        own, others = ([place for place in side if place[0] == step] for side in (left, right))
+        lone = len(own) == len(others) == 1 and own[0] not in paired
+        if lone and own[0][1].startswith("proc") and others[0][1].startswith("proc"):
+            pairs.append((own[0], left[own[0]], right[others[0]]))
+    return pairs
+
+
+def _places_missing(
+    left: Mapping[Place, Path], right: Mapping[Place, Path], pairs: list[tuple[Place, Path, Path]]
+) -> list[Finding]:
+    there, here = {other for _, _, other in pairs}, {one for _, one, _ in pairs}
+    missing = [Finding(*place, 0, "step", "missing", "there", "") for place, path in left.items() if path not in here]
+    return missing + [Finding(*place, 0, "step", "added", "", "there") for place, path in right.items() if path not in there]
+
+
+def _data(directory: Path) -> dict[str, Any]:
+    for name in FILES:
+        if (directory / name).is_file():
+            try:
+                data: dict[str, Any] = json.loads((directory / name).read_text())["data"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ComparisonError(f"{directory / name} is no file of a dump: {error}") from error
+            return data
+    return {}
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Tensors and plain values, by where they stand."""
+    if isinstance(tree, dict) and "type" not in tree:
+        for key, value in tree.items():
+            yield from _leaves(value, f"{name}.{key}")
+    elif isinstance(tree, list):
+        for i, value in enumerate(tree):
+            yield from _leaves(value, f"{name}.{i}")
+    else:
+        yield name, tree
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and "shape" in value and "dtype" in value
+
+
+def _shown(value: Any) -> str:
+    if _is_tensor(value):
+        return f"{value['dtype']} {value['shape']}"
+    return json.dumps(value.get("value", value["type"]) if isinstance(value, dict) and "type" in value else value)
+
+
+def _statistics(leaf: Mapping[str, Any]) -> str:
+    said = [f"{name} {leaf[name]:.9g}" for name in SHOWN if leaf.get(name) is not None]
+    return ", ".join([*said, *([f"md5 {leaf['md5']}"] if "md5" in leaf else [])])

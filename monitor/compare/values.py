@@ -1,0 +1,81 @@
+"""How far two numbers, or two tensors, are from each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+IDENTICAL: Final = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Between two values of the same thing.
+
+    Attributes:
+        same: Whether they are the same, bit for bit as far as that shows.
+        absolute: The greatest difference of two numbers; NaN where one of them is no number and the other is.
+        relative: The greatest difference as a share of the greater magnitude of the two.
+        cosine: Of the angle between two tensors; None where there are no tensors, or one of them is zero.
+    """
+
+    same: bool
+    absolute: float = 0.0
+    relative: float = 0.0
+    cosine: float | None = None
+
+    @property
+    def size(self) -> float:
+        """To be sorted by: what is no number comes first."""
+        return math.inf if math.isnan(self.relative) else self.relative
+
+
+SAME: Final = Difference(same=True)
+
+
+def of_tensors(a: NDArray[Any], b: NDArray[Any]) -> Difference:
+    """Shapes are equal. NaN equals NaN, as the same failure in the same place does."""
+    if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+        return Difference(same=True, cosine=1.0 if a.size and np.any(a) else None)
+    kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    x, y = a.astype(kind).ravel(), b.astype(kind).ravel()
+    with np.errstate(all="ignore"):
+        apart = np.abs(x - y)
+        # Equal infinities differ by NaN, and so do two NaN.
+        apart[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+        share = np.where(apart == 0, 0.0, apart / np.maximum(np.abs(x), np.abs(y)))
+        share = np.where(np.isinf(apart), 1.0, share)
+        return Difference(same=False, absolute=_greatest(apart), relative=_greatest(share), cosine=_cosine(x, y))
+
+
+def of_numbers(pairs: Iterable[tuple[Any, Any]]) -> Difference:
+    """Of statistics that stand for the same: the greatest of their differences."""
+    a, b = (np.array([math.nan if one is None else one for one in side], dtype=np.float64) for side in zip(*pairs, strict=True))
+    found = of_tensors(a, b)
+    return Difference(same=found.same, absolute=found.absolute, relative=found.relative)
+
+
+def of_leaves(a: Mapping[str, Any], b: Mapping[str, Any], names: Iterable[str]) -> Difference:
+    """Of what two dumps say of a tensor."""
+    shared = [name for name in names if name in a and name in b]
+    found = of_numbers([(a[name], b[name]) for name in shared]) if shared else SAME
+    if a.get("md5") != b.get("md5") and "md5" in a and "md5" in b:
+        return Difference(same=False, absolute=found.absolute, relative=found.relative)
+    return found
+
+
+def _greatest(numbers: NDArray[np.float64]) -> float:
+    return float(numbers.max()) if numbers.size else 0.0
+
+
+def _cosine(x: NDArray[Any], y: NDArray[Any]) -> float | None:
+    scale_x, scale_y = np.max(np.abs(x), initial=0.0), np.max(np.abs(y), initial=0.0)
+    if not (0 < scale_x < math.inf and 0 < scale_y < math.inf):
+        return None
+    x, y = x / scale_x, y / scale_y
+    return float(abs(np.vdot(x, y)) if np.iscomplexobj(x) else np.dot(x, y)) / float(np.linalg.norm(x) * np.linalg.norm(y))

@@ -1,0 +1,77 @@
+"""``dump.json``, ``stack.json``, ``construct.json`` and ``debug.json``, made of a step's records. Each appears whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from monitor.dump.records import FILE, Record, read
+from monitor.ranks.output import write_whole
+
+HEADER: Final = "header"
+STACK: Final = "frames"
+ENTRY: Final = "entry"
+
+
+def assemble(directory: Path) -> int:
+    """Make the files of a rank's step, replacing earlier ones.
+
+    Returns:
+        How many entries they have.
+
+    Raises:
+        OSError: The records cannot be read, or a file cannot be written.
+    """
+    header: Mapping[str, Any] = {}
+    frames: dict[int, list[str]] = {}
+    entries: list[Record] = []
+    for record in read(directory / FILE):
+        if HEADER in record:
+            header = record[HEADER]
+        elif STACK in record:
+            frames[record["stack"]] = record[STACK]
+        else:
+            entries.append(record)
+    # Gradients of a call arrive one by one, and its record is written when the last of them has, or none is to be expected.
+    entries.sort(key=lambda entry: entry["at"])
+    for name, content in _files(header, entries, frames).items():
+        write_whole(directory / name, _spelled(content).encode())
+    return len(entries)
+
+
+def finish(directory: Path) -> int:
+    """``assemble``, and let go of the records."""
+    entries = assemble(directory)
+    (directory / FILE).unlink()
+    return entries
+
+
+def _files(header: Mapping[str, Any], entries: Iterable[Record], frames: Mapping[int, list[str]]) -> dict[str, Any]:
+    data = {entry[ENTRY]: entry["content"] for entry in entries}
+    if header.get("level") == "debug":
+        return {"debug.json": {**header, "data": data}}
+    return {
+        "dump.json": {**header, "data": data},
+        "stack.json": _stacks(entries, frames),
+        "construct.json": {entry[ENTRY]: entry["parent"] for entry in entries} if header.get("level") != "L1" else {},
+    }
+
+
+def _spelled(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry: spread out over more, a step of a large model is a million lines."""
+    lines = []
+    for key, value in content.items():
+        below = isinstance(value, dict) and key == "data"
+        lines.append(f"{json.dumps(key)}: {_spelled(value) if below else json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}" if lines else "{}"
+
+
+def _stacks(entries: Iterable[Record], frames: Mapping[int, list[str]]) -> dict[str, Any]:
+    """The names that share a stack, and the stack."""
+    names: dict[int, list[str]] = {}
+    for entry in entries:
+        if entry["stack"] is not None:
+            names.setdefault(entry["stack"], []).append(entry[ENTRY])
+    return {str(number): [called, frames.get(stack, [])] for number, (stack, called) in enumerate(names.items())}

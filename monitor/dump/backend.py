@@ -1,0 +1,109 @@
+"""What a framework's room brings to its precision dump: a module of the names of ``DumpBackend``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from monitor.capture.backend import Graph
+from monitor.capture.hooks import Removable
+from monitor.dump.measured import Leaf
+from monitor.failures import Failures
+
+
+class Reader(Protocol):
+    """Reads tensors on the thread that computes them; the rest is done by the writer."""
+
+    def leaf(self, x: Any, file: str | None) -> Leaf:
+        """What is to be known of ``x`` as it is now.
+
+        Args:
+            file: The name of the file that its elements are to be kept in; None where they are not.
+        """
+
+
+class ApiListener(Protocol):
+    """Who is told of calls of APIs. Must not raise."""
+
+    def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call is about to happen. Returns what is to be handed to ``ended``; None if nobody wants to know of that."""
+
+    def ended(self, call: Any, result: Any) -> None:
+        """It has returned."""
+
+    def raised(self, call: Any) -> None:
+        """It has raised."""
+
+
+class Interception(Protocol):
+    """What sees calls of APIs."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None:
+        """Take everything away. Any number of times."""
+
+    def register(self, module: Any, api: str, prefix: str) -> None:
+        """See one more from the next ``install`` on.
+
+        Raises:
+            ValueError: There is no such function.
+        """
+
+    def restore(self, module: Any, api: str) -> None:
+        """See it no more, and leave it as it was."""
+
+
+class DumpBackend(Protocol):
+    """See the module."""
+
+    framework: str
+    module_prefix: str
+    tensor: type
+    graph: Graph
+
+    def computing(self) -> AbstractContextManager[object]:
+        """What is called inside is recorded by nobody."""
+
+    def new_reader(self, *, checksums: bool) -> Reader: ...
+
+    def new_interception(self, listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> Interception:
+        """What sees calls of the APIs in the list, and those of primitives that modules have.
+
+        Raises:
+            ConfigError: The list cannot be used.
+        """
+
+    def models_of(self, model: Any) -> Sequence[Any]:
+        """The models that were passed.
+
+        Raises:
+            TypeError: Something among them is no module.
+        """
+
+    def modules_of(self, model: Any, failures: Failures) -> Iterable[tuple[str, Any]]:
+        """The modules below a model that take hooks, and their names."""
+
+    def parameters_of(self, module: Any) -> Iterable[tuple[str, Any]]:
+        """Those that are a module's own, and their names in it."""
+
+    def on_parameter(self, parameter: Any, take: Callable[[Any], None]) -> Removable | None:
+        """Have ``take(gradient)`` called in each backward; None for one that is not trained."""
+
+    def before_forward(self, module: Any, call: Callable[..., None]) -> Removable: ...
+
+    def after_forward(self, module: Any, call: Callable[..., None], *, always: bool = False) -> Removable: ...
+
+    def backward_pass(self) -> int:
+        """The number of the backward in progress; another one for each."""
+
+    def rank(self) -> int | None:
+        """Of this process in its job; None where there is no job of several."""
+
+    def refuse(self, level: str) -> None:
+        """Raise where a level cannot be recorded in the mode that is set.
+
+        Raises:
+            ValueError: It says why, and what to do.
+        """

@@ -1,0 +1,154 @@
+"""One call of a module or an API: read before and after, and its gradients awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from monitor.dump.backend import DumpBackend
+from monitor.dump.measured import Slot
+from monitor.dump.names import CallName
+from monitor.dump.session import Backward, Session
+from monitor.dump.values import Trees, results
+from monitor.failures import Failures
+
+ADVICE = "Its entry is missing from the dump."
+
+Parameters = Iterable[tuple[str, Any]]
+
+
+class Recorded:
+    """What a session makes of calls.
+
+    Args:
+        failures: Told of what cannot be read.
+    """
+
+    def __init__(self, session: Session, backend: DumpBackend, failures: Failures) -> None:
+        self.session = session
+        self.backend = backend
+        self.failures = failures
+        self.trees = Trees(backend.tensor)
+
+    def opened(self, name: CallName) -> Call:
+        """The call ``name``, of which ``begin`` has still to be told."""
+        return Call(name, self)
+
+
+class Call:
+    """Between its beginning and its end."""
+
+    def __init__(self, name: CallName, recorded: Recorded) -> None:
+        self.name = name
+        self._recorded, self._session, self._graph = recorded, recorded.session, recorded.backend.graph
+        self._trees = recorded.trees
+        self._content: dict[str, Any] | None = None
+        self._backward: Backward | None = None
+        self._inputs: dict[Any, list[Slot]] = {}
+        self._start = 0
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What it is given is read, before it may change it."""
+        if not self._session.selection.begins(self.name.of("forward")):
+            return
+        self._stack = self._session.stack()
+        if self._session.wants(self.name, "forward"):
+            wanted = self._session.wants(self.name, "forward", "input")
+            self._content = self._inputs_read(args, kwargs) if wanted else {}
+        if self._graph.recording() and self._session.wants(self.name, "backward"):
+            self._note_inputs([*args, *kwargs.values()])
+
+    def end(self, result: Any, parameters: Parameters = ()) -> None:
+        """It has returned: what it gave is read, and the entry of its forward is complete."""
+        name, outputs = self.name.of("forward"), results(result)
+        if self._content is not None:
+            if self._session.wants(self.name, "forward", "output"):
+                self._content["output"] = self._trees.all_of(outputs, f"{name}.output", self._session.leaf)
+            if own := self._parameters(f"{name}.parameters", parameters):
+                self._content["parameters"] = own
+            self._session.enter(name, self._content, self._session.parent("forward"), self._stack)
+        if self._backward is not None:
+            self._watch(self._backward, outputs)
+        self._session.selection.ended(name)
+
+    def _inputs_read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        name, leaf = f"{self.name.of('forward')}.input", self._session.leaf
+        named = {key: self._trees.of(value, f"{name}.{key}", leaf) for key, value in kwargs.items()}
+        return {"input_args": self._trees.all_of(args, name, leaf), "input_kwargs": named}
+
+    def _parameters(self, name: str, parameters: Parameters) -> dict[str, Any]:
+        if not self._session.wants(self.name, "forward", "input"):
+            return {}
+        return {key: self._session.leaf(parameter, f"{name}.{key}") for key, parameter in parameters}
+
+    def _note_inputs(self, values: Sequence[Any]) -> None:
+        """Where the gradients of what it is given will go. They are counted as the values are, keyword arguments last."""
+        name = self.name.of("backward")
+        self._backward = Backward(name, self._session.parent("backward"), self._stack)
+        if self._session.wants(self.name, "backward", "output"):
+            slots = [self._trees.slots(value, f"{name}.output.{i}", self._note) for i, value in enumerate(values)]
+            self._backward.content["output"] = self._without_end(slots, values)
+        self._start = self._graph.sequence_nr()
+
+    def _without_end(self, slots: list[Any], values: Sequence[Any]) -> list[Any]:
+        """Strides and the like, behind the last tensor, have no place among gradients."""
+        end = len(slots)
+        while end and slots[end - 1] is None and not isinstance(values[end - 1], self._recorded.backend.tensor):
+            end -= 1
+        return slots[:end]
+
+    def _note(self, x: Any, slot: Slot) -> bool:
+        if not self._graph.requires_grad(x):
+            return False
+        self._inputs.setdefault(self._graph.gradient_target(x), []).append(slot)
+        return True
+
+    def _watch(self, backward: Backward, outputs: Sequence[Any]) -> None:
+        """Have the gradients of what it gave and of what it was given come in."""
+        given: list[tuple[Any, Slot]] = []
+
+        def note(x: Any, slot: Slot) -> bool:
+            if self._graph.requires_grad(x):
+                given.append((x, slot))
+            return bool(given) and given[-1][1] is slot
+
+        name = f"{backward.name}.input"
+        slots = [self._trees.slots(value, f"{name}.{i}", note) for i, value in enumerate(outputs)]
+        if not given:
+            return
+        if self._session.wants(self.name, "backward", "input"):
+            backward.content = {"input": slots, **backward.content}
+            for x, slot in given:
+                self._watch_tensor(x, self._taking(backward, slot))
+        if self._inputs:
+            self._watch_inputs(backward, [x for x, _ in given])
+
+    def _watch_inputs(self, backward: Backward, outputs: Sequence[Any]) -> None:
+        passed = {self._graph.gradient_target(x): x for x in outputs}
+        inside = [target for target in self._inputs if target not in passed]
+        edges = self._graph.producers(outputs, inside, self._start) if inside else {}
+        for target, slots in self._inputs.items():
+            if target in passed:
+                for slot in slots:
+                    self._watch_tensor(passed[target], self._taking(backward, slot))
+            elif edges[target]:
+                for handle in self._graph.watch(target, edges[target], self._taking_all(backward, slots)):
+                    self._session.until_end.add(handle)
+
+    def _watch_tensor(self, x: Any, take: Callable[[Any], None]) -> None:
+        handle = self._graph.on_gradient(x, take)
+        if not self._graph.made_since(x, self._start):
+            self._session.until_end.add(handle)
+
+    def _taking(self, backward: Backward, slot: Slot) -> Callable[[Any], None]:
+        return self._taking_all(backward, [slot])
+
+    def _taking_all(self, backward: Backward, slots: Sequence[Slot]) -> Callable[[Any], None]:
+        takes = [self._session.expect(backward, slot) for slot in slots]
+
+        def take(gradient: Any) -> None:
+            for one in takes:
+                one(gradient)
+
+        guarded: Callable[[Any], None] = self._recorded.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
+        return guarded

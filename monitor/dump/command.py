@@ -1,0 +1,43 @@
+"""``monitor-dump-recover``: dumps of processes that were killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from monitor.dump.recovery import recover
+from monitor.terminal import say
+
+CLEAN, FLAWED, NOTHING = 0, 1, 2
+"""Exit statuses."""
+
+app: Final = typer.Typer(add_completion=False)
+
+
+@app.command()
+def monitor_dump_recover(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A dump_path, or a directory in it.")],
+) -> None:
+    """Make dump.json and its companions of what a process had recorded when it was killed.
+
+    Exit status: 0 everything is complete now, 1 something could not be completed, 2 there is no such directory.
+    """
+    errors = Console(stderr=True)
+    if not directory.is_dir():
+        say(errors, f"{directory} is no directory: name a dump_path.", style="red")
+        raise typer.Exit(NOTHING)
+    failed = False
+    found = False
+    for one in recover(directory):
+        found = True
+        if one.entries is None:
+            failed = True
+            say(errors, f"left as it is: {one.directory}: {one.reason}", style="yellow")
+        else:
+            say(Console(), f"{one.entries:,} entries in {one.directory}")
+    if not found:
+        say(Console(), "nothing is left to recover")
+    raise typer.Exit(FLAWED if failed else CLEAN)

@@ -1,0 +1,145 @@
+"""The configuration of a precision dump: ``config.json``, and the arguments of ``PrecisionDebugger`` that win over it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+
+from monitor.config.explain import explain, shown
+from monitor.config.jsonc import JsonError, Path, parse
+from monitor.config.loading import ConfigError, content_of
+
+TASKS: Final = ("statistics", "tensor")
+LEVELS: Final = ("L0", "L1", "mix", "debug")
+NOT_HERE: Final = {
+    "L2": "L2 records what kernels of an Ascend device compute, which needs that device and its tools: use L0, L1, mix or debug"
+}
+_RANGE: Final = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
+_MOST_NUMBERS: Final = 1_000_000
+
+
+def _numbers(value: object) -> list[int]:
+    """``[0, 4, "6-8"]`` is 0, 4, 6, 7, 8; a lone number is a list of itself."""
+    items = value if isinstance(value, list | tuple) else [value]
+    found: dict[int, None] = {}
+    for item in items:
+        found.update(dict.fromkeys(_number_or_range(item)))
+    return list(found)
+
+
+def _number_or_range(item: object) -> range:
+    if isinstance(item, int) and not isinstance(item, bool) and item >= 0:
+        return range(item, item + 1)
+    match = _RANGE.fullmatch(item) if isinstance(item, str) else None
+    if match is None or not 0 <= int(match[2]) - int(match[1]) < _MOST_NUMBERS:
+        raise ValueError(f'{shown(item)} is neither a number from 0 on nor a range like "4-6"')
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def _known_level(value: object) -> object:
+    if isinstance(value, str) and value in NOT_HERE:
+        raise ValueError(NOT_HERE[value])
+    return value
+
+
+def _none_or_two(value: object) -> list[str]:
+    names = [name for name in value if isinstance(name, str) and name] if isinstance(value, list) else []
+    if not isinstance(value, list) or len(names) != len(value) or len(names) not in (0, 2):
+        raise ValueError("expected [] or two names, where to begin and where to end, both included")
+    return names
+
+
+Numbers = Annotated[
+    list[int], PlainValidator(_numbers), WithJsonSchema({"allowed": 'a list of numbers from 0 on, or ranges like "4-6"'})
+]
+Level = Annotated[Literal["L0", "L1", "mix", "debug"], BeforeValidator(_known_level)]
+Scope = Annotated[list[str], PlainValidator(_none_or_two), WithJsonSchema({"allowed": "[] or a list of two names"})]
+Names = list[Annotated[str, Field(min_length=1)]]
+DataModes = list[Literal["all", "forward", "backward", "input", "output"]]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Chosen(_Strict):
+    """What of a step is recorded."""
+
+    scope: Scope = []
+    """From which call to which, both included: names as ``dump.json`` has them."""
+    names: Names = Field(default=[], alias="list")
+    """Only calls whose names have this in them, as whole parts between dots, and what is called within such modules."""
+    data_mode: DataModes = ["all"]
+    """``forward`` or ``backward``, ``input`` or ``output``; one of a pair that is not named is not narrowed down."""
+
+
+class Statistics(Chosen):
+    """Of the task ``statistics``."""
+
+    summary_mode: Literal["statistics", "md5"] = "statistics"
+    """``md5`` adds the CRC-32 of each tensor's bytes."""
+
+
+class DumpConfig(_Strict):
+    """The whole configuration."""
+
+    task: Literal["statistics", "tensor"] = "statistics"
+    dump_path: Annotated[str, Field(min_length=1)] = "./dump_path"
+    rank: Numbers = []
+    """The ranks to record; all if empty."""
+    step: Numbers = []
+    """The steps to record; all if empty."""
+    level: Level = "L1"
+    statistics: Statistics = Statistics()
+    tensor: Chosen = Chosen()
+    api_list: Annotated[str, Field(min_length=1)] | None = None
+    """A file that lists the APIs of L1, in place of the one that comes with this package."""
+
+    @property
+    def chosen(self) -> Chosen:
+        """What the task in question records."""
+        return self.tensor if self.task == "tensor" else self.statistics
+
+    @property
+    def checksums(self) -> bool:
+        return self.task == "statistics" and self.statistics.summary_mode == "md5"
+
+
+def load(path: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> DumpConfig:
+    """The file's fields, or the defaults where there is no file, overridden by the arguments that are not None.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it or in the arguments is not allowed.
+    """
+    name, fields, lines = "PrecisionDebugger", {}, {}  # type: str, dict[str, Any], Mapping[Path, int]
+    if path is not None:
+        name = os.path.expanduser(os.fsdecode(path))
+        fields, lines = _read(name)
+    given = {field: value for field, value in arguments.items() if value is not None}
+    if "dump_path" in given and isinstance(given["dump_path"], os.PathLike):
+        given["dump_path"] = os.fsdecode(given["dump_path"])
+    try:
+        return DumpConfig.model_validate({**fields, **given})
+    except ValidationError as error:
+        own = {place: line for place, line in lines.items() if place[0] not in given}
+        raise ConfigError(_listed(name, explain(DumpConfig, error, own))) from None
+
+
+def _read(name: str) -> tuple[dict[str, Any], Mapping[Path, int]]:
+    try:
+        document = parse(content_of(name).decode("utf-8").removeprefix("\ufeff"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: it is not UTF-8, save it as UTF-8") from None
+    except JsonError as error:
+        raise ConfigError(f"{name}: line {error.line}, column {error.column}: {error}") from None
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{name}: expected an object in braces, found {shown(document.value)}")
+    return document.value, document.lines
+
+
+def _listed(name: str, problems: list[str]) -> str:
+    return f"{name}: {problems[0]}" if len(problems) == 1 else "\n  ".join([f"{name}: several problems", *problems])

@@ -1,0 +1,288 @@
+"""``PrecisionDebugger``: when what is recorded, and where it goes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from monitor.dump import points
+from monitor.dump.apis import ApiDump
+from monitor.dump.backend import DumpBackend, Interception
+from monitor.dump.calls import Recorded
+from monitor.dump.config import load
+from monitor.dump.errors import DumpFailures
+from monitor.dump.modules import ModuleDump, Tokens
+from monitor.dump.parameter_gradients import ParameterGradients
+from monitor.dump.session import Session
+from monitor.dump.writer import Writer
+from monitor.pipeline.process import PROCESS
+
+WITH_MODULES: Final = ("L0", "mix")
+WITH_APIS: Final = ("L1", "mix")
+
+
+class PrecisionDebugger:
+    """Dumps what modules and APIs are given and give, in the steps that are chosen.
+
+    >>> debugger = PrecisionDebugger("config.json")     # doctest: +SKIP
+    >>> for batch in data:                              # doctest: +SKIP
+    ...     debugger.start(model)
+    ...     loss = train(batch)
+    ...     debugger.stop()
+    ...     debugger.step()
+
+    Args:
+        config_path: JSON, comments welcome. Without it the defaults hold.
+        task: ``statistics`` or ``tensor``. This and the following win over the file.
+        dump_path: The directory to write to.
+        level: ``L0``, ``L1``, ``mix`` or ``debug``.
+        step: The steps to record; all if empty.
+
+    Raises:
+        ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
+    """
+
+    _backend: ClassVar[DumpBackend]
+
+    def __init__(
+        self,
+        config_path: str | os.PathLike[str] | None = None,
+        task: str | None = None,
+        dump_path: str | os.PathLike[str] | None = None,
+        level: str | None = None,
+        step: int | Sequence[int | str] | None = None,
+    ) -> None:
+        arguments = {"task": task, "dump_path": dump_path, "level": level, "step": step}
+        self.config = load(config_path, arguments)
+        self._directory = Path(self.config.dump_path).expanduser().absolute()
+        self._failures = DumpFailures()
+        self._writer = Writer(self._failures)
+        self._reader = self._backend.new_reader(checksums=self.config.checksums)
+        self._custom: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self._step = 0
+        self._session: Session | None = None
+        self._gradients: dict[str, ParameterGradients] = {}
+        self._tokens = Tokens(None)
+        self._token_range: tuple[int, int] | None = None
+        self._modules: ModuleDump | None = None
+        self._apis: Interception | None = None
+        self._roots: list[Any] = []
+        self._rank_id: int | None = None
+        self._passed: Callable[[], Any] = _nothing
+        self._at_exit()
+
+    # what users call
+
+    def start(self, model: Any = None, token_range: Sequence[int] | None = None, rank_id: int | None = None) -> None:
+        """Record from here on, if this step and this rank are chosen.
+
+        Args:
+            model: A module, or a list or tuple of them: those below it are recorded, it itself is not. L0 and mix need it.
+            token_range: The first and the last forward of the model to record, counted from 1, in a loop that generates.
+            rank_id: Names the directory of this process where its rank is not told apart from others'.
+
+        Raises:
+            TypeError: ``model`` is no module.
+            ValueError: An argument is missing or out of range, or the level cannot be recorded in the mode that is set.
+            ConfigError: The list of APIs cannot be used.
+        """
+        models = self._checked(model, token_range, rank_id)
+        self._passed = _weakly(model)
+        if self._modules is not None or self._apis is not None or self.config.level == "debug" or not self._is_chosen():
+            return
+        session = self._opened()
+        if session is None:
+            return
+        recorded = Recorded(session, self._backend, self._failures)
+        if self._tokens.wanted != self._token_range:
+            self._tokens = Tokens(self._token_range)
+        apis = self._interception(recorded, models) if self.config.level in WITH_APIS else None
+        self._count_tokens(models)
+        if self.config.level in WITH_MODULES:
+            self._modules = ModuleDump(recorded, self._tokens, self._backend.module_prefix, self._gradients)
+            self._modules.watch(models, numbered=isinstance(model, (list, tuple)))
+        if apis is not None:
+            self._apis = apis
+            apis.install()
+
+    def stop(self) -> None:
+        """Record no call that begins from here on, take away what stood in the way, and make the files of what was recorded.
+
+        Gradients of calls that were recorded are still taken until ``step``.
+        """
+        self._detach()
+        if self._session is not None and self._session.here:
+            self._failures.guarded("making the files of a dump", self._session.assemble)()
+
+    def step(self) -> None:
+        """The step is over: its files are complete."""
+        self._detach()
+        session, self._session = self._session, None
+        if session is not None:
+            self._failures.guarded("completing a dump", session.close)()
+        self._gradients.clear()
+        self._tokens, self._token_range = Tokens(None), None
+        self._step += 1
+
+    def save(self, variable: Any, name: str, save_backward: bool = True) -> None:
+        """Save a value of the program, and its gradient, at level ``debug``.
+
+        Args:
+            variable: A tensor, a number, a text, or lists, tuples and dicts of them.
+            name: What it is called in ``debug.json``.
+            save_backward: Whether to save its gradient, too.
+
+        Raises:
+            TypeError: ``name`` is no text.
+        """
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"name is {name!r}: expected a text that the value is called by.")
+        if self.config.level != "debug":
+            self._failures.warn(
+                "save", f"save() records at level debug alone, and level is {self.config.level}: nothing saved."
+            )
+        elif self._is_chosen() and (session := self._opened()) is not None and session.here:
+            recorded = Recorded(session, self._backend, self._failures)
+            self._failures.guarded("saving a value", points.save, of=name)(recorded, variable, name, backward=save_backward)
+
+    def set_init_step(self, step: int) -> None:
+        """Count steps from ``step``, before the first of them.
+
+        Raises:
+            ValueError: It is no whole number from 0 on.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step is {step!r}: expected a whole number from 0 on.")
+        self._step = step
+
+    def register_custom_api(self, module: Any, api: str, api_prefix: str | None = None) -> None:
+        """Record calls of ``module.api``, too, at L1 and mix, under ``{api_prefix}.{api}``.
+
+        Raises:
+            ValueError: There is no such function.
+        """
+        if not callable(getattr(module, api, None)):
+            raise ValueError(f"{getattr(module, '__name__', module)!r} has no function {api!r} that could be recorded.")
+        prefix = api_prefix or str(getattr(module, "__name__", module)).rpartition(".")[2].capitalize()
+        self._custom[id(module), api] = module, api, prefix
+        if self._apis is not None:
+            self._apis.register(module, api, prefix)
+
+    def restore_custom_api(self, module: Any, api: str) -> None:
+        """Record it no more, and leave it as it was."""
+        self._custom.pop((id(module), api), None)
+        if self._apis is not None:
+            self._apis.restore(module, api)
+
+    @property
+    def model(self) -> Any:
+        """What ``start`` was given last, as long as somebody else keeps it."""
+        return self._passed()
+
+    # how it is done
+
+    def _interception(self, recorded: Recorded, models: Sequence[Any]) -> Interception:
+        listener = ApiDump(recorded, self._tokens)
+        apis = self._backend.new_interception(listener, self.config.api_list, primitives_of=models)
+        for module, api, prefix in self._custom.values():
+            apis.register(module, api, prefix)
+        return apis
+
+    def _checked(self, model: Any, token_range: Sequence[int] | None, rank_id: int | None) -> Sequence[Any]:
+        level = self.config.level
+        if model is None and (level in WITH_MODULES or token_range is not None):
+            what = "token_range" if token_range is not None else f"level {level}"
+            raise ValueError(f"{what} needs the model: call start(model).")
+        if rank_id is not None and (isinstance(rank_id, bool) or not isinstance(rank_id, int) or rank_id < 0):
+            raise ValueError(f"rank_id is {rank_id!r}: expected a whole number from 0 on.")
+        if token_range is not None and not _is_range(token_range):
+            raise ValueError(f"token_range is {token_range!r}: expected two whole numbers, the first and the last token.")
+        self._backend.refuse(level)
+        if rank_id is not None:
+            self._rank_id = rank_id
+        if token_range is not None:
+            self._token_range = token_range[0], token_range[1]
+        return [] if model is None else self._backend.models_of(model)
+
+    def _rank(self) -> int | None:
+        return self._backend.rank() if self._rank_id is None else self._rank_id
+
+    def _is_chosen(self) -> bool:
+        if self.config.step and self._step not in self.config.step:
+            return False
+        return not self.config.rank or (self._rank() or 0) in self.config.rank
+
+    def _opened(self) -> Session | None:
+        """The session of this step. None, and said once, where nothing can be written: training goes on."""
+        if self._session is None:
+            rank = self._rank()
+            place = f"proc{os.getpid()}" if rank is None else f"rank{rank}"
+            directory = self._directory / f"step{self._step}" / place
+            self._failures.directory = directory
+            self._session = self._failures.guarded("opening a dump", Session)(
+                directory, self.config, self._backend.framework, self._reader, self._writer, self._failures
+            )
+        return self._session
+
+    def _count_tokens(self, models: Sequence[Any]) -> None:
+        if self._token_range is None:
+            return
+        # Placed before those of its modules, and so called before them.
+        self._roots = [
+            self._backend.before_forward(models[0], self._tokens.begins),
+            self._backend.after_forward(models[0], self._tokens.ended, always=True),
+        ]
+
+    def _detach(self) -> None:
+        for attached in (self._apis, self._modules, *self._roots):
+            if attached is not None:
+                self._failures.guarded("letting go of what was watched", attached.remove)()
+        self._apis, self._modules = None, None
+        self._roots.clear()
+        if self._session is not None:
+            self._session.open_modules.clear()
+
+    def _at_exit(self) -> None:
+        known = weakref.ref(self)
+
+        def end() -> None:
+            if (living := known()) is not None and threading.current_thread() is threading.main_thread():
+                living.close()
+
+        PROCESS.at_end(end)
+
+    def close(self) -> None:
+        """Complete the step in progress, and end the thread that writes. At exit this happens by itself."""
+        if self._session is not None:
+            self.step()
+        self._writer.close()
+
+
+def _nothing() -> None:
+    """No model was passed."""
+
+
+def _weakly(model: Any) -> Callable[[], Any]:
+    """The model, or the list or tuple of models, kept alive by nobody here."""
+    if model is None:
+        return _nothing
+    if not isinstance(model, (list, tuple)):
+        return weakref.ref(model)
+    known = [weakref.ref(one) for one in model]
+
+    def models() -> list[Any] | None:
+        living = [one for reference in known if (one := reference()) is not None]
+        return living if len(living) == len(known) else None
+
+    return models
+
+
+def _is_range(token_range: Sequence[int]) -> bool:
+    if not isinstance(token_range, (list, tuple)) or len(token_range) != 2:
+        return False
+    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in token_range)
+    return whole and 0 <= token_range[0] <= token_range[1]

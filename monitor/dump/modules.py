@@ -1,0 +1,117 @@
+"""L0: what goes into each module and comes out of it, forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from monitor.capture.hooks import HookSet
+from monitor.dump.calls import ADVICE, Call, Recorded
+from monitor.dump.names import CallName
+from monitor.dump.parameter_gradients import ParameterGradients
+
+
+class Tokens:
+    """Which forwards of a model are recorded: those of a range of tokens, or all.
+
+    Args:
+        wanted: The first and the last, counted from 1.
+    """
+
+    def __init__(self, wanted: tuple[int, int] | None) -> None:
+        self.wanted = wanted
+        self._count = 0
+        self.open = wanted is None
+
+    def begins(self, *_: Any) -> None:
+        """The model is called."""
+        if self.wanted is not None:
+            self._count += 1
+            self.open = self.wanted[0] <= self._count <= self.wanted[1]
+
+    def ended(self, *_: Any) -> None:
+        self.open = self.wanted is None
+
+
+class ModuleWatcher:
+    """The hooks of one module.
+
+    Args:
+        base: ``Module.conv1.Conv2d``.
+    """
+
+    def __init__(self, base: str, recorded: Recorded, tokens: Tokens, gradients: ParameterGradients) -> None:
+        self._base = base
+        self._recorded, self._session, self._backend = recorded, recorded.session, recorded.backend
+        self._tokens = tokens
+        self._gradients = gradients
+        self._open: list[Call] = []
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._tokens.open or not self._session.here:
+            return
+        name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
+        call = self._recorded.opened(name)
+        self._open.append(call)
+        try:
+            with self._session.at_work():
+                call.begin(args, kwargs)
+        finally:
+            self._session.open_modules.append(name)
+        if self._backend.graph.recording():
+            self._gradients.watch(module)
+
+    def after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+        """Also called, where the framework can, when forward raised."""
+        if not self._open or not self._session.here:
+            return
+        call = self._open.pop()
+        self._close(call.name)
+        if result is not None:
+            with self._session.at_work():
+                call.end(result, self._backend.parameters_of(module))
+
+    def _close(self, name: CallName) -> None:
+        """What is still open below it has raised."""
+        modules = self._session.open_modules
+        while modules and modules.pop() != name:
+            pass
+
+
+class ModuleDump:
+    """All modules below the models that were passed.
+
+    Args:
+        prefix: ``Module`` or ``Cell``.
+        gradients: Of the step's modules, by their names: segments of a step share them.
+    """
+
+    def __init__(self, recorded: Recorded, tokens: Tokens, prefix: str, gradients: dict[str, ParameterGradients]) -> None:
+        self._recorded = recorded
+        self._tokens = tokens
+        self._prefix = prefix
+        self._gradients = gradients
+        self._hooks = HookSet()
+
+    def watch(self, models: Sequence[Any], *, numbered: bool) -> None:
+        """Hook every module but the models themselves.
+
+        Args:
+            numbered: Whether names have the model's place among the models.
+        """
+        for index, model in enumerate(models):
+            prefix = f"{self._prefix}.{index}" if numbered else self._prefix
+            for name, module in self._recorded.backend.modules_of(model, self._recorded.failures):
+                self._watch_module(f"{prefix}.{name}.{type(module).__name__}", module)
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _watch_module(self, base: str, module: Any) -> None:
+        gradients = self._gradients.setdefault(base, ParameterGradients(base, self._recorded))
+        watcher = ModuleWatcher(base, self._recorded, self._tokens, gradients)
+        guarded, backend = self._recorded.failures.guarded, self._recorded.backend
+        before = guarded("reading the inputs", watcher.before, ADVICE, of=base)
+        after = guarded("reading the outputs", watcher.after, ADVICE, of=base)
+        self._hooks.add(backend.before_forward(module, before))
+        self._hooks.add(backend.after_forward(module, after, always=True))

@@ -1,0 +1,65 @@
+"""Records of a step, one a line with its checksum in front, so that what was written before a process was killed can be told
+from the line that it was writing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+FILE: Final = ".dump.records"
+"""Beside the files that are made of it. It is there while a step is recorded, and after a process was killed."""
+
+Record = dict[str, Any]
+
+
+class Records:
+    """Appends to a file. What was appended survives the process; that it is still written to shows in a lock on it.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = open(path, "a", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def append(self, record: str) -> None:
+        """Add a record, a JSON text. It is in the file after ``flush``."""
+        self._file.write(f"{zlib.crc32(record.encode()):08x} {record}\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process is still at it. Raises ``OSError`` where the file cannot be opened."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a file, as far as they are whole.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open(path, "rb") as file:
+        for line in file:
+            checksum, _, record = line.rstrip(b"\n").partition(b" ")
+            if not line.endswith(b"\n") or checksum != f"{zlib.crc32(record):08x}".encode():
+                return
+            yield json.loads(record)

@@ -1,0 +1,44 @@
+"""What a process that was killed had recorded, made into files afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from monitor.dump.assembly import finish
+from monitor.dump.records import FILE, is_written
+from monitor.dump.writer import DATA
+from monitor.ranks.output import remove_drafts
+
+
+class Recovered(NamedTuple):
+    """What became of one rank's step.
+
+    Attributes:
+        entries: How many its files have now; None where nothing was done.
+        reason: Why not.
+    """
+
+    directory: Path
+    entries: int | None
+    reason: str = ""
+
+
+def recover(directory: Path) -> Iterator[Recovered]:
+    """Complete every step below ``directory`` that was left behind."""
+    for records in sorted(directory.rglob(FILE)):
+        yield _recovered(records)
+
+
+def _recovered(records: Path) -> Recovered:
+    directory = records.parent
+    try:
+        if is_written(records):
+            return Recovered(directory, None, "a process is still writing to it")
+        for place in (directory, directory / DATA):
+            if place.is_dir():
+                remove_drafts(place)
+        return Recovered(directory, finish(directory))
+    except (OSError, ValueError, KeyError) as error:
+        return Recovered(directory, None, str(error))

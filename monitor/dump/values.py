@@ -1,0 +1,120 @@
+"""What a call was given and gave, as a tree of JSON in which each tensor is a leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from monitor.dump.measured import Leaf, Slot
+
+MAX_DEPTH: Final = 16
+MOST_BYTES: Final = 255
+"""Of a file's name."""
+
+OnTensor = Callable[[Any, str], Any]
+"""What stands in the tree for a tensor: given the tensor and its name."""
+
+
+def file_name(name: str) -> str:
+    """The file of a tensor. A name that is too long for one is cut, and told from others by its checksum."""
+    name = name.replace("/", "_")
+    if len(name.encode()) + len(".npy") > MOST_BYTES:
+        name = f"{name.encode()[: MOST_BYTES - 13].decode(errors='ignore')}.{zlib.crc32(name.encode()):08x}"
+    return f"{name}.npy"
+
+
+def results(value: Any) -> Sequence[Any]:
+    """The outputs of a call: several where it returned a tuple."""
+    return value if type(value) is tuple else (value,)
+
+
+class Trees:
+    """Builds trees.
+
+    Args:
+        tensor: The class of a tensor.
+    """
+
+    def __init__(self, tensor: type) -> None:
+        self._tensor = tensor
+
+    def of(self, value: Any, name: str, on_tensor: OnTensor, depth: int = 0) -> Any:
+        """The tree of a value. What is neither a tensor nor holds any stands there with its type and value."""
+        if isinstance(value, self._tensor):
+            return on_tensor(value, name)
+        children = None if depth >= MAX_DEPTH else _children(value)
+        if children is None:
+            return _plain(value)
+        below = {str(key): self.of(child, f"{name}.{key}", on_tensor, depth + 1) for key, child in children}
+        return list(below.values()) if isinstance(value, (tuple, list)) else below
+
+    def all_of(self, values: Sequence[Any], name: str, on_tensor: OnTensor) -> list[Any]:
+        """The trees of several, each with its number."""
+        return [self.of(value, f"{name}.{i}", on_tensor) for i, value in enumerate(values)]
+
+    def slots(self, value: Any, name: str, wanted: Callable[[Any, Slot], bool], depth: int = 0) -> Any:
+        """The tree of the gradients of a value: a slot for each tensor that is ``wanted``, None for what has no gradient."""
+        if isinstance(value, self._tensor):
+            slot = Slot(name)
+            return slot if wanted(value, slot) else None
+        children = None if depth >= MAX_DEPTH else _children(value)
+        if children is None:
+            return None
+        below = {str(key): self.slots(child, f"{name}.{key}", wanted, depth + 1) for key, child in children}
+        return (list(below.values()) if isinstance(value, (tuple, list)) else below) if _any(below.values()) else None
+
+
+def filled(tree: Any) -> Any:
+    """A tree for the encoder: slots as the leaves that came, or None."""
+    if isinstance(tree, Slot):
+        return tree.leaf
+    if isinstance(tree, list):
+        return [filled(one) for one in tree]
+    return {key: filled(one) for key, one in tree.items()} if isinstance(tree, dict) else tree
+
+
+def leaves(tree: Any) -> Iterable[Leaf]:
+    """The tensors of a tree."""
+    if isinstance(tree, Leaf):
+        yield tree
+    elif isinstance(tree, (list, dict)):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(one)
+
+
+def _any(trees: Iterable[Any]) -> bool:
+    return any(tree is not None for tree in trees)
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    return None
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, (bool, int, float, str)):
+        return {"type": type(value).__name__, "value": _exact(value)}
+    if isinstance(value, slice):
+        bounds = [one if one is None or isinstance(one, int) else str(one) for one in (value.start, value.stop, value.step)]
+        return {"type": "slice", "value": bounds}
+    kind = type(value)
+    told = {"type": kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"}
+    # Types, devices and the like say what they are; what others say may be long, and have addresses in it.
+    return {**told, "value": str(value)} if kind.__name__ in ("dtype", "device", "layout", "memory_format") else told
+
+
+def _exact(value: Any) -> Any:
+    """Of subclasses (an enumeration of integers) what JSON has of them."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return None

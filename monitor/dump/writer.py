@@ -1,0 +1,155 @@
+"""The thread that turns what was caught into records and files, behind a queue that holds so many bytes and no more.
+
+A dump drops nothing: when the queue is full the training thread waits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from monitor.dump.measured import Leaf, checksum, derive_all
+from monitor.dump.records import Records
+from monitor.dump.storage import save_tensor
+from monitor.dump.values import leaves
+from monitor.failures import EarlierFailure, Failures
+
+MOST_BYTES: Final = 1 << 29
+MOST_ENTRIES: Final = 4096
+BATCH: Final = 256
+"""Entries that are worth waking for: their statistics are derived together, as columns."""
+
+GATHERED_SECONDS: Final = 0.2
+"""What fewer wait for at most. Whatever this thread does in Python holds up the other: so it is done seldom, and at once."""
+
+ADVICE: Final = "What was to be written is missing from the dump."
+
+DATA: Final = "dump_tensor_data"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One record to be.
+
+    Attributes:
+        records: Where it goes.
+        directory: Of the rank's step.
+        content: What the record holds; its ``content`` is a tree with leaves.
+    """
+
+    records: Records
+    directory: Path
+    content: dict[str, Any]
+    leaves: list[Leaf] = field(default_factory=list)
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.leaves = list(leaves(self.content.get("content")))
+        self.nbytes = sum(leaf.copy.nbytes for leaf in self.leaves if leaf.copy is not None)
+
+
+class Writer:
+    """One thread, which runs from the first entry until ``close``."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._queue: deque[Entry] = deque()
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._unwritten = 0
+        self._closing = False
+        self._hurry = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, entry: Entry) -> None:
+        """Hand an entry over. Waits while there is no room: for one that is larger than all room, until it is alone."""
+        with self._changed:
+            self._start()
+            while (self._bytes and (self._bytes + entry.nbytes > MOST_BYTES)) or self._unwritten >= MOST_ENTRIES:
+                self._changed.wait()
+            self._queue.append(entry)
+            self._bytes += entry.nbytes
+            self._unwritten += 1
+            if len(self._queue) == BATCH or entry.nbytes:
+                self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until everything that was handed over is in its file."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            while self._unwritten:
+                self._changed.wait()
+            self._hurry = False
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._closing = False
+            self._thread = threading.Thread(target=self._run, name="monitor-dump-writer", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while batch := self._taken():
+            try:
+                self._write(batch)
+            except EarlierFailure as failure:
+                self._failures.owe(failure)
+            except Exception as error:
+                self._failures.report("writing a dump", error, ADVICE)
+            with self._changed:
+                self._bytes -= sum(entry.nbytes for entry in batch)
+                self._unwritten -= len(batch)
+                self._changed.notify_all()
+
+    def _taken(self) -> list[Entry]:
+        with self._changed:
+            while not self._closing and not (self._queue and (self._hurry or self._bytes or len(self._queue) >= BATCH)):
+                if not self._changed.wait(GATHERED_SECONDS) and self._queue:
+                    break
+            return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH))]
+
+    def _write(self, batch: list[Entry]) -> None:
+        derive_all([leaf for entry in batch for leaf in entry.leaves])
+        for entry in batch:
+            try:
+                self._write_one(entry)
+            except Exception as error:
+                self._failures.report("writing an entry of a dump", error, ADVICE, of=str(entry.content.get("entry")))
+        for records in {id(entry.records): entry.records for entry in batch}.values():
+            records.flush()
+
+    def _write_one(self, entry: Entry) -> None:
+        for leaf in entry.leaves:
+            if leaf.copy is not None:
+                self._keep(leaf, entry.directory)
+        entry.records.append(json.dumps(entry.content, default=_told))
+
+    def _keep(self, leaf: Leaf, directory: Path) -> None:
+        """Store a tensor's elements, or their checksum. Without them it has no file."""
+        assert leaf.copy is not None
+        file, leaf.file = leaf.file, None
+        copy, leaf.copy = leaf.copy, None
+        array = copy.array()
+        if file is None:
+            leaf.checksum = checksum(array)
+            return
+        save_tensor(directory / DATA / file, array, copy.dtype)
+        leaf.file = file
+
+
+def _told(leaf: object) -> dict[str, Any]:
+    assert isinstance(leaf, Leaf), leaf
+    return leaf.told()

@@ -1,0 +1,161 @@
+"""Calls of MindSpore's functions, methods and primitives, as they happen.
+
+There is no hook for them, so attributes of modules and classes are replaced while the dump runs, and put back exactly: one that
+a class had inherited is taken away again. What is compiled meets none of it: it is told apart by its context.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from mindspore import Tensor, mint, nn, ops
+from mindspore.communication import comm_func
+from mindspore.graph.jit_context import jit_context
+from mindspore.mint import distributed
+from mindspore.ops import Primitive
+
+from monitor.dump.apis import api_list as read_list
+from monitor.dump.apis import packaged_list
+from monitor.dump.backend import ApiListener
+
+PLACES: Final = {
+    "Functional": ops,
+    "Tensor": Tensor,
+    "Mint": mint,
+    "MintFunctional": mint.nn.functional,
+    "MintDistributed": distributed,
+    "Distributed": comm_func,
+}
+"""Where names of a prefix are looked up."""
+
+PRIMITIVE: Final = "Primitive"
+
+Function = Callable[..., Any]
+Named = Callable[[Sequence[Any]], tuple[str, str] | None]
+"""Prefix and name of a call, given its arguments; None if it is not to be told."""
+
+
+class Patch:
+    """What stands in the place of one attribute.
+
+    Args:
+        owner: The module or class where callers look it up.
+        first: The first argument to tell of.
+    """
+
+    def __init__(self, owner: Any, name: str, named: Named, listener: ApiListener, first: int = 0) -> None:
+        self._owner, self._name = owner, name
+        self._was_its_own = name in vars(owner)
+        self._original: Function = vars(owner)[name] if self._was_its_own else getattr(owner, name)
+        self._ours = _telling(self._original, named, listener, first)
+
+    def install(self) -> None:
+        setattr(self._owner, self._name, self._ours)
+
+    def remove(self) -> None:
+        if vars(self._owner).get(self._name) is not self._ours:
+            return  # somebody has patched it since: ours stays in the chain, and has nobody to tell
+        if self._was_its_own:
+            setattr(self._owner, self._name, self._original)
+        else:
+            delattr(self._owner, self._name)
+
+
+class Interception:
+    """Everything that sees calls of APIs.
+
+    Args:
+        primitives_of: Models whose cells' primitives are seen, too.
+    """
+
+    def __init__(self, listener: ApiListener, api_list: str | None, primitives_of: Sequence[nn.Cell]) -> None:
+        self._listener = _Muted(listener)
+        listed = read_list(packaged_list(__file__) if api_list is None else api_list, tuple(PLACES))
+        self._patches = {(id(owner), name): self._patch(owner, name, prefix) for owner, name, prefix in _found(listed)}
+        self._primitives = _primitives(primitives_of)
+        for kind in {type(one): None for one, _ in self._primitives.values()}:
+            self._patches[id(kind), "__call__"] = Patch(kind, "__call__", self._named_primitive, self._listener, first=1)
+
+    def install(self) -> None:
+        self._listener.muted = False
+        for patch in self._patches.values():
+            patch.install()
+
+    def remove(self) -> None:
+        self._listener.muted = True
+        for patch in self._patches.values():
+            patch.remove()
+
+    def register(self, module: Any, api: str, prefix: str) -> None:
+        patch = self._patches.setdefault((id(module), api), self._patch(module, api, prefix))
+        if not self._listener.muted:
+            patch.install()
+
+    def restore(self, module: Any, api: str) -> None:
+        patch = self._patches.pop((id(module), api), None)
+        if patch is not None:
+            patch.remove()
+
+    def _patch(self, owner: Any, name: str, prefix: str) -> Patch:
+        called = prefix, name
+        return Patch(owner, name, lambda _: called, self._listener)
+
+    def _named_primitive(self, args: Sequence[Any]) -> tuple[str, str] | None:
+        _, name = self._primitives.get(id(args[0]), (None, None))
+        return None if name is None else (PRIMITIVE, name)
+
+
+class _Muted:
+    """A listener that is told nothing any more where a patch could not be taken out of a chain."""
+
+    def __init__(self, listener: ApiListener) -> None:
+        self._listener = listener
+        self.muted = True
+
+    def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return None if self.muted else self._listener.begins(prefix, name, args, kwargs)
+
+    def ended(self, call: Any, result: Any) -> None:
+        self._listener.ended(call, result)
+
+    def raised(self, call: Any) -> None:
+        self._listener.raised(call)
+
+
+def _telling(original: Function, named: Named, listener: ApiListener, first: int) -> Function:
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        called = None if jit_context() is not None else named(args)
+        call = None if called is None else listener.begins(*called, args[first:], kwargs)
+        if call is None:
+            return original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException:
+            listener.raised(call)
+            raise
+        listener.ended(call, result)
+        return result
+
+    return patched
+
+
+def _found(listed: Mapping[str, Sequence[str]]) -> Iterable[tuple[Any, str, str]]:
+    """The functions of the list, as far as this version of MindSpore has them."""
+    for prefix, owner in PLACES.items():
+        for name in listed.get(prefix, ()):
+            if callable(getattr(owner, name, None)):
+                yield owner, name, prefix
+
+
+def _primitives(models: Sequence[nn.Cell]) -> dict[int, tuple[Primitive, str]]:
+    """The primitives of all cells by their ids, each with the name of its attribute and class: ``conv2d.Conv2D``."""
+    return {
+        id(value): (value, f"{attribute}.{type(value).__name__}")
+        for model in models
+        for _, cell in model.cells_and_names()
+        for attribute, value in {**vars(cell), **getattr(cell, "_primitives", {})}.items()
+        if isinstance(value, Primitive)
+    }

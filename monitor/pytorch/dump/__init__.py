@@ -1,0 +1,1 @@
+"""The precision dump of PyTorch."""

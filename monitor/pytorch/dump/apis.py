@@ -1,0 +1,184 @@
+"""Calls of torch's functions and methods, as they happen.
+
+A ``TorchFunctionMode`` sees every call from Python of what torch lets be overridden: nothing is wrapped, nothing left
+behind. What one function calls inside is not seen: it is how the function works. Functions of ``torch.distributed`` and those
+that users name cannot be overridden: they are patched while the dump runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from monitor.capture import patches
+from monitor.capture.patches import CallListener
+from monitor.dump.apis import api_list as read_list
+from monitor.dump.apis import packaged_list
+from monitor.dump.backend import ApiListener
+from monitor.pytorch.patches import CallPatch
+
+DISTRIBUTED: Final = "Distributed"
+
+OVERRIDABLE: Final = {"Functional": torch.nn.functional, "Torch": torch, "Tensor": Tensor}
+"""Where names of a prefix are looked up. A function that stands in several places has the first one's name."""
+
+PREFIXES: Final = (*OVERRIDABLE, DISTRIBUTED)
+
+Function = Callable[..., Any]
+
+
+class FunctionMode(TorchFunctionMode):
+    """Tells a listener of the functions it knows."""
+
+    def __init__(self, names: Mapping[Function, tuple[str, str]], listener: ApiListener) -> None:
+        super().__init__()
+        self._names = names
+        self._listener = listener
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = None if torch.compiler.is_compiling() else self._names.get(function)
+        call = None if known is None else self._listener.begins(*known, args, kwargs)
+        if call is None:
+            return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            self._listener.raised(call)
+            raise
+        self._listener.ended(call, result)
+        return result
+
+
+class PatchedCalls(CallListener):
+    """Functions that nothing but a patch sees."""
+
+    def __init__(self, listener: ApiListener) -> None:
+        self._listener = listener
+        self._patches: dict[tuple[int, str], tuple[CallPatch, str]] = {}
+        self._open: list[Any] = []
+        self._listening = False
+
+    def add(self, module: Any, api: str, prefix: str) -> None:
+        key = id(module), api
+        if key not in self._patches:
+            self._patches[key] = CallPatch(module, api), prefix
+            if self._listening:
+                self._patches[key][0].add(self)
+
+    def discard(self, module: Any, api: str) -> None:
+        patch, _ = self._patches.pop((id(module), api), (None, ""))
+        if patch is not None:
+            patch.remove(self)
+
+    def listen(self) -> None:
+        self._listening = True
+        for patch, _ in self._patches.values():
+            patch.add(self)
+
+    def remove(self) -> None:
+        self._listening = False
+        for patch, _ in self._patches.values():
+            patch.remove(self)
+
+    def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        prefix = self._patches[id(patch.owner), patch.name][1]
+        self._open.append(self._listener.begins(prefix, patch.name, args, kwargs))
+
+    def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del patch, args, kwargs
+        call = self._open.pop() if self._open else None
+        if call is not None:
+            self._listener.ended(call, result)
+
+    def call_raised(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del patch, args, kwargs
+        call = self._open.pop() if self._open else None
+        if call is not None:
+            self._listener.raised(call)
+
+
+class Interception:
+    """Everything that sees calls of APIs."""
+
+    def __init__(self, listener: ApiListener, api_list: str | None) -> None:
+        listed = read_list(packaged_list(__file__) if api_list is None else api_list, PREFIXES)
+        self._mode = FunctionMode(_functions(listed), listener)
+        self._patched = PatchedCalls(listener)
+        if torch.distributed.is_available():
+            for name in listed.get(DISTRIBUTED, ()):
+                if callable(getattr(torch.distributed, name, None)):
+                    self._patched.add(torch.distributed, name, DISTRIBUTED)
+        self._undo: Function | None = None
+
+    def register(self, module: Any, api: str, prefix: str) -> None:
+        self._patched.add(module, api, prefix)
+
+    def restore(self, module: Any, api: str) -> None:
+        self._patched.discard(module, api)
+
+    def install(self) -> None:
+        self._patched.listen()
+        self._undo = _answer_as_without(self._mode)
+        _push_mode(self._mode)
+
+    def remove(self) -> None:
+        self._patched.remove()
+        _take_out(self._mode)
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+def _functions(listed: Mapping[str, Sequence[str]]) -> dict[Function, tuple[str, str]]:
+    """The functions that the list names, as far as this version of torch has them."""
+    found: dict[Function, tuple[str, str]] = {}
+    for prefix, place in OVERRIDABLE.items():
+        for name in listed.get(prefix, ()):
+            function = getattr(place, name, None)
+            if callable(function):
+                found.setdefault(function, (prefix, name))
+    return found
+
+
+def _take_out(mode: TorchFunctionMode) -> None:
+    """Take a mode from wherever it stands: users may have entered others since, and not left them yet."""
+    stack = _get_current_function_mode_stack()
+    if not any(one is mode for one in stack):
+        return
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for one in reversed(above):
+        _push_mode(one)
+
+
+def _answer_as_without(mode: TorchFunctionMode) -> Function:
+    """Have modules that ask whether anybody overrides functions be answered as if ``mode`` did not.
+
+    Attention and encoder layers take another way, with other bits, in evaluation if somebody does. They look the question up in
+    ``torch.overrides``; functions, which have to be told of the mode, have looked it up when they were made.
+    """
+    original = torch.overrides.has_torch_function
+
+    def has_torch_function(args: Any) -> bool:
+        stack = _get_current_function_mode_stack()
+        if len(stack) != 1 or stack[0] is not mode:
+            return bool(original(args))
+        _pop_mode()
+        try:
+            return bool(original(args))
+        finally:
+            _push_mode(mode)
+
+    torch.overrides.has_torch_function = has_torch_function
+
+    def undo() -> None:
+        if torch.overrides.has_torch_function is has_torch_function:
+            torch.overrides.has_torch_function = original
+
+    return undo

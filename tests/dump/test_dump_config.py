@@ -1,0 +1,87 @@
+"""``config.json`` of a precision dump, and the arguments that win over it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monitor.config import ConfigError
+from monitor.dump.config import DumpConfig, load
+
+
+def written(tmp_path: Path, **fields: Any) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def test_the_defaults_are_those_of_the_documentation() -> None:
+    defaults = load(None, {}).model_dump(by_alias=True, mode="json", exclude={"api_list"})
+    assert defaults == {
+        "task": "statistics",
+        "dump_path": "./dump_path",
+        "rank": [],
+        "step": [],
+        "level": "L1",
+        "statistics": {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"},
+        "tensor": {"scope": [], "list": [], "data_mode": ["all"]},
+    }
+
+
+def test_a_file_of_defaults_is_the_defaults(tmp_path: Path) -> None:
+    fields = DumpConfig().model_dump(by_alias=True, mode="json", exclude={"api_list"})
+    assert load(written(tmp_path, **fields), {}) == DumpConfig()
+
+
+def test_an_argument_wins_over_the_file(tmp_path: Path) -> None:
+    config = load(written(tmp_path, level="L0", task="tensor"), {"level": "mix", "task": None})
+    assert (config.level, config.task) == ("mix", "tensor")
+
+
+def test_steps_may_be_numbers_and_ranges(tmp_path: Path) -> None:
+    assert load(written(tmp_path, step=[0, "3-5", 4]), {}).step == [0, 3, 4, 5]
+
+
+def test_a_lone_number_is_a_list_of_itself() -> None:
+    assert load(None, {"step": 3}).step == [3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"level": "L2"}, "needs that device and its tools: use L0, L1, mix or debug"),
+        ({"level": "L3"}, 'level: "L3" is not allowed: expected "L0", "L1", "mix" or "debug"'),
+        ({"task": "overflow"}, 'task: "overflow" is not allowed'),
+        ({"levle": "L1"}, "levle: unknown field, did you mean `level`?"),
+        ({"step": [-1]}, '-1 is neither a number from 0 on nor a range like "4-6"'),
+        ({"step": ["6-4"]}, '"6-4" is neither a number from 0 on nor a range like "4-6"'),
+        ({"statistics": {"scope": ["a"]}}, "expected [] or two names, where to begin and where to end, both included"),
+        ({"statistics": {"data_mode": ["gradients"]}}, '"gradients" is not allowed'),
+        ({"tensor": {"summary_mode": "md5"}}, "tensor.summary_mode: unknown field"),
+    ],
+)
+def test_what_is_not_allowed_is_said_with_the_field_and_the_value(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(written(tmp_path, **fields), {})
+    assert said in str(error.value)
+    assert "line 1" in str(error.value)
+
+
+def test_what_is_wrong_with_an_argument_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"level: \"L2\"") as error:
+        load(written(tmp_path, level="L1"), {"level": "L2"})
+    assert "line" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load(tmp_path / "config.json", {})
+
+
+def test_checksums_belong_to_statistics_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, statistics={"summary_mode": "md5"})
+    assert load(path, {}).checksums
+    assert not load(path, {"task": "tensor"}).checksums

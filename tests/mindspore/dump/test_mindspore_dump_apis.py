@@ -1,0 +1,211 @@
+"""MindSpore, levels L1, mix and debug: what is called, the same bits, and nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from cells_to_dump import Convolutional, Dump, Transformer, described, dumping, gradients_of, input_of, same, seeded
+from mindspore import Tensor, mint, nn, ops
+from mindspore.train import Model
+
+from monitor.dump import load_tensor
+from monitor.mindspore import MsprobeInitStep, MsprobeStep, PrecisionDebugger, seed_all
+from monitor.mindspore.dump.apis import PLACES
+
+
+def test_relu_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
+    x, tensor = Tensor([-1.0, 2.0]), ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "data_name"]
+    with dumping(tmp_path, task="tensor"):
+        ms.grad(lambda x: ops.relu(x) * 1)(x)
+    data = Dump(tmp_path).data
+    forward, backward = data["Functional.relu.0.forward"], data["Functional.relu.0.backward"]
+    assert list(forward) == ["input_args", "input_kwargs", "output"]
+    assert [list(leaf) for leaf in (forward["input_args"][0], forward["output"][0])] == [tensor, tensor]
+    assert forward["input_args"][0]["data_name"] == "Functional.relu.0.forward.input.0.npy"
+    assert list(backward) == ["input", "output"]
+    assert backward["output"][0]["data_name"] == "Functional.relu.0.backward.output.0.npy"
+
+
+def test_the_backward_of_an_api_has_the_gradients_of_both_sides(tmp_path: Path) -> None:
+    a, b = Tensor([1.0, -2.0]), Tensor([3.0, 5.0])
+    with dumping(tmp_path):
+        ms.grad(lambda a, b: ops.mul(a, b).sum(), (0, 1))(a, b)
+    entry = Dump(tmp_path).data["Functional.mul.0.backward"]
+    assert same(entry, {"input": [described(Tensor([1.0, 1.0]))], "output": [described(b), described(a)]})
+
+
+def test_apis_have_the_prefix_of_their_place(tmp_path: Path) -> None:
+    x = Tensor([1.0, 2.0])
+    with dumping(tmp_path):
+        mint.add(x, x)
+        mint.nn.functional.relu(x)
+        ops.relu(x)
+        x + x
+        x.sum()
+    assert list(Dump(tmp_path).data) == [
+        "Mint.add.0.forward",
+        "MintFunctional.relu.0.forward",
+        "Functional.relu.0.forward",
+        "Tensor.__add__.0.forward",
+        "Tensor.sum.0.forward",
+    ]
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_primitives_are_seen_where_a_model_is_passed(tmp_path: Path, with_model: bool) -> None:
+    network = seeded(Convolutional)
+    with dumping(tmp_path, network if with_model else None):
+        network(input_of(network))
+    names = [name for name in Dump(tmp_path).data if name.startswith("Primitive")]
+    assert ("Primitive.conv2d.Conv2D.0.forward" in names) is with_model
+    assert bool(names) is with_model
+
+
+def test_mix_places_apis_below_the_cells_that_call_them_and_has_none_of_our_own(tmp_path: Path) -> None:
+    network = seeded(Convolutional)
+    with dumping(tmp_path, network, level="mix"):
+        gradients_of(network)
+    dump = Dump(tmp_path)
+    construct = dump.read("construct.json")
+    assert construct["Primitive.conv2d.Conv2D.0.forward"] == "Cell.conv1.Conv2d.forward.0"
+    assert construct["Primitive.conv2d.Conv2D.0.backward"] == "Cell.conv1.Conv2d.backward.0"
+    assert not [name for name in dump.data if name.startswith("Tensor.view")]
+
+
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+@pytest.mark.parametrize("kind", [Convolutional, Transformer])
+def test_a_run_that_is_dumped_computes_the_same_bits(kind: type[nn.Cell], level: str, task: str, tmp_path: Path) -> None:
+    def bits(loss: Tensor, gradients: tuple[Tensor, ...]) -> list[bytes]:
+        return [one.asnumpy().tobytes() for one in (loss, *gradients)]
+
+    expected = bits(*gradients_of(seeded(kind)))
+    network = seeded(kind)
+    with dumping(tmp_path, network, level=level, task=task):
+        found = bits(*gradients_of(network))
+    assert found == expected
+
+
+def tables() -> dict[str, dict[str, Any]]:
+    """Everything that could have been replaced."""
+    classes = {kind.__name__: kind for kind in (ms.ops.Primitive, ms.ops.Conv2D, ms.ops.ReLU, ms.ops.MatMul)}
+    return {name: dict(vars(place)) for name, place in {**PLACES, **classes}.items()}
+
+
+def test_what_mindspore_is_made_of_is_the_same_after_a_dump(tmp_path: Path) -> None:
+    network = seeded(Convolutional)
+    before = tables()
+    with dumping(tmp_path, network, level="mix"):
+        gradients_of(network)
+    assert tables() == before
+
+
+@pytest.mark.parametrize("kind", [nn.Adam, nn.SGD, nn.AdamWeightDecay])
+def test_optimizers_that_are_compiled_work_within_a_dump_and_after_it(tmp_path: Path, kind: type[nn.Optimizer]) -> None:
+    def trained(*, dump: bool) -> list[bytes]:
+        network = seeded(Convolutional)
+        optimizer = kind(network.trainable_params(), learning_rate=0.1)
+        debugger = PrecisionDebugger(dump_path=tmp_path)
+        for n in range(2):
+            if dump and n == 0:
+                debugger.start(network)
+            optimizer(gradients_of(network)[1])
+            debugger.step()
+        return [parameter.asnumpy().tobytes() for parameter in network.get_parameters()]
+
+    assert trained(dump=True) == trained(dump=False)
+
+
+def test_a_function_that_is_compiled_within_a_dump_computes_what_it_did(tmp_path: Path) -> None:
+    @ms.jit
+    def compiled(x: Tensor) -> Tensor:
+        return ops.relu(x) + mint.exp(x).sum()
+
+    x = Tensor([-1.0, 2.0])
+    with dumping(tmp_path):
+        found = compiled(x).asnumpy()
+    assert np.allclose(found, np.maximum([-1.0, 2.0], 0) + np.exp([-1.0, 2.0]).sum())
+    assert np.array_equal(found, compiled(x).asnumpy())
+
+
+def test_bfloat16_is_stored_bit_for_bit(tmp_path: Path) -> None:
+    x = Tensor([1.0, -2.5, 3.140625], ms.bfloat16)
+    with dumping(tmp_path, task="tensor"):
+        x.reshape(3, 1)
+    dump = Dump(tmp_path)
+    leaf = dump.data["Tensor.reshape.0.forward"]["input_args"][0]
+    assert (leaf["dtype"], leaf["Max"]) == ("BFloat16", 3.140625)
+    assert load_tensor(dump.directory / "dump_tensor_data" / leaf["data_name"]).tolist() == [1.0, -2.5, 3.140625]
+
+
+def test_an_error_of_the_programs_own_reaches_it(tmp_path: Path) -> None:
+    """There is no kernel on a CPU for this, which shows when something waits for it: here the dump."""
+    with dumping(tmp_path), pytest.raises(TypeError, match="Unsupported data type"):
+        ops.abs(Tensor([1.0], ms.bfloat16)).asnumpy()
+    with dumping(tmp_path / "again"):
+        ops.relu(Tensor([1.0]))
+    assert list(Dump(tmp_path / "again").data) == ["Functional.relu.0.forward"]
+
+
+def test_single_values_and_their_gradients_are_saved_by_name(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="debug")
+
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        debugger.save(y, "y")
+        return (y * y).sum()
+
+    ms.grad(forward)(Tensor([1.0, 2.0]))
+    debugger.step()
+    data = Dump(tmp_path, name="debug.json").data
+    assert list(data) == ["y.0.debug", "y_grad.0.debug"]
+    assert same(data["y_grad.0.debug"], described(Tensor([4.0, 8.0])))
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_model_dumps_each_of_its_steps_by_a_callback(tmp_path: Path, passed: bool) -> None:
+    network = seeded(Convolutional)
+    batch = (input_of(network).asnumpy(), np.zeros((2, 3), np.float32))
+    data = ms.dataset.GeneratorDataset([batch, batch], ["x", "y"], shuffle=False)
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.01))
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
+    if passed:
+        debugger.start(network)
+    model.train(1, data, callbacks=[MsprobeInitStep(debugger), MsprobeStep(debugger)], dataset_sink_mode=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step0", "step1"]
+    for step in range(2):
+        names = set(Dump(tmp_path, step).data)
+        assert {"Cell.conv1.Conv2d.forward.0", "Cell.conv1.Conv2d.parameters_grad.0"} <= names
+
+
+def test_a_range_of_tokens_is_a_range_of_forwards_of_the_model(tmp_path: Path) -> None:
+    network = seeded(Transformer).set_train(False)
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="mix")
+    debugger.start(network, token_range=[2, 3])
+    for length in range(1, 6):
+        network(ops.ones((1, length), ms.int32))
+    debugger.step()
+    data = Dump(tmp_path).data
+    lengths = [entry["input_args"][0]["shape"][1] for name, entry in data.items() if name.startswith("Cell.embedding")]
+    assert lengths == [2, 3]
+    assert not [name for name in data if name.startswith("Functional.ones")]
+
+
+def test_dropout_that_is_made_afterwards_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    seed_all(rm_dropout=True)
+    x = ops.ones((50,))
+    assert np.array_equal(nn.Dropout(p=0.9).set_train(True)(x).asnumpy(), x.asnumpy())
+
+
+def test_a_seed_repeats_random_numbers() -> None:
+    found = []
+    for _ in range(2):
+        seed_all(7)
+        found.append((np.random.rand(), ops.rand(3).asnumpy().tolist()))
+    assert found[0] == found[1]

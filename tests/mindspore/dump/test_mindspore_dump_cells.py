@@ -1,0 +1,129 @@
+"""MindSpore, level L0: every value is what one computes by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import pytest
+from cells_to_dump import Convolutional, Dump, Transformer, described, dumping, gradients_of, input_of, same, seeded
+from mindspore import Tensor, nn
+
+from monitor.mindspore import PrecisionDebugger
+
+
+@pytest.fixture(params=[Convolutional, Transformer])
+def kind(request: pytest.FixtureRequest) -> type[nn.Cell]:
+    return request.param
+
+
+def dumped(tmp_path: Path, kind: type[nn.Cell], **arguments: Any) -> tuple[Dump, nn.Cell, tuple[Tensor, ...]]:
+    network = seeded(kind)
+    with dumping(tmp_path, network, level="L0", **arguments):
+        _, gradients = gradients_of(network)
+    return Dump(tmp_path), network, gradients
+
+
+def names_of(network: nn.Cell) -> dict[str, nn.Cell]:
+    cells = {f"Cell.{name}.{type(cell).__name__}": cell for name, cell in network.cells_and_names() if name}
+    return {name: cell for name, cell in cells.items() if not isinstance(cell, nn.CellList)}
+
+
+def test_forwards_are_what_hooks_of_ones_own_see(tmp_path: Path, kind: type[nn.Cell]) -> None:
+    dump, _, _ = dumped(tmp_path, kind)
+    network = seeded(kind)
+    seen: dict[str, Any] = {}
+    for name, cell in names_of(network).items():
+
+        def keep(_: nn.Cell, args: Any, result: Any, name: str = name) -> None:
+            seen[name] = [described(args[0])], [described(result)]
+
+        cell.register_forward_hook(keep)
+    network(input_of(network))
+    found = {name: (dump.data[f"{name}.forward.0"]["input_args"], dump.data[f"{name}.forward.0"]["output"]) for name in seen}
+    assert all(same(list(found[name]), list(seen[name])) for name in names_of(network))
+
+
+def test_backwards_are_what_hooks_of_ones_own_see(tmp_path: Path, kind: type[nn.Cell]) -> None:
+    dump, _, _ = dumped(tmp_path, kind)
+    network = seeded(kind)
+    seen: dict[str, Any] = {}
+    cells = {
+        name: cell for name, cell in names_of(network).items() if ".norm." in name or name.split(".")[1] in ("relu", "head")
+    }
+    for name, cell in cells.items():
+
+        def keep(_: nn.Cell, given: Any, taken: Any, name: str = name) -> None:
+            seen[name] = {"input": [described(taken[0])], "output": [described(given[0])]}
+
+        cell.register_backward_hook(keep)
+    gradients_of(network)
+    assert set(seen) == set(cells)
+    assert all(same(dump.data[f"{name}.backward.0"], expected) for name, expected in seen.items())
+
+
+def test_parameters_and_their_gradients_are_those_of_the_network(tmp_path: Path, kind: type[nn.Cell]) -> None:
+    dump, network, gradients = dumped(tmp_path, kind)
+    found = {id(parameter): gradient for parameter, gradient in zip(network.trainable_params(), gradients, strict=True)}
+    for name, cell in names_of(network).items():
+        own = dict(cell._params.items())
+        if own:
+            assert same(dump.data[f"{name}.forward.0"]["parameters"], {key: described(one) for key, one in own.items()})
+            expected = {key: [described(found[id(one)])] for key, one in own.items()}
+            assert same(dump.data[f"{name}.parameters_grad.0"], expected)
+
+
+def test_a_convolution_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
+    """Keys and names, each and in its order."""
+    dump, network, _ = dumped(tmp_path, Convolutional, task="tensor")
+    tensor = ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "data_name"]
+    conv = "Cell.conv1.Conv2d"
+    forward, gradients, backward = (dump.data[f"{conv}.{name}.0"] for name in ("forward", "parameters_grad", "backward"))
+    assert list(dump.whole) == ["task", "level", "framework", "dump_data_dir", "data"]
+    assert (dump.whole["framework"], forward["output"][0]["type"]) == ("mindspore", "mindspore.Tensor")
+    assert forward["output"][0]["dtype"] == "Float32"
+    assert list(forward) == ["input_args", "input_kwargs", "output", "parameters"]
+    assert [list(leaf) for leaf in (forward["input_args"][0], forward["output"][0])] == [tensor, tensor]
+    assert list(forward["parameters"]) == list(gradients) == ["weight", "bias"]
+    assert [list(leaf) for (leaf,) in gradients.values()] == [tensor, tensor]
+    assert list(backward) == ["input", "output"]
+    assert forward["parameters"]["weight"]["data_name"] == f"{conv}.forward.0.parameters.weight.npy"
+    assert gradients["bias"][0]["data_name"] == f"{conv}.parameters_grad.0.bias.npy"
+    assert backward["input"][0]["data_name"] == f"{conv}.backward.0.input.0.npy"
+    assert dump.tensor(forward["parameters"]["weight"]).tobytes() == network.conv1.weight.asnumpy().tobytes()
+
+
+def test_a_list_of_models_numbers_them(tmp_path: Path) -> None:
+    chunks = [seeded(Convolutional), nn.SequentialCell(nn.Dense(3, 2))]
+    with dumping(tmp_path, chunks, level="L0"):
+        chunks[1](chunks[0](input_of(chunks[0])))
+    assert {"Cell.0.fc.Dense.forward.0", "Cell.1.0.Dense.forward.0"} <= set(Dump(tmp_path).data)
+
+
+def test_cells_inside_a_compiled_one_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Compiled(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Dense(3, 3)
+
+        @ms.jit
+        def construct(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    network = nn.SequentialCell(Compiled(), nn.ReLU())
+    for _ in range(2):
+        with dumping(tmp_path, network, level="L0"):
+            network(ms.ops.ones((1, 3)))
+    names = set(Dump(tmp_path).data)
+    assert {"Cell.0.Compiled.forward.0", "Cell.1.ReLU.forward.0"} == names
+    assert "Cells inside '0' are compiled (@jit) and are not dumped" in caplog.text
+
+
+def test_the_mode_that_compiles_everything_is_refused(tmp_path: Path) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        with pytest.raises(ValueError, match="cannot be recorded in GRAPH_MODE, whose dumps need an Ascend device"):
+            PrecisionDebugger(dump_path=tmp_path, level="L0").start(seeded(Convolutional))
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -1,0 +1,173 @@
+"""Level L1 and mix: calls of torch's functions and methods."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import dumping as module
+import pytest
+import torch
+import torch.nn.functional as F
+from dumping import Convolutional, Dump, Transformer, described, dumping, images, loss_of, same, seeded
+from torch import nn
+
+from monitor.config import ConfigError
+from monitor.pytorch import PrecisionDebugger
+
+
+def test_relu_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
+    x = images().requires_grad_()
+    with dumping(tmp_path, task="tensor"):
+        y = F.relu(x)
+    y.sum().backward()
+    dump = Dump(tmp_path)
+    tensor = ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "data_name"]
+    assert list(dump.data) == ["Functional.relu.0.forward"]
+    entry = dump.data["Functional.relu.0.forward"]
+    assert list(entry) == ["input_args", "input_kwargs", "output"]
+    assert [list(entry["input_args"][0]), list(entry["output"][0])] == [tensor, tensor]
+    assert entry["input_args"][0]["data_name"] == "Functional.relu.0.forward.input.0.npy"
+    assert entry["output"][0]["data_name"] == "Functional.relu.0.forward.output.0.npy"
+
+
+def test_the_backward_of_relu_has_the_gradients_of_both_sides(tmp_path: Path) -> None:
+    x = images().requires_grad_()
+    weights = torch.cos(images())
+    with dumping(tmp_path):
+        torch.sum(F.relu(x) * weights).backward()
+    entry = Dump(tmp_path).data["Functional.relu.0.backward"]
+    assert same(entry, {"input": [described(weights)], "output": [described(x.grad)]})
+
+
+def test_functions_methods_and_operators_have_the_prefix_of_their_place(tmp_path: Path) -> None:
+    x = torch.ones(2, 2)
+    with dumping(tmp_path):
+        torch.matmul(x, x)
+        x @ x
+        x.add(x)
+        x + 1
+        F.softmax(x, dim=-1)
+    assert list(Dump(tmp_path).data) == [
+        "Torch.matmul.0.forward",
+        "Tensor.matmul.0.forward",
+        "Tensor.add.0.forward",
+        "Tensor.add.1.forward",
+        "Functional.softmax.0.forward",
+    ]
+
+
+def test_each_input_of_an_operation_has_its_own_gradient(tmp_path: Path) -> None:
+    a, b = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 5.0], requires_grad=True)
+    with dumping(tmp_path, task="tensor"):
+        torch.sum(a.mul(b)).backward()
+    dump = Dump(tmp_path)
+    gradients = dump.data["Tensor.mul.0.backward"]["output"]
+    assert [dump.tensor(one).tolist() for one in gradients] == [[3.0, 5.0], [1.0, 2.0]]
+
+
+def test_a_tensor_that_is_given_twice_has_one_gradient_in_both_places(tmp_path: Path) -> None:
+    a = torch.tensor([1.0, 2.0], requires_grad=True)
+    with dumping(tmp_path, task="tensor"):
+        torch.sum(torch.mul(a, a)).backward()
+    dump = Dump(tmp_path)
+    gradients = dump.data["Torch.mul.0.backward"]["output"]
+    assert [dump.tensor(one).tolist() for one in gradients] == [[2.0, 4.0], [2.0, 4.0]]
+
+
+def test_gradients_of_keyword_arguments_come_behind_those_of_the_others(tmp_path: Path) -> None:
+    a, b = torch.ones(1, requires_grad=True), torch.full((1,), 3.0, requires_grad=True)
+    with dumping(tmp_path, task="tensor"):
+        torch.mul(a, other=b).backward()
+    dump = Dump(tmp_path)
+    gradients = dump.data["Torch.mul.0.backward"]["output"]
+    assert [dump.tensor(one).tolist() for one in gradients] == [[3.0], [1.0]]
+
+
+@pytest.mark.parametrize("kind", [Convolutional, Transformer])
+def test_mix_places_apis_below_the_modules_that_call_them(tmp_path: Path, kind: type[nn.Module]) -> None:
+    network = seeded(kind)
+    with dumping(tmp_path, network, level="mix"):
+        loss_of(network).backward()
+    construct = Dump(tmp_path).construct
+    last = "fc" if kind is Convolutional else "head"
+    number = 0 if kind is Convolutional else 4
+    assert construct[f"Functional.linear.{number}.forward"] == f"Module.{last}.Linear.forward.0"
+    assert construct[f"Functional.linear.{number}.backward"] == f"Module.{last}.Linear.backward.0"
+    assert construct["Functional.cross_entropy.0.forward"] is None
+
+
+@pytest.mark.parametrize("kind", [Convolutional, Transformer])
+def test_apis_of_a_network_have_the_values_of_its_modules(tmp_path: Path, kind: type[nn.Module]) -> None:
+    network = seeded(kind)
+    with dumping(tmp_path, network, level="mix"):
+        loss_of(network).backward()
+    data = Dump(tmp_path).data
+    last = "fc" if kind is Convolutional else "head"
+    number = 0 if kind is Convolutional else 4
+    for direction in ("forward", "backward"):
+        api, module = data[f"Functional.linear.{number}.{direction}"], data[f"Module.{last}.Linear.{direction}.0"]
+        assert api["output"][0] == module["output"][0]
+    assert (
+        data[f"Functional.linear.{number}.backward"]["output"][1]
+        == data[f"Module.{last}.Linear.parameters_grad.0"]["weight"][0]
+    )
+
+
+def test_the_hierarchy_of_apis_alone_is_empty(tmp_path: Path) -> None:
+    with dumping(tmp_path):
+        F.relu(torch.ones(1))
+    assert Dump(tmp_path).construct == {}
+
+
+def test_a_list_of_ones_own_replaces_that_of_the_package(tmp_path: Path) -> None:
+    (tmp_path / "apis.json").write_text(json.dumps({"Torch": ["add"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"api_list": str(tmp_path / "apis.json")}))
+    with dumping(tmp_path / "out", config_path=tmp_path / "config.json"):
+        F.relu(torch.add(torch.ones(1), 1))
+    assert list(Dump(tmp_path / "out").data) == ["Torch.add.0.forward"]
+
+
+def test_a_list_with_an_unknown_prefix_is_refused_before_anything_is_attached(tmp_path: Path) -> None:
+    (tmp_path / "apis.json").write_text(json.dumps({"torch": ["add"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"api_list": str(tmp_path / "apis.json")}))
+    debugger = PrecisionDebugger(tmp_path / "config.json", dump_path=tmp_path)
+    with pytest.raises(ConfigError, match='"torch" is not known: expected Functional, Torch, Tensor, Distributed'):
+        debugger.start()
+
+
+def test_an_api_of_the_users_is_recorded_until_it_is_restored(tmp_path: Path) -> None:
+    original = module.described
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.register_custom_api(module, "described", "Mine")
+    debugger.start()
+    module.described(torch.ones(2))
+    debugger.restore_custom_api(module, "described")
+    assert module.described is original
+    debugger.stop()
+    debugger.step()
+    assert "Mine.described.0.forward" in Dump(tmp_path).data
+
+
+def test_an_api_that_is_not_there_cannot_be_registered(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'torch' has no function 'mutmal'"):
+        PrecisionDebugger(dump_path=tmp_path).register_custom_api(torch, "mutmal", "Torch")
+
+
+def test_a_call_that_raises_leaves_no_entry_and_the_next_one_is_recorded(tmp_path: Path) -> None:
+    with dumping(tmp_path):
+        with pytest.raises(RuntimeError):
+            torch.matmul(torch.ones(2), torch.ones(3))
+        torch.matmul(torch.ones(2), torch.ones(2))
+    assert list(Dump(tmp_path).data) == ["Torch.matmul.1.forward"]
+
+
+def test_checksums_are_those_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"statistics": {"summary_mode": "md5"}}))
+    x = torch.arange(6.0).view(2, 3).t()
+    with dumping(tmp_path / "out", config_path=tmp_path / "config.json"):
+        F.relu(x)
+    (leaf,) = Dump(tmp_path / "out").data["Functional.relu.0.forward"]["input_args"]
+    assert leaf["md5"] == f"{zlib.crc32(x.contiguous().numpy().tobytes()):08x}"
+    assert list(leaf) == ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "md5"]

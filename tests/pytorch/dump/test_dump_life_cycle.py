@@ -1,0 +1,242 @@
+"""Start, stop, step: what is recorded when, and where it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dumping import Convolutional, Dump, Transformer, loss_of, seeded, tokens
+from torch import nn
+
+from monitor.dump.records import FILE
+from monitor.pytorch import PrecisionDebugger
+
+
+def steps_in(base: Path) -> list[str]:
+    return sorted(path.name for path in base.iterdir())
+
+
+def configured(tmp_path: Path, **fields: Any) -> PrecisionDebugger:
+    (tmp_path / "config.json").write_text(json.dumps({"dump_path": str(tmp_path / "out"), **fields}))
+    return PrecisionDebugger(tmp_path / "config.json")
+
+
+def test_segments_of_a_step_are_in_one_file_and_what_lies_between_is_not(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    for _ in range(2):
+        debugger.start()
+        F.relu(torch.ones(1))
+        debugger.stop()
+        F.silu(torch.ones(1))
+    debugger.step()
+    assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward", "Functional.relu.1.forward"]
+
+
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+def test_gradients_come_in_after_stop_until_the_step_is_over(tmp_path: Path, level: str) -> None:
+    network = seeded(Convolutional)
+    debugger = PrecisionDebugger(dump_path=tmp_path, level=level)
+    debugger.start(network)
+    loss = loss_of(network)
+    debugger.stop()
+    before = set(Dump(tmp_path).data)
+    loss.backward()
+    debugger.step()
+    late = set(Dump(tmp_path).data) - before
+    expected = {
+        "L0": "Module.fc.Linear.parameters_grad.0",
+        "L1": "Functional.linear.0.backward",
+        "mix": "Module.conv1.Conv2d.backward.0",
+    }
+    assert not [name for name in before if "backward" in name]
+    assert expected[level] in late
+
+
+def test_a_backward_after_its_step_is_not_recorded(tmp_path: Path) -> None:
+    network = seeded(Convolutional)
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
+    debugger.start(network)
+    loss = loss_of(network)
+    debugger.stop()
+    debugger.step()
+    loss.backward()
+    assert not [name for name in Dump(tmp_path).data if "backward" in name or "grad" in name]
+
+
+def test_each_step_has_a_directory_and_counts_anew(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    for _ in range(2):
+        debugger.start()
+        F.relu(torch.ones(1))
+        debugger.stop()
+        debugger.step()
+    assert [list(Dump(tmp_path, step).data) for step in (0, 1)] == [["Functional.relu.0.forward"]] * 2
+
+
+def test_only_the_steps_that_are_chosen_are_recorded(tmp_path: Path) -> None:
+    debugger = configured(tmp_path, step=[1, "3-4"])
+    for _ in range(6):
+        debugger.start()
+        debugger.stop()
+        debugger.step()
+    assert steps_in(tmp_path / "out") == ["step1", "step3", "step4"]
+
+
+def test_steps_are_counted_from_where_a_run_goes_on(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path, step=[7])
+    debugger.set_init_step(7)
+    debugger.start()
+    debugger.step()
+    assert steps_in(tmp_path) == ["step7"]
+
+
+def test_a_rank_that_is_not_chosen_writes_nothing(tmp_path: Path) -> None:
+    debugger = configured(tmp_path, rank=[1])
+    debugger.start(rank_id=0)
+    debugger.step()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_process_without_a_rank_is_named_by_its_number(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start()
+    debugger.step()
+    assert Dump(tmp_path).directory.name == f"proc{os.getpid()}"
+
+
+def test_a_rank_id_names_the_directory(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start(rank_id=3)
+    debugger.step()
+    assert Dump(tmp_path).directory.name == "rank3"
+
+
+def test_nothing_but_the_files_is_left_when_a_step_is_over(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start()
+    debugger.stop()
+    assert (Dump(tmp_path).directory / FILE).exists()
+    debugger.step()
+    assert steps_in(Dump(tmp_path).directory) == ["construct.json", "dump.json", "stack.json"]
+
+
+def test_a_step_without_stop_is_complete(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start()
+    F.relu(torch.ones(1))
+    debugger.step()
+    assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward"]
+
+
+def test_a_second_start_changes_nothing(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start()
+    debugger.start()
+    F.relu(torch.ones(1))
+    debugger.step()
+    assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward"]
+
+
+def test_a_range_of_tokens_is_a_range_of_forwards_of_the_model(tmp_path: Path) -> None:
+    network = seeded(Transformer).eval()
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="mix")
+    debugger.start(network, token_range=[2, 3])
+    text = tokens()[:1, :1]
+    with torch.no_grad():
+        for _ in range(5):
+            text = torch.cat([text, network(text)[:, -1:].argmax(-1)], dim=1)
+    debugger.stop()
+    debugger.step()
+    data = Dump(tmp_path).data
+    lengths = [entry["input_args"][0]["shape"][1] for name, entry in data.items() if name.startswith("Module.embedding")]
+    assert lengths == [2, 3]
+    assert not [name for name in data if name.startswith("Torch.cat")]
+
+
+@pytest.mark.parametrize(
+    ("level", "arguments", "said"),
+    [
+        ("L0", {}, r"level L0 needs the model: call start\(model\)"),
+        ("mix", {}, "level mix needs the model"),
+        ("L1", {"token_range": [1, 2]}, "token_range needs the model"),
+        ("L1", {"rank_id": -1}, "rank_id is -1: expected a whole number from 0 on"),
+        ("L1", {"model": nn.Identity(), "token_range": [3, 2]}, r"token_range is \[3, 2\]: expected two whole numbers"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(tmp_path: Path, level: str, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PrecisionDebugger(dump_path=tmp_path, level=level).start(**arguments)
+
+
+def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model is a int: expected a torch\.nn\.Module"):
+        PrecisionDebugger(dump_path=tmp_path, level="L0").start(3)
+
+
+def test_a_scope_leaves_out_what_lies_before_and_behind_it(tmp_path: Path) -> None:
+    chosen = {"scope": ["Module.relu.ReLU.forward.0", "Module.conv2.Conv2d.forward.0"]}
+    debugger = configured(tmp_path, level="L0", statistics=chosen)
+    network = seeded(Convolutional)
+    debugger.start(network)
+    loss_of(network).backward()
+    debugger.step()
+    modules = {name.split(".")[1] for name in Dump(tmp_path / "out").data if "parameters_grad" not in name}
+    assert modules == {"relu", "conv2"}
+
+
+def test_a_list_leaves_out_what_is_not_in_it(tmp_path: Path) -> None:
+    debugger = configured(tmp_path, level="mix", statistics={"list": ["blocks.1"]})
+    network = seeded(Transformer)
+    debugger.start(network)
+    loss_of(network).backward()
+    debugger.step()
+    names = list(Dump(tmp_path / "out").data)
+    assert not [name for name in names if name.startswith(("Module.embedding", "Module.blocks.0", "Module.head"))]
+    assert "Functional.linear.2.forward" in names
+    assert "Functional.linear.0.forward" not in names
+
+
+@pytest.mark.parametrize(
+    ("modes", "kept"),
+    [
+        (["forward"], {"forward": {"input_args", "input_kwargs", "output", "parameters"}}),
+        (["backward"], {"backward": {"input", "output"}, "parameters_grad": {"weight", "bias"}}),
+        (["forward", "output"], {"forward": {"output"}}),
+        (["backward", "input"], {"backward": {"input"}}),
+    ],
+)
+def test_a_data_mode_leaves_out_the_rest(tmp_path: Path, modes: list[str], kept: dict[str, set[str]]) -> None:
+    debugger = configured(tmp_path, level="L0", statistics={"data_mode": modes})
+    network = seeded(Convolutional)
+    debugger.start(network)
+    loss_of(network).backward()
+    debugger.step()
+    found = {name.split(".")[3]: set(entry) for name, entry in Dump(tmp_path / "out").data.items() if ".fc." in name}
+    assert found == kept
+
+
+def test_single_values_and_their_gradients_are_saved_by_name(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="debug", task="tensor")
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    debugger.save({"x": [x, 3]}, "point")
+    y = x * 2
+    debugger.save(y, "point")
+    debugger.save(y, "alone", save_backward=False)
+    (y * y).sum().backward()
+    debugger.step()
+    dump = Dump(tmp_path, name="debug.json")
+    assert list(dump.data) == ["point.0.debug", "point.1.debug", "alone.0.debug", "point_grad.1.debug", "point_grad.0.debug"]
+    assert dump.data["point.0.debug"]["x"][1] == {"type": "int", "value": 3}
+    assert dump.data["point.0.debug"]["x"][0]["data_name"] == "point.0.debug.x.0.npy"
+    assert dump.tensor(dump.data["point_grad.1.debug"]).tolist() == [4.0, 8.0]
+    assert dump.tensor(dump.data["point_grad.0.debug"]["x"][0]).tolist() == [8.0, 16.0]
+
+
+def test_saving_at_another_level_saves_nothing(tmp_path: Path) -> None:
+    PrecisionDebugger(dump_path=tmp_path, level="L1").save(torch.ones(1), "x")
+    assert steps_in(tmp_path) == []

@@ -1,0 +1,201 @@
+"""Level L0: every value is what one computes by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dumping import Convolutional, Dump, Transformer, described, dumping, images, loss_of, same, seeded
+from torch import Tensor, nn
+
+
+def observed_by_hand(network: nn.Module) -> dict[str, dict[str, Any]]:
+    """Inputs, outputs and gradients of each module of a run, as torch's own hooks bring them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in network.named_modules():
+        if module is network:
+            continue
+        seen = found[f"Module.{name}.{type(module).__name__}"] = {}
+
+        def forward(_: nn.Module, args: Any, result: Any, seen: dict[str, Any] = seen) -> None:
+            seen["input"], seen["output"] = described(args[0]), described(result)
+
+        def backward(_: nn.Module, given: Any, taken: Any, seen: dict[str, Any] = seen) -> None:
+            seen["given"] = [None if one is None else described(one) for one in given]
+            seen["taken"] = [described(one) for one in taken]
+
+        module.register_forward_hook(forward)
+        module.register_full_backward_hook(backward)
+    loss_of(network).backward()
+    return {name: seen for name, seen in found.items() if seen}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+@pytest.fixture(params=[Convolutional, Transformer])
+def kind(request: pytest.FixtureRequest) -> type[nn.Module]:
+    return request.param
+
+
+def dumped(tmp_path: Path, kind: type[nn.Module], **arguments: Any) -> tuple[Dump, nn.Module]:
+    network = seeded(kind)
+    with dumping(tmp_path, network, level="L0", **arguments):
+        loss_of(network).backward()
+    return Dump(tmp_path), network
+
+
+def test_forwards_are_what_hooks_of_ones_own_see(tmp_path: Path, kind: type[nn.Module]) -> None:
+    dump, _ = dumped(tmp_path, kind)
+    for name, seen in observed_by_hand(seeded(kind)).items():
+        entry = dump.data[f"{name}.forward.0"]
+        assert same(entry["input_args"], [seen["input"]])
+        assert same(entry["output"], [seen["output"]])
+
+
+def test_backwards_are_what_hooks_of_ones_own_see(tmp_path: Path, kind: type[nn.Module]) -> None:
+    dump, _ = dumped(tmp_path, kind)
+    for name, seen in observed_by_hand(seeded(kind)).items():
+        entry = dump.data[f"{name}.backward.0"]
+        assert same(entry["input"], seen["taken"])
+        assert same(entry["output"][: len(seen["given"])], seen["given"])
+
+
+def test_parameters_and_their_gradients_are_those_of_the_network(tmp_path: Path, kind: type[nn.Module]) -> None:
+    dump, network = dumped(tmp_path, kind)
+    for name, module in network.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own or module is network:
+            continue
+        base = f"Module.{name}.{type(module).__name__}"
+        assert same(dump.data[f"{base}.forward.0"]["parameters"], {key: described(p) for key, p in own.items()})
+        gradients = {key: [described(p.grad)] for key, p in own.items()}
+        assert same({key: dump.data[f"{base}.parameters_grad.0"][key] for key in own}, gradients)
+
+
+def test_tensors_are_stored_bit_for_bit(tmp_path: Path) -> None:
+    dump, network = dumped(tmp_path, Convolutional, task="tensor")
+    entry = dump.data["Module.conv1.Conv2d.forward.0"]
+    assert dump.tensor(entry["input_args"][0]).tobytes() == images().numpy().tobytes()
+    assert dump.tensor(entry["parameters"]["weight"]).tobytes() == network.conv1.weight.detach().numpy().tobytes()
+    (gradient,) = dump.data["Module.conv1.Conv2d.parameters_grad.0"]["weight"]
+    assert dump.tensor(gradient).tobytes() == network.conv1.weight.grad.numpy().tobytes()
+
+
+def test_a_convolution_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
+    """Keys and names, each and in its order."""
+    dump, _ = dumped(tmp_path, Convolutional, task="tensor")
+    tensor = ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "data_name"]
+    conv = "Module.conv1.Conv2d"
+    forward, gradients, backward = (dump.data[f"{conv}.{name}.0"] for name in ("forward", "parameters_grad", "backward"))
+    assert list(dump.whole) == ["task", "level", "framework", "dump_data_dir", "data"]
+    assert list(forward) == ["input_args", "input_kwargs", "output", "parameters"]
+    assert [list(leaf) for leaf in (forward["input_args"][0], forward["output"][0])] == [tensor, tensor]
+    assert forward["input_kwargs"] == {}
+    assert [list(leaf) for leaf in forward["parameters"].values()] == [tensor, tensor]
+    assert list(gradients) == ["weight", "bias"]
+    assert [list(leaf) for (leaf,) in gradients.values()] == [tensor, tensor]
+    assert list(backward) == ["input", "output"]
+    assert list(backward["input"][0]) == tensor
+    assert forward["input_args"][0]["data_name"] == f"{conv}.forward.0.input.0.npy"
+    assert forward["output"][0]["data_name"] == f"{conv}.forward.0.output.0.npy"
+    assert forward["parameters"]["bias"]["data_name"] == f"{conv}.forward.0.parameters.bias.npy"
+    assert gradients["weight"][0]["data_name"] == f"{conv}.parameters_grad.0.weight.npy"
+    assert backward["input"][0]["data_name"] == f"{conv}.backward.0.input.0.npy"
+
+
+def test_the_header_says_what_was_asked_for(tmp_path: Path) -> None:
+    dump, _ = dumped(tmp_path, Convolutional)
+    header = {key: value for key, value in dump.whole.items() if key != "data"}
+    assert header == {"task": "statistics", "level": "L0", "framework": "pytorch", "dump_data_dir": None}
+
+
+def test_the_hierarchy_names_the_module_around_each(tmp_path: Path) -> None:
+    construct = dumped(tmp_path, Transformer)[0].construct
+    assert construct["Module.blocks.1.norm.LayerNorm.forward.0"] == "Module.blocks.1.Block.forward.0"
+    assert construct["Module.blocks.1.norm.LayerNorm.backward.0"] == "Module.blocks.1.Block.backward.0"
+    assert construct["Module.blocks.1.Block.forward.0"] is None
+
+
+def test_every_call_has_the_stack_that_it_came_from(tmp_path: Path) -> None:
+    dump, _ = dumped(tmp_path, Convolutional)
+    (frames,) = [stack for names, stack in dump.stack.values() if "Module.fc.Linear.forward.0" in names]
+    assert "in forward, \n return self.fc(" in frames[0]
+    assert not [frame for frame in frames if "/monitor/" in frame or "nn/modules/module.py" in frame]
+
+
+def test_a_list_of_models_numbers_them(tmp_path: Path) -> None:
+    chunks = [seeded(Convolutional), nn.Sequential(nn.Linear(3, 2))]
+    with dumping(tmp_path, chunks, level="L0"):
+        chunks[1](chunks[0](images())).sum().backward()
+    names = set(Dump(tmp_path).data)
+    assert {"Module.0.fc.Linear.forward.0", "Module.1.0.Linear.backward.0"} <= names
+
+
+def test_calls_of_one_module_are_counted(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(x))
+
+    network = Twice()
+    with dumping(tmp_path, network, level="L0"):
+        for _ in range(2):
+            network(torch.ones(1, 3)).sum().backward()
+    names = [name.removeprefix("Module.linear.Linear.") for name in Dump(tmp_path).data]
+    assert sorted(names) == [
+        *(f"backward.{n}" for n in range(4)),
+        *(f"forward.{n}" for n in range(4)),
+        "parameters_grad.0",
+        "parameters_grad.1",
+    ]
+
+
+def test_an_input_is_read_before_the_module_changes_it(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.ReLU(inplace=True))
+    with dumping(tmp_path, network, level="L0"):
+        network(torch.tensor([-2.0, 1.0]))
+    entry = Dump(tmp_path).data["Module.0.ReLU.forward.0"]
+    assert (entry["input_args"][0]["Min"], entry["output"][0]["Min"]) == (-2.0, 0.0)
+
+
+def test_what_is_no_tensor_stands_with_its_type_and_value(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor, *_: Any, **__: Any) -> dict[str, Any]:
+            return {"x": x, "n": None}
+
+    network = nn.Sequential()
+    network.odd = Odd()
+    with dumping(tmp_path, network, level="L0", task="tensor"):
+        network.odd(torch.ones(2), 3, [True, torch.zeros(1)], mode="up", at=slice(1, None))
+    entry = Dump(tmp_path).data["Module.odd.Odd.forward.0"]
+    assert entry["input_args"][1] == {"type": "int", "value": 3}
+    assert entry["input_args"][2][0] == {"type": "bool", "value": True}
+    assert entry["input_args"][2][1]["data_name"] == "Module.odd.Odd.forward.0.input.2.1.npy"
+    assert entry["input_kwargs"] == {
+        "mode": {"type": "str", "value": "up"},
+        "at": {"type": "slice", "value": [1, None, None]},
+    }
+    assert list(entry["output"][0]) == ["x", "n"]
+    assert entry["output"][0]["n"] is None
+
+
+def test_a_number_that_is_none_is_written_as_such(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Identity())
+    with dumping(tmp_path, network, level="L0"):
+        network(torch.tensor([1.0, float("nan"), float("inf")]))
+    (leaf,) = Dump(tmp_path).data["Module.0.Identity.forward.0"]["output"]
+    assert [str(leaf[key]) for key in ("Max", "Min", "Mean", "Norm")] == ["nan"] * 4
+
+
+def test_an_empty_tensor_has_a_norm_and_nothing_else(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Identity())
+    with dumping(tmp_path, network, level="L0"):
+        network(torch.ones(0, 3))
+    (leaf,) = Dump(tmp_path).data["Module.0.Identity.forward.0"]["output"]
+    assert [leaf[key] for key in ("shape", "Max", "Min", "Mean", "Norm")] == [[0, 3], None, None, None, 0.0]
