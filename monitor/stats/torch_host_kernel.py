@@ -127,7 +127,9 @@ class HostKernel:
         if not n * _LEAST_SQUARE[precision] <= sumsq < math.inf:
             return self._zeros(n) if lo == hi == 0.0 else self._difficult(v)
         eps = self._eps[precision]
-        smalls = 0.0 if lo >= eps.bound or hi <= -eps.bound else self._smalls(v, squares, sumsq, eps)
+        # With a bound of 0 nothing is small: who asks for no count pays for none.
+        none_is = lo >= eps.bound or hi <= -eps.bound or not eps.bound
+        smalls = 0.0 if none_is else self._smalls(v, squares, sumsq, eps)
         m2 = sumsq - total * total / n
         if m2 < 0.25 * sumsq:
             m2 = self._centred(v, total / n)
