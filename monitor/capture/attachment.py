@@ -255,14 +255,14 @@ class Attachment:
         self._end_step("skipped")
 
     def batch_ended(self) -> None:
-        """A batch is through, and the optimizer was called if it was going to be.
+        """A batch is through, and the optimizer was called if it was going to be. To be told of each.
 
         Where it was not, and the batch was the last of its step, the step was skipped.
         """
         if not self.begun:  # the optimizer has ended the step
             return
         self._batches += 1
-        if max(self._batches, 1 + min(self.clock.forward)) >= self.clock.micro_steps:
+        if self._batches >= self.clock.micro_steps:
             self.step_skipped()
 
     def _records_scaled(self) -> bool:

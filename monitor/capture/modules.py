@@ -251,8 +251,8 @@ class ModuleCollector:
 
     def watch(self, chunk: int, name: str, module: Any, wanted: ModuleSelection) -> None:
         if not self.backend.takes_hooks(module):
-            said = f"{name!r} is a {type(module).__name__}, compiled, and takes no hooks: it is not recorded."
-            self.failures.warn("compiled modules", said)
+            said = f"{name!r} is a {type(module).__name__}, which takes no hooks: it is not recorded."
+            self.failures.warn("modules without hooks", said)
             return
         watcher = ModuleWatcher(module, name, chunk, wanted, self)
         watcher.attach(self._hooks)
@@ -349,4 +349,5 @@ class ModuleCollector:
     def _check_micro_step(self, micro_step: int) -> None:
         if micro_step == self.clock.micro_steps:
             said = f"grad_acc_steps is {self.clock.micro_steps}, but step {self.clock.step} has more root forwards."
-            self.failures.warn("more micro-steps", f"{said} Their numbering goes on; pass the true number to set_monitor.")
+            advice = "pass the true number to set_monitor, and call batch_ended() after a batch that failed or was skipped."
+            self.failures.warn("more micro-steps", f"{said} Their numbering goes on: {advice}")

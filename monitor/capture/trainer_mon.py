@@ -21,7 +21,7 @@ from monitor.capture.watch import Watch
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import is_dynamic
 from monitor.config.model import CcDistribution
-from monitor.failures import LOGGER, Failures
+from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
@@ -170,7 +170,10 @@ class TrainerMon:
         return Watch(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
     def _framework(self, chunks: Sequence[Any], optimizer: Any) -> Framework:
-        found: Framework = self._backend.framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
+        try:
+            found: Framework = self._backend.framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
+        except EarlierFailure as failure:
+            raise failure.error from None
         return found
 
     def _names(self, watch: Watch) -> ModelNames:

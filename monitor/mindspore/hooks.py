@@ -38,7 +38,7 @@ def after_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any, Any], object
     """Call ``work(cell, args, kwargs, result)`` after each call from Python that did not raise. It must not raise.
 
     Args:
-        always: No difference: MindSpore calls nobody after a call that has raised.
+        always: No difference: whoever begins the next forward finds out that the last one has raised.
     """
     del always
 
@@ -64,8 +64,12 @@ def on_gradient(x: Tensor, read: Callable[[Any], object]) -> Removable:
 
 
 def takes_hooks(cell: nn.Cell) -> bool:
-    """Whether both hooks of a cell are called: one with a backward of its own (``bprop``) has none after its call."""
-    return not getattr(cell, "has_bprop", False)
+    """Whether both hooks of a cell are called, and change nothing.
+
+    One with a backward of its own (``bprop``) has none after its call. One whose saved tensors somebody packs is called in
+    another way where there are hooks, and then they are packed where they were not before.
+    """
+    return not getattr(cell, "has_bprop", False) and getattr(cell, "_saved_tensors_pack_hook", None) is None
 
 
 @constexpr(check=False)  # type: ignore[untyped-decorator]

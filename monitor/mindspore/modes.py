@@ -16,7 +16,7 @@ from mindspore import nn
 from mindspore.ops.composite import base
 
 from monitor.failures import Failures
-from monitor.mindspore.input_gradients import recording
+from monitor.mindspore.input_gradients import GRAPH_IS_THERE, recording
 
 _DIFFERENTIATING: Final[CodeType | None] = getattr(getattr(base, "_pynative_func_grad_forward", None), "__code__", None)
 """What calls every function that is differentiated."""
@@ -66,10 +66,21 @@ def observable(root: nn.Cell) -> Observable:
     named = [(name, cell) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
     hiding = {name: inside for name, cell in named if compiled(cell) and (inside := _inside(cell))}
     hidden: set[int] = set().union(*hiding.values())
+    if not GRAPH_IS_THERE:  # a repetition could not be told from a call
+        repeated = [name.split(".") for name, _ in root.cells_and_names()]
+        hidden |= {id(cell) for name, cell in named if any(_repeats(name, one) for one in repeated)}
     cells = [(name, cell) for name, cell in named if id(cell) not in hidden]
     # What is inside another compiled cell is hidden by that.
     outermost = [name for name, cell in cells if name in hiding]
     return Observable(cells, outermost)
+
+
+def _repeats(name: str, parts: list[str]) -> bool:
+    """Whether a cell of that name is recomputed, or lies in one that is, as a cell of these parts shows."""
+    if _REPEATS not in parts:
+        return False
+    within = parts[: parts.index(_REPEATS)]
+    return name.split(".")[: len(within)] == within if within else True
 
 
 def trains(cell: nn.Cell) -> bool:

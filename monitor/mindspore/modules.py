@@ -9,8 +9,7 @@ from typing import Any
 from mindspore import nn
 
 from monitor.capture import modules
-from monitor.mindspore.input_gradients import recording
-from monitor.mindspore.modes import warn_of_evaluation
+from monitor.mindspore.modes import trains, warn_of_evaluation
 
 
 class ModuleCollector(modules.ModuleCollector):
@@ -18,11 +17,14 @@ class ModuleCollector(modules.ModuleCollector):
 
     def counts(self, chunk: int, module: Any) -> bool:
         """Within a forward that trains also what is not recorded: it will be repeated in the backward."""
-        del module
-        return self.tracking[chunk] and (recording() or self._in_tracked_root(chunk))
+        if self._open_roots[chunk]:
+            if _calls(self._roots[chunk], 1):
+                return self.tracking[chunk]
+            self._failed(chunk)
+        return self.tracking[chunk] and trains(module)
 
     def _root_begins(self, chunk: int, root: Any, args: Any, kwargs: Any) -> None:
-        if self._open_roots[chunk] and not _is_called(root):
+        if self._open_roots[chunk] and not _calls(root, 2):  # the one whose hooks are being called is the first
             self._failed(chunk)
         super()._root_begins(chunk, root, args, kwargs)
         if self.recorder.active and self.tracking[chunk]:
@@ -37,12 +39,11 @@ class ModuleCollector(modules.ModuleCollector):
             self._restart_micro_step(chunk)
 
 
-def _is_called(root: nn.Cell) -> bool:
-    """Whether a call of the root is under way, apart from the one whose hooks are being called."""
+def _calls(root: nn.Cell, most: int) -> bool:
+    """Whether so many calls of the root are under way."""
     frame: FrameType | None = sys._getframe(1)
     found = 0
-    while frame is not None:
-        if frame.f_code is nn.Cell.__call__.__code__ and frame.f_locals.get("self") is root:
-            found += 1
+    while frame is not None and found < most:
+        found += frame.f_code is nn.Cell.__call__.__code__ and frame.f_locals.get("self") is root
         frame = frame.f_back
-    return found > 1
+    return found == most

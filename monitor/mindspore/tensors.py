@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from mindspore.common.api import _no_grad
+from mindspore.common import _no_grad
 
 from monitor.placement import LOCAL, Placement
 

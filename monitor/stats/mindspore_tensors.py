@@ -18,7 +18,7 @@ def has_data(x: Tensor) -> bool:
     """False for what only pretends to have any: parameters that are yet to be initialized (reading them would draw their
     random numbers), tensors of the device ``meta``, and sparse ones, whose elements may be terms of sums.
     """
-    return not (isinstance(x, SPARSE) or x.has_init or x.is_meta)
+    return not (isinstance(x, SPARSE) or x.has_init or getattr(x, "is_meta", False))
 
 
 def on_host(x: Tensor) -> Raw:

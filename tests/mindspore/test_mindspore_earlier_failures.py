@@ -12,8 +12,12 @@ import mindspore as ms
 import pytest
 from attaching import EVERYTHING, Output, attached, step_with, steps_of, warnings_in
 from mindspore import Tensor, mint, nn, ops
+from mindspore.experimental import optim
 from mindspore.nn.cell import _pynative_executor
 from training import Net, inputs
+from watching_cells import written
+
+from monitor.mindspore import TrainerMon
 
 pytestmark = pytest.mark.skipif(ms.get_context("device_target") != "CPU", reason="it has one elsewhere")
 
@@ -113,3 +117,14 @@ def test_what_comes_after_the_error_is_recorded(output: Output) -> None:
         step_with(net, optimizer, 1)
         step_with(net, optimizer, 2)
     assert steps_of(output, "actv") == steps_of(output, "grad_reduced") == [0, 1, 2]
+
+
+def test_who_attaches_is_told_of_an_earlier_failure_as_it_is(output: Output) -> None:
+    net = Net()
+    optimizer = optim.AdamW(net.trainable_params(), 0.01)
+    monitor = TrainerMon(written(output, wg_distribution=True))
+    mint.zeros_like(inputs(0))  # has no kernel on the CPU, as is found out later
+    with pytest.raises(RuntimeError):
+        monitor.set_monitor(net, 1, optimizer)
+    monitor.set_monitor(net, 1, optimizer)
+    monitor.close()

@@ -13,6 +13,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _pynative_executor
 from training import Net, array, inputs
 
+from monitor.mindspore import modes
+
 KINDS = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated")
 STEPS = 3
 ABOUT = pytest.approx
@@ -204,3 +206,39 @@ def test_the_gradient_of_the_model_itself_within_a_step_is_one_more_micro_step(o
     found = recorded(output, loop)
     assert places(found, "actv") == [(0, 0), (0, 1)]
     assert places(found, "grad_unreduced") == places(found, "grad_reduced") == [(0, None)]
+
+
+def test_after_a_forward_that_failed_parts_of_the_model_that_are_only_called_have_no_rows(output: Output) -> None:
+    def failing_then_looking(net: Failing, optimizer: nn.Cell) -> None:
+        step_with(net, optimizer, 0)
+        fail(net, as_function=True)
+        net.set_train(False)
+        net.a(inputs(8) * 100)
+        net.set_train(True)
+        for number in range(1, STEPS):
+            step_with(net, optimizer, number)
+
+    assert recorded(output, failing_then_looking) == recorded(output, plain)
+
+
+def test_a_batch_of_several_forwards_is_one_batch(output: Output) -> None:
+    net = Net()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    gradients_of = ms.grad(lambda a, b: ops.square(net(a) - net(b)), None, optimizer.parameters)
+    with attached(output, net, optimizer, 2, **EVERYTHING) as monitor:
+        for _ in range(2):
+            for batch in range(2):
+                gradients = gradients_of(inputs(0), inputs(1))
+                if batch == 1:
+                    optimizer(gradients)
+                monitor.batch_ended()
+    assert sorted({row.step for row in output.rows("param_updated")}) == [0, 1]
+    assert output.manifest()["steps"]["written"]["ranges"] == [[0, 1, 1]]
+
+
+def test_cells_that_are_recomputed_are_left_out_where_a_repetition_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "GRAPH_IS_THERE", False)
+    net = Net()
+    assert [name for name, _ in modes.observable(net).cells] == ["", "a", "b"]
+    net.b.recompute()
+    assert [name for name, _ in modes.observable(net).cells] == ["", "a"]

@@ -405,7 +405,7 @@ def test_a_scripted_part_is_left_out_with_a_warning(output: Output, caplog: pyte
 
     assert found.names("actv") == [".input", "1.input", "1.output", ".output"]
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "'0' is a RecursiveScriptModule, compiled, and takes no hooks" in said
+    assert "'0' is a RecursiveScriptModule, which takes no hooks" in said
     assert activations(output, torch.jit.script(nn.Linear(4, 4)), torch.ones(2, 4)).rows("actv") == []
 
 

@@ -100,7 +100,7 @@ class FeatureCollector:
             if self.modules.backend.takes_hooks(module.module):
                 yield self._watcher(hook, module, found, config)
             else:
-                self.does_not_fit(hook, module.name, "it is compiled, and takes no hooks")
+                self.does_not_fit(hook, module.name, "it takes no hooks")
 
     def _watcher(self, hook: str, module: NamedModule, found: Chosen, config: MonitorConfig) -> FeatureWatcher:
         if hook == "attention_hook":

@@ -44,7 +44,7 @@ class Communication(capture.Communication, CollectiveListener):
         return initialized() or not is_settled()
 
     def _real(self, tensors: Sequence[Tensor]) -> bool:
-        return not any(one.is_meta for one in tensors)
+        return not any(getattr(one, "is_meta", False) for one in tensors)
 
     def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
         recording = self._recording

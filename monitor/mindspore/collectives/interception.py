@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Final
 
-from mindspore.graph.jit_context import jit_context
 from mindspore.ops import primitive as PRIMITIVES
 from mindspore.ops.auto_generate import gen_ops_prim as KERNELS
 
 from monitor.mindspore.collectives.completion import Handle
 from monitor.mindspore.collectives.operators import Kernel, Operator, kernels, primitives
+from monitor.mindspore.compiling import jit_context
 
 Function = Callable[..., Any]
 

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from mindspore import Tensor, mint, nn, ops
 from mindspore.communication import comm_func
-from mindspore.graph.jit_context import jit_context
 from mindspore.mint import distributed
 from mindspore.ops import Primitive
 
 from monitor.dump.apis import api_list as read_list
 from monitor.dump.apis import packaged_list
 from monitor.dump.backend import ApiListener
+from monitor.mindspore.compiling import jit_context
 
 PLACES: Final = {
     "Functional": ops,

@@ -25,7 +25,7 @@ def innermost(optimizer: Any) -> nn.Cell:
     if is_optimizer(inner):
         return inner
     given = type(optimizer).__name__
-    expected = "an optimizer of mindspore.nn, mindspore.mint.optim or mindspore.experimental.optim"
+    expected = "an optimizer of mindspore.nn or mindspore.experimental.optim"
     raise TypeError(f"optimizer is a {given}: expected {expected}.")
 
 
