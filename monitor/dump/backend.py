@@ -95,6 +95,9 @@ class DumpBackend(Protocol):
 
     def after_forward(self, module: Any, call: Callable[..., None], *, always: bool = False) -> Removable: ...
 
+    def traced(self) -> bool:
+        """Whether what is called is written into a graph of the user's: then nothing is to be read."""
+
     def backward_pass(self) -> int:
         """The number of the backward in progress; another one for each."""
 

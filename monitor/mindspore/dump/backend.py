@@ -40,6 +40,7 @@ __all__ = [
     "rank",
     "refuse",
     "tensor",
+    "traced",
 ]
 
 framework: str = "mindspore"
@@ -98,3 +99,8 @@ def refuse(level: str) -> None:
     if ms.get_context("mode") == ms.GRAPH_MODE:
         what = f"level {level} cannot be recorded in GRAPH_MODE, whose dumps need an Ascend device"
         raise ValueError(f"{what}: call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first.")
+
+
+def traced() -> bool:
+    """What compiles cells calls no hooks."""
+    return False

@@ -7,7 +7,9 @@ that users name cannot be overridden: they are patched while the dump runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -41,7 +43,7 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = None if torch.compiler.is_compiling() else self._names.get(function)
+        known = None if torch.compiler.is_compiling() or traced() else self._names.get(function)
         call = None if known is None else self._listener.begins(*known, args, kwargs)
         if call is None:
             return function(*args, **kwargs)
@@ -87,7 +89,7 @@ class PatchedCalls(CallListener):
 
     def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         prefix = self._patches[id(patch.owner), patch.name][1]
-        self._open.append(self._listener.begins(prefix, patch.name, args, kwargs))
+        self._open.append(None if traced() else self._listener.begins(prefix, patch.name, args, kwargs))
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del patch, args, kwargs
@@ -157,11 +159,18 @@ def _take_out(mode: TorchFunctionMode) -> None:
         _push_mode(one)
 
 
+def traced() -> bool:
+    """Whether ``torch.jit.trace`` writes down what is called: what reads a tensor would stand in the user's graph."""
+    return torch._C._get_tracing_state() is not None
+
+
 def _answer_as_without(mode: TorchFunctionMode) -> Function:
     """Have modules that ask whether anybody overrides functions be answered as if ``mode`` did not.
 
     Attention and encoder layers take another way, with other bits, in evaluation if somebody does. They look the question up in
-    ``torch.overrides``; functions, which have to be told of the mode, have looked it up when they were made.
+    ``torch.overrides``; functions, which have to be told of the mode, have looked it up when they were made. Compilers look it
+    up, too, and know it by its identity for as long as the process lives: so it stays where it is, and a module of torch's
+    that runs is given another one as it looks.
     """
     original = torch.overrides.has_torch_function
 
@@ -175,10 +184,17 @@ def _answer_as_without(mode: TorchFunctionMode) -> Function:
         finally:
             _push_mode(mode)
 
-    torch.overrides.has_torch_function = has_torch_function
+    class Overrides(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "has_torch_function" and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.modules."):
+                return has_torch_function
+            return ModuleType.__getattribute__(self, name)
+
+    before = torch.overrides.__class__
+    torch.overrides.__class__ = Overrides
 
     def undo() -> None:
-        if torch.overrides.has_torch_function is has_torch_function:
-            torch.overrides.has_torch_function = original
+        if torch.overrides.__class__ is Overrides:
+            torch.overrides.__class__ = before
 
     return undo

@@ -15,7 +15,7 @@ from monitor.capture.hooks import Removable
 from monitor.dump.backend import ApiListener
 from monitor.failures import Failures
 from monitor.pytorch import input_gradients
-from monitor.pytorch.dump.apis import Interception
+from monitor.pytorch.dump.apis import Interception, traced
 from monitor.pytorch.dump.reading import Reader
 from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
 from monitor.pytorch.place import initialized
@@ -38,6 +38,7 @@ __all__ = [
     "rank",
     "refuse",
     "tensor",
+    "traced",
 ]
 
 framework: str = "pytorch"

@@ -1,0 +1,69 @@
+"""A dump is no part of what is compiled, scripted or traced inside it, nor of what is compiled later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dumping import dumping
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[3]
+
+BEGINNING = """
+import sys
+import torch
+from torch import nn
+from monitor.pytorch import PrecisionDebugger
+
+debugger = PrecisionDebugger(dump_path=sys.argv[1])
+"""
+
+COMPILES = """
+debugger.start()
+torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+debugger.stop()
+torch._dynamo.reset()
+layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+with torch.no_grad():
+    torch.compile(layer, backend="eager", fullgraph=True)(torch.ones(2, 3, 8))
+"""
+
+SCRIPTS = """
+debugger.start()
+torch.jit.script(nn.MultiheadAttention(8, 2).eval())
+debugger.stop()
+torch.jit.script(nn.MultiheadAttention(8, 2).eval())
+"""
+
+
+@pytest.mark.parametrize("script", [COMPILES, SCRIPTS], ids=["compiled", "scripted"])
+def test_what_torch_first_compiles_inside_a_dump_compiles_then_and_later(tmp_path: Path, script: str) -> None:
+    """In a process of its own: compilers look torch's functions up once."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", BEGINNING + script, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+class Around(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+def test_a_trace_has_nothing_of_a_dump_in_it(tmp_path: Path, level: str) -> None:
+    network, x = Around(nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval(), torch.ones(2, 4)
+    expected = [node.kind() for node in torch.jit.trace(network, x, check_trace=False).inlined_graph.nodes()]
+    with dumping(tmp_path, network, level=level):
+        traced = torch.jit.trace(network, x, check_trace=False)
+    assert [node.kind() for node in traced.inlined_graph.nodes()] == expected
