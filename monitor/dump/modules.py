@@ -48,7 +48,7 @@ class ModuleWatcher:
         self._open: list[Call] = []
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._tokens.open or not self._session.here:
+        if not self._tokens.open or not self._session.here or self._backend.traced():
             return
         name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
         call = self._recorded.opened(name)
@@ -63,13 +63,12 @@ class ModuleWatcher:
 
     def after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called, where the framework can, when forward raised."""
-        if not self._open or not self._session.here:
+        if not self._open or not self._session.here or self._backend.traced():
             return
         call = self._open.pop()
         self._close(call.name)
-        if result is not None:
-            with self._session.at_work():
-                call.end(result, self._backend.parameters_of(module))
+        with self._session.at_work():
+            call.end(result, self._backend.parameters_of(module))
 
     def _close(self, name: CallName) -> None:
         """What is still open below it has raised."""

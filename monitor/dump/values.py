@@ -26,8 +26,8 @@ def file_name(name: str) -> str:
 
 
 def results(value: Any) -> Sequence[Any]:
-    """The outputs of a call: several where it returned a tuple."""
-    return value if type(value) is tuple else (value,)
+    """The outputs of a call: several where it returned a tuple, with names or without."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 class Trees:

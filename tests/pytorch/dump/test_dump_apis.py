@@ -171,3 +171,10 @@ def test_checksums_are_those_of_the_bytes(tmp_path: Path) -> None:
     (leaf,) = Dump(tmp_path / "out").data["Functional.relu.0.forward"]["input_args"]
     assert leaf["md5"] == f"{zlib.crc32(x.contiguous().numpy().tobytes()):08x}"
     assert list(leaf) == ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "md5"]
+
+
+def test_a_tuple_with_names_is_several_outputs(tmp_path: Path) -> None:
+    with dumping(tmp_path, task="tensor"):
+        torch.max(torch.ones(2, 3), 1)
+    (entry,) = Dump(tmp_path).data.values()
+    assert [leaf["data_name"] for leaf in entry["output"]] == [f"Torch.max.0.forward.output.{i}.npy" for i in range(2)]

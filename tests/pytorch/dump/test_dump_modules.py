@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,30 @@ def test_an_empty_tensor_has_a_norm_and_nothing_else(tmp_path: Path) -> None:
         network(torch.ones(0, 3))
     (leaf,) = Dump(tmp_path).data["Module.0.Identity.forward.0"]["output"]
     assert [leaf[key] for key in ("shape", "Max", "Min", "Mean", "Norm")] == [[0, 3], None, None, None, 0.0]
+
+
+class GivesNothing(nn.Module):
+    def __init__(self, error: type[Exception] | None) -> None:
+        super().__init__()
+        self.inner = nn.ReLU()
+        self._error = error
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.inner(x)
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_a_module_that_gives_nothing_has_an_entry_as_what_it_calls_names_it(
+    tmp_path: Path, error: type[Exception] | None
+) -> None:
+    network = nn.ModuleList([GivesNothing(error)])
+    with dumping(tmp_path, network, level="L0"), suppress(KeyError):
+        network[0](torch.ones(2))
+    dump = Dump(tmp_path)
+    assert dump.data["Module.0.GivesNothing.forward.0"]["output"] == [None]
+    assert dump.construct == {
+        "Module.0.inner.ReLU.forward.0": "Module.0.GivesNothing.forward.0",
+        "Module.0.GivesNothing.forward.0": None,
+    }
