@@ -91,6 +91,7 @@ class PrecisionDebugger:
             ConfigError: The list of APIs cannot be used.
         """
         models = self._checked(model, token_range, rank_id)
+        self._leave_to_the_parent()
         self._passed = _weakly(model)
         if self._modules is not None or self._apis is not None or self.config.level == "debug" or not self._is_chosen():
             return
@@ -114,12 +115,14 @@ class PrecisionDebugger:
 
         Gradients of calls that were recorded are still taken until ``step``.
         """
+        self._leave_to_the_parent()
         self._detach()
-        if self._session is not None and self._session.here:
+        if self._session is not None:
             self._failures.guarded("making the files of a dump", self._session.assemble)()
 
     def step(self) -> None:
         """The step is over: its files are complete."""
+        self._leave_to_the_parent()
         self._detach()
         session, self._session = self._session, None
         if session is not None:
@@ -145,7 +148,9 @@ class PrecisionDebugger:
             self._failures.warn(
                 "save", f"save() records at level debug alone, and level is {self.config.level}: nothing saved."
             )
-        elif self._is_chosen() and (session := self._opened()) is not None and session.here:
+            return
+        self._leave_to_the_parent()
+        if self._is_chosen() and (session := self._opened()) is not None:
             recorded = Recorded(session, self._backend, self._failures)
             self._failures.guarded("saving a value", points.save, of=name)(recorded, variable, name, backward=save_backward)
 
@@ -184,6 +189,14 @@ class PrecisionDebugger:
         return self._passed()
 
     # how it is done
+
+    def _leave_to_the_parent(self) -> None:
+        """In a process that was forked: what was begun before is the parent's. What this process begins itself is its own."""
+        if self._session is not None and self._session.pid != os.getpid():
+            self._detach()
+            self._session.leave()
+            self._session = None
+            self._gradients.clear()
 
     def _interception(self, recorded: Recorded, models: Sequence[Any]) -> Interception:
         listener = ApiDump(recorded, self._tokens)
@@ -257,6 +270,7 @@ class PrecisionDebugger:
 
     def close(self) -> None:
         """Complete the step in progress, and end the thread that writes. At exit this happens by itself."""
+        self._leave_to_the_parent()
         if self._session is not None:
             self.step()
         self._writer.close()

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 FILE: Final = ".dump.records"
 """Beside the files that are made of it. It is there while a step is recorded, and after a process was killed."""
@@ -26,16 +28,26 @@ class Records:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = open(path, "a", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+        # Without a buffer of the file's own, which a process that was forked would write once more.
+        self._file: FileIO = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._pending: list[bytes] = []
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def append(self, record: str) -> None:
         """Add a record, a JSON text. It is in the file after ``flush``."""
-        self._file.write(f"{zlib.crc32(record.encode()):08x} {record}\n")
+        self._pending.append(f"{zlib.crc32(record.encode()):08x} {record}\n".encode())
 
     def flush(self) -> None:
-        self._file.flush()
+        """Raises ``OSError`` where there is no room. What was whole before stays so, and what comes later can be read."""
+        content, self._pending = memoryview(b"".join(self._pending)), []
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), whole)
+            raise
 
     def close(self) -> None:
         self._file.close()

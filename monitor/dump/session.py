@@ -49,6 +49,7 @@ class Session:
         open_modules: The modules that are being called, outermost first, by the names of their forwards.
         until_end: Hooks on what may outlive the step's graph.
         closed: Gradients that come later belong to no step.
+        pid: The process that opened it.
         reading: Whether what is called now is called by us.
     """
 
@@ -66,13 +67,13 @@ class Session:
         self._order = itertools.count()
         self._stacks = Stacks()
         self._waiting: dict[int, Backward] = {}
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._new_directory(framework)
 
     @property
     def here(self) -> bool:
         """Whether this is the process that opened it: a child that was forked records nothing."""
-        return not self.closed and self._pid == os.getpid()
+        return not self.closed and self.pid == os.getpid()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -142,6 +143,11 @@ class Session:
         """Make the files of what was recorded so far."""
         self._writer.drain()
         assemble(self.directory)
+
+    def leave(self) -> None:
+        """In a process that was forked: let go of what is the parent's."""
+        self.until_end.remove()
+        self._records.close()
 
     def close(self) -> None:
         """The step is over."""

@@ -6,6 +6,7 @@ A dump drops nothing: when the queue is full the training thread waits.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -57,6 +58,10 @@ class Writer:
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
         self._queue: deque[Entry] = deque()
         self._changed = threading.Condition()
         self._bytes = 0
@@ -65,8 +70,14 @@ class Writer:
         self._hurry = False
         self._thread: threading.Thread | None = None
 
+    def _begin_in_a_fork(self) -> None:
+        """The thread is not in a process that was forked, where somebody may hold the lock for ever; its entries are the parent's."""
+        if self._pid != os.getpid():
+            self._begin()
+
     def put(self, entry: Entry) -> None:
         """Hand an entry over. Waits while there is no room: for one that is larger than all room, until it is alone."""
+        self._begin_in_a_fork()
         with self._changed:
             self._start()
             while (self._bytes and (self._bytes + entry.nbytes > MOST_BYTES)) or self._unwritten >= MOST_ENTRIES:
@@ -79,6 +90,7 @@ class Writer:
 
     def drain(self) -> None:
         """Wait until everything that was handed over is in its file."""
+        self._begin_in_a_fork()
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
@@ -88,6 +100,7 @@ class Writer:
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
+        self._begin_in_a_fork()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
