@@ -18,6 +18,7 @@ from monitor.dump.errors import DumpFailures
 from monitor.dump.modules import ModuleDump, Tokens
 from monitor.dump.parameter_gradients import ParameterGradients
 from monitor.dump.session import Session
+from monitor.dump.turn import TURN
 from monitor.dump.writer import Writer
 from monitor.pipeline.process import PROCESS
 
@@ -89,12 +90,15 @@ class PrecisionDebugger:
             TypeError: ``model`` is no module.
             ValueError: An argument is missing or out of range, or the level cannot be recorded in the mode that is set.
             ConfigError: The list of APIs cannot be used.
+            RuntimeError: At L1 and mix, another debugger has started and not stopped yet.
         """
         models = self._checked(model, token_range, rank_id)
         self._leave_to_the_parent()
         self._passed = _weakly(model)
         if self._modules is not None or self._apis is not None or self.config.level == "debug" or not self._is_chosen():
             return
+        if self.config.level in WITH_APIS:
+            TURN.refuse_another(self)
         session = self._opened()
         if session is None:
             return
@@ -107,6 +111,7 @@ class PrecisionDebugger:
             self._modules = ModuleDump(recorded, self._tokens, self._backend.module_prefix, self._gradients)
             self._modules.watch(models, numbered=isinstance(model, (list, tuple)))
         if apis is not None:
+            TURN.take(self)
             self._apis = apis
             apis.install()
 
@@ -255,6 +260,7 @@ class PrecisionDebugger:
             if attached is not None:
                 self._failures.guarded("letting go of what was watched", attached.remove)()
         self._apis, self._modules = None, None
+        TURN.give_back(self)
         self._roots.clear()
         if self._session is not None:
             self._session.open_modules.clear()
