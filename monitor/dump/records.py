@@ -9,7 +9,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final
@@ -24,15 +23,20 @@ class Records:
     """Appends to a file. What was appended survives the process; that it is still written to shows in a lock on it.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be made; ``BlockingIOError`` if another process writes to it.
     """
 
     def __init__(self, path: Path) -> None:
         # Without a buffer of the file's own, which a process that was forked would write once more.
         self._file: FileIO = open(path, "ab", buffering=0)  # noqa: SIM115
         self._pending: list[bytes] = []
-        with suppress(OSError):  # some file systems have no locks
+        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise
+        except OSError:
+            pass  # some file systems have no locks
 
     def append(self, record: str) -> None:
         """Add a record, a JSON text. It is in the file after ``flush``."""

@@ -14,9 +14,9 @@ from monitor.capture.hooks import HookSet
 from monitor.dump.assembly import assemble, finish
 from monitor.dump.backend import Reader
 from monitor.dump.config import DumpConfig
+from monitor.dump.directories import begun
 from monitor.dump.measured import Leaf, Slot
 from monitor.dump.names import CallName
-from monitor.dump.records import FILE, Records
 from monitor.dump.selection import Section, Selection
 from monitor.dump.stacks import Stacks
 from monitor.dump.values import file_name, filled
@@ -64,6 +64,7 @@ class Session:
         self.reading = False
         self._config, self._reader, self._writer, self._failures = config, reader, writer, failures
         self._counts: Counter[str] = Counter()
+        self._files: set[str] = set()
         self._order = itertools.count()
         self._stacks = Stacks()
         self._waiting: dict[int, Backward] = {}
@@ -93,7 +94,14 @@ class Session:
     def leaf(self, x: Any, name: str) -> Leaf:
         """Read a tensor now."""
         self._failures.hand_back()
-        return self._reader.leaf(x, file_name(name) if self._config.task == "tensor" else None)
+        return self._reader.leaf(x, self._file(name) if self._config.task == "tensor" else None)
+
+    def _file(self, name: str) -> str:
+        """A file that no other tensor of the step has: several names may become the same file."""
+        candidates = (file_name(f"{name}.same{n}" if n else name) for n in itertools.count())
+        file = next(one for one in candidates if one not in self._files)
+        self._files.add(file)
+        return file
 
     def wants(self, name: CallName, direction: Any, section: Section | None = None) -> bool:
         return self.selection.wants(direction, section) and self.selection.lists(
@@ -168,11 +176,9 @@ class Session:
         self._writer.put(Entry(self._records, self.directory, record))
 
     def _new_directory(self, framework: str) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / FILE).unlink(missing_ok=True)
+        self._records = begun(self.directory, self._failures)
         keeps = self._config.task == "tensor"
         if keeps:
             (self.directory / DATA).mkdir(exist_ok=True)
-        self._records = Records(self.directory / FILE)
         told = {"task": self._config.task, "level": self._config.level, "framework": framework}
         self._put({"header": {**told, "dump_data_dir": str((self.directory / DATA).absolute()) if keeps else None}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -47,7 +48,7 @@ class Trees:
         children = None if depth >= MAX_DEPTH else _children(value)
         if children is None:
             return _plain(value)
-        below = {str(key): self.of(child, f"{name}.{key}", on_tensor, depth + 1) for key, child in children}
+        below = {key: self.of(child, f"{name}.{key}", on_tensor, depth + 1) for key, child in _spelled(children)}
         return list(below.values()) if isinstance(value, (tuple, list)) else below
 
     def all_of(self, values: Sequence[Any], name: str, on_tensor: OnTensor) -> list[Any]:
@@ -62,7 +63,7 @@ class Trees:
         children = None if depth >= MAX_DEPTH else _children(value)
         if children is None:
             return None
-        below = {str(key): self.slots(child, f"{name}.{key}", wanted, depth + 1) for key, child in children}
+        below = {key: self.slots(child, f"{name}.{key}", wanted, depth + 1) for key, child in _spelled(children)}
         return (list(below.values()) if isinstance(value, (tuple, list)) else below) if _any(below.values()) else None
 
 
@@ -96,6 +97,15 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
     return None
+
+
+def _spelled(children: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, Any]]:
+    """Keys as JSON has them, each once: where ``1`` and ``"1"`` are both there, the later one is spelled as Python writes it."""
+    known: set[str] = set()
+    for key, child in children:
+        candidates = itertools.chain((str(key), repr(key)), (f"{key!r}.{n}" for n in itertools.count(1)))
+        known.add(spelled := next(one for one in candidates if one not in known))
+        yield spelled, child
 
 
 def _plain(value: Any) -> Any:

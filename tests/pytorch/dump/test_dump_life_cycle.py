@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from dumping import Convolutional, Dump, Transformer, loss_of, seeded, tokens
 from torch import nn
 
-from monitor.dump.records import FILE
+from monitor.dump.records import FILE, Records
+from monitor.dump.recovery import recover
 from monitor.pytorch import PrecisionDebugger
 
 
@@ -240,3 +241,64 @@ def test_single_values_and_their_gradients_are_saved_by_name(tmp_path: Path) -> 
 def test_saving_at_another_level_saves_nothing(tmp_path: Path) -> None:
     PrecisionDebugger(dump_path=tmp_path, level="L1").save(torch.ones(1), "x")
     assert steps_in(tmp_path) == []
+
+
+def test_a_second_debugger_that_would_see_the_same_calls_is_refused_until_the_first_has_stopped(tmp_path: Path) -> None:
+    first, second = (PrecisionDebugger(dump_path=tmp_path / name) for name in ("first", "second"))
+    first.start()
+    with pytest.raises(RuntimeError, match=r"another PrecisionDebugger records .*: call its stop\(\) before this start\(\)"):
+        second.start()
+    first.stop()
+    second.start()
+    F.relu(torch.ones(1))
+    second.step()
+    first.step()
+    assert (list(Dump(tmp_path / "first").data), list(Dump(tmp_path / "second").data)) == ([], ["Functional.relu.0.forward"])
+
+
+def test_tensors_whose_names_are_spelled_alike_have_a_file_each(tmp_path: Path) -> None:
+    values = {
+        "x/y": torch.tensor([1.0]),
+        "x_y": torch.tensor([2.0]),
+        "a.b": {"c": torch.tensor([3.0])},
+        "a": {"b.c": torch.tensor([4.0])},
+        1: torch.tensor([5.0]),
+        "1": torch.tensor([6.0]),
+    }
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="debug", task="tensor")
+    debugger.save(values, "all")
+    debugger.step()
+    dump = Dump(tmp_path, name="debug.json")
+    saved = dump.data["all.0.debug"]
+    assert list(saved) == ["x/y", "x_y", "a.b", "a", "1", "'1'"]
+    leaves = [saved["x/y"], saved["x_y"], saved["a.b"]["c"], saved["a"]["b.c"], saved["1"], saved["'1'"]]
+    assert [dump.tensor(leaf).item() for leaf in leaves] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_what_a_killed_process_has_left_is_set_aside_and_can_be_recovered(tmp_path: Path) -> None:
+    left = tmp_path / "step0" / "rank0"
+    left.mkdir(parents=True)
+    records = Records(left / FILE)
+    records.append('{"entry": "Functional.silu.0.forward", "at": 0, "parent": null, "stack": null, "content": {}}')
+    records.flush()
+    records.close()
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start(rank_id=0)
+    F.relu(torch.ones(1))
+    debugger.step()
+    assert [one.entries for one in recover(tmp_path)] == [1]
+    assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward"]
+    assert "silu" in (tmp_path / "step0.left1" / "rank0" / "dump.json").read_text()
+
+
+def test_a_directory_that_another_process_writes_to_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "step0" / "rank0"
+    place.mkdir(parents=True)
+    records = Records(place / FILE)
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start(rank_id=0)
+    F.relu(torch.ones(1))
+    debugger.step()
+    records.close()
+    assert (place / FILE).read_bytes() == b""
+    assert "start(rank_id=...)" in (place / "dump_error_info.log").read_text()
