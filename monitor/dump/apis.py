@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +47,19 @@ def packaged_list(module_file: str) -> Path:
     return Path(module_file).with_name("apis.json")
 
 
+class Calling(threading.local):
+    """What a thread is at.
+
+    Attributes:
+        busy: Calls of APIs have no entry now.
+        written: What the collective that is called may have written into.
+    """
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.written: tuple[Any, ...] | None = None
+
+
 class ApiDump:
     """Makes entries of calls of APIs. One that is called by another has none: it is how the other works."""
 
@@ -55,41 +69,40 @@ class ApiDump:
         guarded = recorded.failures.guarded
         self._begin = guarded("reading the arguments", self._begins, ADVICE)
         self._end = guarded("reading the results", self._ended, ADVICE)
-        self._busy = False
-        self._written: tuple[Any, ...] | None = None
+        self._calling = Calling()
 
     def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call is about to happen."""
-        if self._busy or self._session.reading or not self._tokens.open or not self._session.here:
+        if self._calling.busy or self._session.reading or not self._tokens.open or not self._session.here:
             return None
-        self._busy = True  # until it has ended: reading a tensor may call APIs, too
+        self._calling.busy = True  # until it has ended: reading a tensor may call APIs, too
         call = None
         try:
             call = self._begin(f"{prefix}.{name}", args, kwargs)
         finally:
-            self._busy = call is not None
+            self._calling.busy = call is not None
         return call
 
     def ended(self, call: Any, result: Any) -> None:
         try:
             self._end(call, result)
         finally:
-            self._busy, self._written = False, None
+            self._calling.busy, self._calling.written = False, None
 
     def raised(self, call: Any) -> None:
         del call
-        self._busy, self._written = False, None
+        self._calling.busy, self._calling.written = False, None
 
     def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         name = CallName(base, self._session.number(base), of_module=False)
         call = self._recorded.opened(name)
-        self._written = _written(args, kwargs, self._recorded.backend.tensor) if base.startswith(WRITING) else None
+        self._calling.written = _written(args, kwargs, self._recorded.backend.tensor) if base.startswith(WRITING) else None
         call.begin(args, kwargs)
         return call
 
     def _ended(self, call: Call, result: Any) -> None:
         if self._session.here:
-            call.end(self._written if result is None and self._written else result)
+            call.end(self._calling.written if result is None and self._calling.written else result)
 
 
 def _written(args: Sequence[Any], kwargs: Mapping[str, Any], tensor: type) -> tuple[Any, ...]:

@@ -263,7 +263,7 @@ class PrecisionDebugger:
         TURN.give_back(self)
         self._roots.clear()
         if self._session is not None:
-            self._session.open_modules.clear()
+            self._session.forget_open_modules()
 
     def _at_exit(self) -> None:
         known = weakref.ref(self)

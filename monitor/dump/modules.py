@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,13 @@ class Tokens:
         self.open = self.wanted is None
 
 
+class OpenCalls(threading.local):
+    """Calls of a module that have not ended: each thread has its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
 class ModuleWatcher:
     """The hooks of one module.
 
@@ -45,14 +53,14 @@ class ModuleWatcher:
         self._recorded, self._session, self._backend = recorded, recorded.session, recorded.backend
         self._tokens = tokens
         self._gradients = gradients
-        self._open: list[Call] = []
+        self._open = OpenCalls()
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._tokens.open or not self._session.here or self._backend.traced():
             return
         name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
         call = self._recorded.opened(name)
-        self._open.append(call)
+        self._open.calls.append(call)
         try:
             with self._session.at_work():
                 call.begin(args, kwargs)
@@ -63,9 +71,9 @@ class ModuleWatcher:
 
     def after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called, where the framework can, when forward raised."""
-        if not self._open or not self._session.here or self._backend.traced():
+        if not self._open.calls or not self._session.here or self._backend.traced():
             return
-        call = self._open.pop()
+        call = self._open.calls.pop()
         self._close(call.name)
         with self._session.at_work():
             call.end(result, self._backend.parameters_of(module))

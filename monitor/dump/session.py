@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,15 +42,21 @@ class Backward:
         self.at = 0
 
 
+class Thread(threading.local):
+    """What a thread is at, with these values in each that asks."""
+
+    def __init__(self) -> None:
+        self.open_modules: list[CallName] = []
+        self.reading = False
+
+
 class Session:
     """What is recorded between the first ``start`` of a step and ``step``.
 
     Attributes:
-        open_modules: The modules that are being called, outermost first, by the names of their forwards.
         until_end: Hooks on what may outlive the step's graph.
         closed: Gradients that come later belong to no step.
         pid: The process that opened it.
-        reading: Whether what is called now is called by us.
     """
 
     def __init__(
@@ -58,12 +64,11 @@ class Session:
     ) -> None:
         self.directory = directory
         self.selection = Selection(config.chosen)
-        self.open_modules: list[CallName] = []
+        self._threads = Thread()
         self.until_end = HookSet()
         self.closed = False
-        self.reading = False
         self._config, self._reader, self._writer, self._failures = config, reader, writer, failures
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, Iterator[int]] = {}
         self._files: set[str] = set()
         self._order = itertools.count()
         self._stacks = Stacks()
@@ -76,20 +81,33 @@ class Session:
         """Whether this is the process that opened it: a child that was forked records nothing."""
         return not self.closed and self.pid == os.getpid()
 
+    @property
+    def open_modules(self) -> list[CallName]:
+        """The modules that this thread is calling, outermost first, by the names of their forwards."""
+        return self._threads.open_modules
+
+    @property
+    def reading(self) -> bool:
+        """Whether what this thread calls now is called by us."""
+        return self._threads.reading
+
+    def forget_open_modules(self) -> None:
+        """Of every thread: nobody is told of their ends any more."""
+        self._threads = Thread()
+
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """While a tensor is read, or its graph: what that calls is none of the program's."""
-        before, self.reading = self.reading, True
+        thread = self._threads
+        before, thread.reading = thread.reading, True
         try:
             yield
         finally:
-            self.reading = before
+            thread.reading = before
 
     def number(self, base: str) -> int:
         """How often ``base`` was called before, in this step."""
-        number = self._counts[base]
-        self._counts[base] += 1
-        return number
+        return next(self._counts.setdefault(base, itertools.count()))
 
     def leaf(self, x: Any, name: str) -> Leaf:
         """Read a tensor now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import sys
 from types import CodeType, FrameType
@@ -16,6 +17,7 @@ class Stacks:
 
     def __init__(self) -> None:
         self._numbers: dict[_Key, int] = {}
+        self._unused = itertools.count()
 
     def here(self) -> tuple[int, list[str] | None]:
         """The number of the stack that leads here, and where it is new its frames, innermost first."""
@@ -23,7 +25,7 @@ class Stacks:
         number = self._numbers.get(key)
         if number is not None:
             return number, None
-        number = self._numbers[key] = len(self._numbers)
+        number = self._numbers[key] = next(self._unused)  # two threads that meet here have one each
         return number, [_spelled(code, line) for code, line in key]
 
 

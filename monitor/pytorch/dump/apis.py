@@ -8,6 +8,7 @@ that users name cannot be overridden: they are patched while the dump runs.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final
@@ -56,13 +57,20 @@ class FunctionMode(TorchFunctionMode):
         return result
 
 
+class OpenCalls(threading.local):
+    """Calls that have not ended, None for one that nobody wants to know of: each thread has its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+
 class PatchedCalls(CallListener):
     """Functions that nothing but a patch sees."""
 
     def __init__(self, listener: ApiListener) -> None:
         self._listener = listener
         self._patches: dict[tuple[int, str], tuple[CallPatch, str]] = {}
-        self._open: list[Any] = []
+        self._threads = OpenCalls()
         self._listening = False
 
     def add(self, module: Any, api: str, prefix: str) -> None:
@@ -89,17 +97,17 @@ class PatchedCalls(CallListener):
 
     def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         prefix = self._patches[id(patch.owner), patch.name][1]
-        self._open.append(None if traced() else self._listener.begins(prefix, patch.name, args, kwargs))
+        self._threads.calls.append(None if traced() else self._listener.begins(prefix, patch.name, args, kwargs))
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del patch, args, kwargs
-        call = self._open.pop() if self._open else None
+        call = self._threads.calls.pop() if self._threads.calls else None
         if call is not None:
             self._listener.ended(call, result)
 
     def call_raised(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del patch, args, kwargs
-        call = self._open.pop() if self._open else None
+        call = self._threads.calls.pop() if self._threads.calls else None
         if call is not None:
             self._listener.raised(call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,37 @@ def test_a_module_that_gives_nothing_has_an_entry_as_what_it_calls_names_it(
         "Module.0.inner.ReLU.forward.0": "Module.0.GivesNothing.forward.0",
         "Module.0.GivesNothing.forward.0": None,
     }
+
+
+class Waits(nn.Module):
+    """Ten times what it is given. Whoever gives it a 1 begins first, and ends first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.over = (threading.Event() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.item() == 1:
+            self.first.set()
+            assert self.second.wait(30)
+        else:
+            self.second.set()
+            assert self.over.wait(30)
+        return 10 * x
+
+
+def test_two_threads_that_call_a_module_have_each_their_own_values(tmp_path: Path) -> None:
+    network = nn.Sequential(Waits())
+
+    def first() -> None:
+        network(torch.tensor(1.0))
+        network[0].over.set()
+
+    with dumping(tmp_path, network, level="L0"):
+        other = threading.Thread(target=first)
+        other.start()
+        assert network[0].first.wait(30)
+        network(torch.tensor(2.0))
+        other.join()
+    pairs = {(entry["input_args"][0]["Max"], entry["output"][0]["Max"]) for entry in Dump(tmp_path).data.values()}
+    assert pairs == {(1.0, 10.0), (2.0, 20.0)}
