@@ -209,3 +209,11 @@ def test_a_seed_repeats_random_numbers() -> None:
         seed_all(7)
         found.append((np.random.rand(), ops.rand(3).asnumpy().tolist()))
     assert found[0] == found[1]
+
+
+def test_writing_into_a_tensor_is_a_call(tmp_path: Path) -> None:
+    x = Tensor([1.0, 2.0])
+    with dumping(tmp_path):
+        x[0] = 5.0
+    assert Dump(tmp_path).data["Tensor.__setitem__.0.forward"]["input_args"][0]["Max"] == 2.0
+    assert x.asnumpy().tolist() == [5.0, 2.0]
