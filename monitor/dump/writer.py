@@ -27,6 +27,9 @@ BATCH: Final = 256
 GATHERED_SECONDS: Final = 0.2
 """What fewer wait for at most. Whatever this thread does in Python holds up the other: so it is done seldom, and at once."""
 
+IDLE_SECONDS: Final = 2.0
+"""The thread ends when nothing has come for so long."""
+
 ADVICE: Final = "What was to be written is missing from the dump."
 
 DATA: Final = "dump_tensor_data"
@@ -53,8 +56,20 @@ class Entry:
         self.nbytes = sum(leaf.copy.nbytes for leaf in self.leaves if leaf.copy is not None)
 
 
+@dataclass(slots=True)
+class _Running:
+    """A thread that writes.
+
+    Attributes:
+        closing: It is to end when nothing is left.
+    """
+
+    thread: threading.Thread | None = None
+    closing: bool = False
+
+
 class Writer:
-    """One thread, which runs from the first entry until ``close``."""
+    """One thread, which runs while there is something to write: a debugger that nobody needs any more leaves none behind."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
@@ -66,9 +81,8 @@ class Writer:
         self._changed = threading.Condition()
         self._bytes = 0
         self._unwritten = 0
-        self._closing = False
         self._hurry = False
-        self._thread: threading.Thread | None = None
+        self._running: _Running | None = None
 
     def _begin_in_a_fork(self) -> None:
         """The thread is not in a process that was forked, where somebody may hold the lock for ever; its entries are the parent's."""
@@ -89,7 +103,7 @@ class Writer:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until everything that was handed over is in its file."""
+        """Wait until everything that was handed over is in its file. Whatever comes after begins another thread."""
         self._begin_in_a_fork()
         with self._changed:
             self._hurry = True
@@ -97,25 +111,27 @@ class Writer:
             while self._unwritten:
                 self._changed.wait()
             self._hurry = False
+        self.close()
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
         self._begin_in_a_fork()
         with self._changed:
-            self._closing = True
+            running, self._running = self._running, None
+            if running is not None:
+                running.closing = True
             self._changed.notify_all()
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if running is not None and running.thread is not None:
+            running.thread.join()
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._closing = False
-            self._thread = threading.Thread(target=self._run, name="monitor-dump-writer", daemon=True)
-            self._thread.start()
+        if self._running is None:
+            self._running = running = _Running()
+            running.thread = threading.Thread(target=self._run, args=(running,), name="monitor-dump-writer", daemon=True)
+            running.thread.start()
 
-    def _run(self) -> None:
-        while batch := self._taken():
+    def _run(self, running: _Running) -> None:
+        while batch := self._taken(running):
             try:
                 self._write(batch)
             except EarlierFailure as failure:
@@ -127,10 +143,17 @@ class Writer:
                 self._unwritten -= len(batch)
                 self._changed.notify_all()
 
-    def _taken(self) -> list[Entry]:
+    def _taken(self, running: _Running) -> list[Entry]:
         with self._changed:
-            while not self._closing and not (self._queue and (self._hurry or self._bytes or len(self._queue) >= BATCH)):
-                if not self._changed.wait(GATHERED_SECONDS) and self._queue:
+            idle = 0
+            while not running.closing and not (self._queue and (self._hurry or self._bytes or len(self._queue) >= BATCH)):
+                if self._changed.wait(GATHERED_SECONDS):
+                    continue
+                idle += 1
+                if self._queue:
+                    break
+                if idle * GATHERED_SECONDS >= IDLE_SECONDS:
+                    self._running = None  # before the lock is let go of, so that the next entry begins another
                     break
             return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,30 @@ def test_a_writer_that_was_closed_begins_anew(place: Place) -> None:
     place.writer.put(place.entry("after"))
     assert place.written() == ["before", "after"]
     place.writer.close()
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "monitor-dump-writer"}
+
+
+def test_no_thread_is_left_when_all_is_written_and_what_comes_later_is_written_all_the_same(tmp_path: Path) -> None:
+    place, before = Place(tmp_path), threads()
+    for name in ("first", "second"):
+        place.writer.put(place.entry(name))
+        assert len(threads() - before) == 1
+        place.writer.drain()
+        assert threads() <= before
+    assert [record["entry"] for record in read(tmp_path / FILE)] == ["first", "second"]
+
+
+def test_a_thread_that_nobody_asks_for_more_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monitor.dump.writer.IDLE_SECONDS", 0.2)
+    place, before = Place(tmp_path), threads()
+    place.writer.put(place.entry("first"))
+    deadline = time.monotonic() + 20
+    while threads() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threads() <= before
+    place.writer.put(place.entry("second"))
+    place.writer.drain()
+    assert [record["entry"] for record in read(tmp_path / FILE)] == ["first", "second"]
