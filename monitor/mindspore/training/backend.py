@@ -13,9 +13,10 @@ from monitor.mindspore.place import place
 from monitor.mindspore.trainer_mon import TrainerMon
 from monitor.mindspore.training.numbers import kept
 from monitor.mindspore.training.routers import Routers
+from monitor.training.flops import NoCounterError
 from monitor.training.numbers import Number
 
-__all__ = ["counting_flops", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
+__all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 
 
 def monitor_of(config: MonitorConfig, base: Path) -> TrainerMon:
@@ -35,10 +36,31 @@ def learning_rate(optimizer: Any) -> Number | None:
     return None if first is None else kept(first)
 
 
+def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
+    """An optimizer that is told a loss scale divides by it in every step."""
+    del failures
+    scale = float(getattr(optimizer, "loss_scale", 1.0))
+    return None if scale == 1.0 else GradientScale(scale)
+
+
+class GradientScale:
+    """See ``monitor.training.backend.GradientScale``: it never changes."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def take(self) -> float:
+        return self._scale
+
+    def remove(self) -> None:
+        """Nothing was watched."""
+
+
 def routers(model: Any, names: Iterable[str], failures: Failures) -> Routers:
     return Routers(model, names, failures)
 
 
-def counting_flops() -> AbstractContextManager[Callable[[], float]] | None:
+def counting_flops(model: Any) -> AbstractContextManager[Callable[[], float]]:
     """MindSpore has no counter."""
-    return None
+    del model
+    raise NoCounterError("MindSpore counts no floating point operations: pass model_flops as a number.")
