@@ -92,6 +92,8 @@ def test_all_metrics_of_every_rank_are_in_the_log(job: Job) -> None:
         lines = [line for line in rank.said.splitlines() if f"[rank {number}] step 3" in line]
         for metric in {*RUN, *ALONE, *STATE, "local_norm"}:
             assert any(f" {metric} " in line for line in lines), metric
+        for metric in ("adam_m_norm", "adam_v_norm"):
+            assert f"[rank {number}] step 2: {metric} last.weight " in rank.said
         assert rank.warnings == []
 
 

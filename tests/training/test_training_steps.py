@@ -131,8 +131,8 @@ class TestFlops:
         self, model: nn.Module, yaml: Any, shown: Any
     ) -> None:
         with TrainingMetrics(yaml(), model, model_flops="measure") as metrics:
-            with pytest.raises(AttributeError), metrics.step():
-                model(rows()).no_such_thing
+            with pytest.raises(RuntimeError, match="shape"), metrics.step():
+                model(rows()).reshape(7)
             assert _get_current_dispatch_mode_stack() == []
             with metrics.step():
                 model(rows())
