@@ -86,11 +86,8 @@ class Reporting:
 
     def _say_if_there_are_none(self, facts: StepFacts, norms: StepNorms | None) -> None:
         run = self._shows_run(facts) and facts.grad_norm is None and not self._told
-        if (
-            self.expects_norms
-            and norms is facts.measured is None
-            and (run or (self._norms_of_state and self._shows_state(facts)))
-        ):
+        state = self._shows_state(facts) and self._norms_of_state
+        if self.expects_norms and norms is None and facts.measured is None and (run or state):
             self._failures.warn("no norms", f"Step {facts.step} has no norms: {NOT_RECORDED}")
 
     def _shows_run(self, facts: StepFacts) -> bool:

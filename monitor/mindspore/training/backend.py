@@ -11,6 +11,7 @@ from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.mindspore.place import place
 from monitor.mindspore.trainer_mon import TrainerMon
+from monitor.mindspore.training.gradient_scale import GradientScale
 from monitor.mindspore.training.numbers import kept
 from monitor.mindspore.training.routers import Routers
 from monitor.training.flops import NoCounterError
@@ -41,19 +42,6 @@ def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
     del failures
     scale = float(getattr(optimizer, "loss_scale", 1.0))
     return None if scale == 1.0 else GradientScale(scale)
-
-
-class GradientScale:
-    """See ``monitor.training.backend.GradientScale``: it never changes."""
-
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
-
-    def take(self) -> float:
-        return self._scale
-
-    def remove(self) -> None:
-        """Nothing was watched."""
 
 
 def routers(model: Any, names: Iterable[str], failures: Failures) -> Routers:
