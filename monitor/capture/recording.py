@@ -221,6 +221,10 @@ class Recording:
         if hasattr(self, "attachment"):
             self._failures.guarded("detaching", self.attachment.detach)()
 
+    def flush(self, seconds: float) -> bool:
+        """Whether within ``seconds`` every step that has ended was written."""
+        return self.run is None or self._closed or self.run.pipeline.flush(seconds)
+
     def close(self) -> None:
         """Detach, write what is left, and say what was lost. Any number of times."""
         if self.switching is not None:

@@ -313,6 +313,11 @@ class TrainerMon:
         """The last step that ended and was collected, of the first model that was attached; None before it."""
         return self._recordings[0].attachment.last_collected if self._recordings else None
 
+    def flush(self, seconds: float) -> bool:
+        """Whether, within ``seconds`` for each recording, every step that has ended was written and looked at."""
+        flushed = [recording.flush(seconds) for recording in self._recordings]
+        return all(flushed)
+
     def close(self) -> None:
         """Detach, write what is left within ``close_seconds``, and say what was lost. Any number of times."""
         if self._closed:

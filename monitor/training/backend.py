@@ -25,6 +25,16 @@ class Routers(Protocol):
         """Watch no longer."""
 
 
+class GradientScale(Protocol):
+    """Watches by what an optimizer divides its gradients inside its own step."""
+
+    def take(self) -> Number | None:
+        """In its last step, since this was last called; None where gradients are as they are."""
+
+    def remove(self) -> None:
+        """Watch no longer."""
+
+
 class Backend(Protocol):
     """A framework. ``monitor.pytorch.training.backend`` and ``monitor.mindspore.training_backend`` are modules that have these
     names.
@@ -58,5 +68,12 @@ class Backend(Protocol):
             ValueError: There is no module of one of these names.
         """
 
-    def counting_flops(self) -> AbstractContextManager[Callable[[], float]] | None:
-        """Counts while it is entered, and tells how many; None where the framework has no counter."""
+    def gradient_scale(self, optimizer: Any, failures: Failures) -> GradientScale | None:
+        """Watch an optimizer; None where it never scales."""
+
+    def counting_flops(self, model: Any) -> AbstractContextManager[Callable[[], float]]:
+        """Counts while it is entered, and tells how many.
+
+        Raises:
+            NoCounterError: The framework has no counter, or none that this model bears.
+        """

@@ -21,28 +21,40 @@ ON_BOARD: Final = frozenset({TENSORBOARD})
 Counts = Mapping[str, Sequence[int]]
 """Of each router, by name: how many tokens went to each expert. A token that goes to two experts counts for both."""
 
+ByStep = dict[int, tuple[int, dict[str, list[int]]]]
+"""Of each step, how many ranks the job had, and the counts of one of them."""
+
 
 class ExpertCounts:
-    """Keeps the counts of one rank in ``expert_counts.jsonl``, a line a step: ``{"step": 3, "tokens": {"h.0.gate": [4, 0]}}``.
+    """Keeps the counts of one rank in ``expert_counts.jsonl``, a line a step: ``{"step": 3, "world": 2, "tokens": …}``,
+    where ``world`` is how many ranks there are and ``tokens`` has the counts of each router, ``{"h.0.gate": [4, 0]}``.
 
-    The file is added to, never emptied: of a step that is there twice the later line counts.
+    The file is added to, never emptied: a line of a step makes earlier lines of this step and of later ones void.
 
     Raises:
         OSError: The file cannot be written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, world_size: int = 1) -> None:
         self._path = directory / FILE
+        self._world = world_size
         self._file: TextIO | None = None
 
     def read(self, facts: StepFacts) -> dict[str, list[int]]:
         """The counts of a step, waited for and kept."""
         tokens = {name: [int(count) for count in count_of()] for name, count_of in facts.tokens.items()}
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        self._file.write(json.dumps({"step": facts.step, "tokens": tokens}) + "\n")
+            self._file = self._opened()
+        self._file.write(json.dumps({"step": facts.step, "world": self._world, "tokens": tokens}) + "\n")
         return tokens
+
+    def _opened(self) -> TextIO:
+        """The file, behind its last line: one that a killed process left unfinished is ended."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
+        file = self._path.open("a", encoding="utf-8", buffering=1)
+        file.write("\n" if torn else "")
+        return file
 
     def close(self) -> None:
         """Let go of the file."""
@@ -67,19 +79,44 @@ def load_scalars(step: int, tokens: Counts) -> list[Scalar]:
 
 
 def combined(dump_path: Path) -> dict[int, dict[str, list[int]]]:
-    """The counts of all ranks that have written to ``dump_path``, added up, by step and router.
+    """The counts of all ranks of the job that has last written to ``dump_path``, added up, by step and router.
 
-    Steps that a rank does not have are left out: what others have of them is not the whole.
+    Steps that a rank does not have are left out: what others have of them is not the whole. Of a job that was resumed all steps
+    count, also where it had another number of ranks before.
     """
-    ranks = [_counts_of(path) for path in sorted(dump_path.glob(f"rank_*/{FILE}"))]
-    steps = set.intersection(*(set(one) for one in ranks)) if ranks else set()
-    return {step: _sum(one[step] for one in ranks) for step in sorted(steps)}
+    known: dict[int, ByStep] = {}
+    first = _counts_of(dump_path, 0)
+    whole: dict[int, dict[str, list[int]]] = {}
+    for step, (world, _) in sorted(first.items()):
+        for rank in range(world):
+            if rank not in known:
+                known[rank] = _counts_of(dump_path, rank)
+        ranks = [known[rank].get(step) for rank in range(world)]
+        found = [one[1] for one in ranks if one is not None and one[0] == world]
+        if len(found) == world:
+            whole[step] = _sum(found)
+    return whole
 
 
-def _counts_of(path: Path) -> dict[int, dict[str, list[int]]]:
-    """A line that a killed process left unfinished is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return {one["step"]: one["tokens"] for one in map(json.loads, lines)}
+def _counts_of(dump_path: Path, rank: int) -> ByStep:
+    """What a rank has of each step. A line that is not whole is left out."""
+    path = dump_path / f"rank_{rank}" / FILE
+    found: ByStep = {}
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
+        if (one := _read(line)) is not None:
+            step, world, tokens = one
+            if found and step <= next(reversed(found)):  # the job has begun anew, at this step
+                found = {earlier: counts for earlier, counts in found.items() if earlier < step}
+            found[step] = world, tokens
+    return found
+
+
+def _read(line: str) -> tuple[int, int, dict[str, list[int]]] | None:
+    try:
+        one = json.loads(line)
+        return int(one["step"]), int(one["world"]), dict(one["tokens"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _sum(ranks: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:

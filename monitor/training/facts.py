@@ -26,6 +26,8 @@ class StepFacts:
         measured: The step of the recording that belongs to it; None where none was recorded.
         flops: Floating point operations of this rank's model in the step.
         tokens: Of each router, by name, what of this rank went to each expert.
+        began: When the first step began, in the seconds of ``ended``.
+        gradient_scale: What the gradients that the optimizer was given are multiplied by, where it divides by it itself.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepFacts:
     measured: int | None = None
     flops: float | None = None
     tokens: Mapping[str, Tokens] = field(default_factory=dict)
+    began: float | None = None
+    gradient_scale: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def _sections(document: YamlDocument) -> tuple[dict[str, Any], dict[Path, int], 
 def _misspelled(key: Any, value: Mapping[Any, Any], lines: Mapping[Path, int]) -> str | None:
     """A section whose name nearly is one of ours, which is missing: others have sections of their own."""
     near = None if key in SECTIONS else nearest(str(key), [one for one in SECTIONS if one not in value])
-    return None if near is None or near[0] != str(key)[:1] else f"line {lines[(str(key),)]}: {key}: did you mean `{near}`?"
+    return None if near is None or near[0] != str(key)[:1] else f"{_at(lines.get((str(key),)))}{key}: did you mean `{near}`?"
 
 
 def _by_type(callbacks: list[Any], lines: dict[Path, int]) -> tuple[dict[str, Any], list[str]]:
@@ -98,9 +98,9 @@ def _by_type(callbacks: list[Any], lines: dict[Path, int]) -> tuple[dict[str, An
     for index, one in enumerate(callbacks):
         kind = one.get("type") if isinstance(one, dict) else None
         if kind not in CALLBACKS:
-            problems += _unknown_type(kind, lines.get(("callbacks", index), 0))
+            problems += _unknown_type(kind, lines.get(("callbacks", index)))
         elif kind in found:
-            problems.append(f"line {lines['callbacks', index]}: callbacks: {kind} stands there twice")
+            problems.append(f"{_at(lines.get(('callbacks', index)))}callbacks: {kind} stands there twice")
         else:
             found[kind] = {key: value for key, value in one.items() if key != "type"}
             at = ("callbacks", index)
@@ -108,10 +108,15 @@ def _by_type(callbacks: list[Any], lines: dict[Path, int]) -> tuple[dict[str, An
     return found, problems
 
 
-def _unknown_type(kind: object, line: int) -> list[str]:
+def _at(line: int | None) -> str:
+    """Where it stands; nothing of what a merge key has brought from elsewhere."""
+    return "" if line is None else f"line {line}: "
+
+
+def _unknown_type(kind: object, line: int | None) -> list[str]:
     """Another program's callback is its business, one that nearly is ours a mistake."""
     if not isinstance(kind, str):
-        return [f"line {line}: callbacks: each item needs a `type`, such as `MFLossMonitor`"]
+        return [f"{_at(line)}callbacks: each item needs a `type`, such as `MFLossMonitor`"]
     by_lower = {one.lower(): one for one in CALLBACKS}
     near = nearest(kind, by_lower)
-    return [] if near is None else [f"line {line}: callbacks: {kind}: did you mean `{by_lower[near]}`?"]
+    return [] if near is None else [f"{_at(line)}callbacks: {kind}: did you mean `{by_lower[near]}`?"]

@@ -51,14 +51,16 @@ class LogWriter:
         for (metric, x), group in groupby(scalars, key=lambda one: (one.metric, one.x)):
             LOGGER.info("[rank %d] step %d: %s", self._rank, x, _joined(metric, list(group)))
 
-    def reasons(self, step: int, scalars: Iterable[Scalar], local: Mapping[str, float], *, skipped: bool) -> list[str]:
+    def reasons(self, step: int, scalars: Sequence[Scalar], local: Mapping[str, float], *, skipped: bool) -> list[str]:
         """What is not finite, since when, and where it is first seen.
 
         Args:
             local: Norms of gradients, by parameter.
         """
         wrong = {one.tag: one.value for one in scalars if one.tag in JUDGED and not math.isfinite(one.value)}
-        self._since = {tag: self._since.get(tag, step) for tag in wrong}
+        fine = {one.tag for one in scalars if one.tag not in wrong}  # what is not shown in this step says nothing
+        self._since = {tag: since for tag, since in self._since.items() if tag not in fine}
+        self._since.update({tag: step for tag in wrong if tag not in self._since})
         said = [f"{tag} is {_shown(value)}, since step {self._since[tag]}" for tag, value in wrong.items()]
         if said and (poisoned := [name for name, norm in local.items() if not math.isfinite(norm)]):
             more = f" and {len(poisoned) - MOST_NAMED} more" if len(poisoned) > MOST_NAMED else ""

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from monitor.capture.arguments import count
 from monitor.capture.errors import RunEnded
 from monitor.capture.trainer_mon import TrainerMon
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
 from monitor.ranks.output import prepare
-from monitor.training.backend import Backend, Routers
+from monitor.run import Place
+from monitor.training.arguments import batch_size as size_of
+from monitor.training.arguments import count, flops, nothing, weakly
+from monitor.training.backend import Backend, GradientScale, Routers
 from monitor.training.events import EventWriter
 from monitor.training.expert_load import ExpertCounts
 from monitor.training.facts import StepFacts
@@ -26,16 +28,21 @@ from monitor.training.log import LogWriter
 from monitor.training.model import TrainingConfig
 from monitor.training.norms import NormReader
 from monitor.training.numbers import Number
-from monitor.training.recorded import recorded
+from monitor.training.recorded import norms_of_state, recorded
 from monitor.training.reporting import Reporting
 from monitor.training.texts import texts
 from monitor.training.writing import Writing
 
 LISTENER: Final = "the training metrics"
+FLUSH_SECONDS: Final = 30.0
+
+NO_OPTIMIZER: Final = "Norms that training metrics ask for are not shown: they need the model and its optimizer."
 
 
 class Step:
     """One step, as a training loop tells of it. Tensors have one element and may be on a device: nobody waits for them here.
+
+    It forgets what it was told when it has ended, and keeps no tensor.
 
     Attributes:
         loss: As training reports it.
@@ -45,7 +52,8 @@ class Step:
         batch_size: Samples of all ranks together.
     """
 
-    def __init__(self, batch_size: int | None = None) -> None:
+    def __init__(self, batch_size: int | None = None, kept: Callable[[Any], Number | None] | None = None) -> None:
+        self._kept = kept
         self.loss: Any = None
         self.grad_norm: Any = None
         self.loss_scale: Any = None
@@ -55,7 +63,12 @@ class Step:
 
     def local_loss(self, loss: Any) -> None:
         """Add the loss of one micro-batch of this rank, as its backward begins from it. Without any, ``loss`` is taken."""
-        self.local_losses.append(loss)
+        self.local_losses.append(loss if self._kept is None else self._kept(loss))
+
+    def forget(self) -> None:
+        """It has ended: what its tensors were computed from is not to live on."""
+        self.loss = self.grad_norm = self.loss_scale = self.learning_rate = None
+        self.local_losses = []
 
 
 class TrainingMetrics:
@@ -91,6 +104,7 @@ class TrainingMetrics:
     Raises:
         ConfigError: The configuration cannot be used.
         OutputError: ``dump_path`` or ``tensorboard_dir`` cannot be written.
+        TypeError: An argument is not what it should be.
         ValueError: There is no module of a name in ``routers``, or a number is out of range.
     """
 
@@ -124,10 +138,12 @@ class TrainingMetrics:
         self._routers: Routers | None = None
         self._writing: Writing | None = None
         self._measured: int | None = None
-        self._model: Callable[[], Any] = _nothing
-        self._optimizer: Callable[[], Any] = _nothing
+        self._model: Callable[[], Any] = nothing
+        self._optimizer: Callable[[], Any] = nothing
+        self._scale: GradientScale | None = None
+        self._began: float | None = None
         self._failures = Failures()
-        self._flops = FlopCount(model_flops, self._backend.counting_flops, self._failures)
+        self._flops = FlopCount(flops(model_flops), self._backend.counting_flops, self._failures)
         self.world_size = 1
         self._closed = False
         if model is not None:
@@ -141,14 +157,24 @@ class TrainingMetrics:
         """
         if self._writing is not None:
             raise RuntimeError("These TrainingMetrics have their model already. Make new ones.")
+        self._model, self._optimizer = weakly("model", model), weakly("optimizer", optimizer)
         place = self._backend.place()
         self._failures.rank, self.world_size = place.rank, place.world_size
-        self._model, self._optimizer = _weakly(model), _weakly(optimizer)
+        if self.config.shows_expert_load and model is not None:
+            self._routers = self._backend.routers(model, self._router_names, self._failures)
+        try:
+            self._attach(model, optimizer, place)
+        except BaseException:
+            self.close()  # nothing stays attached of what was refused
+            raise
+
+    def _attach(self, model: Any, optimizer: Any, place: Place) -> None:
         self._writing = self._begin(place.rank, place.world_size)
         weakref.finalize(self, self._writing.abandon).atexit = False
         self._record(model, optimizer, place.world_size, self._writing)
-        if self.config.shows_expert_load and model is not None:
-            self._routers = self._backend.routers(model, self._router_names, self._failures)
+        if optimizer is not None:
+            scale_of = self._failures.guarded("looking for a loss scale", self._backend.gradient_scale)
+            self._scale = scale_of(optimizer, self._failures)
         if self.config.callbacks.TopkBiasBalanceCallback is not None and place.rank == 0:
             LOGGER.info("TopkBiasBalanceCallback: the load of experts is shown and not balanced; a monitor changes nothing.")
 
@@ -158,9 +184,9 @@ class TrainingMetrics:
         if board is not None:
             directory = prepare(Path(board.tensorboard_dir).expanduser().absolute() / f"rank_{rank}")
             events = EventWriter(directory, board.tensorboard_queue_size)
-        counts = ExpertCounts(self._dump_path / f"rank_{rank}") if self.config.shows_expert_load else None
+        counts = ExpertCounts(self._dump_path / f"rank_{rank}", world_size) if self.config.shows_expert_load else None
         log = LogWriter(rank, self._total)
-        reporting = Reporting(self.config, world_size, time.monotonic(), log, events, counts, self._failures)
+        reporting = Reporting(self.config, world_size, log, events, counts, self._failures, grad_norm_is_told=self._told)
         writing = Writing(reporting, self._failures)
         if events is not None:
             writing.texts(texts(self.config))
@@ -175,6 +201,8 @@ class TrainingMetrics:
         if self._monitor is None:
             wanted = recorded(self.config, grad_norm_is_told=self._told)
             if wanted is None or optimizer is None:
+                if norms_of_state(self.config):
+                    self._failures.warn("no optimizer", NO_OPTIMIZER)
                 return
             self._monitor = self._backend.monitor_of(wanted, self._dump_path)
         whose = {"gradients_are_global": self._global, "grad_norm_is_told": self._told}
@@ -202,25 +230,32 @@ class TrainingMetrics:
             batch_size: Samples of all ranks together.
         """
         step = self.begin_step(batch_size)
+        self.count_flops()
         try:
             yield step
-        finally:
-            self.stop_counting()
+        except BaseException:
+            self.stop_counting(failed=True)
+            raise
         self.end_step(step)
 
-    def stop_counting(self) -> None:
-        """The step has done its work, if floating point operations are counted in it. ``end_step`` calls it, at the latest."""
-        self._failures.guarded("counting floating point operations", self._flops.end)()
+    def count_flops(self) -> None:
+        """For callbacks: what computes in the step begins, if that is counted. Has to be followed by ``stop_counting``."""
+        self._failures.guarded("counting floating point operations", self._flops.begin)(self._model())
+
+    def stop_counting(self, *, failed: bool = False) -> None:
+        """What computes has returned, or has failed. Any number of times; ``end_step`` calls it, at the latest."""
+        stop = self._flops.give_up if failed else self._flops.pause
+        self._failures.guarded("counting floating point operations", stop)()
 
     def begin_step(self, batch_size: int | None = None) -> Step:
-        """What ``step`` does at its beginning, for callbacks."""
+        """What ``step`` does at its beginning, for callbacks: they say themselves what is counted (``count_flops``)."""
         if self._writing is None and not self._closed:
             self.attach(None)
         self._failures.guarded("listing trainable parameters", self._list_names)()
-        step = Step(batch_size)
+        step = Step(batch_size, self._kept)
+        self._began = time.monotonic() if self._began is None else self._began
         if (optimizer := self._optimizer()) is not None:
             step.learning_rate = self._failures.guarded("reading the learning rate", self._backend.learning_rate)(optimizer)
-        self._failures.guarded("counting floating point operations", self._flops.begin)()
         return step
 
     def _list_names(self) -> None:
@@ -239,8 +274,9 @@ class TrainingMetrics:
         Raises:
             RunEnded: ``print_struct`` ends the run after its first step.
         """
-        self.stop_counting()
+        self._failures.guarded("counting floating point operations", self._flops.end)()
         self._failures.guarded("ending a step", self._end_step)(step)
+        step.forget()
         if self._ends_after_first_step:
             reason = "The trainable parameters were printed; print_struct ends the run here."
             self.close()
@@ -251,8 +287,9 @@ class TrainingMetrics:
         self._failures.hand_back()
         ended = time.monotonic()
         self.steps += 1
-        known = self._samples is not None and step.batch_size is not None
-        self._samples = self._samples + step.batch_size if known else None  # type: ignore[operator]
+        size = size_of(step.batch_size, self._failures)
+        self._samples = None if self._samples is None or size is None else self._samples + size
+        self._realign()
         if self._writing is None or self._closed:
             return
         losses = step.local_losses or ([] if step.loss is None else [step.loss])
@@ -261,7 +298,7 @@ class TrainingMetrics:
                 self.steps,
                 ended,
                 self._samples,
-                step.batch_size,
+                size,
                 self._kept(step.loss),
                 self._kept(step.grad_norm),
                 self._kept(step.loss_scale),
@@ -270,12 +307,22 @@ class TrainingMetrics:
                 self._measured_step(),
                 self._flops.per_step,
                 {} if self._routers is None else self._routers.step(),
+                self._began,
+                None if self._scale is None else self._scale.take(),
             )
         )
 
     def _kept(self, x: Any) -> Number | None:
         """A number that stays what it is; None where it is none, which is said."""
         return x if x is None or callable(x) else self._failures.guarded("reading a number of a step", self._backend.kept)(x)
+
+    def _realign(self) -> None:
+        """A step in which the optimizer was left out is one here, too: the recording is to go on with the next."""
+        if self._monitor is None or not self._is_ours:
+            return
+        for _ in range(self._grad_acc_steps):
+            if self._monitor.step < self.steps:
+                self._monitor.batch_ended()
 
     def _measured_step(self) -> int | None:
         """The step that was recorded since this was last asked; None if none was."""
@@ -285,7 +332,7 @@ class TrainingMetrics:
         self._measured = last
         return last
 
-    def flush(self, seconds: float = 30.0) -> bool:
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Whether within ``seconds`` all that is known of steps so far was written."""
         return self._writing is None or self._writing.flush(seconds)
 
@@ -297,22 +344,21 @@ class TrainingMetrics:
         guarded = self._failures.guarded
         if self._routers is not None:
             guarded("letting go of routers", self._routers.remove)()
-        if self._monitor is not None and self._is_ours:
-            guarded("closing the recording", self._monitor.close)()
+        if self._scale is not None:
+            guarded("letting go of the optimizer", self._scale.remove)()
+        if self._monitor is not None:
+            end = self._monitor.close if self._is_ours else self._flush_monitor
+            guarded("closing the recording", end)()
         if self._writing is not None:
             guarded("closing training metrics", self._writing.close)()
+
+    def _flush_monitor(self) -> None:
+        """Norms of the last steps are still on their way."""
+        if self._monitor is not None:
+            self._monitor.flush(FLUSH_SECONDS)
 
     def __enter__(self) -> TrainingMetrics:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _weakly(x: Any) -> Callable[[], Any]:
-    """A model must not live on because its metrics do."""
-    return _nothing if x is None else weakref.ref(x)
-
-
-def _nothing() -> None:
-    """In place of what there is not."""

@@ -29,6 +29,22 @@ NOT_GLOBAL: Final = (
 )
 
 
+def unscaled(norms: StepNorms, loss_scale: float | None, gradient_scale: float | None) -> StepNorms:
+    """Norms as they are without the scales that training knows of.
+
+    Args:
+        loss_scale: What the loss was multiplied by; a recording that knows it itself has divided by it already.
+        gradient_scale: What the gradients that the optimizer was given are multiplied by.
+    """
+    local = (loss_scale if norms.loss_scale is None else None) or 1.0
+    return replace(
+        norms,
+        local={name: norm / local for name, norm in norms.local.items()},
+        device_local=None if norms.device_local is None else norms.device_local / local,
+        gradient=None if norms.gradient is None else norms.gradient / (gradient_scale or 1.0),
+    )
+
+
 class Takes(Protocol):
     """Takes the norms of a step; from any thread."""
 

@@ -32,16 +32,19 @@ class Pace:
 
     Args:
         devices: How many share the samples.
-        begun: When the first step began, in the seconds in which ends are told.
     """
 
-    def __init__(self, devices: int, begun: float) -> None:
+    def __init__(self, devices: int) -> None:
         self._devices = devices
-        self._last = begun
+        self._last: float | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._steps, self._samples, self._flops, self._unknown = 0, 0, 0.0, False
+
+    def begin(self, at: float) -> None:
+        """The first step began, in the seconds in which ends are told. Later calls say nothing."""
+        self._last = at if self._last is None else self._last
 
     def add(self, samples: int | None, flops: float | None) -> None:
         """A step has ended."""
@@ -52,7 +55,7 @@ class Pace:
 
     def rates(self, now: float) -> Rates:
         """Of the steps added since this was last called, the last of which ended ``now``."""
-        seconds, self._last = now - self._last, now
+        seconds, self._last = now - (now if self._last is None else self._last), now
         steps, samples, flops, unknown = self._steps, self._samples, self._flops, self._unknown
         self._forget()
         known = seconds > 0 and not unknown and samples

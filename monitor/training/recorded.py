@@ -8,6 +8,12 @@ from monitor.config import MonitorConfig
 from monitor.training.model import TrainingConfig
 
 
+def norms_of_state(config: TrainingConfig) -> bool:
+    """Whether ``monitor_config`` asks for norms."""
+    wanted = ("local_norm_format", "device_local_norm_format", "optimizer_state_format", "weight_state_format")
+    return any(map(config.wants, wanted))
+
+
 def recorded(config: TrainingConfig, *, grad_norm_is_told: bool) -> MonitorConfig | None:
     """The tensor monitor's configuration; None where no norm is wanted.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from monitor.failures import EarlierFailure, Failures
 from monitor.training.events import EventWriter
@@ -11,8 +11,16 @@ from monitor.training.expert_load import ExpertCounts, load_scalars
 from monitor.training.facts import StepFacts, StepNorms
 from monitor.training.log import LogWriter
 from monitor.training.model import LOG, TENSORBOARD, TrainingConfig
+from monitor.training.norms import unscaled
+from monitor.training.numbers import Number, read
 from monitor.training.rates import Pace
+from monitor.training.recorded import norms_of_state
 from monitor.training.scalars import RunScalars, Scalar, StateScalars
+
+NOT_RECORDED: Final = (
+    "the tensor monitor has not recorded it. Either it records other steps than training metrics show, or the optimizer was "
+    "not called."
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,7 +31,6 @@ class Reporting:
 
     Args:
         devices: Of the job.
-        begun: When the first step began, in the seconds in which facts tell of ends.
         events: None where nothing goes to TensorBoard.
         counts: Keeps what went to each expert; None where that is not caught.
     """
@@ -32,18 +39,21 @@ class Reporting:
         self,
         config: TrainingConfig,
         devices: int,
-        begun: float,
         log: LogWriter,
         events: EventWriter | None,
         counts: ExpertCounts | None,
         failures: Failures,
+        *,
+        grad_norm_is_told: bool = False,
     ) -> None:
         run = config.callbacks.MFLossMonitor
         self._every = run.per_print_times if run is not None else 0
         self._state_every = config.monitor_config.step_interval if config.monitor_config.monitor_on else 0
         self._run, self._state = RunScalars(config), StateScalars(config)
-        self._run_pace, self._state_pace = Pace(devices, begun), Pace(devices, begun)
-        self._last = begun
+        self._run_pace, self._state_pace = Pace(devices), Pace(devices)
+        self._last: float | None = None
+        self._norms_of_state, self._told = norms_of_state(config), grad_norm_is_told
+        self.expects_norms = False
         self._log, self._events, self._counts = log, events, counts
         self._failures = failures
 
@@ -54,31 +64,55 @@ class Reporting:
 
     def step(self, facts: StepFacts, norms: StepNorms | None) -> None:
         """One step, with its norms if there are any."""
+        began = facts.ended if facts.began is None else facts.began
+        self._last = began if self._last is None else self._last
         for pace in (self._run_pace, self._state_pace):
+            pace.begin(began)
             pace.add(facts.batch_size, facts.flops)
+        norms = self._unscaled(facts, norms)
+        self._say_if_there_are_none(facts, norms)
         run, state = self._run_scalars(facts, norms), self._state_scalars(facts, norms)
-        self._show(facts, norms, run, state)
+        self._show(facts, norms, run, state, self._last)
         self._last = facts.ended
         if self._counts is not None and facts.tokens:
             self._guarded("counting what went to each expert", lambda counts: self._show_load(counts, facts), self._counts)
 
+    def _unscaled(self, facts: StepFacts, norms: StepNorms | None) -> StepNorms | None:
+        """None where a scale is told and cannot be read."""
+        if norms is None:
+            return None
+        scales = facts.loss_scale, facts.gradient_scale
+        return self._guarded("reading the loss scale", lambda it: unscaled(it, *map(_read, scales)), norms)
+
+    def _say_if_there_are_none(self, facts: StepFacts, norms: StepNorms | None) -> None:
+        run = self._shows_run(facts) and facts.grad_norm is None and not self._told
+        state = self._shows_state(facts) and self._norms_of_state
+        if self.expects_norms and norms is None and facts.measured is None and (run or state):
+            self._failures.warn("no norms", f"Step {facts.step} has no norms: {NOT_RECORDED}")
+
+    def _shows_run(self, facts: StepFacts) -> bool:
+        return self._every > 0 and facts.step % self._every == 0
+
+    def _shows_state(self, facts: StepFacts) -> bool:
+        return self._state_every > 0 and facts.step % self._state_every == 0
+
     def _run_scalars(self, facts: StepFacts, norms: StepNorms | None) -> list[Scalar]:
-        if not self._every or facts.step % self._every:
+        if not self._shows_run(facts):
             return []
         rates = self._run_pace.rates(facts.ended)
         return self._guarded("reading what training reports", lambda run: run.of(facts, norms, rates), self._run) or []
 
     def _state_scalars(self, facts: StepFacts, norms: StepNorms | None) -> list[Scalar]:
-        if not self._state_every or facts.step % self._state_every:
+        if not self._shows_state(facts):
             return []
         throughput = self._state_pace.rates(facts.ended).throughput
         return self._guarded("reading the state of training", lambda it: it.of(facts, norms, throughput), self._state) or []
 
-    def _show(self, facts: StepFacts, norms: StepNorms | None, run: list[Scalar], state: list[Scalar]) -> None:
+    def _show(self, facts: StepFacts, norms: StepNorms | None, run: list[Scalar], state: list[Scalar], last: float) -> None:
         local, skipped = (norms.local, norms.skipped) if norms is not None else ({}, False)
         reasons = self._log.reasons(facts.step, [*run, *state], local, skipped=skipped)
         if run or reasons:
-            self._log.run(facts.step, _to(LOG, run), facts.ended - self._last, reasons)
+            self._log.run(facts.step, _to(LOG, run), facts.ended - last, reasons)
         self._log.state(_to(LOG, state))
         if self._events is not None:
             self._guarded("writing to TensorBoard", lambda events: events.scalars(_to(TENSORBOARD, run + state)), self._events)
@@ -108,6 +142,10 @@ class Reporting:
         except Exception as error:
             self._failures.report(where, error)
         return None
+
+
+def _read(number: Number | None) -> float | None:
+    return None if number is None else read(number)
 
 
 def _to(destination: str, scalars: Sequence[Scalar]) -> list[Scalar]:

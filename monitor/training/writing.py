@@ -107,7 +107,7 @@ class Writing:
 
     def expect_norms(self) -> None:
         """A recording will hand over norms, until ``no_more_norms``."""
-        self._expects_norms = True
+        self._expects_norms = self._reporting.expects_norms = True
 
     def no_more_norms(self) -> None:
         """The recording has ended."""

@@ -13,11 +13,19 @@ import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor, dataset, nn
-from mindspore.train import Model
+from mindspore.train import Callback, FixedLossScaleManager, Model
 from ranks import Ranks, run_ranks, running
 
 from monitor.failures import LOGGER
-from monitor.mindspore.training import MFLossMonitor, RunEnded, TopkBiasBalanceCallback, TrainingMetrics, TrainingStateMonitor
+from monitor.mindspore.training import (
+    MFLossMonitor,
+    RunEnded,
+    TopkBiasBalanceCallback,
+    TrainingMetrics,
+    TrainingMetricsCallback,
+    TrainingStateMonitor,
+)
+from monitor.mindspore.training.routers import NotARouterError, _of_call, chosen_in
 from monitor.training.expert_load import combined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
@@ -84,6 +92,8 @@ def test_all_metrics_of_every_rank_are_in_the_log(job: Job) -> None:
         lines = [line for line in rank.said.splitlines() if f"[rank {number}] step 3" in line]
         for metric in {*RUN, *ALONE, *STATE, "local_norm"}:
             assert any(f" {metric} " in line for line in lines), metric
+        for metric in ("adam_m_norm", "adam_v_norm"):
+            assert f"[rank {number}] step 2: {metric} last.weight " in rank.said
         assert rank.warnings == []
 
 
@@ -183,6 +193,48 @@ class TestOneRank:
         assert monitor.metrics is not None
         assert monitor.metrics.steps == 1
 
+    def test_norms_under_a_fixed_loss_scale_are_those_without_it(self, yaml: Any, tmp_path: Path) -> None:
+        scale, x = 1024.0, np.ones((2, 2), np.float32)
+        network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        optimizer = nn.Adam(network.trainable_params(), 0.1, loss_scale=scale)
+        manager = FixedLossScaleManager(scale, drop_overflow_update=False)
+        model = Model(network, nn.MSELoss(), optimizer, loss_scale_manager=manager)
+        batches = dataset.NumpySlicesDataset({"x": x, "y": x[:, :1]}, shuffle=False).batch(2)
+        model.train(1, batches, callbacks=[TrainingMetricsCallback(yaml(YAML))], dataset_sink_mode=False)
+        shown = scalars(tmp_path / "board" / "rank_0")
+        expected = np.linalg.norm([2.0, 2.0, 2.0])  # each row is off by 1
+        for tag in ("grad-norm", "device_local_norm"):
+            assert shown[tag] == [(1, pytest.approx(expected, rel=1e-5))], tag
+        assert shown["loss-scale"] == [(1, scale)]
+
+    def test_the_last_batch_may_be_smaller(self, model: Model, yaml: Any, tmp_path: Path) -> None:
+        x = np.ones((3, 2), np.float32)
+        batches = dataset.NumpySlicesDataset({"x": x, "y": x[:, :1]}, shuffle=False).batch(2)
+        model.train(1, batches, callbacks=[MFLossMonitor(yaml(YAML))], dataset_sink_mode=False)
+        shown = scalars(tmp_path / "board" / "rank_0")
+        assert shown["batch-size"] == [(1, 2.0), (2, 1.0)]
+        assert [x for x, _ in shown["loss-vs-samples"]] == [2, 3]
+
+    def test_steps_of_earlier_epochs_count(self, model: Model, batches: Any, yaml: Any, tmp_path: Path) -> None:
+        model.train(2, batches, callbacks=[TrainingMetricsCallback(yaml(YAML))], dataset_sink_mode=False, initial_epoch=1)
+        shown = scalars(tmp_path / "board" / "rank_0")
+        assert [x for x, _ in shown["loss"]] == [3, 4]
+        assert [x for x, _ in shown["device_local_norm"]] == [3, 4]
+
+    def test_a_training_that_follows_one_that_failed_begins_anew(
+        self, model: Model, batches: Any, yaml: Any, tmp_path: Path
+    ) -> None:
+        class Fails(Callback):
+            def on_train_step_begin(self, _: Any) -> None:
+                raise ZeroDivisionError
+
+        metrics = TrainingMetricsCallback(yaml(YAML))
+        with pytest.raises(ZeroDivisionError):
+            model.train(1, batches, callbacks=[metrics, Fails()], dataset_sink_mode=False)
+        model.train(1, batches, callbacks=[metrics], dataset_sink_mode=False)
+        shown = scalars(tmp_path / "board" / "rank_0")
+        assert [x for x, _ in shown["loss"]] == [x for x, _ in shown["device_local_norm"]] == [1, 2]
+
     def test_a_plain_loop_shows_its_steps(self, yaml: Any, tmp_path: Path) -> None:
         network = nn.Dense(2, 1)
         network.set_train(True)
@@ -194,7 +246,21 @@ class TestOneRank:
                 with metrics.step(batch_size=3) as step:
                     step.loss, gradients = gradients_of(Tensor(np.ones((3, 2), np.float32)))
                     optimizer(gradients)
-                losses.append(float(step.loss.asnumpy()))
+                    losses.append(float(step.loss.asnumpy()))
         shown = scalars(tmp_path / "board" / "rank_0")
         assert [value for _, value in shown["loss"]] == pytest.approx(losses)
         assert [x for x, _ in shown["device_local_norm"]] == [1, 2]
+
+
+def test_a_token_without_an_expert_counts_for_none() -> None:
+    assert _of_call(np.array([[0, -1], [1, 2], [1, 0]]), 2).tolist() == [2, 2]
+
+
+def test_of_several_tensors_of_integers_the_one_of_as_many_as_are_chosen_is_taken() -> None:
+    cell = nn.Cell()
+    cell.num_experts = 4
+    found = Tensor(np.zeros((3, 2), np.int32)), Tensor(np.zeros((3, 5), np.int32))
+    with pytest.raises(NotARouterError):
+        chosen_in(cell, found)
+    cell.top_k = 2
+    assert chosen_in(cell, found)[0].shape == (3, 2)

@@ -93,6 +93,18 @@ def test_a_router_may_say_in_several_ways_what_it_chooses(result: Any, known: di
     assert counts_of(Choosing(result, **known), result).tolist() == [3, 2, 0, 1]
 
 
+def test_a_token_without_an_expert_counts_for_none() -> None:
+    result = (torch.tensor([[0, -1], [1, 2], [1, 0]]),)
+    assert counts_of(Choosing(result, num_experts=2), result).tolist() == [2, 2]
+
+
+def test_of_several_tensors_of_integers_the_one_of_as_many_as_are_chosen_is_taken() -> None:
+    result = (torch.tensor([[0, 1], [1, 1]]), torch.tensor([[0, 0, 0], [1, 1, 1]]))
+    with pytest.raises(NotARouterError, match="several tensors of integers"):
+        counts_of(Choosing(result, num_experts=2), result)
+    assert counts_of(Choosing(result, num_experts=2, top_k=2), result).tolist() == [1, 3]
+
+
 @pytest.mark.parametrize("result", [None, torch.rand(3, 4), (torch.tensor([[0, 1]]),)])
 def test_what_does_not_say_it_is_not_guessed(result: Any) -> None:
     with pytest.raises(NotARouterError):

@@ -221,3 +221,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 def test_the_document_has_the_defaults_of_our_sections() -> None:
     assert read("monitor_config: {invert: true}").document["monitor_config"]["dump_path"] == "./dump"
+
+
+def test_what_a_merge_key_has_brought_is_named_without_a_line() -> None:
+    assert problem("<<: {monitor_confi: {}}\n") == "monitor_confi: did you mean `monitor_config`?"

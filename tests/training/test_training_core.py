@@ -44,7 +44,8 @@ def facts(step: int = 3, **more: object) -> StepFacts:
 
 class TestPace:
     def test_rates_are_of_the_steps_since_they_were_last_asked_for(self) -> None:
-        pace = Pace(devices=4, begun=10.0)
+        pace = Pace(devices=4)
+        pace.begin(10.0)
         pace.add(8, 1e12)
         pace.add(8, 1e12)
         assert pace.rates(14.0) == Rates(2.0, 16 / 4.0 / 4, 0.5, 16 / 4.0 * 86_400 / 1e9)
@@ -52,7 +53,8 @@ class TestPace:
         assert pace.rates(15.0) == Rates(1.0, 8 / 1.0 / 4, None, 8 * 86_400 / 1e9)
 
     def test_a_step_of_unknown_size_leaves_no_throughput(self) -> None:
-        pace = Pace(1, 0.0)
+        pace = Pace(1)
+        pace.begin(0.0)
         pace.add(8, None)
         pace.add(None, None)
         assert pace.rates(2.0) == Rates(1.0)
@@ -290,6 +292,15 @@ class TestLog:
             "not finite are the gradients of b"
         )
 
+    def test_since_when_is_not_forgotten_in_steps_that_do_not_show_it(self) -> None:
+        log = LogWriter(0)
+        loss, other = Scalar("loss", math.nan, 2, BOTH), Scalar("device_local_norm", 1.0, 3, BOTH)
+        log.reasons(2, [loss], {}, skipped=False)
+        log.reasons(3, [other], {}, skipped=False)
+        assert log.reasons(4, [loss], {}, skipped=False) == ["loss is nan, since step 2"]
+        log.reasons(5, [Scalar("loss", 1.0, 5, BOTH)], {}, skipped=False)
+        assert log.reasons(6, [loss], {}, skipped=False) == ["loss is nan, since step 6"]
+
     def test_a_metric_of_many_parameters_is_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, LOGGER.name):
             LogWriter(0).state([Scalar("local_norm/a", 1.0, 3, BOTH), Scalar("local_norm/b", 2.0, 3, BOTH)])
@@ -303,14 +314,40 @@ class TestExpertLoad:
 
     def test_counts_of_ranks_add_up_and_shares_do_not(self, tmp_path: Path) -> None:
         for rank, tokens in enumerate(([3, 1], [0, 12])):
-            counts = ExpertCounts(tmp_path / f"rank_{rank}")
+            counts = ExpertCounts(tmp_path / f"rank_{rank}", 2)
             counts.read(facts(1, tokens={"gate": lambda tokens=tokens: tokens}))
             counts.close()
         assert combined(tmp_path) == {1: {"gate": [3, 13]}}
 
+    def count(self, base: Path, rank: int, world: int, steps: tuple[int, ...], tokens: list[int]) -> None:
+        counts = ExpertCounts(base / f"rank_{rank}", world)
+        for step in steps:
+            counts.read(facts(step, tokens={"gate": lambda: tokens}))
+        counts.close()
+
+    def test_a_torn_line_spoils_no_line_of_the_run_that_follows(self, tmp_path: Path) -> None:
+        self.count(tmp_path, 0, 1, (1,), [1, 0])
+        with (tmp_path / "rank_0" / "expert_counts.jsonl").open("a") as file:
+            file.write('{"step": 2, "tok')
+        self.count(tmp_path, 0, 1, (2,), [0, 1])
+        assert combined(tmp_path) == {1: {"gate": [1, 0]}, 2: {"gate": [0, 1]}}
+
+    def test_an_earlier_run_of_more_ranks_and_more_steps_is_not_mixed_in(self, tmp_path: Path) -> None:
+        for rank in range(3):
+            self.count(tmp_path, rank, 3, (1, 2, 3), [5, 5])
+        for rank in range(2):
+            self.count(tmp_path, rank, 2, (1, 2), [1, 0])
+        assert combined(tmp_path) == {1: {"gate": [2, 0]}, 2: {"gate": [2, 0]}}
+
+    def test_a_job_that_was_resumed_with_fewer_ranks_keeps_its_earlier_steps(self, tmp_path: Path) -> None:
+        for rank in range(2):
+            self.count(tmp_path, rank, 2, (1, 2), [1, 1])
+        self.count(tmp_path, 0, 1, (2, 3), [1, 0])
+        assert combined(tmp_path) == {1: {"gate": [2, 2]}, 2: {"gate": [1, 0]}, 3: {"gate": [1, 0]}}
+
     def test_a_step_that_a_rank_lacks_and_a_torn_line_are_left_out(self, tmp_path: Path) -> None:
         for rank, steps in enumerate(((1, 2), (1,))):
-            counts = ExpertCounts(tmp_path / f"rank_{rank}")
+            counts = ExpertCounts(tmp_path / f"rank_{rank}", 2)
             for step in steps:
                 counts.read(facts(step, tokens={"gate": lambda: [1, 1]}))
             counts.close()
@@ -321,7 +358,7 @@ class TestExpertLoad:
 
 class TestWriting:
     def writing(self, directory: Path, failures: Failures) -> Writing:
-        reporting = Reporting(config(), 1, 0.0, LogWriter(0), EventWriter(directory, 1), None, failures)
+        reporting = Reporting(config(), 1, LogWriter(0), EventWriter(directory, 1), None, failures)
         return Writing(reporting, failures)
 
     def test_numbers_are_read_by_a_thread_of_its_own(self, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from monitor.pytorch import TrainerMon
 from monitor.pytorch.training import RunEnded, TrainingMetrics
 
 STEPS = 4
+SCALE = 2.0
 EVERYTHING = """
 monitor_config:
     monitor_on: true
@@ -87,8 +88,10 @@ def train(model: nn.Module, metrics: TrainingMetrics | None, optimizer: torch.op
 
     def one_step(number: int) -> torch.Tensor:
         loss = model(batch(number)).square().mean()
-        loss.backward()
+        (loss * SCALE).backward()
         named = dict(model.named_parameters())
+        for parameter in named.values():
+            parameter.grad.div_(SCALE)
         seen.losses.append(loss.item())
         seen.gradients.append({name: norm([parameter.grad]) for name, parameter in named.items()})
         seen.total.append(norm([parameter.grad for parameter in named.values()]))
@@ -105,7 +108,7 @@ def train(model: nn.Module, metrics: TrainingMetrics | None, optimizer: torch.op
         else:
             with metrics.step(batch_size=6) as step:
                 step.loss = one_step(number)
-                step.loss_scale = 2.0
+                step.loss_scale = SCALE
     return seen
 
 
@@ -261,7 +264,6 @@ class TestOneAtATime:
         monitor.set_monitor(model, 1, optimizer)
         with monitor, TrainingMetrics(written(EVERYTHING), model, optimizer, monitor=monitor) as metrics:
             seen = train(model, metrics, optimizer)
-            monitor.close()
         shown = scalars(tmp_path / "board" / "rank_0")
         assert [value for _, value in shown["device_local_norm"]] == pytest.approx(seen.total, rel=1e-6)
         assert "weight_norm" not in shown

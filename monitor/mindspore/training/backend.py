@@ -11,11 +11,13 @@ from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.mindspore.place import place
 from monitor.mindspore.trainer_mon import TrainerMon
+from monitor.mindspore.training.gradient_scale import GradientScale
 from monitor.mindspore.training.numbers import kept
 from monitor.mindspore.training.routers import Routers
+from monitor.training.flops import NoCounterError
 from monitor.training.numbers import Number
 
-__all__ = ["counting_flops", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
+__all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 
 
 def monitor_of(config: MonitorConfig, base: Path) -> TrainerMon:
@@ -35,10 +37,18 @@ def learning_rate(optimizer: Any) -> Number | None:
     return None if first is None else kept(first)
 
 
+def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
+    """An optimizer that is told a loss scale divides by it in every step."""
+    del failures
+    scale = float(getattr(optimizer, "loss_scale", 1.0))
+    return None if scale == 1.0 else GradientScale(scale)
+
+
 def routers(model: Any, names: Iterable[str], failures: Failures) -> Routers:
     return Routers(model, names, failures)
 
 
-def counting_flops() -> AbstractContextManager[Callable[[], float]] | None:
+def counting_flops(model: Any) -> AbstractContextManager[Callable[[], float]]:
     """MindSpore has no counter."""
-    return None
+    del model
+    raise NoCounterError("MindSpore counts no floating point operations: pass model_flops as a number.")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from mindspore import Tensor
 from mindspore.train import Callback, RunContext
 
+from monitor.mindspore.place import place
 from monitor.mindspore.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.metrics import Step
@@ -23,7 +25,8 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
-        batch_size: Samples of all ranks in a step. Otherwise those of a batch of the data set, times the ranks.
+        batch_size: Samples of all ranks in a step. Otherwise the rows of its batches, times the ranks;
+            unknown where the tensors of a batch differ in their first dimension.
         options: See ``TrainingMetrics``.
 
     Attributes:
@@ -47,16 +50,26 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         return config
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Attach to the network and the optimizer that ``Model`` was given."""
+        """Let go of a training before, which has failed."""
+        self.on_train_end(run_context)
+        self.metrics = self._step = None
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Attach to the network and the optimizer that ``Model`` was given: before the first epoch its number is not known."""
+        if self.metrics is not None:
+            return
         training = run_context.original_args()
         metrics = TrainingMetrics(self._config, **{**self._known_of(training), **self._options})
         metrics.attach(training.network, training.optimizer)
         self.metrics = metrics
 
     def _known_of(self, training: Any) -> dict[str, Any]:
-        steps, epochs = getattr(training, "batch_num", 0), getattr(training, "epoch_num", 0)
+        steps, epochs = int(getattr(training, "batch_num", 0) or 0), int(getattr(training, "epoch_num", 0) or 0)
+        earlier = steps * (int(getattr(training, "cur_epoch_num", 1)) - 1)
         return {
-            "total_steps": int(steps or 0) * int(epochs or 0),
+            "start_step": earlier,
+            "samples": earlier * (self._batch_size or self._nominal(training) or 0),
+            "total_steps": earlier + steps * epochs,
             # The cell that trains has a reducer: what comes out of it is the same on all ranks.
             "gradients_are_global": bool(getattr(training.train_network, "reducer_flag", False)),
         }
@@ -74,15 +87,27 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         found = run_context.original_args().net_outputs
         outputs = found if isinstance(found, tuple | list) else (found,)
         step.loss = outputs[0]
-        if len(outputs) == 3:
-            step.loss_scale = outputs[2]
+        step.loss_scale = outputs[2] if len(outputs) == 3 else self._scale_of(run_context.original_args().optimizer)
         self.metrics.end_step(step)
 
+    def _scale_of(self, optimizer: Any) -> float | None:
+        """A scale that is fixed is told to the optimizer, which divides by it."""
+        scale = float(getattr(optimizer, "loss_scale", 1.0))
+        return None if scale == 1.0 else scale
+
     def _samples(self, training: Any) -> int | None:
-        if self._batch_size is None and self.metrics is not None:
-            rows = training.train_dataset.get_batch_size()
-            self._batch_size = None if rows is None else int(rows) * self.metrics.world_size
-        return self._batch_size
+        if self._batch_size is not None:
+            return self._batch_size
+        element = getattr(training, "train_dataset_element", None)
+        if element is None:  # the device takes batches by itself
+            return self._nominal(training)
+        rows = {int(one.shape[0]) for one in element if isinstance(one, Tensor) and one.ndim}
+        return rows.pop() * place().world_size if len(rows) == 1 else None
+
+    def _nominal(self, training: Any) -> int | None:
+        """Of a batch that is whole."""
+        rows = training.train_dataset.get_batch_size()
+        return None if rows is None else int(rows) * place().world_size
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Write what is left."""

@@ -18,6 +18,7 @@ from monitor.stats.mindspore_tensors import on_host
 from monitor.training.facts import Tokens
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num")
+CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
 INTEGERS: Final = (mindspore.int32, mindspore.int64)
 
 Chosen = tuple[Tensor, int]
@@ -78,7 +79,16 @@ def chosen_in(cell: nn.Cell, result: Any) -> Chosen:
     experts = known or (int(floats[0].shape[-1]) if floats else None)
     if not indices or not experts:
         raise NotARouterError("it does not return the numbers of the chosen experts")
-    return indices[-1], experts
+    top = next((value for name in CHOSEN_NAMES if isinstance(value := getattr(cell, name, None), int)), None)
+    return _the_chosen(indices, top), experts
+
+
+def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
+    """Of several, the one that has as many numbers for each token as the router chooses."""
+    fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
+    if len(fitting) != 1:
+        raise NotARouterError("it returns several tensors of integers, and which are the chosen experts does not show")
+    return fitting[0]
 
 
 def _counted(calls: Sequence[Chosen]) -> list[int]:
@@ -90,7 +100,8 @@ def _of_call(chosen: Any, experts: int) -> NDArray[np.int64]:
     if chosen.dtype == np.bool_:
         by_token: NDArray[np.int64] = chosen.reshape(-1, experts).sum(0)
         return by_token
-    return np.bincount(chosen.ravel(), minlength=experts)
+    # Of those that there are: a token that is dropped has another number.
+    return np.bincount(chosen[(chosen >= 0) & (chosen < experts)], minlength=experts)
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

@@ -8,14 +8,18 @@ from typing import Any, Final
 
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from monitor.capture.patches import CallListener
 from monitor.pytorch.patches import CallPatch
-from monitor.pytorch.training.calls import GradNorm
+from monitor.pytorch.training.calls import GradNorm, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.metrics import Step
+
+TRAINING_STEP: Final = CallPatch(Trainer, "training_step", ("self", "model", "inputs"))
+UNPADDED: Final = ("position_ids", "cu_seq_lens_q")
+"""In a batch where they stand, samples may be joined to one row."""
 
 BACKWARD: Final = CallPatch(Accelerator, "backward", ("self", "loss"))
 CLIPPING: Final = CallPatch(Accelerator, "clip_grad_norm_", ("self", "parameters"))
@@ -27,7 +31,8 @@ class TrainingMetricsCallback(TrainerCallback):
     >>> Trainer(model, arguments, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
 
     ``loss`` is the Trainer's own, the mean over all ranks and over the steps since it logged last, and shown when it logs:
-    with ``logging_steps=1``, in every step. ``local_loss`` is what each backward began from.
+    with ``logging_steps=1``, in every step. ``local_loss`` is what each backward began from. Samples are the rows of the
+    batches that ``Trainer.training_step`` is given, times the ranks, which its samplers give as many each.
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
@@ -49,7 +54,8 @@ class TrainingMetricsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach to the model and its optimizer."""
         del control
-        self._batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._let_go()  # of a training before, which has failed
+        batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.metrics = TrainingMetrics(
             self._config,
             given["model"],
@@ -57,26 +63,29 @@ class TrainingMetricsCallback(TrainerCallback):
             **{
                 "grad_acc_steps": args.gradient_accumulation_steps,
                 "start_step": state.global_step,
-                "samples": state.global_step * self._batch_size,
+                "samples": state.global_step * batch_size,
                 "total_steps": max(state.max_steps, 0),
                 "grad_norm_is_told": True,  # the Trainer computes it in every step, clipped or not
                 **self._options,
             },
         )
         self._losses, self._grad_norm = Losses(), GradNorm(CLIPPING)
+        self._training_steps = TrainingSteps(self.metrics)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """One that was still to be logged is not going to be."""
         self._end()
         if self.metrics is not None:
             self._losses.take()
-            self._step = self.metrics.begin_step(self._batch_size)
+            self._training_steps.take()
+            self._step = self.metrics.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer logs after this, and then tells of its loss."""
-        del args, state
-        if self._step is not None and self.metrics is not None:
-            self.metrics.stop_counting()
+        del state
+        if self._step is not None:
+            rows = self._training_steps.take()
+            self._step.batch_size = None if rows is None else rows * args.world_size
             self._step.local_losses = self._losses.take()
             self._step.grad_norm = self._grad_norm.take()
         if not control.should_log:
@@ -94,15 +103,51 @@ class TrainingMetricsCallback(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write what is left."""
         self._end()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._step = None
         if self.metrics is not None:
             self._losses.remove()
             self._grad_norm.remove()
+            self._training_steps.remove()
             self.metrics.close()
 
     def _end(self) -> None:
         step, self._step = self._step, None
         if step is not None and self.metrics is not None:
             self.metrics.end_step(step)
+
+
+class TrainingSteps(CallListener):
+    """The calls of ``Trainer.training_step``, one a micro-batch: counts their samples, and has their operations counted."""
+
+    def __init__(self, metrics: TrainingMetrics) -> None:
+        self._metrics = metrics
+        self._rows: list[int | None] = []
+        TRAINING_STEP.add(self)
+
+    def call_begins(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        inputs = args[2] if len(args) > 2 else kwargs.get("inputs")
+        unpadded = isinstance(inputs, Mapping) and any(name in inputs for name in UNPADDED)
+        self._rows.append(None if unpadded else rows_of(inputs))
+        self._metrics.count_flops()
+
+    def call_ended(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del args, kwargs, result
+        self._metrics.stop_counting()
+
+    def call_raised(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        self._metrics.stop_counting(failed=True)
+
+    def take(self) -> int | None:
+        """The samples of this rank since this was last asked; None where they are not known."""
+        rows, self._rows = self._rows, []
+        return sum(one for one in rows if one is not None) if rows and None not in rows else None
+
+    def remove(self) -> None:
+        TRAINING_STEP.remove(self)
 
 
 class Losses(CallListener):

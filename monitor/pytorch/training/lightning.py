@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Final
 
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from monitor.pytorch.training.calls import GradNorm
+from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.training.calls import NormOfOptimizer, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.metrics import Step
+
+CLIPS_ALL: Final = CallPatch(Precision, "clip_gradients", ("self", "optimizer"))
 
 
 class TrainingMetricsCallback(Callback):
@@ -24,7 +29,8 @@ class TrainingMetricsCallback(Callback):
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
-        batch_size: Samples of all ranks in a step. Otherwise what the data loader says.
+        batch_size: Samples of all ranks in a step. Otherwise the rows of its batches, times the ranks, which
+            Lightning's samplers give as many each; unknown where the tensors of a batch differ in their first dimension.
         options: See ``TrainingMetrics``.
 
     Attributes:
@@ -44,29 +50,35 @@ class TrainingMetricsCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the model as the strategy has wrapped it, and to its first optimizer."""
-        del pl_module
-        self._micro_steps = int(trainer.accumulate_grad_batches)
-        if self._batch_size is None and (rows := getattr(trainer.train_dataloader, "batch_size", None)) is not None:
-            self._batch_size = rows * self._micro_steps * trainer.world_size
+        self._let_go()  # of a training before, which has failed
+        micro_steps = int(trainer.accumulate_grad_batches)
+        rows = getattr(trainer.train_dataloader, "batch_size", None) or 0
         self._steps = trainer.global_step
+        self._rows: list[int | None] = []
         self.metrics = TrainingMetrics(
             self._config,
             trainer.strategy.model,
             trainer.optimizers[0],
             **{
-                "grad_acc_steps": self._micro_steps,
+                "grad_acc_steps": micro_steps,
                 "start_step": self._steps,
-                "samples": self._steps * (self._batch_size or 0),
+                "samples": self._steps * (self._batch_size or rows * micro_steps * trainer.world_size),
                 "total_steps": max(trainer.max_steps, 0),
-                "grad_norm_is_told": bool(trainer.gradient_clip_val),
+                "grad_norm_is_told": _clips_all(trainer, pl_module),
                 **self._options,
             },
         )
-        self._grad_norm = GradNorm()
+        self._grad_norm = NormOfOptimizer(CLIPS_ALL)
 
-    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        if self._step is None and self.metrics is not None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any, **__: Any) -> None:
+        del trainer, pl_module
+        if self.metrics is None:
+            return
+        if self._step is None:
             self._step = self.metrics.begin_step(self._batch_size)
+            self._rows.clear()
+        self._rows.append(rows_of(batch))
+        self.metrics.count_flops()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
         """The optimizer has stepped, or a micro-batch was added to those of its next step."""
@@ -74,17 +86,36 @@ class TrainingMetricsCallback(Callback):
         step = self._step
         if step is None or self.metrics is None:
             return
+        self.metrics.stop_counting()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             step.local_loss(loss.detach())
         if trainer.global_step > self._steps:
             self._steps, self._step = trainer.global_step, None
             step.loss = sum(step.local_losses) if step.local_losses else None
-            step.grad_norm = self._grad_norm.take()
+            norm = self._grad_norm.take()
+            step.grad_norm = norm if len(trainer.optimizers) == 1 else None
+            if self._batch_size is None and None not in self._rows:
+                step.batch_size = sum(rows for rows in self._rows if rows is not None) * trainer.world_size
             self.metrics.end_step(step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write what is left."""
+        self._let_go()
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Training has failed: nothing of ours stays active."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._step = None
         if self.metrics is not None:
             self._grad_norm.remove()
+            self.metrics.stop_counting(failed=True)
             self.metrics.close()
+
+
+def _clips_all(trainer: Any, pl_module: Any) -> bool:
+    """Whether Lightning itself clips all gradients by their norm, and so computes it in every step."""
+    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
+    return by_norm and len(trainer.optimizers) == 1 and not is_overridden("configure_gradient_clipping", pl_module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -80,17 +80,28 @@ def counts_of(module: nn.Module, result: Any) -> Tensor:
     floats = [one for one in found if one.is_floating_point()]
     indices = [one for one in found if not one.is_floating_point() and not one.is_complex()]
     experts = _number(module, EXPERTS_NAMES) or (floats[0].shape[-1] if floats else None)
-    if indices and experts:
-        return _counted(indices[-1], experts)
     top = _number(module, CHOSEN_NAMES)
+    if indices and experts:
+        return _counted(_the_chosen(indices, top), experts)
     if len(floats) == 1 and top:
         return _counted(floats[0].topk(top, -1).indices, floats[0].shape[-1])
     raise NotARouterError("it returns neither the numbers of the chosen experts nor, with a top_k, their logits")
 
 
+def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
+    """Of several, the one that has as many numbers for each token as the router chooses."""
+    fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
+    if len(fitting) != 1:
+        raise NotARouterError("it returns several tensors of integers, and which are the chosen experts does not show")
+    return fitting[0]
+
+
 def _counted(indices: Tensor, experts: int) -> Tensor:
+    """Of those that there are: a token that is dropped has another number. A device would fail for good at one of these."""
     flat = indices.flatten().to(torch.int64)
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    there = ((flat >= 0) & (flat < experts)).to(torch.int64)
+    zeros = torch.zeros(experts, dtype=torch.int64, device=flat.device)
+    return zeros.scatter_add_(0, flat.clamp(0, experts - 1), there)
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
