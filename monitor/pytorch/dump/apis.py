@@ -203,6 +203,6 @@ def _answer_as_without(mode: TorchFunctionMode) -> Function:
 
     def undo() -> None:
         if torch.overrides.__class__ is Overrides:
-            torch.overrides.__class__ = before
+            torch.overrides.__class__ = before  # type: ignore[assignment]
 
     return undo
