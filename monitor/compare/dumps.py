@@ -109,7 +109,9 @@ class _Pair:
         """Elements that both sides name, and one has not."""
         if not (left.get("data_name") and right.get("data_name")):
             return None
-        shown = [leaf["data_name"] if (side / DATA / leaf["data_name"]).is_file() else "" for side, leaf in self._both(left, right)]
+        shown = [
+            leaf["data_name"] if (side / DATA / leaf["data_name"]).is_file() else "" for side, leaf in self._both(left, right)
+        ]
         if bool(shown[0]) == bool(shown[1]):
             return None
         return self._finding(order, path, "missing" if shown[0] else "added", shown[0], shown[1])

@@ -94,6 +94,9 @@ class ApiDump:
         del call
         self._calling.busy, self._calling.written = False, None
 
+    def warn(self, cause: str, message: str) -> None:
+        self._recorded.failures.warn(cause, message)
+
     def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         name = CallName(base, self._session.number(base), of_module=False)
         call = self._recorded.opened(name)

@@ -35,6 +35,9 @@ class ApiListener(Protocol):
     def raised(self, call: Any) -> None:
         """It has raised."""
 
+    def warn(self, cause: str, message: str) -> None:
+        """Say something to the user, once for each cause."""
+
 
 class Interception(Protocol):
     """What sees calls of APIs."""
