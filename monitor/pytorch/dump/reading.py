@@ -65,8 +65,8 @@ class Reader:
 
 
 def _is_transformed(x: Tensor) -> bool:
-    """Whether ``torch.vmap`` or one of ``torch.func`` is at work: what is called then, ours too, is called of many tensors at once,
-    or differentiated.
+    """Whether ``torch.vmap`` or one of ``torch.func`` is at work: what is called then, ours too, is called of many tensors
+    at once, or differentiated.
     """
     return _functorch.peek_interpreter_stack() is not None or _functorch.is_functorch_wrapped_tensor(x)
 
