@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
@@ -52,6 +53,15 @@ class EarlierFailure(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class _Ours(threading.local):
+    """How many of our hooks this thread is in: what they call is none of the program's."""
+
+    depth = 0
+
+
+OURS: Final = _Ours()
 
 
 class Failures:
@@ -104,6 +114,7 @@ class Failures:
         """
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            OURS.depth += 1
             try:
                 return hook(*args, **kwargs)
             except Exception as error:
@@ -114,6 +125,8 @@ class Failures:
             except EarlierFailure as failure:
                 self._handed_back = failure.error
                 raise failure.error from None
+            finally:
+                OURS.depth -= 1
 
         return call
 

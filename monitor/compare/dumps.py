@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -14,19 +14,23 @@ from monitor.compare.errors import ComparisonError
 from monitor.compare.findings import Compared, Finding
 from monitor.compare.values import Difference, of_leaves, of_tensors
 from monitor.dump.measured import SHOWN
+from monitor.dump.records import FILE as RECORDS
+from monitor.dump.records import is_written
 from monitor.dump.storage import bits_of, load_tensor
 
 FILES: Final = ("dump.json", "debug.json")
 DATA: Final = "dump_tensor_data"
 _STEP: Final = re.compile(r"step([0-9]+)")
 
+T = TypeVar("T")
+
 Place = tuple[int, str]
 """A step's number, and the name of the rank's directory."""
 
 
 def is_dump(directory: Path) -> bool:
-    """Whether there is a dump in a directory, or it is that of one rank's step."""
-    return bool(_places(directory))
+    """Whether there is a dump in a directory, finished or not, or it is that of one rank's step."""
+    return bool(_places(directory)) or bool(_unfinished(directory))
 
 
 def compare(left: Path, right: Path) -> Compared:
@@ -37,6 +41,8 @@ def compare(left: Path, right: Path) -> Compared:
     """
     sides = {side: _places(side) for side in (left, right)}
     for side, places in sides.items():
+        if killed := [file for file in _unfinished(side) if not is_written(file)]:
+            raise ComparisonError(f"{killed[0].parent} is of a process that was killed: run monitor-dump-recover {side} first.")
         if not places:
             raise ComparisonError(f"{side} has no dump.json in it: name a dump_path, or the directory of a rank's step.")
     pairs = _aligned(sides[left], sides[right])
@@ -47,7 +53,7 @@ def compare(left: Path, right: Path) -> Compared:
         found = _Pair(step, rank, one, other)
         findings += found.findings()
         tensors += found.tensors
-    findings.sort(key=lambda finding: (finding.step, finding.rank, finding.order))
+    findings.sort(key=lambda finding: (finding.step, finding.rank_order, finding.order))
     return Compared(tensors, findings)
 
 
@@ -61,28 +67,29 @@ class _Pair:
 
     def findings(self) -> list[Finding]:
         left, right = _data(self._left), _data(self._right)
-        found = [one for order, (name, entry) in enumerate(left.items()) for one in self._entry(order, name, entry, right)]
-        added = [name for name in right if name not in left]
-        return found + [self._finding(len(left), name, "added", "", "there") for name in added]
+        merged = enumerate(_merged(list(left), list(right)))
+        return [one for order, name in merged for one in self._entry(order, name, left, right)]
 
-    def _entry(self, order: int, name: str, entry: Any, right: Mapping[str, Any]) -> Iterator[Finding]:
+    def _entry(self, order: int, name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Finding]:
         if name not in right:
             yield self._finding(order, name, "missing", "there", "")
             return
-        others = dict(_leaves(right[name], name))
-        own = dict(_leaves(entry, name))
+        if name not in left:
+            yield self._finding(order, name, "added", "", "there")
+            return
+        own, others = dict(_leaves(left[name], (name,))), dict(_leaves(right[name], (name,)))
         for path, value in own.items():
             if path not in others:
-                yield self._finding(order, path, "missing", _shown(value), "")
+                yield self._finding(order, _spelled(path), "missing", _shown(value), "")
             else:
-                yield from self._values(order, path, value, others[path])
+                yield from self._values(order, _spelled(path), value, others[path])
         for path in others:
             if path not in own:
-                yield self._finding(order, path, "added", "", _shown(others[path]))
+                yield self._finding(order, _spelled(path), "added", "", _shown(others[path]))
 
     def _values(self, order: int, path: str, left: Any, right: Any) -> Iterator[Finding]:
         if not (_is_tensor(left) and _is_tensor(right)):
-            if left != right:
+            if json.dumps(left, sort_keys=True) != json.dumps(right, sort_keys=True):  # where NaN is NaN
                 yield self._finding(order, path, "argument", _shown(left), _shown(right))
             return
         self.tensors += 1
@@ -91,19 +98,33 @@ class _Pair:
                 yield self._finding(order, path, what, _shown(left[what]), _shown(right[what]))
         if left["shape"] != right["shape"]:
             return
+        if finding := self._file_missing(order, path, left, right):
+            yield finding
+            return
         difference = self._difference(left, right)
         if not difference.same:
             yield self._finding(order, path, "values", _statistics(left), _statistics(right), difference)
+
+    def _file_missing(self, order: int, path: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> Finding | None:
+        """Elements that both sides name, and one has not."""
+        if not (left.get("data_name") and right.get("data_name")):
+            return None
+        shown = [
+            leaf["data_name"] if (side / DATA / leaf["data_name"]).is_file() else "" for side, leaf in self._both(left, right)
+        ]
+        if bool(shown[0]) == bool(shown[1]):
+            return None
+        return self._finding(order, path, "missing" if shown[0] else "added", shown[0], shown[1])
 
     def _difference(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> Difference:
         """By their elements where both have them, else by what was measured."""
         files = [side / DATA / leaf["data_name"] for side, leaf in self._both(left, right) if leaf.get("data_name")]
         if len(files) < 2 or not all(file.is_file() for file in files):
             return of_leaves(left, right, SHOWN)
-        (one, kind), (other, other_kind) = (bits_of(file) for file in files)
+        (one, kind), (other, other_kind) = (_read(bits_of, file) for file in files)
         if kind == other_kind and one.dtype == other.dtype and np.array_equal(one, other) and one.tobytes() == other.tobytes():
             return of_tensors(one, other)
-        found = of_tensors(*(load_tensor(file) for file in files))
+        found = of_tensors(*(_read(load_tensor, file) for file in files))
         # Numbers of two types may be equal where their bits are not: the type itself is a finding of its own.
         equal = found.absolute == 0 and (kind, one.dtype) != (other_kind, other.dtype)
         return Difference(same=equal, absolute=found.absolute, relative=found.relative, cosine=found.cosine)
@@ -127,6 +148,12 @@ def _places(directory: Path) -> dict[Place, Path]:
         if match and any((path / name).is_file() for name in FILES):
             found[int(match[1]), path.name] = path
     return found
+
+
+def _unfinished(directory: Path) -> list[Path]:
+    """The records of ranks' steps that were not completed."""
+    found = sorted(directory.glob(f"step*/*/{RECORDS}"))
+    return [file for file in (directory / RECORDS, *found) if file.is_file() and ".left" not in file.parent.parent.name]
 
 
 def _aligned(left: Mapping[Place, Path], right: Mapping[Place, Path]) -> list[tuple[Place, Path, Path]]:
@@ -163,16 +190,40 @@ def _data(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values, by where they stand."""
-    if isinstance(tree, dict) and "type" not in tree:
+def _read(load: Callable[[Path], T], file: Path) -> T:
+    try:
+        return load(file)
+    except (ValueError, EOFError, OSError) as error:
+        raise ComparisonError(f"{file} cannot be read as a tensor of a dump: {error}. Dump it anew.") from error
+
+
+def _merged(left: list[str], right: list[str]) -> list[str]:
+    """The names of both in execution order: one that the right side alone has stands behind what came before it there."""
+    known = set(left)
+    behind: dict[str | None, list[str]] = {None: []}
+    last: str | None = None
+    for name in right:
+        if name in known:
+            last = name
+        else:
+            behind.setdefault(last, []).append(name)
+    return behind[None] + [one for name in left for one in (name, *behind.get(name, ()))]
+
+
+def _leaves(tree: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Tensors, plain values and what is empty, by where they stand."""
+    if isinstance(tree, dict) and tree and not isinstance(tree.get("type"), str):
         for key, value in tree.items():
-            yield from _leaves(value, f"{name}.{key}")
-    elif isinstance(tree, list):
+            yield from _leaves(value, (*path, key))
+    elif isinstance(tree, list) and tree:
         for i, value in enumerate(tree):
-            yield from _leaves(value, f"{name}.{i}")
+            yield from _leaves(value, (*path, i))
     else:
-        yield name, tree
+        yield path, tree
+
+
+def _spelled(path: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, path))
 
 
 def _is_tensor(value: Any) -> bool:

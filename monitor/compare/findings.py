@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from monitor.compare.values import Difference
@@ -29,6 +30,11 @@ class Finding:
     right: str
     difference: Difference | None = None
 
+    @property
+    def rank_order(self) -> list[str | int]:
+        """The rank, to be sorted by: the tenth comes after the second."""
+        return [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", self.rank)]
+
 
 @dataclass(frozen=True, slots=True)
 class Compared:
@@ -36,7 +42,7 @@ class Compared:
 
     Attributes:
         tensors: How many were on both sides.
-        findings: In execution order: by step, then by rank, then as the left side ran.
+        findings: In execution order: by step, then by rank, then as the left side ran, what the right alone has in between.
     """
 
     tensors: int

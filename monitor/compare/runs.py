@@ -39,7 +39,7 @@ def compare(left: Path, right: Path) -> Compared:
         number, found = _course(sides[0][key], sides[1][key])
         rows += number
         findings += found
-    findings.sort(key=lambda finding: (finding.step, finding.order, finding.rank))
+    findings.sort(key=lambda finding: (finding.step, finding.order, finding.rank_order))
     return Compared(rows, findings)
 
 

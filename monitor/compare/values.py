@@ -55,6 +55,9 @@ def of_tensors(a: NDArray[Any], b: NDArray[Any]) -> Difference:
 
 def of_numbers(pairs: Iterable[tuple[Any, Any]]) -> Difference:
     """Of statistics that stand for the same: the greatest of their differences."""
+    pairs = list(pairs)
+    if any((one is None) != (other is None) for one, other in pairs):  # nothing is not NaN
+        return Difference(same=False, absolute=math.nan, relative=math.nan)
     a, b = (np.array([math.nan if one is None else one for one in side], dtype=np.float64) for side in zip(*pairs, strict=True))
     found = of_tensors(a, b)
     return Difference(same=found.same, absolute=found.absolute, relative=found.relative)

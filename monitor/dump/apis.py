@@ -14,6 +14,7 @@ from monitor.config.loading import ConfigError, content_of
 from monitor.dump.calls import ADVICE, Call, Recorded
 from monitor.dump.modules import Tokens
 from monitor.dump.names import CallName
+from monitor.failures import OURS
 
 WRITING: Final = ("Distributed", "MintDistributed")
 """Prefixes of functions that write into what they are given, and return nothing once they have waited for it."""
@@ -73,7 +74,7 @@ class ApiDump:
 
     def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call is about to happen."""
-        if self._calling.busy or self._session.reading or not self._tokens.open or not self._session.here:
+        if self._calling.busy or OURS.depth or self._session.reading or not self._tokens.open or not self._session.here:
             return None
         self._calling.busy = True  # until it has ended: reading a tensor may call APIs, too
         call = None
@@ -92,6 +93,9 @@ class ApiDump:
     def raised(self, call: Any) -> None:
         del call
         self._calling.busy, self._calling.written = False, None
+
+    def warn(self, cause: str, message: str) -> None:
+        self._recorded.failures.warn(cause, message)
 
     def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         name = CallName(base, self._session.number(base), of_module=False)

@@ -35,6 +35,9 @@ class ApiListener(Protocol):
     def raised(self, call: Any) -> None:
         """It has raised."""
 
+    def warn(self, cause: str, message: str) -> None:
+        """Say something to the user, once for each cause."""
+
 
 class Interception(Protocol):
     """What sees calls of APIs."""
@@ -97,6 +100,9 @@ class DumpBackend(Protocol):
 
     def traced(self) -> bool:
         """Whether what is called is written into a graph of the user's: then nothing is to be read."""
+
+    def being_called(self) -> Sequence[int] | None:
+        """The ids of the modules that this thread is calling, outermost first; None where hooks tell of what has raised."""
 
     def backward_pass(self) -> int:
         """The number of the backward in progress; another one for each."""

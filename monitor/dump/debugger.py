@@ -94,8 +94,11 @@ class PrecisionDebugger:
         """
         models = self._checked(model, token_range, rank_id)
         self._leave_to_the_parent()
+        if self._modules is not None or self._apis is not None:
+            self._warn_of_another(models)
+            return
         self._passed = _weakly(model)
-        if self._modules is not None or self._apis is not None or self.config.level == "debug" or not self._is_chosen():
+        if self.config.level == "debug" or not self._is_chosen():
             return
         if self.config.level in WITH_APIS:
             TURN.refuse_another(self)
@@ -123,7 +126,8 @@ class PrecisionDebugger:
         self._leave_to_the_parent()
         self._detach()
         if self._session is not None:
-            self._failures.guarded("making the files of a dump", self._session.assemble)()
+            assemble = self._session.assemble
+            self._failures.guarded("making the files of a dump", assemble, _recovery(self._session.directory))()
 
     def step(self) -> None:
         """The step is over: its files are complete."""
@@ -131,7 +135,7 @@ class PrecisionDebugger:
         self._detach()
         session, self._session = self._session, None
         if session is not None:
-            self._failures.guarded("completing a dump", session.close)()
+            self._failures.guarded("completing a dump", session.close, _recovery(session.directory))()
         self._gradients.clear()
         self._tokens, self._token_range = Tokens(None), None
         self._step += 1
@@ -194,6 +198,14 @@ class PrecisionDebugger:
         return self._passed()
 
     # how it is done
+
+    def _warn_of_another(self, models: Sequence[Any]) -> None:
+        """While a model is recorded, another one was passed."""
+        passed = self._passed()
+        known = [] if passed is None else self._backend.models_of(passed)
+        if any(all(model is not one for one in known) for model in models):
+            said = "start() was called again before stop(), with another model, which is not dumped"
+            self._failures.warn("another model", f"{said}: call stop() first, or pass both as a list.")
 
     def _leave_to_the_parent(self) -> None:
         """In a process that was forked: what was begun before is the parent's. What this process begins itself is its own."""
@@ -280,6 +292,10 @@ class PrecisionDebugger:
         if self._session is not None:
             self.step()
         self._writer.close()
+
+
+def _recovery(directory: Path) -> str:
+    return f"What was recorded is kept there: see to it that there is room, and run monitor-dump-recover {directory}."
 
 
 def _nothing() -> None:

@@ -58,6 +58,8 @@ class ModuleWatcher:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._tokens.open or not self._session.here or self._backend.traced():
             return
+        if self._session.open_modules and (calling := self._backend.being_called()) is not None:
+            self._session.keep_open(calling[:-1])  # the last one is this
         name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
         call = self._recorded.opened(name)
         self._open.calls.append(call)
@@ -65,7 +67,7 @@ class ModuleWatcher:
             with self._session.at_work():
                 call.begin(args, kwargs)
         finally:
-            self._session.open_modules.append(name)
+            self._session.module_begins(name, module)
         if self._backend.graph.recording():
             self._gradients.watch(module)
 
@@ -74,15 +76,9 @@ class ModuleWatcher:
         if not self._open.calls or not self._session.here or self._backend.traced():
             return
         call = self._open.calls.pop()
-        self._close(call.name)
+        self._session.module_ended(call.name)
         with self._session.at_work():
             call.end(result, self._backend.parameters_of(module))
-
-    def _close(self, name: CallName) -> None:
-        """What is still open below it has raised."""
-        modules = self._session.open_modules
-        while modules and modules.pop() != name:
-            pass
 
 
 class ModuleDump:

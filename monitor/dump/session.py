@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Thread(threading.local):
 
     def __init__(self) -> None:
         self.open_modules: list[CallName] = []
+        self.open_ids: list[int] = []
         self.reading = False
 
 
@@ -90,6 +92,32 @@ class Session:
     def reading(self) -> bool:
         """Whether what this thread calls now is called by us."""
         return self._threads.reading
+
+    def module_begins(self, name: CallName, module: Any) -> None:
+        """From here on it is the parent of what is called."""
+        self._threads.open_modules.append(name)
+        self._threads.open_ids.append(id(module))
+
+    def module_ended(self, name: CallName) -> None:
+        """What is still open below it has raised."""
+        thread = self._threads
+        while thread.open_modules:
+            thread.open_ids.pop()
+            if thread.open_modules.pop() == name:
+                break
+
+    def keep_open(self, calling: Sequence[int]) -> None:
+        """Of what is open, what is being called: a framework need not tell of what has raised.
+
+        Args:
+            calling: The ids of modules, outermost first, each as often as it is being called.
+        """
+        thread, left = self._threads, Counter(calling)
+        for place, one in enumerate(thread.open_ids):
+            left[one] -= 1
+            if left[one] < 0:
+                del thread.open_ids[place:], thread.open_modules[place:]
+                break
 
     def forget_open_modules(self) -> None:
         """Of every thread: nobody is told of their ends any more."""

@@ -100,7 +100,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _spelled(children: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, Any]]:
-    """Keys as JSON has them, each once: where ``1`` and ``"1"`` are both there, the later one is spelled as Python writes it."""
+    """Keys as JSON has them, each once: of ``1`` and ``"1"`` the later one is spelled as Python writes it."""
     known: set[str] = set()
     for key, child in children:
         candidates = itertools.chain((str(key), repr(key)), (f"{key!r}.{n}" for n in itertools.count(1)))

@@ -85,7 +85,7 @@ class Writer:
         self._running: _Running | None = None
 
     def _begin_in_a_fork(self) -> None:
-        """The thread is not in a process that was forked, where somebody may hold the lock for ever; its entries are the parent's."""
+        """A process that was forked has no such thread, and perhaps a lock that nobody opens; the entries are the parent's."""
         if self._pid != os.getpid():
             self._begin()
 

@@ -123,6 +123,9 @@ class _Muted:
     def raised(self, call: Any) -> None:
         self._listener.raised(call)
 
+    def warn(self, cause: str, message: str) -> None:
+        self._listener.warn(cause, message)
+
 
 def _telling(original: Function, named: Named, listener: ApiListener, first: int) -> Function:
     @functools.wraps(original)

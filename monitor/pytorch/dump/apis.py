@@ -40,20 +40,21 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self, names: Mapping[Function, tuple[str, str]], listener: ApiListener) -> None:
         super().__init__()
         self._names = names
-        self._listener = listener
+        self.listener: ApiListener | None = listener
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        listener = self.listener
         known = None if torch.compiler.is_compiling() or traced() else self._names.get(function)
-        call = None if known is None else self._listener.begins(*known, args, kwargs)
-        if call is None:
+        call = None if known is None or listener is None else listener.begins(*known, args, kwargs)
+        if call is None or listener is None:
             return function(*args, **kwargs)
         try:
             result = function(*args, **kwargs)
         except BaseException:
-            self._listener.raised(call)
+            listener.raised(call)
             raise
-        self._listener.ended(call, result)
+        listener.ended(call, result)
         return result
 
 
@@ -118,6 +119,7 @@ class Interception:
     def __init__(self, listener: ApiListener, api_list: str | None) -> None:
         listed = read_list(packaged_list(__file__) if api_list is None else api_list, PREFIXES)
         self._mode = FunctionMode(_functions(listed), listener)
+        self._listener = listener
         self._patched = PatchedCalls(listener)
         if torch.distributed.is_available():
             for name in listed.get(DISTRIBUTED, ()):
@@ -133,12 +135,16 @@ class Interception:
 
     def install(self) -> None:
         self._patched.listen()
+        self._mode.listener = self._listener
         self._undo = _answer_as_without(self._mode)
         _push_mode(self._mode)
 
     def remove(self) -> None:
         self._patched.remove()
-        _take_out(self._mode)
+        self._mode.listener = None  # wherever it still stands
+        if not _take_out(self._mode) and self._undo is not None:
+            said = "stop() was called in another thread than start(), where a TorchFunctionMode stays that records nothing"
+            self._listener.warn("stop in another thread", f"{said}: call both in the same thread.")
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -155,16 +161,17 @@ def _functions(listed: Mapping[str, Sequence[str]]) -> dict[Function, tuple[str,
     return found
 
 
-def _take_out(mode: TorchFunctionMode) -> None:
-    """Take a mode from wherever it stands: users may have entered others since, and not left them yet."""
+def _take_out(mode: TorchFunctionMode) -> bool:
+    """Take a mode from wherever it stands: users may have entered others since, and not left them yet. Whether it was there."""
     stack = _get_current_function_mode_stack()
     if not any(one is mode for one in stack):
-        return
+        return False
     above = []
     while (top := _pop_mode()) is not mode:
         above.append(top)
     for one in reversed(above):
         _push_mode(one)
+    return True
 
 
 def traced() -> bool:
@@ -203,6 +210,6 @@ def _answer_as_without(mode: TorchFunctionMode) -> Function:
 
     def undo() -> None:
         if torch.overrides.__class__ is Overrides:
-            torch.overrides.__class__ = before
+            torch.overrides.__class__ = before  # type: ignore[assignment]
 
     return undo

@@ -25,6 +25,7 @@ __all__ = [
     "after_forward",
     "backward_pass",
     "before_forward",
+    "being_called",
     "computing",
     "framework",
     "graph",
@@ -80,6 +81,10 @@ def on_parameter(parameter: Tensor, take: Callable[[Tensor], None]) -> Removable
         return None
     handle: Removable = parameter.register_hook(take)
     return handle
+
+
+def being_called() -> None:
+    """Hooks are called after forwards that raise, too."""
 
 
 def backward_pass() -> int:

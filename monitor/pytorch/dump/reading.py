@@ -20,6 +20,8 @@ from monitor.stats.torch_modes import beneath, unseen
 from monitor.stats.torch_op import reduce_into
 from monitor.stats.torch_tensors import is_plain, local_shard
 
+_functorch: Final[Any] = torch._C._functorch
+
 EPS: Final = 0.0
 """No element is counted as small."""
 
@@ -41,6 +43,8 @@ class Reader:
         self._kernel = HostKernel(EPS)
 
     def leaf(self, x: Tensor, file: str | None) -> Leaf:
+        if _is_transformed(x):
+            return Leaf(_described(x), None, None, None)
         with unseen():
             if file is None and not self._checksums and is_plain(x):
                 return Leaf(_described(x), _HostRow(self._kernel.reduce(x)), None, None)  # most of them, on the shortest way
@@ -58,6 +62,13 @@ class Reader:
         page = torch.zeros(1, len(COLUMNS), dtype=torch.float64, device=local.device)
         reduce_into(local, page, 0, None, EPS)
         return _DeviceRow(page)
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether ``torch.vmap`` or one of ``torch.func`` is at work: what is called then, ours too, is called of many tensors
+    at once, or differentiated.
+    """
+    return _functorch.peek_interpreter_stack() is not None or _functorch.is_functorch_wrapped_tensor(x)
 
 
 def _described(x: Tensor) -> dict[str, Any]:

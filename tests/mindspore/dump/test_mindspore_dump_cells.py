@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,35 @@ def test_the_mode_that_compiles_everything_is_refused(tmp_path: Path) -> None:
             PrecisionDebugger(dump_path=tmp_path, level="L0").start(seeded(Convolutional))
     finally:
         ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+class Raises(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ReLU()
+
+    def construct(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        raise KeyError
+
+
+class Catches(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises, self.last = Raises(), nn.ReLU()
+
+    def construct(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            with suppress(KeyError):
+                self.raises(x)
+        return self.last(x)
+
+
+def test_a_cell_that_has_raised_is_the_parent_of_nothing_later(tmp_path: Path) -> None:
+    network = nn.SequentialCell(Catches())
+    with dumping(tmp_path, network, level="L0"):
+        network(Tensor([1.0]))
+    construct = Dump(tmp_path).read("construct.json")
+    catches, raises = "Cell.0.Catches.forward.0", "Cell.0.raises.Raises.forward"
+    assert construct["Cell.0.last.ReLU.forward.0"] == catches
+    assert [construct[f"Cell.0.raises.inner.ReLU.forward.{n}"] for n in range(2)] == [f"{raises}.{n}" for n in range(2)]

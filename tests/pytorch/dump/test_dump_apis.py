@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import dumping as module
 import pytest
@@ -14,7 +15,7 @@ from dumping import Convolutional, Dump, Transformer, described, dumping, images
 from torch import nn
 
 from monitor.config import ConfigError
-from monitor.pytorch import PrecisionDebugger
+from monitor.pytorch import PrecisionDebugger, TrainerMon
 
 
 def test_relu_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
@@ -178,3 +179,39 @@ def test_a_tuple_with_names_is_several_outputs(tmp_path: Path) -> None:
         torch.max(torch.ones(2, 3), 1)
     (entry,) = Dump(tmp_path).data.values()
     assert [leaf["data_name"] for leaf in entry["output"]] == [f"Torch.max.0.forward.output.{i}.npy" for i in range(2)]
+
+
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+@pytest.mark.parametrize(
+    "transformed",
+    [torch.vmap(torch.relu), torch.func.grad(lambda x: torch.relu(x).sum()), torch.func.jacfwd(torch.relu)],
+    ids=["vmap", "grad", "jacfwd"],
+)
+def test_a_tensor_that_is_many_at_once_is_described_without_numbers(tmp_path: Path, transformed: Any, task: str) -> None:
+    with dumping(tmp_path, task=task):
+        transformed(torch.ones(3))
+    dump = Dump(tmp_path)
+    (leaf,) = dump.data["Torch.relu.0.forward"]["input_args"]
+    assert [leaf[key] for key in ("dtype", "Max", "Norm")] == ["torch.float32", None, None]
+    assert not (dump.directory / "dump_error_info.log").exists()
+
+
+def test_what_a_monitor_computes_meanwhile_is_not_in_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "monitored"))
+    recorded = dict.fromkeys(["xy_distribution", "wg_distribution", "param_distribution", "mv_distribution"], True)
+    (tmp_path / "monitor.json").write_text(json.dumps({"targets": {}, **recorded, "ops": ["norm", "max", "zeros"]}))
+
+    def names(out: Path, *, monitored: bool) -> list[str]:
+        network = seeded(Convolutional)
+        optimizer = torch.optim.Adam(network.parameters())
+        if monitored:
+            monitor = TrainerMon(tmp_path / "monitor.json", params_have_main_grad=False)
+            monitor.set_monitor(network, grad_acc_steps=1, optimizer=optimizer)
+        with dumping(out, network, level="mix"):
+            loss_of(network).backward()
+            optimizer.step()
+        if monitored:
+            monitor.close()
+        return list(Dump(out).data)
+
+    assert names(tmp_path / "with", monitored=True) == names(tmp_path / "without", monitored=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,55 @@ def test_a_directory_that_another_process_writes_to_is_left_alone(tmp_path: Path
     records.close()
     assert (place / FILE).read_bytes() == b""
     assert "start(rank_id=...)" in (place / "dump_error_info.log").read_text()
+
+
+def said_beside(base: Path) -> str:
+    return (Dump(base).directory / "dump_error_info.log").read_text()
+
+
+def test_a_stop_in_another_thread_records_nothing_more_and_is_told(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+
+    def begin() -> None:
+        debugger.start()
+        F.relu(torch.ones(1))
+        started.set()
+        assert stopped.wait(30)
+        F.relu(torch.ones(1))
+
+    started, stopped = threading.Event(), threading.Event()
+    thread = threading.Thread(target=begin)
+    thread.start()
+    assert started.wait(30)
+    debugger.stop()
+    stopped.set()
+    thread.join()
+    debugger.start()
+    F.silu(torch.ones(1))
+    debugger.step()
+    assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward", "Functional.silu.0.forward"]
+    assert "stop() was called in another thread than start()" in said_beside(tmp_path)
+
+
+def test_another_model_that_is_passed_before_stop_is_told_of(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
+    first, second = (nn.Sequential(nn.ReLU()) for _ in range(2))
+    debugger.start(first)
+    debugger.start(first)
+    assert not list(tmp_path.glob("step0/*/dump_error_info.log"))
+    debugger.start(second)
+    debugger.step()
+    assert "with another model, which is not dumped" in said_beside(tmp_path)
+    assert debugger.model is first
+
+
+def test_files_that_cannot_be_made_can_be_made_later(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start(rank_id=0)
+    F.relu(torch.ones(1))
+    place = tmp_path / "step0" / "rank0"
+    (place / "dump.json").mkdir()
+    debugger.step()
+    assert f"run monitor-dump-recover {place}" in (place / "dump_error_info.log").read_text()
+    (place / "dump.json").rmdir()
+    assert [one.entries for one in recover(tmp_path)] == [1]
