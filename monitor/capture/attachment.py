@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from monitor.capture.backend import Backend, Gradients
+from monitor.capture.backend import Backend
 from monitor.capture.clock import Clock, Schedule
 from monitor.capture.features.collector import FeatureCollector
 from monitor.capture.flow import observed
+from monitor.capture.gradients import GradientCollector
 from monitor.capture.hooks import HookSet
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.capture.optimizer_state import MomentCollector
@@ -82,7 +83,7 @@ class Attachment:
         self._hooks = HookSet()
         self.modules = backend.new_modules(recorder, self.clock, failures)
         self._stacks: StackCollector | None = None
-        self._gradients: Gradients | None = None
+        self._gradients: GradientCollector | None = None
         self._weights: WeightCollector | None = None
         self._moments: MomentCollector | None = None
         self._updates = Updates()
@@ -171,7 +172,7 @@ class Attachment:
     def _owned_series(self) -> OwnedSeries:
         return OwnedSeries(self.watch, self._recorder, self._failures, self._backend)
 
-    def _attach_gradients(self, parameters: Sequence[NamedParameter]) -> Gradients:
+    def _attach_gradients(self, parameters: Sequence[NamedParameter]) -> GradientCollector:
         return self._backend.new_gradients(
             parameters,
             self._recorder,

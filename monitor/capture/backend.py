@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from monitor.capture.calls import Calls
 from monitor.capture.clock import Clock
 from monitor.capture.features.reading import Reading
+from monitor.capture.gradients import GradientCollector
 from monitor.capture.hooks import Removable
 from monitor.capture.leaves import Leaves
 from monitor.capture.names import NamedParts
@@ -140,26 +141,6 @@ class Framework(Protocol):
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
         """Tell ``listener`` of every step from now on."""
-
-
-class Gradients(Protocol):
-    """Weight gradients, before and after the data-parallel ranks aggregate them."""
-
-    def begin_step(self) -> None: ...
-
-    def hook_thawed(self) -> None:
-        """Hook what can be hooked now, and could not before."""
-
-    def may_be_unscaled(self) -> None:
-        """From now on gradients are no longer what backward left."""
-
-    def are_still_scaled(self) -> None:
-        """The optimizer has been left to unscale them, inside its step."""
-
-    def before_step(self) -> None:
-        """Aggregation is done: read what the optimizer is given."""
-
-    def remove(self) -> None: ...
 
 
 class Communication(Protocol):
@@ -291,7 +272,7 @@ class Backend(Protocol):
         note: Callable[[str, str], None],
         *,
         each_micro_step: bool,
-    ) -> Gradients: ...
+    ) -> GradientCollector: ...
 
     def new_updates(self, config: MonitorConfig, watched: Any) -> Any:
         """``Updates`` of what a configuration asks for."""

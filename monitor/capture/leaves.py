@@ -48,7 +48,7 @@ class Leaves:
             return [Leaf("", 0, value)]
         if isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], self._tensor):
             return [Leaf("", 0, value[0])]
-        return _distinct(self._walk(_children(value)))
+        return _distinct(self._walk(children(value) or ()))
 
     def described_result(self, value: Any) -> str:
         """The shape of a result as targets spell it: ``tensor`` or ``tuple[2]``."""
@@ -56,10 +56,10 @@ class Leaves:
 
     def length(self, value: Any) -> int:
         """How many elements a result has: 1 for a tensor."""
-        return 1 if isinstance(value, self._tensor) else len(list(_children(value)))
+        return 1 if isinstance(value, self._tensor) else len(list(children(value) or ()))
 
-    def _walk(self, children: Iterable[tuple[Any, Any]]) -> Iterator[Leaf]:
-        for position, (key, child) in enumerate(children):
+    def _walk(self, parts: Iterable[tuple[Any, Any]]) -> Iterator[Leaf]:
+        for position, (key, child) in enumerate(parts):
             for suffix, tensor in self._below(child, f"_{key}", ()):
                 yield Leaf(suffix, position, tensor)
 
@@ -67,7 +67,7 @@ class Leaves:
         if isinstance(value, self._tensor):
             yield suffix, value
         elif len(above) < MAX_DEPTH and id(value) not in above:
-            for key, child in _children(value):
+            for key, child in children(value) or ():
                 yield from self._below(child, f"{suffix}_{key}", (*above, id(value)))
 
 
@@ -76,14 +76,15 @@ def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return f"tuple[{len(args) + len(kwargs)}]"
 
 
-def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a value is made of, by name or number; None of what is not made of anything."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
-    return ()
+    return None
 
 
 def _distinct(leaves: Iterable[Leaf]) -> list[Leaf]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from monitor.capture.watched_parameters import WatchedParameters
+from monitor.config import MonitorConfig
 
 
 class UpdateCollector:
@@ -43,3 +47,25 @@ class Updates:
         """Let go of what belongs to the step that has ended."""
         for one in self._collectors:
             one.forget_step()
+
+
+Collecting = Callable[[WatchedParameters], UpdateCollector]
+
+
+def wanted(
+    config: MonitorConfig,
+    watched: WatchedParameters,
+    *,
+    ratio: Collecting,
+    direction: Collecting,
+    adam: Callable[[WatchedParameters, float], UpdateCollector],
+) -> Updates:
+    """What a configuration asks for, made by a framework's own collectors."""
+    collectors: list[UpdateCollector] = []
+    if config.update_ratio:
+        collectors.append(ratio(watched))
+    if config.mg_direction:
+        collectors.append(direction(watched))
+    if config.ur_distribution:
+        collectors.append(adam(watched, config.eps))
+    return Updates(*collectors)

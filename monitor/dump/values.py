@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from monitor.capture.leaves import children as parts_of
 from monitor.dump.measured import Leaf, Slot
 
 MAX_DEPTH: Final = 16
@@ -45,7 +45,7 @@ class Trees:
         """The tree of a value. What is neither a tensor nor holds any stands there with its type and value."""
         if isinstance(value, self._tensor):
             return on_tensor(value, name)
-        children = None if depth >= MAX_DEPTH else _children(value)
+        children = None if depth >= MAX_DEPTH else parts_of(value)
         if children is None:
             return _plain(value)
         below = {key: self.of(child, f"{name}.{key}", on_tensor, depth + 1) for key, child in _spelled(children)}
@@ -60,7 +60,7 @@ class Trees:
         if isinstance(value, self._tensor):
             slot = Slot(name)
             return slot if wanted(value, slot) else None
-        children = None if depth >= MAX_DEPTH else _children(value)
+        children = None if depth >= MAX_DEPTH else parts_of(value)
         if children is None:
             return None
         below = {key: self.slots(child, f"{name}.{key}", wanted, depth + 1) for key, child in _spelled(children)}
@@ -87,16 +87,6 @@ def leaves(tree: Any) -> Iterable[Leaf]:
 
 def _any(trees: Iterable[Any]) -> bool:
     return any(tree is not None for tree in trees)
-
-
-def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    if isinstance(value, Mapping):
-        return value.items()
-    if isinstance(value, (tuple, list)):
-        return enumerate(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
-    return None
 
 
 def _spelled(children: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, Any]]:

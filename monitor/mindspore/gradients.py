@@ -7,13 +7,13 @@ are read reduced.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from monitor.capture import gradients
 from monitor.capture.clock import Clock
-from monitor.capture.hooks import HookSet, Removable
-from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf
+from monitor.capture.hooks import Removable
+from monitor.capture.parameter_series import NamedParameter, SeriesOf
 from monitor.failures import Failures
 from monitor.mindspore import tensors
 from monitor.mindspore.frameworks.framework import Framework
@@ -26,7 +26,7 @@ NOT_SUMMED: Final = (
 )
 
 
-class GradientCollector:
+class GradientCollector(gradients.GradientCollector):
     """``grad_unreduced`` and ``grad_reduced``."""
 
     def __init__(
@@ -41,28 +41,10 @@ class GradientCollector:
         *,
         each_micro_step: bool,
     ) -> None:
-        self._recorder = recorder
-        self._clock = clock
-        self._failures = failures
-        self._note = note
-        self._framework = framework
-        self._each_micro_step = each_micro_step
-        micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
-        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, tensors, micro_steps)
-        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures, tensors)
-        self._hooks = HookSet()
-        self._arrived: dict[NamedParameter, int] = {}
-        self._frozen = set(self._unreduced.parameters)
+        super().__init__(
+            parameters, recorder, clock, failures, series_of, framework, note, tensors, each_micro_step=each_micro_step
+        )
         self.hook_thawed()
-
-    def begin_step(self) -> None:
-        self._arrived.clear()
-
-    def hook_thawed(self) -> None:
-        """Hook what can be hooked: a frozen parameter can once it is thawed."""
-        for parameter in [one for one in self._frozen if one.tensor.requires_grad]:
-            self._hooks.add(self._hook(parameter))
-            self._frozen.remove(parameter)
 
     def may_be_unscaled(self) -> None:
         """Loss scales are divided out by whoever calls the optimizer, before this is told of anything."""
@@ -76,29 +58,11 @@ class GradientCollector:
         if not self._each_micro_step and self._clock.micro_steps > 1:
             self._note("grad_unreduced", NOT_SUMMED)
 
-    def remove(self) -> None:
-        self._hooks.remove()
+    def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
+        return on_gradient(parameter.tensor, read)
 
-    def _hook(self, parameter: NamedParameter) -> Removable:
-        # Hooks are held where no collector of garbage looks: one that held the model would keep it for ever.
-        found, known = weakref.WeakMethod(self._found), weakref.ref(parameter)
-
-        def read(gradient: Any) -> None:
-            living, watched = found(), known()
-            if living is not None and watched is not None:
-                living(watched, gradient)
-
-        return on_gradient(parameter.tensor, self._failures.guarded("reading the gradient", read, of=parameter.name))
-
-    def _found(self, parameter: NamedParameter, gradient: Any) -> None:
+    def _found(self, parameter: NamedParameter, told: Any) -> None:
         """A backward hands out what it has found for a parameter."""
         if not self._recorder.active or (self._clock.micro_steps > 1 and not self._each_micro_step):
             return
-        self._unreduced.record(parameter, gradient, self._micro_step(parameter))
-
-    def _micro_step(self, parameter: NamedParameter) -> int:
-        """The micro-step of this backward: where no root forward was seen, as many as reached the parameter before."""
-        if self._clock.forward[parameter.chunk] >= 0:
-            return self._clock.backward_micro_step(parameter.chunk)
-        self._arrived[parameter] = self._arrived.get(parameter, -1) + 1
-        return self._arrived[parameter]
+        self._unreduced.record(parameter, told, self._micro_step(parameter))

@@ -63,14 +63,19 @@ class Recorder(recorder.Recorder):
         del aliases
         if not has_data(x):
             return
-        if self.device == HOST:
-            on_host(x)  # waits for it, and is not to do so with the lock
+        elements = on_host(x) if self.device == HOST else None  # which waits, and is not to do so with the lock
         with self.lock:
             slot, offset = self._slot(watched, self.device, micro_step)
-            if self._magnitudes and self.device == HOST and (counts := count_magnitudes(x)) is not None:
+            if self._magnitudes and elements is not None and (counts := count_magnitudes(x)) is not None:
                 _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, counts)
-            if self.reduce(x, slot.page, slot.local_row + offset):
+            if self._reduce(x, elements, slot.page, slot.local_row + offset):
                 self.table.note(slot.row + offset, self.layout(x))
+
+    def _reduce(self, x: Any, elements: Raw | None, page: Page, local_row: int) -> bool:
+        """As ``reduce``, of a tensor whose elements are known if they are on the host."""
+        if elements is None or not isinstance(page.memory, HostPage):
+            return self.reduce(x, page, local_row)
+        return self.host.reduce_array(elements, page.memory.numbers, local_row)
 
     def record_all(self, items: Sequence[tuple[Watched, Any]], failed: Callable[[Watched, Exception], None]) -> None:
         for watched, x in items:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from monitor.capture import gradients
 from monitor.capture.clock import Clock
-from monitor.capture.hooks import HookSet, Removable
-from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf
+from monitor.capture.hooks import Removable
+from monitor.capture.parameter_series import NamedParameter, SeriesOf
 from monitor.failures import Failures
 from monitor.pytorch import tensors
 from monitor.pytorch.after_backward import AfterBackward, LeftGradient
@@ -30,11 +29,7 @@ UNSCALED: Final = "divided by loss_scale"
 STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
 
 
-def _can_be_hooked(parameter: Tensor) -> bool:
-    return parameter.requires_grad and not is_lazy(parameter)
-
-
-class GradientCollector:
+class GradientCollector(gradients.GradientCollector):
     """``grad_unreduced`` and ``grad_reduced``.
 
     A gradient accumulates in place over the micro-batches. Its local sum is read when the last of them has been added, before
@@ -53,20 +48,12 @@ class GradientCollector:
         *,
         each_micro_step: bool,
     ) -> None:
-        self._recorder = recorder
-        self._clock = clock
-        self._failures = failures
-        self._note = note
-        self._each_micro_step = each_micro_step
-        self._framework = framework
-        micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
-        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, tensors, micro_steps)
-        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures, tensors)
-        self._hooks = HookSet()
+        super().__init__(
+            parameters, recorder, clock, failures, series_of, framework, note, tensors, each_micro_step=each_micro_step
+        )
+        self._framework: Framework = framework
         self._parameters = self._unreduced.parameters
-        self._frozen = set(self._parameters)
         self._left: dict[NamedParameter, LeftGradient] = {}
-        self._backwards: Counter[NamedParameter] = Counter()
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
         caught = framework.catch_unreduced(self._parameters, self, failures)
@@ -78,19 +65,13 @@ class GradientCollector:
     @property
     def wanted(self) -> bool:
         """Whether gradients are read: the step in progress is collected."""
-        return self._recorder.active
+        return bool(self._recorder.active)
 
     def begin_step(self) -> None:
+        super().begin_step()
         self._left.clear()
-        self._backwards.clear()
         self._after_backward.begin_step()
         self._scaling = ""
-
-    def hook_thawed(self) -> None:
-        """Hook what can be hooked: a frozen parameter can once it is thawed, a lazy one once it has a shape."""
-        for parameter in [frozen for frozen in self._frozen if _can_be_hooked(frozen.tensor)]:
-            self._hooks.add(self._hook(parameter))
-            self._frozen.remove(parameter)
 
     def may_be_unscaled(self) -> None:
         """From now on gradients are no longer what backward left, even where their version says so."""
@@ -107,21 +88,12 @@ class GradientCollector:
         self._reduced.record_all(self._framework.reduced)
         self._note_changes()
 
-    def remove(self) -> None:
-        self._hooks.remove()
+    def _can_be_hooked(self, parameter: NamedParameter) -> bool:
+        """A lazy one has to have a shape, too."""
+        return super()._can_be_hooked(parameter) and not is_lazy(parameter.tensor)
 
-    def _hook(self, parameter: NamedParameter) -> Removable:
-        # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
-        found, name = weakref.WeakMethod(self._found), parameter.name
-        known = weakref.ref(parameter)
-
-        def read(tensor: Tensor) -> None:
-            living, watched = found(), known()
-            if living is not None and watched is not None:
-                living(watched, tensor)
-
-        uncompiled = torch.compiler.disable(self._failures.guarded("reading the gradient", read, of=name))
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(uncompiled)
+    def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
+        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(torch.compiler.disable(read))
         return handle
 
     def _note_changes(self) -> None:
@@ -131,9 +103,9 @@ class GradientCollector:
         if changed or self._scaling == STILL_SCALED:
             self._note("grad_reduced", "; ".join(filter(None, [self._scaling, CHANGED if changed else ""])))
 
-    def _found(self, parameter: NamedParameter, tensor: Tensor) -> None:
+    def _found(self, parameter: NamedParameter, told: Tensor) -> None:
         """Backward has accumulated into a parameter."""
-        gradient = self._framework.local_gradient(tensor) if self._recorder.active else None
+        gradient = self._framework.local_gradient(told) if self._recorder.active else None
         if gradient is not None:
             self._after_backward.arrived(parameter)
             self._accumulated(parameter, gradient)
@@ -158,15 +130,6 @@ class GradientCollector:
         elif micro_step >= self._clock.micro_steps - 1:
             self._unreduced.record(parameter, gradient)
             self._left.pop(parameter, None)
-
-    def _micro_step(self, parameter: NamedParameter) -> int:
-        """The micro-step of this backward: where no root forward was seen (compiled, scripted, or only parts of the model are
-        called), as many as reached the parameter before.
-        """
-        if self._clock.forward[parameter.chunk] >= 0:
-            return self._clock.backward_micro_step(parameter.chunk)
-        self._backwards[parameter] += 1
-        return self._backwards[parameter] - 1
 
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from monitor.capture.backend import StepListener
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
@@ -28,31 +29,6 @@ CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
 """Of the function that torch puts around every ``step``, and that calls the hooks."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class StepListener(Protocol):
-    """What happens around one step of an optimizer, in this order."""
-
-    def before_step(self, optimizer: Optimizer) -> None: ...
-
-    def gradients_ready(self) -> None:
-        """Gradients are complete: at once, or after the closure's backward, as often as the optimizer calls it."""
-
-    def after_step(self) -> None: ...
-
-    def step_skipped(self) -> None:
-        """Instead of ``after_step``: the gradients were not finite, and the optimizer was not called."""
-
-    def loss_scale(self, scale: Tensor) -> None:
-        """Before the step: the gradients of this step were computed from a loss multiplied by ``scale``."""
-
-    def scales_itself(self, found_inf: Tensor, still_scaled: bool) -> None:
-        """Before the step of an optimizer that divides by the loss scale and skips on its own, inside its step.
-
-        Args:
-            found_inf: Shape (1,); not 0 where the step will be skipped.
-            still_scaled: Whether gradients are multiplied by the loss scale until then.
-        """
 
 
 class OptimizerSteps(CallListener):

@@ -8,6 +8,7 @@ from mindspore import Tensor
 
 from monitor.stats.mindspore_tensors import has_data, on_host
 from monitor.stats.numpy_kernel import NumpyKernel
+from monitor.stats.numpy_tensors import Raw
 from monitor.stats.partials import Floats
 
 
@@ -23,4 +24,8 @@ class HostKernel:
         Raises:
             EarlierFailure: Something that was called before has failed.
         """
-        return has_data(x) and self._arrays.reduce_into(on_host(x), page, row)
+        return has_data(x) and self.reduce_array(on_host(x), page, row)
+
+    def reduce_array(self, elements: Raw, page: Floats, row: int) -> bool:
+        """The same of what is on the host already."""
+        return self._arrays.reduce_into(elements, page, row)

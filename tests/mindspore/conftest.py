@@ -21,3 +21,9 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Output:
     base.mkdir()
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(base))
     return Output(base)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks of a module's job write."""
+    return tmp_path_factory.mktemp("base")

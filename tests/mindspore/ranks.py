@@ -143,3 +143,11 @@ def _surroundings() -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), own.get("PATH", "")])  # msrun calls what it finds as `python`
     code = os.pathsep.join([str(ROOT), str(SCRIPTS.parent)])
     return own | {"PATH": path, "PYTHONPATH": code, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
+
+
+def ended_job(script: str, directory: Path, base: Path, told: int) -> Ranks:
+    """Two ranks that have ended, left no process behind, and told so many things each."""
+    job = run_ranks(2, script, directory, base)
+    assert running(directory) == []
+    assert [len(rank.told) for rank in job.ranks] == [told] * 2, job.ranks
+    return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import Ranks, run_ranks, running
+from ranks import Ranks, ended_job
 from reading_back import Output
 
 from monitor.capture.recording import Recording
@@ -18,17 +18,8 @@ from monitor.run import Place
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("base")
-
-
-@pytest.fixture(scope="module")
 def job(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    directory = tmp_path_factory.mktemp("job")
-    job = run_ranks(2, "dynamic_ranks_of_mindspore.py", directory, base)
-    assert running(directory) == []
-    assert [len(rank.told) for rank in job.ranks] == [1, 1], job.ranks
-    return job
+    return ended_job("dynamic_ranks_of_mindspore.py", tmp_path_factory.mktemp("job"), base, 1)
 
 
 @pytest.fixture

@@ -30,26 +30,10 @@ from monitor.training.expert_load import combined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 
+from shown import EVERYTHING as YAML
 from shown import Points, scalars
 
 STEPS = [1, 2, 3]
-YAML = """
-monitor_config:
-    monitor_on: true
-    dump_path: {base}/dump
-    local_loss_format: [log, tensorboard]
-    device_local_loss_format: [log, tensorboard]
-    local_norm_format: [log, tensorboard]
-    device_local_norm_format: [log, tensorboard]
-    optimizer_state_format: [log, tensorboard]
-    weight_state_format: [log, tensorboard]
-    throughput_baseline: 10
-tensorboard:
-    tensorboard_dir: {base}/board
-    log_loss_scale_to_tensorboard: true
-    log_timers_to_tensorboard: true
-    log_expert_load_to_tensorboard: true
-"""
 RUN = {"loss", "learning-rate", "batch-size", "grad-norm", "iteration-time", "throughput"}
 ALONE = {"model-flops-throughput-per-npu", "B-samples-per-day"}
 STATE = {"device_accum_local_loss", "device_local_norm", "weight_norm", "throughput_linearity", "local_loss"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Ranks, run_ranks, running
+from ranks import Ranks, ended_job
 from reading_back import Output
 from typer.testing import CliRunner
 
@@ -30,17 +30,8 @@ Numbers = np.ndarray[Any, Any]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("base")
-
-
-@pytest.fixture(scope="module")
 def job(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    directory = tmp_path_factory.mktemp("job")
-    job = run_ranks(2, "data_parallel.py", directory, base)
-    assert running(directory) == []
-    assert [len(rank.told) for rank in job.ranks] == [2, 2], job.ranks
-    return job
+    return ended_job("data_parallel.py", tmp_path_factory.mktemp("job"), base, 2)
 
 
 @pytest.fixture

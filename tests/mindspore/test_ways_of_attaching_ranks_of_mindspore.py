@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Ranks, run_ranks, running
+from ranks import Ranks, ended_job
 from reading_back import Output
 from typer.testing import CliRunner
 
@@ -22,17 +22,8 @@ EXPECTED = "expected the name of a communication group, as create_group takes it
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("base")
-
-
-@pytest.fixture(scope="module")
 def job(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    directory = tmp_path_factory.mktemp("job")
-    job = run_ranks(2, "ways_of_attaching.py", directory, base)
-    assert running(directory) == []
-    assert [len(rank.told) for rank in job.ranks] == [len(PARTS)] * 2, job.ranks
-    return job
+    return ended_job("ways_of_attaching.py", tmp_path_factory.mktemp("job"), base, len(PARTS))
 
 
 def told(job: Ranks, part: str) -> list[dict[str, Any]]:

@@ -8,6 +8,25 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 Points = list[tuple[int, float]]
 
+EVERYTHING = """
+monitor_config:
+    monitor_on: true
+    dump_path: {base}/dump
+    local_loss_format: [log, tensorboard]
+    device_local_loss_format: [log, tensorboard]
+    local_norm_format: [log, tensorboard]
+    device_local_norm_format: [log, tensorboard]
+    optimizer_state_format: [log, tensorboard]
+    weight_state_format: [log, tensorboard]
+    throughput_baseline: 10
+tensorboard:
+    tensorboard_dir: {base}/board
+    log_loss_scale_to_tensorboard: true
+    log_timers_to_tensorboard: true
+    log_expert_load_to_tensorboard: true
+"""
+"""A training YAML that shows all there is, below ``base``."""
+
 
 def accumulated(directory: Path) -> EventAccumulator:
     found = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})

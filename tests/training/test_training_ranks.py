@@ -10,31 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 from launching import Launcher, Nursery
-from shown import Points, scalars
+from shown import EVERYTHING, Points, scalars
 
 from monitor.training.expert_load import combined
 
 SCRIPT = Path(__file__).parent / "scripts" / "metrics_of_ranks.py"
 STEPS = [1, 2, 3]
-YAML = """
-monitor_config:
-    monitor_on: true
-    dump_path: {base}/dump
-    local_loss_format: [log, tensorboard]
-    device_local_loss_format: [log, tensorboard]
-    local_norm_format: [log, tensorboard]
-    device_local_norm_format: [log, tensorboard]
-    optimizer_state_format: [log, tensorboard]
-    weight_state_format: [log, tensorboard]
-    throughput_baseline: 10
-tensorboard:
-    tensorboard_dir: {base}/board
-    log_loss_scale_to_tensorboard: true
-    log_timers_to_tensorboard: true
-    log_expert_load_to_tensorboard: true
-callbacks:
-    - {{type: MFLossMonitor, per_print_times: 1}}
-    - {{type: TopkBiasBalanceCallback}}
+YAML = f"""{EVERYTHING}callbacks:
+    - {{{{type: MFLossMonitor, per_print_times: 1}}}}
+    - {{{{type: TopkBiasBalanceCallback}}}}
 """
 RUN = {"loss", "learning-rate", "batch-size", "grad-norm", "iteration-time", "throughput"}
 ALONE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ class Asked(Protocol):
         """Say, with all others of the step, that there is no row of a module."""
 
 
-class FeatureWatcher:
+class FeatureWatcher(ABC):
     """What all features have in common: calls that count are counted, once each.
 
     Attributes:
@@ -53,9 +54,9 @@ class FeatureWatcher:
         self._calls: Calls | None = None
         self._watched: dict[int, Watched] = {}
 
+    @abstractmethod
     def attach(self, hooks: HookSet) -> None:
         """Register what reads the module."""
-        raise NotImplementedError
 
     def forget_step(self) -> None:
         self._calls = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from math import prod
 from typing import Any, Final
@@ -58,8 +59,9 @@ class WeightWatcher(FeatureWatcher):
             self._of_seen = shape, None if series is None else Watched(series)
         return self._of_seen[1]
 
+    @abstractmethod
     def _numbers(self, matrix: Any) -> Mapping[int, Any]:
-        raise NotImplementedError
+        """The sums of the feature, by column of partials."""
 
 
 class LinearWatcher(WeightWatcher):

@@ -8,6 +8,7 @@ which one function runs, by their names.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -93,7 +94,7 @@ _PRIMITIVES: Final[Mapping[str, _Known]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(ABC):
     """A way to call an operator.
 
     Attributes:
@@ -107,21 +108,21 @@ class Operator:
     functional: bool
     """Whether its outputs are its result, and not among its arguments."""
 
+    @abstractmethod
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
         """The tensors that go in; those of a list together are one input."""
-        raise NotImplementedError
 
+    @abstractmethod
     def given(self, args: Sequence[Any], result: Any) -> list[Tensor]:
         """The tensors that come out once it has completed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def root(self, args: Sequence[Any]) -> int:
         """The root's rank in the group, of an operator that is ``rooted``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def group_of(self, args: Sequence[Any]) -> Any:
         """The name of the group."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 
 import mindspore as ms
-import numpy as np
 from mindspore import mint, nn
+
+from monitor.dump.seeding import seed_python
 
 
 def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> None:
@@ -20,13 +20,9 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
     Raises:
         ValueError: ``seed`` is no whole number from 0 to 2^32 - 1, which is as many as numpy takes.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
-        raise ValueError(f"seed is {seed!r}: expected a whole number from 0 to {(1 << 32) - 1}.")
-    random.seed(seed)
-    np.random.seed(seed)
+    seed_python(seed)
     ms.set_seed(seed)
     ms.manual_seed(seed)
-    os.environ["PYTHONHASHSEED"] = str(seed)  # of processes that this one starts
     if mode:
         ms.set_context(deterministic="ON")
         os.environ["HCCL_DETERMINISTIC"] = "true"

@@ -10,12 +10,9 @@ from mindspore import Tensor, nn
 
 from monitor.capture.features.sources import (
     MATRIX_NAMES,
-    NO_LOGITS,
     NO_SCORES,
     NOT_2D,
-    NOT_CALLED,
     NOT_WHOLE,
-    ONE_EXPERT,
     OTHER_LENGTHS,
     TOKENS,
     MisfitError,
@@ -26,23 +23,6 @@ from monitor.capture.features.sources import (
 )
 from monitor.mindspore.features.attention import Scores
 from monitor.stats.mindspore_tensors import has_data
-
-__all__ = [
-    "NOT_2D",
-    "NOT_CALLED",
-    "NOT_WHOLE",
-    "NO_LOGITS",
-    "NO_SCORES",
-    "ONE_EXPERT",
-    "OTHER_LENGTHS",
-    "MisfitError",
-    "bias_of",
-    "given_scores",
-    "local_matrix",
-    "matrix_of",
-    "tokens_of",
-    "whole_rows",
-]
 
 FLOATS: Final = frozenset({ms.float64, ms.float32, ms.float16, ms.bfloat16})
 

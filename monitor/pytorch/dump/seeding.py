@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 
-import numpy as np
 import torch
 from torch import nn
+
+from monitor.dump.seeding import seed_python
 
 
 def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> None:
@@ -20,12 +20,8 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
     Raises:
         ValueError: ``seed`` is no whole number from 0 to 2^32 - 1, which is as many as numpy takes.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
-        raise ValueError(f"seed is {seed!r}: expected a whole number from 0 to {(1 << 32) - 1}.")
-    random.seed(seed)
-    np.random.seed(seed)
+    seed_python(seed)
     torch.manual_seed(seed)
-    os.environ["PYTHONHASHSEED"] = str(seed)  # of processes that this one starts
     if mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

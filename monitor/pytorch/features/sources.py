@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from monitor.capture.features.sources import (
     MATRIX_NAMES,
-    NO_LOGITS,
     NO_SCORES,
     NOT_2D,
-    NOT_CALLED,
     NOT_WHOLE,
-    ONE_EXPERT,
     OTHER_LENGTHS,
     TOKENS,
     MisfitError,
@@ -27,25 +24,6 @@ from monitor.capture.features.sources import (
 from monitor.pytorch.features.attention import Scores
 from monitor.pytorch.frameworks.dtensor import layout_of
 from monitor.stats.torch_tensors import local_shard
-
-__all__ = [
-    "NOT_2D",
-    "NOT_CALLED",
-    "NOT_WHOLE",
-    "NO_LOGITS",
-    "NO_SCORES",
-    "ONE_EXPERT",
-    "OTHER_LENGTHS",
-    "SDPA",
-    "MisfitError",
-    "bias_of",
-    "called_scores",
-    "given_scores",
-    "local_matrix",
-    "matrix_of",
-    "tokens_of",
-    "whole_rows",
-]
 
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 PRODUCTS: Final = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from monitor.capture.backend import StepListener, Steps
 from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, ranks_of
 from monitor.pytorch.frameworks.dtensor import mesh_groups, placement_of
 from monitor.pytorch.frameworks.optimizers import innermost
-from monitor.pytorch.optimizer_steps import OptimizerSteps, StepListener
+from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
@@ -59,19 +60,6 @@ class Stepped:
     optimizer: Optimizer
     key: Tensor
     group: Mapping[str, Any] | None = None
-
-
-class Steps(Protocol):
-    """What tells a ``StepListener`` of the steps of an optimizer.
-
-    Attributes:
-        optimizer: The torch optimizer that was found; None until it shows itself.
-    """
-
-    optimizer: Optimizer | None
-
-    def remove(self) -> None:
-        """Tell nobody any more, and undo every patch."""
 
 
 class Framework:

@@ -9,12 +9,8 @@ from mindspore import Tensor, mint, nn
 from mindspore.common.initializer import initializer
 from numpy_definitions import drawn
 
+from monitor.capture.features.sources import NO_SCORES, NOT_2D, NOT_WHOLE, OTHER_LENGTHS, MisfitError
 from monitor.mindspore.features.sources import (
-    NO_SCORES,
-    NOT_2D,
-    NOT_WHOLE,
-    OTHER_LENGTHS,
-    MisfitError,
     bias_of,
     given_scores,
     local_matrix,

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from monitor.capture.backend import StepListener
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.patches import CallPatch
 from monitor.failures import Failures
@@ -20,7 +21,6 @@ from monitor.pytorch.frameworks.deepspeed.pieces import Piece
 from monitor.pytorch.frameworks.deepspeed.steps import EngineSteps
 from monitor.pytorch.frameworks.framework import Framework, Stepped
 from monitor.pytorch.frameworks.optimizers import innermost
-from monitor.pytorch.optimizer_steps import StepListener
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
 SCALED: Final = "multiplied by loss_scale, whose rows are in `other`: DeepSpeed divides by it inside its step"

@@ -1,0 +1,100 @@
+"""Weight gradients, before and after the data-parallel ranks aggregate them: what is the same wherever they are read."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monitor.capture.clock import Clock
+from monitor.capture.hooks import HookSet, Removable
+from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf, Tensors
+from monitor.failures import Failures
+
+
+class GradientCollector(ABC):
+    """``grad_unreduced`` and ``grad_reduced``."""
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        recorder: Any,
+        clock: Clock,
+        failures: Failures,
+        series_of: SeriesOf,
+        framework: Any,
+        note: Callable[[str, str], None],
+        tensors: Tensors,
+        *,
+        each_micro_step: bool,
+    ) -> None:
+        """Make the series. Nothing is hooked before ``hook_thawed``."""
+        self._recorder = recorder
+        self._clock = clock
+        self._failures = failures
+        self._note = note
+        self._framework = framework
+        self._each_micro_step = each_micro_step
+        micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
+        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, tensors, micro_steps)
+        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures, tensors)
+        self._hooks = HookSet()
+        self._frozen = set(self._unreduced.parameters)
+        self._backwards: Counter[NamedParameter] = Counter()
+
+    def begin_step(self) -> None:
+        self._backwards.clear()
+
+    def hook_thawed(self) -> None:
+        """Hook what can be hooked now, and could not before: a frozen parameter can once it is thawed."""
+        for parameter in [frozen for frozen in self._frozen if self._can_be_hooked(frozen)]:
+            self._hooks.add(self._hook(parameter))
+            self._frozen.remove(parameter)
+
+    @abstractmethod
+    def may_be_unscaled(self) -> None:
+        """From now on gradients are no longer what backward left."""
+
+    @abstractmethod
+    def are_still_scaled(self) -> None:
+        """The optimizer has been left to unscale them, inside its step."""
+
+    @abstractmethod
+    def before_step(self) -> None:
+        """Aggregation is done: read what the optimizer is given."""
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _can_be_hooked(self, parameter: NamedParameter) -> bool:
+        return bool(parameter.tensor.requires_grad)
+
+    @abstractmethod
+    def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
+        """Have ``read``, which does not raise, called with what the framework tells when a backward comes to a parameter."""
+
+    @abstractmethod
+    def _found(self, parameter: NamedParameter, told: Any) -> None:
+        """A backward has come to a parameter."""
+
+    def _hook(self, parameter: NamedParameter) -> Removable:
+        # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
+        found, known = weakref.WeakMethod(self._found), weakref.ref(parameter)
+
+        def read(told: Any) -> None:
+            living, watched = found(), known()
+            if living is not None and watched is not None:
+                living(watched, told)
+
+        return self._register(parameter, self._failures.guarded("reading the gradient", read, of=parameter.name))
+
+    def _micro_step(self, parameter: NamedParameter) -> int:
+        """The micro-step of this backward: where no root forward was seen (compiled, scripted, or only parts of the model are
+        called), as many as reached the parameter before.
+        """
+        if self._clock.forward[parameter.chunk] >= 0:
+            return self._clock.backward_micro_step(parameter.chunk)
+        self._backwards[parameter] += 1
+        return self._backwards[parameter] - 1
