@@ -24,9 +24,16 @@ from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.pytorch.grad_scaler import SCALER_PATCH
+from monitor.stats.torch_capture import capturing
 
 CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
 """Of the function that torch puts around every ``step``, and that calls the hooks."""
+
+CAPTURED: Final = (
+    "The optimizer's step is being captured in a graph of the device. Its replays are steps that nobody is told of, and "
+    "end none: leave optimizer.step() out of what is captured."
+)
+HOST: Final = torch.device("cpu")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,6 +52,7 @@ class OptimizerSteps(CallListener):
         self._chunks = chunks
         self._listener = listener
         self._guarded = failures.guarded
+        self._failures = failures
         self._hooks = HookSet()
         self._called = False
         if optimizer is not None:
@@ -110,7 +118,7 @@ class OptimizerSteps(CallListener):
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._called = True
-        if _within_a_step_of(optimizer):
+        if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return None
         if (found_inf := _found_inf(optimizer)) is not None:
             still_scaled = getattr(optimizer, "grad_scale", None) is not None
@@ -124,8 +132,16 @@ class OptimizerSteps(CallListener):
         ready()
         return None
 
+    def _is_captured(self, optimizer: Optimizer) -> bool:
+        """Whether this is no step, but a capture of one. To seal the table in it would have every replay seal it there."""
+        devices = (p.device for group in optimizer.param_groups for p in group["params"])
+        captured = capturing(next(devices, HOST))
+        if captured:
+            self._failures.warn("captured steps", CAPTURED)
+        return captured
+
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if _within_a_step_of(optimizer):
+        if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return
         if _skipped_itself(optimizer):
             self._listener.step_skipped()

@@ -27,6 +27,7 @@ class StepFacts:
         flops: Floating point operations of this rank's model in the step.
         tokens: Of each router, by name, what of this rank went to each expert.
         began: When the first step began, in the seconds of ``ended``.
+        local_gradients_note: Why local gradients of the recording are not those of all micro-batches of a step, if so.
         gradient_scale: What the gradients that the optimizer was given are multiplied by, where it divides by it itself.
     """
 
@@ -44,6 +45,7 @@ class StepFacts:
     tokens: Mapping[str, Tokens] = field(default_factory=dict)
     began: float | None = None
     gradient_scale: Number | None = None
+    local_gradients_note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class StepNorms:
         second_moments: The same for the second.
         weight: Of all weights as one vector, as this step has left them.
         gradient: Of all gradients as one vector, over all ranks, as the optimizer was given them.
+        gradient_is_here: Whether it shows that this rank has the whole gradient.
         loss_scale: What the loss was multiplied by, if it was.
         skipped: Whether the optimizer skipped the step.
     """
@@ -69,5 +72,6 @@ class StepNorms:
     second_moments: Mapping[str, float] = field(default_factory=dict)
     weight: float | None = None
     gradient: float | None = None
+    gradient_is_here: bool = True
     loss_scale: float | None = None
     skipped: bool = False

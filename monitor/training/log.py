@@ -6,9 +6,11 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 from monitor.failures import LOGGER
+from monitor.training.expert_load import Counts, load
 from monitor.training.scalars import Scalar
 
 UNITS: Final = {
@@ -19,6 +21,8 @@ UNITS: Final = {
 JUDGED: Final = ("loss", "grad-norm", "device_local_norm", "weight_norm", "device_accum_local_loss")
 """What is said to be not finite, where it is."""
 MOST_NAMED: Final = 3
+MOST_SHARES: Final = 16
+"""Experts of a router whose shares all stand in a line; of more, the least and the greatest do."""
 
 
 class LogWriter:
@@ -51,6 +55,12 @@ class LogWriter:
         for (metric, x), group in groupby(scalars, key=lambda one: (one.metric, one.x)):
             LOGGER.info("[rank %d] step %d: %s", self._rank, x, _joined(metric, list(group)))
 
+    def load(self, step: int, tokens: Counts) -> None:
+        """One line with the shares of experts, by router."""
+        told = [f"{name} {_shares(load(counts))}" for name, counts in tokens.items() if sum(counts)]
+        if told:
+            LOGGER.info("[rank %d] step %d: expert_load %s", self._rank, step, "; ".join(told))
+
     def reasons(self, step: int, scalars: Sequence[Scalar], local: Mapping[str, float], *, skipped: bool) -> list[str]:
         """What is not finite, since when, and where it is first seen.
 
@@ -72,6 +82,13 @@ def _joined(metric: str, scalars: Sequence[Scalar]) -> str:
     if len(scalars) == 1 and scalars[0].tag == metric:
         return f"{metric} {_shown(scalars[0].value)}"
     return f"{metric} " + ", ".join(f"{one.tag.partition('/')[2]} {_shown(one.value)}" for one in scalars)
+
+
+def _shares(shares: Sequence[float]) -> str:
+    if len(shares) <= MOST_SHARES:
+        return " ".join(map(_shown, shares))
+    (least, fewest), (most, greatest) = (choose(enumerate(shares), key=itemgetter(1)) for choose in (min, max))
+    return f"of {len(shares)} experts from {_shown(fewest)} (expert_{least}) to {_shown(greatest)} (expert_{most})"
 
 
 def _shown(value: float) -> str:

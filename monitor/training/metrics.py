@@ -7,12 +7,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from monitor.capture.errors import RunEnded
 from monitor.capture.trainer_mon import TrainerMon
-from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
 from monitor.ranks.output import prepare
 from monitor.run import Place
@@ -26,49 +26,15 @@ from monitor.training.flops import FlopCount, Given
 from monitor.training.loading import load_training_config
 from monitor.training.log import LogWriter
 from monitor.training.model import TrainingConfig
-from monitor.training.norms import NormReader
+from monitor.training.norms import Whose
 from monitor.training.numbers import Number
-from monitor.training.recorded import norms_of_state, recorded
+from monitor.training.recording import NormRecording
 from monitor.training.reporting import Reporting
+from monitor.training.step import Step
 from monitor.training.texts import texts
 from monitor.training.writing import Writing
 
-LISTENER: Final = "the training metrics"
 FLUSH_SECONDS: Final = 30.0
-
-NO_OPTIMIZER: Final = "Norms that training metrics ask for are not shown: they need the model and its optimizer."
-
-
-class Step:
-    """One step, as a training loop tells of it. Tensors have one element and may be on a device: nobody waits for them here.
-
-    It forgets what it was told when it has ended, and keeps no tensor.
-
-    Attributes:
-        loss: As training reports it.
-        grad_norm: What ``clip_grad_norm_`` has returned, or who else knows the norm of the whole gradient.
-        loss_scale: What the loss was multiplied by.
-        learning_rate: That of the optimizer's first group when the step began, unless it is set.
-        batch_size: Samples of all ranks together.
-    """
-
-    def __init__(self, batch_size: int | None = None, kept: Callable[[Any], Number | None] | None = None) -> None:
-        self._kept = kept
-        self.loss: Any = None
-        self.grad_norm: Any = None
-        self.loss_scale: Any = None
-        self.learning_rate: Any = None
-        self.batch_size = batch_size
-        self.local_losses: list[Any] = []
-
-    def local_loss(self, loss: Any) -> None:
-        """Add the loss of one micro-batch of this rank, as its backward begins from it. Without any, ``loss`` is taken."""
-        self.local_losses.append(loss if self._kept is None else self._kept(loss))
-
-    def forget(self) -> None:
-        """It has ended: what its tensors were computed from is not to live on."""
-        self.loss = self.grad_norm = self.loss_scale = self.learning_rate = None
-        self.local_losses = []
 
 
 class TrainingMetrics:
@@ -127,22 +93,21 @@ class TrainingMetrics:
         monitor: TrainerMon | None = None,
     ) -> None:
         self.config = config if isinstance(config, TrainingConfig) else load_training_config(config)
-        self._grad_acc_steps = count("grad_acc_steps", grad_acc_steps, 1)
+        micro_steps = count("grad_acc_steps", grad_acc_steps, 1)
         self.steps = count("start_step", start_step, 0)
         self._samples: int | None = count("samples", samples, 0)
         self._total = count("total_steps", total_steps, 0)
         self._router_names = tuple(routers)
-        self._global = gradients_are_global
         self._told = grad_norm_is_told
-        self._monitor, self._is_ours = monitor, monitor is None
         self._routers: Routers | None = None
         self._writing: Writing | None = None
-        self._measured: int | None = None
         self._model: Callable[[], Any] = nothing
         self._optimizer: Callable[[], Any] = nothing
         self._scale: GradientScale | None = None
         self._began: float | None = None
         self._failures = Failures()
+        whose = Whose(gradients_are_global, grad_norm_is_told)
+        self._recording = NormRecording(self.config, monitor, micro_steps, whose, self._failures)
         self._flops = FlopCount(flops(model_flops), self._backend.counting_flops, self._failures)
         self.world_size = 1
         self._closed = False
@@ -171,7 +136,8 @@ class TrainingMetrics:
     def _attach(self, model: Any, optimizer: Any, place: Place) -> None:
         self._writing = self._begin(place.rank, place.world_size)
         weakref.finalize(self, self._writing.abandon).atexit = False
-        self._record(model, optimizer, place.world_size, self._writing)
+        make = partial(self._backend.monitor_of, base=self._dump_path)
+        self._recording.attach(model, optimizer, self.steps, make, self._writing, place.world_size)
         if optimizer is not None:
             scale_of = self._failures.guarded("looking for a loss scale", self._backend.gradient_scale)
             self._scale = scale_of(optimizer, self._failures)
@@ -195,32 +161,6 @@ class TrainingMetrics:
     @property
     def _dump_path(self) -> Path:
         return Path(self.config.monitor_config.dump_path).expanduser().absolute()
-
-    def _record(self, model: Any, optimizer: Any, world_size: int, writing: Writing) -> None:
-        """Have norms read from what is recorded."""
-        if self._monitor is None:
-            wanted = recorded(self.config, grad_norm_is_told=self._told)
-            if wanted is None or optimizer is None:
-                if norms_of_state(self.config):
-                    self._failures.warn("no optimizer", NO_OPTIMIZER)
-                return
-            self._monitor = self._backend.monitor_of(wanted, self._dump_path)
-        whose = {"gradients_are_global": self._global, "grad_norm_is_told": self._told}
-        failures = self._failures
-        writing.expect_norms()
-        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, **whose))
-        if not self._is_ours:
-            self._say_what_is_missing(self._monitor.config)
-        else:
-            self._monitor.set_monitor(model, self._grad_acc_steps, optimizer, start_iteration=self.steps)
-
-    def _say_what_is_missing(self, there: MonitorConfig) -> None:
-        """Of a monitor that records what its own configuration asks for."""
-        wanted = recorded(self.config, grad_norm_is_told=self._told)
-        fields = ("wg_distribution", "mv_distribution", "param_distribution") if wanted is not None else ()
-        if missing := [field for field in fields if getattr(wanted, field) and not getattr(there, field)]:
-            said = "Norms that training metrics ask for are not shown: the monitor that was passed has not set"
-            self._failures.warn("not recorded", f"{said} {', '.join(missing)}.")
 
     @contextmanager
     def step(self, batch_size: int | None = None) -> Iterator[Step]:
@@ -289,7 +229,7 @@ class TrainingMetrics:
         self.steps += 1
         size = size_of(step.batch_size, self._failures)
         self._samples = None if self._samples is None or size is None else self._samples + size
-        self._realign()
+        self._recording.realign(self.steps)
         if self._writing is None or self._closed:
             return
         losses = step.local_losses or ([] if step.loss is None else [step.loss])
@@ -304,11 +244,12 @@ class TrainingMetrics:
                 self._kept(step.loss_scale),
                 self._kept(step.learning_rate),
                 tuple(kept for loss in losses if (kept := self._kept(loss)) is not None),
-                self._measured_step(),
+                self._recording.measured(),
                 self._flops.per_step,
                 {} if self._routers is None else self._routers.step(),
                 self._began,
                 None if self._scale is None else self._scale.take(),
+                self._recording.local_gradients_note,
             )
         )
 
@@ -316,21 +257,9 @@ class TrainingMetrics:
         """A number that stays what it is; None where it is none, which is said."""
         return x if x is None or callable(x) else self._failures.guarded("reading a number of a step", self._backend.kept)(x)
 
-    def _realign(self) -> None:
-        """A step in which the optimizer was left out is one here, too: the recording is to go on with the next."""
-        if self._monitor is None or not self._is_ours:
-            return
-        for _ in range(self._grad_acc_steps):
-            if self._monitor.step < self.steps:
-                self._monitor.batch_ended()
-
-    def _measured_step(self) -> int | None:
-        """The step that was recorded since this was last asked; None if none was."""
-        last = None if self._monitor is None else self._monitor.last_collected
-        if last == self._measured:
-            return None
-        self._measured = last
-        return last
+    def warn_once(self, said: str) -> None:
+        """For callbacks: say what is not shown, and why, the first time that it is so."""
+        self._failures.warn(said, said)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Whether within ``seconds`` all that is known of steps so far was written."""
@@ -346,16 +275,9 @@ class TrainingMetrics:
             guarded("letting go of routers", self._routers.remove)()
         if self._scale is not None:
             guarded("letting go of the optimizer", self._scale.remove)()
-        if self._monitor is not None:
-            end = self._monitor.close if self._is_ours else self._flush_monitor
-            guarded("closing the recording", end)()
+        guarded("closing the recording", self._recording.close)()
         if self._writing is not None:
             guarded("closing training metrics", self._writing.close)()
-
-    def _flush_monitor(self) -> None:
-        """Norms of the last steps are still on their way."""
-        if self._monitor is not None:
-            self._monitor.flush(FLUSH_SECONDS)
 
     def __enter__(self) -> TrainingMetrics:
         return self

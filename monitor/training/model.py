@@ -104,7 +104,7 @@ class TensorBoardSection(_Strict):
     log_timers_to_tensorboard: bool = False
     """Whether `iteration-time`, `throughput` and `B-samples-per-day` are shown."""
     log_expert_load_to_tensorboard: bool = False
-    """Whether `expert_load` is shown."""
+    """Whether `expert_load` is caught, and shown there and in the log."""
 
 
 class LossMonitor(_Strict):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -23,10 +22,6 @@ FIRST, SECOND = "exp_avg", "exp_avg_sq"
 WEIGHT: Final = "param_updated"
 
 NOT_WHOLE: Final = "weight_norm is not shown: this rank has only parts of the weights."
-NOT_GLOBAL: Final = (
-    "grad-norm is not shown where nobody tells it: it does not show that the gradients on this rank are the whole ones. Set "
-    "grad_norm of each step, or pass gradients_are_global=True if every rank's optimizer is given the same gradients."
-)
 
 
 def unscaled(norms: StepNorms, loss_scale: float | None, gradient_scale: float | None) -> StepNorms:
@@ -53,31 +48,33 @@ class Takes(Protocol):
     def no_more_norms(self) -> None: ...
 
 
-class NormReader:
-    """A watcher of a recording: reads the norms of each step from its rows, on the recording's own writer thread.
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """Who knows the norm of the whole gradient.
 
-    Args:
-        world: Ranks of the job.
+    Attributes:
         gradients_are_global: Whether somebody vouches that the optimizer is given the whole gradient on every rank. Otherwise
             it must show in the placement of each of them.
         grad_norm_is_told: Whether ``grad-norm`` comes from somewhere else.
     """
 
-    def __init__(
-        self,
-        series: SeriesTable,
-        world: int,
-        takes: Takes,
-        failures: Failures,
-        *,
-        gradients_are_global: bool = False,
-        grad_norm_is_told: bool = False,
-    ) -> None:
+    gradients_are_global: bool = False
+    grad_norm_is_told: bool = False
+
+
+class NormReader:
+    """A watcher of a recording: reads the norms of each step from its rows, on the recording's own writer thread.
+
+    Args:
+        world: Ranks of the job.
+    """
+
+    def __init__(self, series: SeriesTable, world: int, takes: Takes, failures: Failures, whose: Whose) -> None:
         self._series = series
         self._world = world
         self._takes = takes
         self._failures = failures
-        self._global, self._told = gradients_are_global, grad_norm_is_told
+        self._whose = whose
 
     def look(self, rows: StepRows) -> None:
         """Look at a step."""
@@ -100,17 +97,25 @@ class NormReader:
         scale = 1.0 if known is None else known
         local = self._whole_steps(rows, LOCAL)
         weights, reduced = self._whole_steps(rows, WEIGHT), self._whole_steps(rows, REDUCED)
+        here = self._is_here(reduced, local, rows)
         return StepNorms(
             rows.step,
             self._by_name(local, scale),
             _total(local, scale),
             self._by_name(self._whole_steps(rows, FIRST)),
             self._by_name(self._whole_steps(rows, SECOND)),
-            _total(weights) if self._all(weights, _whole, NOT_WHOLE) else None,
-            self._gradient(reduced),
+            self._weight(weights),
+            _total(reduced) if here and not self._whose.grad_norm_is_told else None,
+            here,
             known,
             rows.status == "skipped",
         )
+
+    def _is_here(self, reduced: KindRows | None, local: KindRows | None, rows: StepRows) -> bool:
+        """Whether this rank has the whole gradient; so it is said, too, of a step that nobody gave a gradient."""
+        if reduced is None:
+            return local is None or rows.status == "skipped"
+        return self._whose.gradients_are_global or all(map(self._everywhere, self._places(reduced)))
 
     def _whole_steps(self, rows: StepRows, kind: str) -> KindRows | None:
         """The rows of a kind, if they are of the step as a whole: gradients of micro-batches do not tell that of the step."""
@@ -134,18 +139,14 @@ class NormReader:
         named = zip(rows.series.tolist(), (values / scale).tolist(), valid.tolist(), strict=True)
         return {_name(self._series[index], several): value for index, value, there in named if there}
 
-    def _gradient(self, rows: KindRows | None) -> float | None:
-        if self._told or not (self._global or self._all(rows, self._everywhere, NOT_GLOBAL)):
-            return None
-        return _total(rows)
+    def _weight(self, rows: KindRows | None) -> float | None:
+        if rows is None or all(map(_whole, self._places(rows))):
+            return _total(rows)
+        self._failures.warn("no weight_norm", NOT_WHOLE)
+        return None
 
-    def _all(self, rows: KindRows | None, holds: Callable[[Placement], bool], otherwise: str) -> bool:
-        """Whether it holds for each row; said once, in these words, if not."""
-        places = [] if rows is None else [self._series.placement(self._series[index]) for index in rows.series.tolist()]
-        fits = all(map(holds, places))
-        if not fits:
-            self._failures.warn(otherwise, otherwise)
-        return fits
+    def _places(self, rows: KindRows) -> list[Placement]:
+        return [self._series.placement(self._series[index]) for index in rows.series.tolist()]
 
     def _everywhere(self, placement: Placement) -> bool:
         """Whether every rank of the job holds the same."""

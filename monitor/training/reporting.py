@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from monitor.failures import EarlierFailure, Failures
@@ -21,6 +22,11 @@ NOT_RECORDED: Final = (
     "the tensor monitor has not recorded it. Either it records other steps than training metrics show, or the optimizer was "
     "not called."
 )
+NOT_HERE: Final = (
+    "grad-norm is not shown where nobody tells it: this rank does not have the whole gradient, or it does not show that it "
+    "has. Set grad_norm of each step, or pass gradients_are_global=True if every rank's optimizer is given the same gradients."
+)
+NO_LOCAL_NORMS: Final = "local_norm and device_local_norm are not shown:"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,6 +59,7 @@ class Reporting:
         self._run_pace, self._state_pace = Pace(devices), Pace(devices)
         self._last: float | None = None
         self._norms_of_state, self._told = norms_of_state(config), grad_norm_is_told
+        self._local_norms = bool(config.wants("local_norm_format") or config.wants("device_local_norm_format"))
         self.expects_norms = False
         self._log, self._events, self._counts = log, events, counts
         self._failures = failures
@@ -69,7 +76,7 @@ class Reporting:
         for pace in (self._run_pace, self._state_pace):
             pace.begin(began)
             pace.add(facts.batch_size, facts.flops)
-        norms = self._unscaled(facts, norms)
+        norms = self._of_the_step(facts, self._unscaled(facts, norms))
         self._say_if_there_are_none(facts, norms)
         run, state = self._run_scalars(facts, norms), self._state_scalars(facts, norms)
         self._show(facts, norms, run, state, self._last)
@@ -84,11 +91,21 @@ class Reporting:
         scales = facts.loss_scale, facts.gradient_scale
         return self._guarded("reading the loss scale", lambda it: unscaled(it, *map(_read, scales)), norms)
 
+    def _of_the_step(self, facts: StepFacts, norms: StepNorms | None) -> StepNorms | None:
+        """Without norms of gradients that are those of the last micro-batch."""
+        if norms is None or facts.local_gradients_note is None:
+            return norms
+        if self._local_norms:
+            self._failures.warn("no local norms", f"{NO_LOCAL_NORMS} {facts.local_gradients_note}.")
+        return replace(norms, local={}, device_local=None)
+
     def _say_if_there_are_none(self, facts: StepFacts, norms: StepNorms | None) -> None:
         run = self._shows_run(facts) and facts.grad_norm is None and not self._told
         state = self._shows_state(facts) and self._norms_of_state
         if self.expects_norms and norms is None and facts.measured is None and (run or state):
             self._failures.warn("no norms", f"Step {facts.step} has no norms: {NOT_RECORDED}")
+        if run and norms is not None and not norms.gradient_is_here:
+            self._failures.warn("no grad-norm", NOT_HERE)
 
     def _shows_run(self, facts: StepFacts) -> bool:
         return self._every > 0 and facts.step % self._every == 0
@@ -119,6 +136,7 @@ class Reporting:
 
     def _show_load(self, counts: ExpertCounts, facts: StepFacts) -> None:
         tokens = counts.read(facts)
+        self._log.load(facts.step, tokens)
         if self._events is not None:
             self._events.scalars(load_scalars(facts.step, tokens))
 

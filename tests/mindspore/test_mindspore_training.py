@@ -34,9 +34,11 @@ from shown import EVERYTHING as YAML
 from shown import Points, scalars
 
 STEPS = [1, 2, 3]
-RUN = {"loss", "learning-rate", "batch-size", "grad-norm", "iteration-time", "throughput"}
+RUN = {"loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "iteration-time", "throughput"}
+UNSCALED = RUN - {"loss-scale"}
 ALONE = {"model-flops-throughput-per-npu", "B-samples-per-day"}
 STATE = {"device_accum_local_loss", "device_local_norm", "weight_norm", "throughput_linearity", "local_loss"}
+EXPERTS = {f"expert_load/gate/expert_{expert}" for expert in range(4)}
 OF_PARAMETERS = {f"{one}/last.{which}" for one in ("local_norm", "adam_m_norm", "adam_v_norm") for which in ("weight", "bias")}
 
 
@@ -66,15 +68,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_all_metrics_of_every_rank_are_in_tensorboard(job: Job) -> None:
-    expected = {*RUN, *(f"{one}-vs-samples" for one in RUN), *ALONE, *STATE, *OF_PARAMETERS}
+    expected = {*RUN, *(f"{one}-vs-samples" for one in RUN), *ALONE, *STATE, *OF_PARAMETERS, *EXPERTS}
     for shown in job.shown:
-        assert {tag for tag in shown if not tag.startswith("expert_load")} == expected
+        assert set(shown) == expected
 
 
 def test_all_metrics_of_every_rank_are_in_the_log(job: Job) -> None:
     for number, rank in enumerate(job.ranks.ranks):
         lines = [line for line in rank.said.splitlines() if f"[rank {number}] step 3" in line]
-        for metric in {*RUN, *ALONE, *STATE, "local_norm"}:
+        for metric in {*RUN, *ALONE, *STATE, "local_norm", "expert_load"}:
             assert any(f" {metric} " in line for line in lines), metric
         for metric in ("adam_m_norm", "adam_v_norm"):
             assert f"[rank {number}] step 2: {metric} last.weight " in rank.said
@@ -105,6 +107,10 @@ def test_moments_stand_at_the_step_that_left_them(job: Job) -> None:
 def test_the_gradient_norm_is_the_global_one(job: Job) -> None:
     for rank in range(2):
         assert job.values(rank, "grad-norm") == pytest.approx(job.told[0]["global"], rel=1e-5)
+
+
+def test_the_loss_scale_is_that_of_the_optimizer(job: Job) -> None:
+    assert job.values(0, "loss-scale") == [1024.0] * 3
 
 
 def test_samples_are_those_of_all_ranks(job: Job) -> None:
@@ -150,8 +156,8 @@ class TestOneRank:
         )
         shown = scalars(tmp_path / "board" / "rank_0")
         assert {tag.partition("/")[0] for tag in shown} == {
-            *RUN,
-            *(f"{one}-vs-samples" for one in RUN),
+            *UNSCALED,
+            *(f"{one}-vs-samples" for one in UNSCALED),
             "B-samples-per-day",
             *STATE,
             "local_norm",
@@ -190,6 +196,26 @@ class TestOneRank:
         for tag in ("grad-norm", "device_local_norm"):
             assert shown[tag] == [(1, pytest.approx(expected, rel=1e-5))], tag
         assert shown["loss-scale"] == [(1, scale)]
+
+    def test_a_cell_that_trains_by_itself_has_the_scale_that_its_step_began_with(self, yaml: Any, tmp_path: Path) -> None:
+        class NeverOverflows(nn.TrainOneStepWithLossScaleCell):
+            """On a CPU MindSpore cannot tell."""
+
+            def get_overflow_status(self, *_: Any) -> Tensor:
+                return Tensor(False)
+
+        x = np.ones((6, 2), np.float32)
+        network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        doubles = nn.DynamicLossScaleUpdateCell(1024, 2, 2)
+        optimizer = nn.SGD(network.trainable_params(), 0.0)
+        cell = NeverOverflows(nn.WithLossCell(network, nn.MSELoss()), optimizer, doubles)
+        batches = dataset.NumpySlicesDataset({"x": x, "y": x[:, :1]}, shuffle=False).batch(2)
+        Model(cell).train(1, batches, callbacks=[TrainingMetricsCallback(yaml(YAML))], dataset_sink_mode=False)
+        shown = scalars(tmp_path / "board" / "rank_0")
+        assert shown["loss-scale"] == [(1, 1024.0), (2, 1024.0), (3, 2048.0)]
+        expected = np.linalg.norm([2.0, 2.0, 2.0])
+        for tag in ("grad-norm", "device_local_norm"):
+            assert [value for _, value in shown[tag]] == pytest.approx([expected] * 3, rel=1e-5), tag
 
     def test_the_last_batch_may_be_smaller(self, model: Model, yaml: Any, tmp_path: Path) -> None:
         x = np.ones((3, 2), np.float32)

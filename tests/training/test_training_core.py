@@ -306,6 +306,17 @@ class TestLog:
             LogWriter(0).state([Scalar("local_norm/a", 1.0, 3, BOTH), Scalar("local_norm/b", 2.0, 3, BOTH)])
         assert [one.getMessage() for one in caplog.records] == ["[rank 0] step 3: local_norm a 1, b 2"]
 
+    def test_the_shares_of_experts_are_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, LOGGER.name):
+            LogWriter(0).load(3, {"a": [3, 0, 1], "b": [1, 1], "idle": [0, 0]})
+        assert [one.getMessage() for one in caplog.records] == ["[rank 0] step 3: expert_load a 0.75 0 0.25; b 0.5 0.5"]
+
+    def test_of_many_experts_the_least_and_the_greatest_share_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, LOGGER.name):
+            LogWriter(0).load(3, {"a": [2] * 8 + [1] + [2] * 8 + [7]})
+        (record,) = caplog.records
+        assert record.getMessage().endswith("expert_load a of 18 experts from 0.025 (expert_8) to 0.175 (expert_17)")
+
 
 class TestExpertLoad:
     def test_shares_sum_to_one(self) -> None:

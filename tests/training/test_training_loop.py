@@ -18,6 +18,7 @@ from torch import nn
 
 from monitor.config import ConfigError
 from monitor.failures import LOGGER
+from monitor.pipeline.process import PROCESS
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.training import RunEnded, TrainingMetrics
 
@@ -278,6 +279,7 @@ class TestOneAtATime:
         del model, optimizer, metrics
         gc.collect()
         assert gone() is None
+        PROCESS.close_all()  # what the interpreter does at its exit
 
     def test_a_configuration_is_refused_before_anything_is_attached(self, written: Written) -> None:
         with pytest.raises(ConfigError, match="expected true or false"):

@@ -14,7 +14,7 @@ from monitor.stats.numpy_kernel import NumpyKernel
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, StepRows
 from monitor.training.facts import StepNorms
-from monitor.training.norms import NOT_GLOBAL, NOT_WHOLE, NormReader
+from monitor.training.norms import NOT_WHOLE, NormReader, Whose
 
 ARRAYS = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
 CUT = Placement(shard=Shard((0, 1), (4,), (0,)))
@@ -49,7 +49,7 @@ def read(
     kinds = {kind: rows_of(series, kind, placement, arrays, micro_step)}
     if scale is not None:
         kinds["other"] = rows_of(series, "other", LOCAL, {"loss_scale": np.array([scale])}, NO_MICRO_STEP)
-    reader = NormReader(series, world, taken, failures or Failures(), **whose)
+    reader = NormReader(series, world, taken, failures or Failures(), Whose(**whose))
     reader.look(StepRows(7, ("norm",), kinds, []))
     norms = taken.by_step[7]
     assert norms is not None
@@ -119,14 +119,24 @@ def test_the_norm_of_the_whole_gradient_is_read_where_this_rank_has_it(
     assert read("grad_reduced", placement, world=world, **whose).gradient == expected
 
 
-def test_that_it_is_not_here_is_said_once() -> None:
+@pytest.mark.parametrize(("placement", "is_here"), [(EVERYWHERE, True), (CUT, False)], ids=["replicas", "cut"])
+def test_whether_the_whole_gradient_is_here_shows(placement: Placement, is_here: bool) -> None:
+    assert read("grad_reduced", placement, world=2).gradient_is_here is is_here
+
+
+@pytest.mark.parametrize(("kind", "is_here"), [("grad_unreduced", False), ("param_updated", True)])
+def test_a_gradient_that_only_this_rank_made_is_not_the_whole_one(kind: str, *, is_here: bool) -> None:
+    assert read(kind).gradient_is_here is is_here
+
+
+def test_that_weights_are_not_whole_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     failures = Failures()
-    read("grad_reduced", CUT, world=2, failures=failures)
-    assert read("param_updated", CUT, failures=failures).weight is None
-    assert dict(failures.counts) == {NOT_GLOBAL: 1, NOT_WHOLE: 1}
+    for _ in range(2):
+        assert read("param_updated", CUT, failures=failures).weight is None
+    assert caplog.text.count(NOT_WHOLE) == 1
 
 
 def test_a_step_that_was_dropped_has_none() -> None:
     taken = Taken()
-    NormReader(SeriesTable(), 1, taken, Failures()).dropped(3, "queue full")
+    NormReader(SeriesTable(), 1, taken, Failures(), Whose()).dropped(3, "queue full")
     assert taken.by_step == {3: None}

@@ -43,7 +43,9 @@ os.execvp(sys.argv[3], sys.argv[3:])
 """Becomes another program, which has two descriptors of this one as 3 and 4."""
 
 PATIENCE_S: Final = 60.0
-ANSWER_S: Final = 10.0
+ANSWER_S: Final = 120.0
+"""On a busy machine with a cold disk a browser takes a while to start."""
+REPEAT_S: Final = 10.0
 """A question to a page that is just being replaced by another one has no answer; it is asked again."""
 LEAVING_S: Final = 10.0
 
@@ -82,7 +84,11 @@ class Page:
         Raises:
             BrowserError: It throws.
         """
-        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        return self._evaluated(expression, ANSWER_S)
+
+    def _evaluated(self, expression: str, seconds: float) -> Any:
+        question = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        answer = self._pipes.ask("Runtime.evaluate", self._session, seconds, **question)
         if "exceptionDetails" in answer:
             raise BrowserError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -92,7 +98,7 @@ class Page:
         end = time.monotonic() + seconds
         while True:
             try:
-                if found := self.evaluate(expression):
+                if found := self._evaluated(expression, REPEAT_S):
                     return found
             except BrowserGone:
                 raise
@@ -121,8 +127,8 @@ class Pipes:
         self._number = 0
         self._read = b""
 
-    def ask(self, method: str, session: str | None = None, **parameters: object) -> dict[str, Any]:
-        """The result of a method.
+    def ask(self, method: str, session: str | None = None, seconds: float = ANSWER_S, **parameters: object) -> dict[str, Any]:
+        """The result of a method, waited for so long.
 
         Raises:
             BrowserError: There is none.
@@ -132,7 +138,7 @@ class Pipes:
         if session is not None:
             message["sessionId"] = session
         self._write(json.dumps(message).encode() + b"\0")
-        while (answer := self._next(method)).get("id") != self._number:
+        while (answer := self._next(method, seconds)).get("id") != self._number:
             pass  # news that nobody asked for
         if "result" not in answer:
             raise BrowserError(f"{method}: {answer.get('error')}")
@@ -146,10 +152,10 @@ class Pipes:
         except BrokenPipeError as error:
             raise BrowserGone("the browser has ended") from error
 
-    def _next(self, asked: str) -> dict[str, Any]:
+    def _next(self, asked: str, seconds: float) -> dict[str, Any]:
         while b"\0" not in self._read:
-            if not select.select([self._from], [], [], ANSWER_S)[0]:
-                raise BrowserError(f"no answer to {asked} in {ANSWER_S:g} s")
+            if not select.select([self._from], [], [], seconds)[0]:
+                raise BrowserError(f"no answer to {asked} in {seconds:g} s")
             more = os.read(self._from, 1 << 20)
             if not more:
                 raise BrowserGone("the browser has ended")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from browser import BrowserError, Page, page
 from take import save
-from tensorboard_page import CARDS, box_of, open_time_series, tensorboard
+from tensorboard_page import CARDS, box_of, keep_settings, open_time_series, tensorboard
 
 WIDTH: Final = 1400
 HEIGHT: Final = 1700
@@ -49,6 +49,7 @@ def main() -> None:
 
 def take_metrics(shown: Page, address: str, pictures: Path) -> Path:
     """Take the picture. Returns where it is."""
+    keep_settings(shown, address, ignoreOutliers=False)
     tags = "|".join(tag.replace(".", r"\.") for tag in TAGS)
     open_time_series(shown, address, f"^({tags})$", len(TAGS))
     end = time.monotonic() + PATIENCE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -61,6 +62,13 @@ def _address(process: subprocess.Popen[bytes], said: Path) -> str:
             raise BrowserError(f"TensorBoard has not started: {said.read_text()}")
         time.sleep(0.05)
     return found[0]
+
+
+def keep_settings(page: Page, address: str, **settings: object) -> None:
+    """Set what TensorBoard lets its users choose, in its own names, for all pages that are opened later."""
+    page.open(address)
+    page.until(f"location.href.startsWith('{address}')")
+    page.evaluate(f"localStorage.setItem('_tb_global_settings', {json.dumps(json.dumps(settings))})")
 
 
 def open_time_series(page: Page, address: str, tags: str, cards: int) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
 from monitor.mindspore.place import place
 from monitor.mindspore.training.metrics import TrainingMetrics
+from monitor.mindspore.training.numbers import kept
 from monitor.training import TrainingConfig, load_training_config
-from monitor.training.metrics import Step
 from monitor.training.model import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
+from monitor.training.numbers import Number
+from monitor.training.step import Step
 
 
 class TrainingMetricsCallback(Callback):  # type: ignore[misc]
@@ -20,8 +22,8 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
 
     >>> model.train(epochs, dataset, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
 
-    ``loss`` is this rank's, as the network that ``Model`` trains returns it; where that returns more, it is the first, and with
-    the flag of an overflow and the loss scale behind it, as cells with loss scaling do, the last is the scale.
+    ``loss`` is this rank's, as the network that ``Model`` trains returns it; where that returns more, it is the first. A cell
+    that trains by itself may stand in place of network and optimizer, which are then taken from it.
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
@@ -60,7 +62,7 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
             return
         training = run_context.original_args()
         metrics = TrainingMetrics(self._config, **{**self._known_of(training), **self._options})
-        metrics.attach(training.network, training.optimizer)
+        metrics.attach(*_trained(training))
         self.metrics = metrics
 
     def _known_of(self, training: Any) -> dict[str, Any]:
@@ -75,9 +77,11 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         }
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """A step begins."""
+        """A step begins. What its loss is multiplied by is known now, and at its end that of the next step."""
         if self.metrics is not None:
-            self._step = self.metrics.begin_step(self._samples(run_context.original_args()))
+            training = run_context.original_args()
+            self._step = self.metrics.begin_step(self._samples(training))
+            self._step.loss_scale = _scale_of(training)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """It has ended."""
@@ -87,13 +91,7 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         found = run_context.original_args().net_outputs
         outputs = found if isinstance(found, tuple | list) else (found,)
         step.loss = outputs[0]
-        step.loss_scale = outputs[2] if len(outputs) == 3 else self._scale_of(run_context.original_args().optimizer)
         self.metrics.end_step(step)
-
-    def _scale_of(self, optimizer: Any) -> float | None:
-        """A scale that is fixed is told to the optimizer, which divides by it."""
-        scale = float(getattr(optimizer, "loss_scale", 1.0))
-        return None if scale == 1.0 else scale
 
     def _samples(self, training: Any) -> int | None:
         if self._batch_size is not None:
@@ -143,6 +141,21 @@ class TopkBiasBalanceCallback(TrainingMetricsCallback):
         section = MonitorSection(dump_path=config.monitor_config.dump_path)
         balance = Callbacks(TopkBiasBalanceCallback=BiasBalance())
         return config.model_copy(update={"monitor_config": section, "callbacks": balance, "document": {}})
+
+
+def _trained(training: Any) -> tuple[Any, Any]:
+    """The network that is trained, and its optimizer."""
+    cell = training.train_network
+    by_itself = training.optimizer is None and isinstance(cell, nn.TrainOneStepCell)
+    return (cell.network, cell.optimizer) if by_itself else (training.network, training.optimizer)
+
+
+def _scale_of(training: Any) -> Number | None:
+    """What the loss of the next step is going to be multiplied by. One that is fixed is told to the optimizer."""
+    if (changing := getattr(training.train_network, "scale_sense", None)) is not None:
+        return kept(changing)
+    scale = float(getattr(_trained(training)[1], "loss_scale", 1.0))
+    return None if scale == 1.0 else scale
 
 
 def _without_experts(config: TrainingConfig) -> TensorBoardSection | None:

@@ -50,8 +50,9 @@ def trainable_names(model: Any) -> list[str]:
 
 
 def learning_rate(optimizer: Any) -> Number | None:
-    groups = getattr(optimizer, "param_groups", None)
-    return kept(groups[0]["lr"]) if groups else None
+    while optimizer is not None and not hasattr(optimizer, "param_groups"):
+        optimizer = getattr(optimizer, "optimizer", None)  # of an engine, which stands in its optimizer's place
+    return kept(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
 
 
 def counting_flops(model: Any) -> AbstractContextManager[Callable[[], float]]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from monitor.capture.patches import CallListener
@@ -15,11 +16,16 @@ from monitor.pytorch.patches import CallPatch
 from monitor.pytorch.training.calls import GradNorm, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
-from monitor.training.metrics import Step
+from monitor.training.step import Step
 
 TRAINING_STEP: Final = CallPatch(Trainer, "training_step", ("self", "model", "inputs"))
 UNPADDED: Final = ("position_ids", "cu_seq_lens_q")
 """In a batch where they stand, samples may be joined to one row."""
+
+OF_LOGGED_STEPS: Final = (
+    "grad-norm is shown in steps that the Trainer logs, and in no others: under FSDP2 the ranks have to meet to tell it. "
+    "logging_steps=1 has all of them logged."
+)
 
 BACKWARD: Final = CallPatch(Accelerator, "backward", ("self", "loss"))
 CLIPPING: Final = CallPatch(Accelerator, "clip_grad_norm_", ("self", "parameters"))
@@ -31,8 +37,9 @@ class TrainingMetricsCallback(TrainerCallback):
     >>> Trainer(model, arguments, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
 
     ``loss`` is the Trainer's own, the mean over all ranks and over the steps since it logged last, and shown when it logs:
-    with ``logging_steps=1``, in every step. ``local_loss`` is what each backward began from. Samples are the rows of the
-    batches that ``Trainer.training_step`` is given, times the ranks, which its samplers give as many each.
+    with ``logging_steps=1``, in every step; so is ``grad-norm`` under FSDP2. ``local_loss`` is what each backward began from.
+    Samples are the rows of the batches that ``Trainer.training_step`` is given, times the ranks, which its samplers give as
+    many each.
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
@@ -87,7 +94,10 @@ class TrainingMetricsCallback(TrainerCallback):
             rows = self._training_steps.take()
             self._step.batch_size = None if rows is None else rows * args.world_size
             self._step.local_losses = self._losses.take()
-            self._step.grad_norm = self._grad_norm.take()
+            norm = self._grad_norm.take()
+            self._step.grad_norm = None if isinstance(norm, DTensor) else norm
+            if isinstance(norm, DTensor) and not control.should_log and self.metrics is not None:
+                self.metrics.warn_once(OF_LOGGED_STEPS)
         if not control.should_log:
             self._end()
 

@@ -9,13 +9,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from monitor.pytorch.patches import CallPatch
 from monitor.pytorch.training.calls import NormOfOptimizer, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
-from monitor.training.metrics import Step
+from monitor.training.step import Step
 
+OF_PARTS: Final = "grad-norm is not shown: under FSDP2 the ranks have to meet to tell it, and Lightning does not have them."
 CLIPS_ALL: Final = CallPatch(Precision, "clip_gradients", ("self", "optimizer"))
 
 
@@ -94,7 +96,10 @@ class TrainingMetricsCallback(Callback):
             self._steps, self._step = trainer.global_step, None
             step.loss = sum(step.local_losses) if step.local_losses else None
             norm = self._grad_norm.take()
-            step.grad_norm = norm if len(trainer.optimizers) == 1 else None
+            if isinstance(norm, DTensor):
+                self.metrics.warn_once(OF_PARTS)
+            elif len(trainer.optimizers) == 1:
+                step.grad_norm = norm
             if self._batch_size is None and None not in self._rows:
                 step.batch_size = sum(rows for rows in self._rows if rows is not None) * trainer.world_size
             self.metrics.end_step(step)

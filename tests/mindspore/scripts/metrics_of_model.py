@@ -13,12 +13,13 @@ from typing import Any
 import mindspore
 import numpy as np
 from mindspore import Tensor, communication, dataset, nn, ops
-from mindspore.train import Callback, Model
+from mindspore.train import Callback, FixedLossScaleManager, Model
 
 from monitor.mindspore.training import TrainingMetricsCallback
 
 YAML, RESULTS = sys.argv[1], Path(sys.argv[2])
 STEPS, ROWS, FIRST, SECOND = 3, 2, 0.9, 0.999
+SCALE = 1024.0
 
 
 class Gate(nn.Cell):
@@ -96,9 +97,11 @@ rank, ranks = communication.get_rank(), communication.get_group_size()
 mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, device_num=ranks)
 network = Network()
 weights = Weights(network)
-optimizer = nn.AdamWeightDecay(network.trainable_params(), 0.1, beta1=FIRST, beta2=SECOND)
+optimizer = nn.Adam(network.trainable_params(), 0.1, beta1=FIRST, beta2=SECOND, loss_scale=SCALE)
 x, y = rows(rank)
 batches = dataset.NumpySlicesDataset({"x": x, "y": y}, shuffle=False).batch(ROWS)
 metrics = TrainingMetricsCallback(YAML, routers=["gate"], model_flops=1e9)
-Model(network, nn.MSELoss(), optimizer).train(1, batches, callbacks=[weights, metrics], dataset_sink_mode=False)
+scaling = FixedLossScaleManager(SCALE, drop_overflow_update=False)
+model = Model(network, nn.MSELoss(), optimizer, loss_scale_manager=scaling)
+model.train(1, batches, callbacks=[weights, metrics], dataset_sink_mode=False)
 (RESULTS / f"rank{rank}.json").write_text(json.dumps(by_hand(rank, ranks, weights.seen)))

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from by_hand import EXPERTS, ByHand
 from torch import Tensor, nn
 
 HOW, YAML, RESULTS = sys.argv[1:4]
 STEPS, MICRO_STEPS, ROWS = 3, 2, 2
+SCALE = 1024.0
 torch.set_num_threads(1)
 os.environ["LOCAL_RANK"] = os.environ["RANK"]
 
@@ -30,7 +30,7 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 4)
+        self.linear = nn.Linear(8, EXPERTS)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -40,14 +40,14 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = Gate()
-        self.last = nn.Linear(4, 1)
+        self.last = nn.Linear(EXPERTS, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.gate(x).softmax(-1))
 
 
-def norm(tensors: Any) -> float:
-    return float(np.linalg.norm(np.concatenate([one.detach().double().numpy().ravel() for one in tensors])))
+def two_greatest(logits: Tensor) -> Tensor:
+    return logits.detach().topk(Gate.top_k).indices
 
 
 def rows(step: int, micro_step: int) -> Tensor:
@@ -56,62 +56,46 @@ def rows(step: int, micro_step: int) -> Tensor:
     return torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def losses_of(model: nn.Module, step: int, after: Any = None) -> list[Tensor]:
-    losses = []
-    for micro_step in range(MICRO_STEPS):
-        loss = model(rows(step, micro_step)).square().mean() / MICRO_STEPS
-        loss.backward()
-        losses.append(loss)
-        if after is not None:
-            after(micro_step)
-    return losses
-
-
-def by_hand(model: nn.Module, step: int, told: dict[str, list[Any]]) -> None:
-    """What this rank alone makes of a step."""
-    alone = copy.deepcopy(model)
-    alone.zero_grad()
-    told["local_losses"].append([loss.item() for loss in losses_of(alone, step)])
-    told["local_norms"].append({name: norm([parameter.grad]) for name, parameter in alone.named_parameters()})
-    with torch.no_grad():
-        tokens = torch.cat([alone.gate(rows(step, micro_step)) for micro_step in range(MICRO_STEPS)])
-    told["tokens"].append(np.bincount(tokens.topk(2).indices.flatten().numpy(), minlength=4).tolist())
-
-
 def loop() -> dict[str, Any]:
     from monitor.pytorch.training import TrainingMetrics
 
-    told: dict[str, Any] = {name: [] for name in ("local_losses", "local_norms", "tokens", "grad_norms", "weights")}
-    plain = Network()
-    model = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    network = Network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    by_hand = ByHand(network, optimizer, SCALE)
+    by_hand.watch(network.gate, two_greatest)
+    model = nn.parallel.DistributedDataParallel(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    told: dict[str, Any] = {"local_losses": [], "loss": []}
     with TrainingMetrics(YAML, model, optimizer, grad_acc_steps=MICRO_STEPS, routers=["gate"], model_flops=1e9) as metrics:
         for number in range(STEPS):
-            plain.load_state_dict({name: parameter.detach() for name, parameter in names.items()})
-            by_hand(plain, number, told)
             with metrics.step(batch_size=ROWS * MICRO_STEPS * dist.get_world_size()) as step:
+                losses = []
                 for micro_step in range(MICRO_STEPS):
                     model.require_backward_grad_sync = micro_step == MICRO_STEPS - 1
                     loss = model(rows(number, micro_step)).square().mean() / MICRO_STEPS
-                    loss.backward()
+                    scaler.scale(loss).backward()
                     step.local_loss(loss)
-                told["grad_norms"].append(norm([parameter.grad for parameter in names.values()]))
-                optimizer.step()
+                    losses.append(loss.item())
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
-                mean = torch.tensor(sum(told["local_losses"][-1]))
+                mean = torch.tensor(sum(losses))
                 dist.all_reduce(mean)
                 step.loss = mean / dist.get_world_size()
-            told["weights"].append(norm(names.values()))
-    return told
+                told["loss"].append(step.loss.item())
+            told["local_losses"].append(losses)
+    return told | by_hand.told
 
 
 def huggingface() -> dict[str, Any]:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
     from monitor.pytorch.training.huggingface import TrainingMetricsCallback
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, use_cache=False))
+    small = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MixtralForCausalLM(
+        MixtralConfig(**small, num_key_value_heads=2, num_experts_per_tok=2, num_local_experts=EXPERTS, use_cache=False)
+    )
     tokens = torch.randint(32, (STEPS * MICRO_STEPS * ROWS * dist.get_world_size(), 8))
     arguments = TrainingArguments(
         output_dir=RESULTS,
@@ -126,22 +110,32 @@ def huggingface() -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
     )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    by_hand = ByHand(model, optimizer, SCALE)
+    by_hand.watch(model.model.layers[0].mlp.gate, lambda result: result[2])
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=data, callbacks=[TrainingMetricsCallback(YAML, model_flops="measure")]
-    )
+    callback = TrainingMetricsCallback(YAML, model_flops="measure")
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[callback])
+    scale_losses(trainer.accelerator)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {name: [float(entry[name]) for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
+    told = {name: [float(entry[name]) for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
+    return told | by_hand.told
+
+
+def scale_losses(accelerator: Any) -> None:
+    """As with ``fp16=True``, which accelerate refuses without a GPU."""
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
 
 def lightning() -> dict[str, Any]:
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.utilities import grad_norm
+    from lightning.pytorch.plugins import MixedPrecision
 
     from monitor.pytorch.training.lightning import TrainingMetricsCallback
 
-    told: dict[str, Any] = {"local_losses": [], "grad_norms": []}
+    told: dict[str, Any] = {"local_losses": []}
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -153,16 +147,18 @@ def lightning() -> dict[str, Any]:
             told["local_losses"].append(loss.item() / MICRO_STEPS)
             return loss
 
-        def on_before_optimizer_step(self, _: Any) -> None:
-            told["grad_norms"].append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
-
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            by_hand = ByHand(self, optimizer, SCALE)
+            by_hand.watch(self.network.gate, two_greatest)
+            told.update(by_hand.told)
+            return optimizer
 
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy="ddp",
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))],
         max_steps=STEPS,
         accumulate_grad_batches=MICRO_STEPS,
         gradient_clip_val=0.01,

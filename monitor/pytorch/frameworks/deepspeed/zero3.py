@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import get_rank
 from torch.optim import Optimizer
 
+from monitor.capture.gradients import EACH_MICRO_BATCH
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
@@ -18,7 +19,7 @@ from monitor.placement import Placement, Shard
 from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.framework import Repacked
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece, flat_shard
-from monitor.pytorch.frameworks.deepspeed.zero12 import EACH_MICRO_BATCH, ON_THEIR_WAY
+from monitor.pytorch.frameworks.deepspeed.zero12 import ON_THEIR_WAY
 from monitor.pytorch.frameworks.framework import LocalGradients, Stepped
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
