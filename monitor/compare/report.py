@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Final
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from monitor.compare.findings import Compared, Finding
@@ -41,13 +42,13 @@ def largest(compared: Compared) -> list[Finding]:
 
 
 def table(title: str, findings: list[Finding]) -> Table:
-    """Some of the findings."""
-    shown = Table(title=title, title_justify="left")
-    for column in ("step", "rank", "name", "what", "absolute", "relative", "cosine"):
+    """Some of the findings. Names are long: they have what the others leave of a line."""
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for column in ("step", "rank", "absolute", "relative", "cosine", "what", "name"):
         shown.add_column(column, overflow="fold")
     for finding in findings:
-        row = _row(finding)
-        shown.add_row(*(plain(cell) for cell in (row[0], row[1], row[3], row[4], *row[5:8])))
+        place = [str(finding.step), finding.rank]
+        shown.add_row(*map(plain, [*place, *_errors(finding, 3), finding.what, finding.name]))
     return shown
 
 
@@ -63,10 +64,14 @@ def described(finding: Finding) -> str:
 
 
 def _row(finding: Finding) -> list[str]:
-    difference = finding.difference
-    errors = ["", "", ""]
-    if difference is not None:
-        cosine = "" if difference.cosine is None else f"{difference.cosine:.9f}"
-        errors = [f"{difference.absolute:.6g}", f"{difference.relative:.6g}", cosine]
     place = [str(finding.step), finding.rank, str(finding.order), finding.name, finding.what]
-    return [*place, *errors, finding.left, finding.right]
+    return [*place, *_errors(finding, 6), finding.left, finding.right]
+
+
+def _errors(finding: Finding, digits: int) -> list[str]:
+    """Absolute, relative and cosine, which is closest to 1 where it matters and has three more digits."""
+    difference = finding.difference
+    if difference is None:
+        return ["", "", ""]
+    cosine = "" if difference.cosine is None else f"{difference.cosine:.{digits + 3}f}"
+    return [f"{difference.absolute:.{digits}g}", f"{difference.relative:.{digits}g}", cosine]

@@ -98,6 +98,7 @@ class ApiDump:
         self._recorded.failures.warn(cause, message)
 
     def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        self._recorded.settle()
         name = CallName(base, self._session.number(base), of_module=False)
         call = self._recorded.opened(name)
         self._calling.written = _written(args, kwargs, self._recorded.backend.tensor) if base.startswith(WRITING) else None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from monitor.capture.following import follow_inputs, follow_result, together
+from monitor.capture.hooks import Removable
 from monitor.dump.backend import DumpBackend
 from monitor.dump.measured import Slot
 from monitor.dump.names import CallName
@@ -29,6 +32,15 @@ class Recorded:
         self.backend = backend
         self.failures = failures
         self.trees = Trees(backend.tensor)
+
+    def settle(self, but: int = 0) -> None:
+        """Modules that have raised are open no more, where the framework tells nobody of that.
+
+        Args:
+            but: How many of those that are being called now have not been entered yet.
+        """
+        if self.session.open_modules and (calling := self.backend.being_called()) is not None:
+            self.session.keep_open(calling[: len(calling) - but])
 
     def opened(self, name: CallName) -> Call:
         """The call ``name``, of which ``begin`` has still to be told."""
@@ -119,36 +131,17 @@ class Call:
         if self._session.wants(self.name, "backward", "input"):
             backward.content = {"input": slots, **backward.content}
             for x, slot in given:
-                self._watch_tensor(x, self._taking(backward, slot))
+                self._keep(follow_result(self._graph, x, self._start, self._taking(backward, [slot])))
         if self._inputs:
-            self._watch_inputs(backward, [x for x, _ in given])
+            given_back = [x for x, _ in given]
+            self._keep(follow_inputs(self._graph, self._inputs, self._start, given_back, partial(self._taking, backward)))
 
-    def _watch_inputs(self, backward: Backward, outputs: Sequence[Any]) -> None:
-        passed = {self._graph.gradient_target(x): x for x in outputs}
-        inside = [target for target in self._inputs if target not in passed]
-        edges = self._graph.producers(outputs, inside, self._start) if inside else {}
-        for target, slots in self._inputs.items():
-            if target in passed:
-                for slot in slots:
-                    self._watch_tensor(passed[target], self._taking(backward, slot))
-            elif edges[target]:
-                for handle in self._graph.watch(target, edges[target], self._taking_all(backward, slots)):
-                    self._session.until_end.add(handle)
-
-    def _watch_tensor(self, x: Any, take: Callable[[Any], None]) -> None:
-        handle = self._graph.on_gradient(x, take)
-        if not self._graph.made_since(x, self._start):
+    def _keep(self, handles: Iterable[Removable]) -> None:
+        """Until the dump ends: hooks on what may outlive the graph."""
+        for handle in handles:
             self._session.until_end.add(handle)
 
-    def _taking(self, backward: Backward, slot: Slot) -> Callable[[Any], None]:
-        return self._taking_all(backward, [slot])
-
-    def _taking_all(self, backward: Backward, slots: Sequence[Slot]) -> Callable[[Any], None]:
-        takes = [self._session.expect(backward, slot) for slot in slots]
-
-        def take(gradient: Any) -> None:
-            for one in takes:
-                one(gradient)
-
+    def _taking(self, backward: Backward, slots: Sequence[Slot]) -> Callable[[Any], None]:
+        take = together([self._session.expect(backward, slot) for slot in slots])
         guarded: Callable[[Any], None] = self._recorded.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
         return guarded

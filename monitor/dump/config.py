@@ -117,6 +117,8 @@ def load(path: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> D
     """
     name, fields, lines = "PrecisionDebugger", {}, {}  # type: str, dict[str, Any], Mapping[Path, int]
     if path is not None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"config_path is a {type(path).__name__}: expected the path of a file")
         name = os.path.expanduser(os.fsdecode(path))
         fields, lines = _read(name)
     given = {field: value for field, value in arguments.items() if value is not None}

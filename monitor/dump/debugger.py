@@ -25,6 +25,8 @@ from monitor.pipeline.process import PROCESS
 WITH_MODULES: Final = ("L0", "mix")
 WITH_APIS: Final = ("L1", "mix")
 
+_NO_PLACE: Final = "This step is not dumped: name a dump_path that can be written to."
+
 
 class PrecisionDebugger:
     """Dumps what modules and APIs are given and give, in the steps that are chosen.
@@ -253,7 +255,7 @@ class PrecisionDebugger:
             place = f"proc{os.getpid()}" if rank is None else f"rank{rank}"
             directory = self._directory / f"step{self._step}" / place
             self._failures.directory = directory
-            self._session = self._failures.guarded("opening a dump", Session)(
+            self._session = self._failures.guarded("opening a dump", Session, _NO_PLACE)(
                 directory, self.config, self._backend.framework, self._reader, self._writer, self._failures
             )
         return self._session
@@ -275,6 +277,8 @@ class PrecisionDebugger:
         TURN.give_back(self)
         self._roots.clear()
         if self._session is not None:
+            settle = Recorded(self._session, self._backend, self._failures).settle
+            self._failures.guarded("closing calls that have raised", settle)()
             self._session.forget_open_modules()
 
     def _at_exit(self) -> None:

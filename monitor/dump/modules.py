@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from monitor.capture.hooks import HookSet
 from monitor.dump.calls import ADVICE, Call, Recorded
 from monitor.dump.names import CallName
 from monitor.dump.parameter_gradients import ParameterGradients
+from monitor.dump.session import OpenModule
 
 
 class Tokens:
@@ -54,12 +56,12 @@ class ModuleWatcher:
         self._tokens = tokens
         self._gradients = gradients
         self._open = OpenCalls()
+        self._has_raised = recorded.failures.guarded("closing a call", self._raised, ADVICE, of=base)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._tokens.open or not self._session.here or self._backend.traced():
             return
-        if self._session.open_modules and (calling := self._backend.being_called()) is not None:
-            self._session.keep_open(calling[:-1])  # the last one is this
+        self._recorded.settle(but=1)
         name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
         call = self._recorded.opened(name)
         self._open.calls.append(call)
@@ -67,7 +69,7 @@ class ModuleWatcher:
             with self._session.at_work():
                 call.begin(args, kwargs)
         finally:
-            self._session.module_begins(name, module)
+            self._session.module_begins(OpenModule(name, id(module), partial(self._has_raised, call)))
         if self._backend.graph.recording():
             self._gradients.watch(module)
 
@@ -79,6 +81,13 @@ class ModuleWatcher:
         self._session.module_ended(call.name)
         with self._session.at_work():
             call.end(result, self._backend.parameters_of(module))
+
+    def _raised(self, call: Call) -> None:
+        """It had raised, some time ago: its parameters may be others by now, and are not read."""
+        self._open.calls.remove(call)
+        if self._session.here:
+            with self._session.at_work():
+                call.end(None)
 
 
 class ModuleDump:
@@ -102,10 +111,15 @@ class ModuleDump:
         Args:
             numbered: Whether names have the model's place among the models.
         """
+        found = False
         for index, model in enumerate(models):
             prefix = f"{self._prefix}.{index}" if numbered else self._prefix
             for name, module in self._recorded.backend.modules_of(model, self._recorded.failures):
                 self._watch_module(f"{prefix}.{name}.{type(module).__name__}", module)
+                found = True
+        if not found:
+            said = "no module has been found below the model, which is itself not dumped: pass what contains it"
+            self._recorded.failures.warn("no modules", f"{said}.")
 
     def remove(self) -> None:
         self._hooks.remove()

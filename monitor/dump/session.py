@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from monitor.capture.hooks import HookSet
 from monitor.dump.assembly import assemble, finish
@@ -43,12 +43,25 @@ class Backward:
         self.at = 0
 
 
+class OpenModule(NamedTuple):
+    """A module that is being called.
+
+    Attributes:
+        name: Of the call.
+        module: Its id.
+        raised: What is to be done when it turns out to have raised.
+    """
+
+    name: CallName
+    module: int
+    raised: Callable[[], object]
+
+
 class Thread(threading.local):
     """What a thread is at, with these values in each that asks."""
 
     def __init__(self) -> None:
-        self.open_modules: list[CallName] = []
-        self.open_ids: list[int] = []
+        self.open_modules: list[OpenModule] = []
         self.reading = False
 
 
@@ -84,8 +97,8 @@ class Session:
         return not self.closed and self.pid == os.getpid()
 
     @property
-    def open_modules(self) -> list[CallName]:
-        """The modules that this thread is calling, outermost first, by the names of their forwards."""
+    def open_modules(self) -> list[OpenModule]:
+        """The modules that this thread is calling, outermost first."""
         return self._threads.open_modules
 
     @property
@@ -93,18 +106,16 @@ class Session:
         """Whether what this thread calls now is called by us."""
         return self._threads.reading
 
-    def module_begins(self, name: CallName, module: Any) -> None:
+    def module_begins(self, module: OpenModule) -> None:
         """From here on it is the parent of what is called."""
-        self._threads.open_modules.append(name)
-        self._threads.open_ids.append(id(module))
+        self._threads.open_modules.append(module)
 
     def module_ended(self, name: CallName) -> None:
         """What is still open below it has raised."""
-        thread = self._threads
-        while thread.open_modules:
-            thread.open_ids.pop()
-            if thread.open_modules.pop() == name:
-                break
+        places = [place for place, one in enumerate(self.open_modules) if one.name == name]
+        if places:
+            self._close_above(places[-1] + 1)
+            self.open_modules.pop()
 
     def keep_open(self, calling: Sequence[int]) -> None:
         """Of what is open, what is being called: a framework need not tell of what has raised.
@@ -112,12 +123,16 @@ class Session:
         Args:
             calling: The ids of modules, outermost first, each as often as it is being called.
         """
-        thread, left = self._threads, Counter(calling)
-        for place, one in enumerate(thread.open_ids):
-            left[one] -= 1
-            if left[one] < 0:
-                del thread.open_ids[place:], thread.open_modules[place:]
+        left = Counter(calling)
+        for place, one in enumerate(self.open_modules):
+            left[one.module] -= 1
+            if left[one.module] < 0:
+                self._close_above(place)
                 break
+
+    def _close_above(self, place: int) -> None:
+        while len(self.open_modules) > place:
+            self.open_modules.pop().raised()  # once it is no parent any more, its own least of all
 
     def forget_open_modules(self) -> None:
         """Of every thread: nobody is told of their ends any more."""
@@ -151,12 +166,12 @@ class Session:
 
     def wants(self, name: CallName, direction: Any, section: Section | None = None) -> bool:
         return self.selection.wants(direction, section) and self.selection.lists(
-            name.of(direction), [module.of(direction) for module in self.open_modules]
+            name.of(direction), [module.name.of(direction) for module in self.open_modules]
         )
 
     def parent(self, direction: str) -> str | None:
         """The module that is being called."""
-        return self.open_modules[-1].of(direction) if self.open_modules else None
+        return self.open_modules[-1].name.of(direction) if self.open_modules else None
 
     def stack(self) -> int | None:
         """The Python stack that leads here, by its number among those of the step."""
@@ -209,9 +224,17 @@ class Session:
         if not self.here:
             return
         self.flush()
+        self._warn_of_nothing()
         self.closed = True
         self._records.close()
         finish(self.directory)
+
+    def _warn_of_nothing(self) -> None:
+        """That a choice of names has chosen nothing is seldom what was meant."""
+        chosen = self._config.chosen
+        if self._counts and (chosen.scope or chosen.names) and next(self._order) == 0:
+            said = f"scope {chosen.scope} and list {chosen.names} have chosen none of the calls of this step"
+            self._failures.warn("nothing chosen", f"{said}: names are those that dump.json has without them.")
 
     def _enter_backward(self, backward: Backward) -> None:
         self._waiting.pop(id(backward), None)

@@ -81,6 +81,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(tmp_path / "config.json", {})
 
 
+def test_a_dictionary_in_place_of_a_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="config_path is a dict: expected the path of a file"):
+        load({"task": "tensor"}, {})  # type: ignore[arg-type]
+
+
 def test_checksums_belong_to_statistics_alone(tmp_path: Path) -> None:
     path = written(tmp_path, statistics={"summary_mode": "md5"})
     assert load(path, {}).checksums

@@ -16,7 +16,7 @@ from monitor.dump.command import app as recover_app
 from monitor.dump.config import DumpConfig
 
 TEXT = (Path(__file__).parents[2] / "docs" / "precision-dump.md").read_text(encoding="utf-8")
-TRAINING, READING = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+TRAINING, _OF_MINDSPORE, READING = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 APPS = {"monitor-dump-recover": recover_app, "monitor-compare": compare_app}
 
 

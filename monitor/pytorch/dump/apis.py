@@ -58,6 +58,24 @@ class FunctionMode(TorchFunctionMode):
         return result
 
 
+def _is_no_part_of_the_program(function: Function) -> None:
+    """Compilers leave it alone, and what it calls.
+
+    What could not be compiled of a compiled function calls torch, and so this, while everything that is called is taken to be
+    part of the program: it would be compiled once more for each parameter of an optimizer. Where it is traced as a part of
+    what calls it nothing changes.
+    """
+    compiler: Any = torch._C._dynamo.eval_frame
+    if hasattr(compiler, "set_code_exec_strategy"):
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    else:  # older versions
+        compiler.skip_code(function.__code__)
+
+
+_is_no_part_of_the_program(FunctionMode.__torch_function__)
+
+
 class OpenCalls(threading.local):
     """Calls that have not ended, None for one that nobody wants to know of: each thread has its own."""
 
@@ -135,6 +153,7 @@ class Interception:
 
     def install(self) -> None:
         self._patched.listen()
+        _take_out_what_was_left()
         self._mode.listener = self._listener
         self._undo = _answer_as_without(self._mode)
         _push_mode(self._mode)
@@ -172,6 +191,13 @@ def _take_out(mode: TorchFunctionMode) -> bool:
     for one in reversed(above):
         _push_mode(one)
     return True
+
+
+def _take_out_what_was_left() -> None:
+    """Modes of ours that record nothing any more: ``remove`` was called in another thread, which has a stack of its own."""
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, FunctionMode) and mode.listener is None:
+            _take_out(mode)
 
 
 def traced() -> bool:

@@ -18,7 +18,7 @@ from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_modes import beneath, unseen
 from monitor.stats.torch_op import reduce_into
-from monitor.stats.torch_tensors import is_plain, local_shard
+from monitor.stats.torch_tensors import has_memory, is_plain, local_shard
 
 _functorch: Final[Any] = torch._C._functorch
 
@@ -50,7 +50,7 @@ class Reader:
                 return Leaf(_described(x), _HostRow(self._kernel.reduce(x)), None, None)  # most of them, on the shortest way
         with beneath():
             local = local_shard(x)
-            if local is None or local.is_meta:
+            if local is None or local.is_meta or not has_memory(local):
                 return Leaf(_described(x), None, None, None)
             copy = _copied(local) if file is not None or self._checksums else None
             return Leaf(_described(x), self._read(local), copy, file)

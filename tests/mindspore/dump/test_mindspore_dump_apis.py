@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from cells_to_dump import Convolutional, Dump, Transformer, described, dumping, gradients_of, input_of, same, seeded
+from dump_examples import RELU, Example, directory_of, same_to_the_letter, without_numbers
 from mindspore import Tensor, mint, nn, ops
 from mindspore.train import Model
 
@@ -18,16 +19,13 @@ from monitor.mindspore.dump.apis import PLACES
 
 
 def test_relu_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
-    x, tensor = Tensor([-1.0, 2.0]), ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "data_name"]
+    """Names and keys, each and in its order."""
     with dumping(tmp_path, task="tensor"):
-        ms.grad(lambda x: ops.relu(x) * 1)(x)
-    data = Dump(tmp_path).data
-    forward, backward = data["Functional.relu.0.forward"], data["Functional.relu.0.backward"]
-    assert list(forward) == ["input_args", "input_kwargs", "output"]
-    assert [list(leaf) for leaf in (forward["input_args"][0], forward["output"][0])] == [tensor, tensor]
-    assert forward["input_args"][0]["data_name"] == "Functional.relu.0.forward.input.0.npy"
-    assert list(backward) == ["input", "output"]
-    assert backward["output"][0]["data_name"] == "Functional.relu.0.backward.output.0.npy"
+        ms.grad(ops.relu)(ops.sin(ops.ones(RELU)))
+    expected = Example("mindspore", "Cell", "mindspore.Tensor", "Float32").relu(directory_of(tmp_path))
+    told = without_numbers(tmp_path, expected)
+    told["data"] = {name: entry for name, entry in told["data"].items() if ".relu." in name}
+    assert same_to_the_letter(told, expected)
 
 
 def test_the_backward_of_an_api_has_the_gradients_of_both_sides(tmp_path: Path) -> None:
@@ -90,18 +88,37 @@ def test_a_run_that_is_dumped_computes_the_same_bits(kind: type[nn.Cell], level:
     assert found == expected
 
 
-def tables() -> dict[str, dict[str, Any]]:
-    """Everything that could have been replaced."""
-    classes = {kind.__name__: kind for kind in (ms.ops.Primitive, ms.ops.Conv2D, ms.ops.ReLU, ms.ops.MatMul)}
-    return {name: dict(vars(place)) for name, place in {**PLACES, **classes}.items()}
+def tables(network: nn.Cell) -> dict[Any, dict[str, Any]]:
+    """Everything that could have been replaced: functions, methods, calls of primitives."""
+    primitives = [one for _, cell in network.cells_and_names() for one in (*vars(cell).values(), *cell._primitives.values())]
+    classes = {base for one in primitives if isinstance(one, ms.ops.Primitive) for base in type(one).__mro__}
+    assert {ms.ops.Primitive, ms.ops.MatMul} <= classes
+    return {place: dict(vars(place)) for place in (*PLACES.values(), *classes, nn.Cell)}
 
 
-def test_what_mindspore_is_made_of_is_the_same_after_a_dump(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+@pytest.mark.parametrize("kind", [Convolutional, Transformer])
+def test_what_mindspore_is_made_of_is_the_same_after_a_dump(tmp_path: Path, kind: type[nn.Cell], level: str) -> None:
+    network = seeded(kind)
+    before = tables(network)
+    debugger = PrecisionDebugger(dump_path=tmp_path, level=level)
+    debugger.start(network)
+    assert (tables(network) == before) is (level == "L0")
+    gradients_of(network)
+    debugger.stop()
+    assert tables(network) == before
+    debugger.step()
+
+
+def test_cells_have_no_hooks_after_a_dump(tmp_path: Path) -> None:
+    def hooks(network: nn.Cell) -> list[int]:
+        return [len(one._forward_hook) + len(one._forward_pre_hook) for _, one in network.cells_and_names()]
+
     network = seeded(Convolutional)
-    before = tables()
     with dumping(tmp_path, network, level="mix"):
+        assert any(hooks(network))
         gradients_of(network)
-    assert tables() == before
+    assert not any(hooks(network))
 
 
 @pytest.mark.parametrize("kind", [nn.Adam, nn.SGD, nn.AdamWeightDecay])
@@ -180,19 +197,6 @@ def test_model_dumps_each_of_its_steps_by_a_callback(tmp_path: Path, passed: boo
     for step in range(2):
         names = set(Dump(tmp_path, step).data)
         assert {"Cell.conv1.Conv2d.forward.0", "Cell.conv1.Conv2d.parameters_grad.0"} <= names
-
-
-def test_a_range_of_tokens_is_a_range_of_forwards_of_the_model(tmp_path: Path) -> None:
-    network = seeded(Transformer).set_train(False)
-    debugger = PrecisionDebugger(dump_path=tmp_path, level="mix")
-    debugger.start(network, token_range=[2, 3])
-    for length in range(1, 6):
-        network(ops.ones((1, length), ms.int32))
-    debugger.step()
-    data = Dump(tmp_path).data
-    lengths = [entry["input_args"][0]["shape"][1] for name, entry in data.items() if name.startswith("Cell.embedding")]
-    assert lengths == [2, 3]
-    assert not [name for name in data if name.startswith("Functional.ones")]
 
 
 def test_dropout_that_is_made_afterwards_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

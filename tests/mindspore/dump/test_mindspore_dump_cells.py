@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import mindspore as ms
 import pytest
 from cells_to_dump import Convolutional, Dump, Transformer, described, dumping, gradients_of, input_of, same, seeded
+from dump_examples import INPUT, Example, directory_of, same_to_the_letter, without_numbers
 from mindspore import Tensor, nn
 
 from monitor.mindspore import PrecisionDebugger
@@ -76,23 +78,13 @@ def test_parameters_and_their_gradients_are_those_of_the_network(tmp_path: Path,
 
 
 def test_a_convolution_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
-    """Keys and names, each and in its order."""
-    dump, network, _ = dumped(tmp_path, Convolutional, task="tensor")
-    tensor = ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "data_name"]
-    conv = "Cell.conv1.Conv2d"
-    forward, gradients, backward = (dump.data[f"{conv}.{name}.0"] for name in ("forward", "parameters_grad", "backward"))
-    assert list(dump.whole) == ["task", "level", "framework", "dump_data_dir", "data"]
-    assert (dump.whole["framework"], forward["output"][0]["type"]) == ("mindspore", "mindspore.Tensor")
-    assert forward["output"][0]["dtype"] == "Float32"
-    assert list(forward) == ["input_args", "input_kwargs", "output", "parameters"]
-    assert [list(leaf) for leaf in (forward["input_args"][0], forward["output"][0])] == [tensor, tensor]
-    assert list(forward["parameters"]) == list(gradients) == ["weight", "bias"]
-    assert [list(leaf) for (leaf,) in gradients.values()] == [tensor, tensor]
-    assert list(backward) == ["input", "output"]
-    assert forward["parameters"]["weight"]["data_name"] == f"{conv}.forward.0.parameters.weight.npy"
-    assert gradients["bias"][0]["data_name"] == f"{conv}.parameters_grad.0.bias.npy"
-    assert backward["input"][0]["data_name"] == f"{conv}.backward.0.input.0.npy"
-    assert dump.tensor(forward["parameters"]["weight"]).tobytes() == network.conv1.weight.asnumpy().tobytes()
+    """Names and keys, each and in its order."""
+    network = nn.SequentialCell(OrderedDict(conv2=nn.Conv2d(16, 32, 5, pad_mode="valid", has_bias=True))).set_train(True)
+    with dumping(tmp_path, network, level="L0", task="tensor"):
+        # What is differentiated by alone has a gradient here: a tensor outside has none.
+        ms.value_and_grad(lambda x: network(x).sum(), 0, network.trainable_params())(ms.ops.ones(INPUT))
+    expected = Example("mindspore", "Cell", "mindspore.Tensor", "Float32").convolution(directory_of(tmp_path))
+    assert same_to_the_letter(without_numbers(tmp_path, expected), expected)
 
 
 def test_a_list_of_models_numbers_them(tmp_path: Path) -> None:
@@ -152,11 +144,44 @@ class Catches(nn.Cell):
         return self.last(x)
 
 
-def test_a_cell_that_has_raised_is_the_parent_of_nothing_later(tmp_path: Path) -> None:
+def test_a_cell_that_has_raised_is_the_parent_of_nothing_later_and_has_an_entry_as_in_pytorch(tmp_path: Path) -> None:
     network = nn.SequentialCell(Catches())
     with dumping(tmp_path, network, level="L0"):
         network(Tensor([1.0]))
-    construct = Dump(tmp_path).read("construct.json")
+    dump = Dump(tmp_path)
+    construct = dump.read("construct.json")
     catches, raises = "Cell.0.Catches.forward.0", "Cell.0.raises.Raises.forward"
     assert construct["Cell.0.last.ReLU.forward.0"] == catches
     assert [construct[f"Cell.0.raises.inner.ReLU.forward.{n}"] for n in range(2)] == [f"{raises}.{n}" for n in range(2)]
+    assert [construct[f"{raises}.{n}"] for n in range(2)] == [catches] * 2
+    assert dump.data[f"{raises}.1"] == {"input_args": [described(Tensor([1.0]))], "input_kwargs": {}, "output": [None]}
+
+
+def test_a_cell_that_has_raised_is_the_parent_of_no_function_that_is_called_later(tmp_path: Path) -> None:
+    network = nn.CellList([Raises()])
+    with dumping(tmp_path, network, level="mix"):
+        with suppress(KeyError):
+            network[0](Tensor([1.0]))
+        ms.ops.square(Tensor([1.0]))
+    construct = Dump(tmp_path).read("construct.json")
+    assert construct["Functional.square.0.forward"] is None
+    assert construct["Cell.0.Raises.forward.0"] is None
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_a_cell_that_is_being_called_at_stop_has_no_entry_and_one_that_has_raised_has(tmp_path: Path, raising: bool) -> None:
+    class Stops(nn.Cell):
+        def construct(self, x: Tensor) -> Tensor:
+            if raising:
+                raise KeyError
+            debugger.stop()
+            return x
+
+    network = nn.CellList([Stops()])
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
+    debugger.start(network)
+    with suppress(KeyError):
+        network[0](Tensor([1.0]))
+    debugger.stop()
+    debugger.step()
+    assert list(Dump(tmp_path).data) == (["Cell.0.Stops.forward.0"] if raising else [])

@@ -40,8 +40,37 @@ debugger.stop()
 torch.jit.script(nn.MultiheadAttention(8, 2).eval())
 """
 
+OPTIMIZES = """
+from torch._dynamo.utils import counters
 
-@pytest.mark.parametrize("script", [COMPILES, SCRIPTS], ids=["compiled", "scripted"])
+def trained(dumps):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(layer.parameters(), foreach=True)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    frames = []
+    for dump in dumps:
+        if dump:
+            debugger.start()
+        layer(torch.ones(3, 4)).sum().backward()
+        compiled()
+        debugger.stop()
+        debugger.step()
+        optimizer.zero_grad()
+        frames.append(counters["frames"]["total"])
+    return frames, [parameter.detach().numpy().tobytes() for parameter in layer.parameters()]
+
+plain, expected = trained([False] * 4)
+dumped, found = trained([True, False, True, False])
+assert found == expected
+assert dumped[0] == plain[0], (plain, dumped)  # nothing of a dump is compiled
+assert dumped[1:] == [dumped[1]] * 3, dumped  # compiled once for steps with it and once for those without
+"""
+
+
+@pytest.mark.parametrize("script", [COMPILES, SCRIPTS, OPTIMIZES], ids=["compiled", "scripted", "optimizer"])
 def test_what_torch_first_compiles_inside_a_dump_compiles_then_and_later(tmp_path: Path, script: str) -> None:
     """In a process of its own: compilers look torch's functions up once."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

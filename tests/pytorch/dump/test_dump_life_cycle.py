@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from dumping import Convolutional, Dump, Transformer, loss_of, seeded, tokens
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from monitor.dump.records import FILE, Records
 from monitor.dump.recovery import recover
@@ -333,6 +334,19 @@ def test_a_stop_in_another_thread_records_nothing_more_and_is_told(tmp_path: Pat
     assert "stop() was called in another thread than start()" in said_beside(tmp_path)
 
 
+def test_what_a_stop_in_another_thread_leaves_is_taken_away_by_the_next_start(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.start()
+    other = threading.Thread(target=debugger.stop)
+    other.start()
+    other.join()
+    debugger.start()
+    assert len(_get_current_function_mode_stack()) == 1
+    debugger.stop()
+    assert _get_current_function_mode_stack() == []
+    debugger.step()
+
+
 def test_another_model_that_is_passed_before_stop_is_told_of(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
     first, second = (nn.Sequential(nn.ReLU()) for _ in range(2))
@@ -343,6 +357,32 @@ def test_another_model_that_is_passed_before_stop_is_told_of(tmp_path: Path) -> 
     debugger.step()
     assert "with another model, which is not dumped" in said_beside(tmp_path)
     assert debugger.model is first
+
+
+@pytest.mark.parametrize("chosen", [{"list": ["Relu"]}, {"scope": ["Functional.silu.0.forward", "Functional.silu.1.forward"]}])
+def test_a_choice_that_chooses_nothing_is_told_of(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    debugger = configured(tmp_path, statistics=chosen)
+    debugger.start()
+    F.relu(torch.ones(1))
+    debugger.step()
+    assert "have chosen none of the calls of this step" in said_beside(tmp_path / "out")
+
+
+def test_a_model_without_modules_below_it_is_told_of(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
+    debugger.start(nn.ReLU())
+    debugger.step()
+    assert "no module has been found below the model, which is itself not dumped" in said_beside(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_told_of_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    debugger = PrecisionDebugger(dump_path=tmp_path / "file")
+    debugger.start()
+    debugger.step()
+    assert "name a dump_path that can be written to" in caplog.text
 
 
 def test_files_that_cannot_be_made_can_be_made_later(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dump_examples import INPUT, Example, directory_of, same_to_the_letter, without_numbers
 from dumping import Convolutional, Dump, Transformer, described, dumping, images, loss_of, same, seeded
 from torch import Tensor, nn
 
@@ -87,25 +89,12 @@ def test_tensors_are_stored_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_convolution_stands_in_the_file_as_the_reference_has_it(tmp_path: Path) -> None:
-    """Keys and names, each and in its order."""
-    dump, _ = dumped(tmp_path, Convolutional, task="tensor")
-    tensor = ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "data_name"]
-    conv = "Module.conv1.Conv2d"
-    forward, gradients, backward = (dump.data[f"{conv}.{name}.0"] for name in ("forward", "parameters_grad", "backward"))
-    assert list(dump.whole) == ["task", "level", "framework", "dump_data_dir", "data"]
-    assert list(forward) == ["input_args", "input_kwargs", "output", "parameters"]
-    assert [list(leaf) for leaf in (forward["input_args"][0], forward["output"][0])] == [tensor, tensor]
-    assert forward["input_kwargs"] == {}
-    assert [list(leaf) for leaf in forward["parameters"].values()] == [tensor, tensor]
-    assert list(gradients) == ["weight", "bias"]
-    assert [list(leaf) for (leaf,) in gradients.values()] == [tensor, tensor]
-    assert list(backward) == ["input", "output"]
-    assert list(backward["input"][0]) == tensor
-    assert forward["input_args"][0]["data_name"] == f"{conv}.forward.0.input.0.npy"
-    assert forward["output"][0]["data_name"] == f"{conv}.forward.0.output.0.npy"
-    assert forward["parameters"]["bias"]["data_name"] == f"{conv}.forward.0.parameters.bias.npy"
-    assert gradients["weight"][0]["data_name"] == f"{conv}.parameters_grad.0.weight.npy"
-    assert backward["input"][0]["data_name"] == f"{conv}.backward.0.input.0.npy"
+    """Names and keys, each and in its order."""
+    network = nn.Sequential(OrderedDict(conv2=nn.Conv2d(16, 32, 5)))
+    with dumping(tmp_path, network, level="L0", task="tensor"):
+        network(torch.ones(INPUT, requires_grad=True)).sum().backward()
+    expected = Example("pytorch", "Module", "torch.Tensor", "torch.float32").convolution(directory_of(tmp_path))
+    assert same_to_the_letter(without_numbers(tmp_path, expected), expected)
 
 
 def test_the_header_says_what_was_asked_for(tmp_path: Path) -> None:
