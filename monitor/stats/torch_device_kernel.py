@@ -49,7 +49,7 @@ class DeviceKernel:
 
         Args:
             page: float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``.
-            offset: A whole number on the same device, never looked at by the host.
+            offset: A whole number on the same device, never looked at by the host. Where it is negative nothing is written.
         """
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
             source = readable(x)
@@ -59,7 +59,7 @@ class DeviceKernel:
             if offset is None:
                 page[row].copy_(numbers)
             else:
-                page.index_copy_(0, (offset + row).view(1), numbers.view(1, -1))
+                _write_below(page, row, offset, numbers)
         return True
 
     def _reduce(self, source: Readable) -> Tensor:
@@ -107,6 +107,12 @@ class DeviceKernel:
             EXPONENT: exponent,
         }
         return _small_exponent(torch.stack([numbers[column].double() for column in range(len(COLUMNS))]))
+
+
+def _write_below(page: Tensor, row: int, offset: Tensor, numbers: Tensor) -> None:
+    place = (offset.clamp(min=0).long() + row).view(1)
+    kept = page.index_select(0, place)
+    page.index_copy_(0, place, torch.where(offset >= 0, numbers.view(1, -1), kept))
 
 
 def _working(piece: Tensor) -> Tensor:

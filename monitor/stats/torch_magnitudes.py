@@ -13,6 +13,7 @@ from torch import Tensor
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.numpy_magnitudes import EXPONENT_BINS, give_back_what_rounded, of_singles
 from monitor.stats.torch_modes import KEYS_ABOVE_US
+from monitor.stats.torch_persistent import persistent
 from monitor.stats.torch_tensors import Readable, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
@@ -48,8 +49,13 @@ def count_magnitudes_there(x: Tensor) -> Tensor | None:
 
 @cache
 def _edges(device: torch.device) -> Tensor:
-    """Brought to the device once: to wait for that with every tensor would be to wait for all that was launched before."""
-    return torch.tensor(UPPER, dtype=torch.float32, device=device)
+    """Brought to the device once, without a wait for what was launched before: from pinned memory."""
+    there = device.type != "cpu"
+
+    def make() -> Tensor:
+        return torch.tensor(UPPER, dtype=torch.float32, pin_memory=there).to(device, non_blocking=there)
+
+    return persistent(device, make)
 
 
 def _bins_of(magnitudes: Tensor, edges: Tensor) -> Tensor:

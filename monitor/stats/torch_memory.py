@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from monitor.stats.host_memory import HostPage
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import PageCopy, PageMemory
+from monitor.stats.torch_persistent import persistent
 
 
 class DevicePage:
@@ -28,7 +29,7 @@ class DevicePage:
     """
 
     def __init__(self, rows: int, device: torch.device, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
-        self.tensor = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+        self.tensor = persistent(device, lambda: torch.zeros(rows, columns, dtype=torch.float64, device=device))
         self._cleared_columns = cleared
         self._side = torch.Stream(device=device)
         self._sealing = torch.accelerator.current_stream(device)
@@ -43,8 +44,10 @@ class DevicePage:
             yield
             return
         stream.wait_event(self._cleared)
-        yield
-        self._written[stream] = stream.record_event()
+        try:
+            yield
+        finally:  # rows that were written before something failed are sealed after they are written, too
+            self._written[stream] = stream.record_event()
 
     def new_copy(self) -> PageCopy:
         return DevicePageCopy(self, self._side)
@@ -82,13 +85,14 @@ class DevicePageCopy:
         live = page.tensor
         self._page = page
         self._side = side
-        self._sealed = torch.empty_like(live)
+        self._sealed = persistent(live.device, lambda: torch.empty_like(live))
         self._host = torch.empty(live.shape, dtype=live.dtype, pin_memory=True)
         self._taken = torch.Event(device=live.device)
         self._arrived = torch.Event(device=live.device)
         self.nbytes = 2 * live.nbytes
 
-    def take(self) -> None:
+    def take(self, rows: int) -> None:
+        del rows  # a copy of the whole page takes as long
         training = self._page.join()
         self._sealed.copy_(self._page.tensor)
         self._page.clear()

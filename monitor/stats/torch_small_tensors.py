@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.partials import COLUMNS, COUNT, M2, MAX, MIN, SMALLS, SUM, SUMSQ, WRITES, Floats
-from monitor.stats.torch_tensors import is_plain
+from monitor.stats.torch_tensors import plain_address
 
 SMALL: Final = 1024
 """Elements up to which a tensor is cheaper as one of many."""
@@ -52,11 +52,8 @@ class Staging:
     def add(self, x: Tensor) -> bool:
         """Copy ``x``, if it is small, its memory holds what it says, and there is room."""
         size = 4 * x.numel()
-        if size > SMALL_BYTES or self._bytes + size > BATCH_BYTES or not is_plain(x) or x.is_neg():
+        if size > SMALL_BYTES or self._bytes + size > BATCH_BYTES or not (address := plain_address(x)):
             return False
-        address = x.data_ptr()
-        if address <= 4 * x.storage_offset():
-            return False  # there is no memory, as of parameters that are elsewhere
         self._copies.append(string_at(address, size))
         self._bytes += size
         return True
