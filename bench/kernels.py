@@ -2,9 +2,10 @@
 
     python bench/kernels.py
 
-Three ways stand side by side: this project's kernel; torch operators on the whole tensor; the same with a cast to float64 for
-mean and norm, as tools do that care for accuracy. One thread. In each round every way runs once, right after a ``sum``, in an
-order that changes; ratios of CPU time are reported, as medians over the rounds.
+Four ways stand side by side: this project's kernel; the same without native code, as on machines where it was not built;
+torch operators on the whole tensor; these with a cast to float64 for mean and norm, as tools do that care for accuracy. One
+thread. In each round every way runs once, right after a ``sum``, in an order that changes; ratios of CPU time are reported,
+as medians over the rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tables import Progress, aligned, save
 from torch import Tensor
 
 from monitor.stats.ops import derive
-from monitor.stats.partials import Partials
+from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.torch_host_kernel import HostKernel
 
 EPS = 1e-8
@@ -34,8 +35,19 @@ CALLS = 200
 MILLION = 1_000_000
 MAGNITUDES = ("1e-30", "1e-20", "1e-10", "1", "1e10", "1e20", "1e30")
 KERNEL = HostKernel(eps=EPS)
+PORTABLE = HostKernel(eps=EPS, with_native=False)
+PAGE = np.zeros((1, len(COLUMNS)))
 
 Way = Callable[[Tensor], object]
+
+
+def monitored(x: Tensor) -> object:
+    """All partials, into a row."""
+    return KERNEL.reduce_into(x, PAGE, 0)
+
+
+def portable(x: Tensor) -> object:
+    return PORTABLE.reduce_into(x, PAGE, 0)
 
 
 def whole_tensor(x: Tensor) -> Sequence[Tensor]:
@@ -49,7 +61,7 @@ def with_casts(x: Tensor) -> Sequence[Tensor]:
     return x.min(), x.max(), mean, norm, (x.abs() < EPS).sum() / x.numel(), x.isnan().sum()
 
 
-WAYS: dict[str, Way] = {"monitor": KERNEL.reduce, "torch": whole_tensor, "torch with casts": with_casts}
+WAYS: dict[str, Way] = {"monitor": monitored, "portable": portable, "torch": whole_tensor, "torch with casts": with_casts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,8 @@ def main() -> None:
     speeds.append(speed_of(f"{SMALL} elements", torch.randn(SMALL), options.rounds, progress, calls=CALLS))
     errors = [errors_of(name, x) for name, x in delicate_tensors(MILLION)]
     progress.end()
+    if not KERNEL.is_native:
+        print("The native kernel is not there: both ways of the monitor are the portable one.\n")
     print(f"torch {torch.__version__}, one thread. Six ops over {options.rows * WIDTH / 1e6:.1f} M elements, over one sum:\n")
     print(speed_table(speeds))
     print(f"\nErrors against float64, of {MILLION} elements of float32:\n")

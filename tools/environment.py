@@ -3,9 +3,9 @@
 With ``--over`` it sees all that is in another environment of the project, too, behind what is installed into it.
 
 The environment is made from scratch when it is missing, when the last attempt did not finish, and when anything that decides
-what belongs into it has changed: ``pyproject.toml``, ``constraints.txt``, the arguments, the interpreter, the place of the
-project. What it was made from is written into it last, so that a half-made one is never taken for a whole one. Attempts at
-the same time wait for each other on a lock that the system takes back from a process that dies.
+what belongs into it has changed: ``pyproject.toml``, ``constraints.txt``, the sources in C, the arguments, the interpreter,
+the place of the project. What it was made from is written into it last, so that a half-made one is never taken for a whole one.
+Attempts at the same time wait for each other on a lock that the system takes back from a process that dies.
 
 Standard library only: this runs before anything is installed. Its syntax is that of old interpreters, so that they can say
 that they are too old.
@@ -22,6 +22,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
 STAMP = "made-from"
+DECIDING = ("pyproject.toml", "constraints.txt", "monitor/stats/host_kernel.c", "monitor/stats/host_pass.h")
+"""What is in an environment: the packages, and what was built of the project's own."""
 
 
 def main(arguments):
@@ -103,8 +105,9 @@ def fingerprint(arguments):
     digest = hashlib.sha256()
     for part in (sys.version, str(PROJECT), *arguments):
         digest.update(part.encode() + b"\0")
-    for name in ("pyproject.toml", "constraints.txt"):
-        digest.update((PROJECT / name).read_bytes())
+    for name in DECIDING:
+        path = PROJECT / name
+        digest.update(path.read_bytes() if path.exists() else b"")
     return digest.hexdigest()
 
 

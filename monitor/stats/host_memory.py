@@ -38,12 +38,13 @@ class HostPageCopy:
 
     def __init__(self, page: HostPage) -> None:
         self._page = page
-        self._sealed = np.empty_like(page.numbers)
+        self._sealed = np.zeros_like(page.numbers)
         self.nbytes = self._sealed.nbytes
 
-    def take(self) -> None:
-        np.copyto(self._sealed, self._page.numbers)
-        self._page.clear()
+    def take(self, rows: int) -> None:
+        live = self._page.numbers[:rows]
+        np.copyto(self._sealed[:rows], live)
+        live[:, self._page.cleared] = 0.0
 
     def rows(self) -> Floats:
         return self._sealed

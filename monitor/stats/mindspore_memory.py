@@ -66,7 +66,8 @@ class DevicePageCopy:
         self._sealed = _Joined({})
         self.nbytes = 0
 
-    def take(self) -> None:
+    def take(self, rows: int) -> None:
+        del rows  # only what was written is kept
         self._sealed = self._page.taken()
         self.nbytes = self._sealed.nbytes
 

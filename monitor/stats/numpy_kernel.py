@@ -1,4 +1,5 @@
-"""The kernel for what numpy can read: a chunk at a time, in float64, where squares of float32 neither overflow nor vanish.
+"""The kernel for what numpy can read: the native one where it is there, else numpy, a chunk at a time, in float64, where
+squares of float32 neither overflow nor vanish.
 
 Extremes are found in the elements' own precision: where both are finite, so is everything between them. Only chunks that
 hold a NaN or an Inf, squares of float64 that leave its range, and means that are large against the spread want a closer look.
@@ -13,8 +14,9 @@ from typing import Final
 import numpy as np
 
 from monitor.stats.epsilon import Epsilon
-from monitor.stats.numpy_tensors import CHUNK, Chunks, Raw, Reals, is_readable
-from monitor.stats.partials import EMPTY, Floats, union
+from monitor.stats.native import NativeKernel, native_kernel
+from monitor.stats.numpy_tensors import CHUNK, Chunks, Raw, Reals, is_readable, stored
+from monitor.stats.partials import COLUMNS, EMPTY, Floats, exponent_for, union
 
 _LEAST_SPREAD: Final = 1e-4
 """The share of the squares that the spread must hold: a difference of the two then has eleven digits."""
@@ -36,6 +38,7 @@ class NumpyKernel:
     """Reduces arrays to table rows. May be used by several threads at once."""
 
     def __init__(self, eps: float) -> None:
+        self._native: NativeKernel | None = native_kernel(eps)
         self._bounds = {np.dtype(one): one(Epsilon.of(eps, one).bound) for one in (np.float32, np.float64)}
         self._chunks = Chunks()
         self._scratch = _Scratch()
@@ -49,13 +52,29 @@ class NumpyKernel:
 
     def reduce(self, x: Raw) -> Row | Floats:
         """The row of a readable array, shape ``(len(COLUMNS),)``."""
+        whole = self._natively(x)
+        if whole is not None:
+            return whole
         with np.errstate(all="ignore"):
             rows = [self._chunk(v) for v in self._chunks.of(x)]
         if len(rows) == 1:
             return rows[0]
         return union(np.array(rows)) if rows else (1.0, *EMPTY[1:])
 
-    def _chunk(self, v: Reals) -> Row:
+    def _natively(self, x: Raw) -> Floats | None:
+        """The row of floats without gaps; None where the native kernel cannot tell, or is not there."""
+        found = None if self._native is None else stored(x)
+        if self._native is None or found is None:
+            return None
+        elements, form = found
+        page: Floats = np.empty((1, len(COLUMNS)))
+        return page[0] if self._native.reduce_into(elements, x.size, form, page, 0) else None
+
+    def _chunk(self, v: Reals) -> Row | Floats:
+        row = self._natively(v)
+        return self._portably(v) if row is None else row
+
+    def _portably(self, v: Reals) -> Row:
         lo, hi = float(np.minimum.reduce(v)), float(np.maximum.reduce(v))
         if math.isfinite(lo) and math.isfinite(hi):
             return self._finite(v, lo, hi)
@@ -63,7 +82,7 @@ class NumpyKernel:
 
     def _finite(self, v: Reals, lo: float, hi: float) -> Row:
         n = len(v)
-        exponent = _exponent(max(-lo, hi)) if v.dtype == np.float64 else 0
+        exponent = exponent_for(max(-lo, hi)) if v.dtype == np.float64 else 0
         wide = self._widened(v, exponent)
         total = float(np.add.reduce(wide))
         np.multiply(wide, wide, out=wide)
@@ -90,7 +109,7 @@ class NumpyKernel:
     def _smalls(self, v: Reals, lo: float, hi: float) -> float:
         """How many |x| are below eps."""
         bound = self._bounds[v.dtype]
-        if lo >= bound or hi <= -bound:
+        if not bound or lo >= bound or hi <= -bound:  # none is below 0: a dump asks for none
             return 0.0
         magnitudes = np.abs(v, out=self._scratch.magnitudes[v.dtype][: len(v)])
         return float(np.count_nonzero(np.less(magnitudes, bound, out=self._scratch.below[: len(v)])))
@@ -103,8 +122,3 @@ class NumpyKernel:
         if not len(finite):
             return (*counts, *EMPTY[5:])
         return (*counts, *self._finite(finite, float(finite.min()), float(finite.max()))[5:])
-
-
-def _exponent(absmax: float) -> int:
-    """The power of two to divide by before squaring in float64; 0 wherever squares and their sums fit."""
-    return math.frexp(absmax)[1] if absmax and not 1e-100 < absmax < 1e100 else 0

@@ -10,12 +10,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.stats import native
+
 CHUNK: Final = 32_768
 """Elements of a chunk. In float64 it is 256 KiB, so every pass after the first reads from the second-level cache."""
 
 Reals = NDArray[np.float32] | NDArray[np.float64]
 Raw = NDArray[Any]
 
+_FORMATS: Final = {
+    np.dtype(np.float32): native.FLOAT32,
+    np.dtype(np.float64): native.FLOAT64,
+    np.dtype(np.float16): native.FLOAT16,
+}
 _BFLOAT16: Final = "bfloat16"
 _HALF_OF_FLOAT32: Final = 16
 _NUMBERS: Final = "biufc"
@@ -24,6 +31,17 @@ _NUMBERS: Final = "biufc"
 def is_readable(x: Raw) -> bool:
     """Whether the elements are numbers that are understood here."""
     return x.dtype.kind in _NUMBERS or _is_bfloat16(x)
+
+
+def stored(x: Raw) -> tuple[Raw, int] | None:
+    """The elements and their format in the words of the native kernel, where they are floats and lie one behind the other."""
+    if not x.size or not (x.flags.c_contiguous or x.flags.f_contiguous):
+        return None
+    elements = x if x.flags.c_contiguous else x.T
+    if _is_bfloat16(x):
+        return elements.view(np.uint16), native.BFLOAT16
+    form = _FORMATS.get(x.dtype)
+    return None if form is None else (elements, form)
 
 
 class Chunks(threading.local):

@@ -27,55 +27,67 @@ CALLS: Final = "calls"
 INTEGER_OPS: Final = ("nans", "infs", CALLS)
 
 
-def _min(p: Partials) -> Floats:
+def _min(p: Partials, special: bool) -> Floats:
     c = p.columns
-    return _with_nan(p, np.where(c[NEGINFS] > 0, -np.inf, c[MIN]))
+    return _with_nan(p, np.where(c[NEGINFS] > 0, -np.inf, c[MIN])) if special else c[MIN].copy()
 
 
-def _max(p: Partials) -> Floats:
+def _max(p: Partials, special: bool) -> Floats:
     c = p.columns
-    return _with_nan(p, np.where(c[POSINFS] > 0, np.inf, c[MAX]))
+    return _with_nan(p, np.where(c[POSINFS] > 0, np.inf, c[MAX])) if special else c[MAX].copy()
 
 
-def _absmax(p: Partials) -> Floats:
+def _absmax(p: Partials, special: bool) -> Floats:
+    finite: Floats = np.maximum(np.abs(p.columns[MIN]), np.abs(p.columns[MAX]))
+    return _with_nan(p, np.where(_has_infs(p), np.inf, finite)) if special else finite
+
+
+def _mean(p: Partials, special: bool) -> Floats:
     c = p.columns
-    return _with_nan(p, np.where(_infs(p) > 0, np.inf, np.maximum(np.abs(c[MIN]), np.abs(c[MAX]))))
-
-
-def _mean(p: Partials) -> Floats:
-    c = p.columns
-    finite = np.ldexp(c[SUM] / np.maximum(p.finite, 1), c[EXPONENT].astype(np.int64))
+    finite = _unscaled(p, c[SUM] / np.maximum(p.finite if special else c[COUNT], 1))
+    if not special:
+        return finite
     infinite = np.where(c[POSINFS] > 0, np.inf, -np.inf)
     infinite = np.where((c[POSINFS] > 0) & (c[NEGINFS] > 0), np.nan, infinite)
-    return _with_nan(p, np.where(_infs(p) > 0, infinite, finite))
+    return _with_nan(p, np.where(_has_infs(p), infinite, finite))
 
 
-def _norm(p: Partials) -> Floats:
-    c = p.columns
-    return _with_nan(p, np.where(_infs(p) > 0, np.inf, np.ldexp(np.sqrt(c[SUMSQ]), c[EXPONENT].astype(np.int64))))
+def _norm(p: Partials, special: bool) -> Floats:
+    finite = _unscaled(p, np.sqrt(p.columns[SUMSQ]))
+    return _with_nan(p, np.where(_has_infs(p), np.inf, finite)) if special else finite
 
 
-def _std(p: Partials) -> Floats:
+def _std(p: Partials, special: bool) -> Floats:
     """Over the population (divided by n, not n - 1)."""
-    c = p.columns
-    finite = np.ldexp(np.sqrt(c[M2] / np.maximum(p.finite, 1)), c[EXPONENT].astype(np.int64))
-    return _with_nan(p, np.where(_infs(p) > 0, np.nan, finite))
+    finite = _unscaled(p, np.sqrt(p.columns[M2] / np.maximum(p.finite, 1)))
+    return _with_nan(p, np.where(_has_infs(p), np.nan, finite)) if special else finite
 
 
-def _zeros(p: Partials) -> Floats:
+def _zeros(p: Partials, _special: bool) -> Floats:
     c = p.columns
     share: Floats = c[SMALLS] / np.maximum(c[COUNT], 1)
     return share
 
 
-def _nans(p: Partials) -> Floats:
-    nans: Floats = p.columns[NANS]
+def _nans(p: Partials, _special: bool) -> Floats:
+    nans: Floats = p.columns[NANS].copy()
     return nans
 
 
-def _infs(p: Partials) -> Floats:
+def _infs(p: Partials, _special: bool) -> Floats:
     infs: Floats = p.columns[POSINFS] + p.columns[NEGINFS]
     return infs
+
+
+def _has_infs(p: Partials) -> Valid:
+    return _infs(p, True) > 0
+
+
+def _unscaled(p: Partials, values: Floats) -> Floats:
+    """Times the power of two that sums are divided by: of almost all rows there is none."""
+    exponent = p.columns[EXPONENT]
+    times: Floats = np.ldexp(values, exponent.astype(np.int64)) if exponent.any() else values
+    return times
 
 
 def _with_nan(p: Partials, values: Floats) -> Floats:
@@ -83,7 +95,7 @@ def _with_nan(p: Partials, values: Floats) -> Floats:
     return poisoned
 
 
-_DERIVED: Final[dict[str, Callable[[Partials], Floats]]] = {
+_DERIVED: Final[dict[str, Callable[[Partials, bool], Floats]]] = {
     "min": _min,
     "max": _max,
     "mean": _mean,
@@ -94,6 +106,8 @@ _DERIVED: Final[dict[str, Callable[[Partials], Floats]]] = {
     "absmax": _absmax,
     "std": _std,
 }
+"""Of partials, and whether some of them have NaN or Inf."""
+
 _DEFINED_WHEN_EMPTY: Final = frozenset({"norm", "nans", "infs"})
 
 NUMERIC_OPS: Final = tuple(_DERIVED)
@@ -106,16 +120,25 @@ def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
     Args:
         op: One of ``NUMERIC_OPS`` or ``LOSSES``, a column of features, or ``CALLS``.
     """
+    return derive_all([op], partials)[op]
+
+
+def derive_all(ops: Iterable[str], partials: Partials) -> dict[str, tuple[Floats, Valid]]:
+    """The same of several ops."""
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        special = bool(partials.columns[NANS : NEGINFS + 1].any())
+        return {op: _derived(op, partials, special) for op in ops}
+
+
+def _derived(op: str, partials: Partials, special: bool) -> tuple[Floats, Valid]:
     if op == CALLS:
         return partials["writes"], partials["writes"] > 0
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        if op in LOSSES:
-            return _share_lost(op, partials)
-        if op in DERIVED:
-            return DERIVED[op](partials)
-        values = _DERIVED[op](partials)
-    valid = np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
-    return values, valid
+    if op in LOSSES:
+        return _share_lost(op, partials)
+    if op in DERIVED:
+        return DERIVED[op](partials)
+    values = _DERIVED[op](partials, special)
+    return values, np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
 
 
 def is_of(op: str, kind: str) -> bool:

@@ -16,6 +16,7 @@ pairwise algorithm for computing sample variances".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -91,6 +92,11 @@ class Partials:
         c = self.columns
         finite: Floats = c[COUNT] - c[NANS] - c[POSINFS] - c[NEGINFS]
         return finite
+
+
+def exponent_for(absmax: float) -> int:
+    """The power of two to divide by before squaring in float64; 0 wherever squares and their sums fit."""
+    return math.frexp(absmax)[1] if absmax and not 1e-100 < absmax < 1e100 else 0
 
 
 def union(rows: Floats) -> Floats:

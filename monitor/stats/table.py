@@ -5,14 +5,16 @@ is memory that never moves, because captured and compiled code holds its address
 next free row, a full page is followed by another.
 
 Beside the numbers stand host columns, written by the hooks: the order in which rows were written, the layout of the tensor,
-and, for a tensor that was read a moment ago under another name, the row that holds its numbers. Sealing copies all of it and
-clears ``writes``, which alone decides whether a row is present: an empty tensor counts 0 elements and is still a measurement.
+and, for a tensor that was read a moment ago under another name, the row that holds its numbers. Of rows that code captured in
+a device's graph writes, the order is that of the capture. Sealing copies all of it and clears ``writes``, which alone decides
+whether a row is present: an empty tensor counts 0 elements and is still a measurement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final, Protocol
 
 import numpy as np
@@ -49,8 +51,10 @@ class PageCopy(Protocol):
 
     nbytes: int
 
-    def take(self) -> None:
-        """On the training thread, in its stream: copy the live page and clear it. Does not wait."""
+    def take(self, rows: int) -> None:
+        """On the training thread, in its stream: copy the first ``rows`` of the live page, which are all that were given away,
+        and clear them. Does not wait.
+        """
 
     def rows(self) -> Floats:
         """On the writer thread: the numbers, on the host. May wait for the device."""
@@ -96,10 +100,11 @@ class HostColumns:
     layout: NDArray[np.int64]
     alias: NDArray[np.int64]
     alias_order: NDArray[np.int64]
+    captured_order: NDArray[np.int64]
 
     @classmethod
     def of(cls, rows: int) -> HostColumns:
-        return cls(*(np.zeros(rows, dtype=np.int64) for _ in range(4)))
+        return cls(*(np.zeros(rows, dtype=np.int64) for _ in range(5)))
 
     def grown(self, rows: int) -> HostColumns:
         grown = HostColumns.of(rows)
@@ -107,12 +112,12 @@ class HostColumns:
         return grown
 
     def copy_from(self, other: HostColumns, rows: int) -> None:
-        for name in ("order", "layout", "alias", "alias_order"):
+        for name in ("order", "layout", "alias", "alias_order", "captured_order"):
             getattr(self, name)[:rows] = getattr(other, name)[:rows]
 
     @property
     def nbytes(self) -> int:
-        return 4 * self.order.nbytes
+        return 5 * self.order.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +158,14 @@ class StatsTable:
         return len(self.columns.order)
 
     @property
+    def used(self) -> int:
+        """Rows up to the last that was given away."""
+        return self.pages[-1].first_row + self.pages[-1].used if self.pages else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one sealed copy."""
-        return self.rows * 8 * (len(COLUMNS) + 4)
+        return self.rows * 8 * (len(COLUMNS) + 5)
 
     def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> Slot:
         """Give the next free rows of ``page`` to a series: one for each of ``micro_steps``."""
@@ -193,6 +203,13 @@ class StatsTable:
         if alias != NOT_AN_ALIAS:
             columns.alias_order[row] = columns.order[alias]
 
+    def note_captured(self, slot: Slot, layout: int) -> None:
+        """Enter the host columns of rows that are written by code which runs without us, whenever they are."""
+        rows = slice(slot.row, slot.row + slot.rows)
+        self.columns.captured_order[rows] = self.next_order()
+        self.columns.layout[rows] = layout
+        self.columns.alias[rows] = NOT_AN_ALIAS
+
     def next_order(self) -> int:
         """The place, among all that is written in this step, of a row that is noted later: see ``note_rows``."""
         self.writes += 1
@@ -218,13 +235,14 @@ class StatsTable:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.columns.order[:] = 0
+        self.columns.order[: self.used] = 0
         self.writes = 0
 
     def kinds_now(self) -> dict[str, KindRows]:
         """What the step in progress has measured so far. Waits for the device."""
         numbers = np.concatenate([page.memory.rows_now() for page in self.pages] or [np.zeros((0, len(COLUMNS)))])
-        histograms = _whole([None if page.histogram is None else page.histogram.rows_now() for page in self.pages], self.pages)
+        counted = [None if page.histogram is None else page.histogram.rows_now() for page in self.pages]
+        histograms = _whole(counted, [page.rows for page in self.pages])
         return measured(numbers, self.columns, self.identity, histograms)
 
 
@@ -242,7 +260,7 @@ class Sealed:
     _copies: list[PageCopy] = field(default_factory=list)
     _histograms: dict[int, PageCopy] = field(default_factory=dict)
     _columns: HostColumns = field(default_factory=lambda: HostColumns.of(0))
-    _rows: int = 0
+    _lengths: list[int] = field(default_factory=list)
     _table: StatsTable | None = None
     _identity: RowIdentity | None = None
 
@@ -252,33 +270,40 @@ class Sealed:
         for number, page in enumerate(table.pages):
             if page.histogram is not None and number not in self._histograms:
                 self._histograms[number] = page.histogram.new_copy()
-        for copy in (*self._copies, *self._histograms.values()):
-            copy.take()
+        for number, page in enumerate(table.pages):
+            self._copies[number].take(page.used)
+            if number in self._histograms:
+                self._histograms[number].take(page.used)
         if len(self._columns.order) < table.rows:
             self._columns = HostColumns.of(table.rows)
-        self._columns.copy_from(table.columns, table.rows)
-        self._rows, self._table, self._identity = table.rows, table, table.identity
+        self._columns.copy_from(table.columns, table.used)
+        self._lengths = [page.rows for page in table.pages[:-1]] + [page.used for page in table.pages[-1:]]
+        self._table, self._identity = table, table.identity
         self.nbytes = sum(copy.nbytes for copy in (*self._copies, *self._histograms.values())) + self._columns.nbytes
 
     def rows(self) -> StepRows:
         """The rows that were measured, in arrays of their own. May wait for the device."""
         if self._table is None or self._identity is None:
             raise RuntimeError("nothing was sealed into this copy")
-        numbers = np.concatenate([copy.rows() for copy in self._copies] or [np.zeros((0, len(COLUMNS)))])
-        counted = [self._histograms[i].rows() if i in self._histograms else None for i in range(len(self._copies))]
-        kinds = measured(numbers, self._columns, self._identity, _whole(counted, self._table.pages))
+        numbers = _end_to_end([copy.rows()[:length] for copy, length in zip(self._copies, self._lengths, strict=True)])
+        found = [self._histograms.get(i) for i in range(len(self._lengths))]
+        counted = [None if one is None else one.rows()[:length] for one, length in zip(found, self._lengths, strict=True)]
+        kinds = measured(numbers, self._columns, self._identity, _whole(counted, self._lengths))
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         return StepRows(self.step, self.ops, kinds, self._table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
 
 
-def _whole(parts: Sequence[Floats | None], pages: Sequence[Page]) -> Floats | None:
+def _end_to_end(parts: Sequence[Floats]) -> Floats:
+    """The rows of all pages; those of a single page in its own memory."""
+    return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros((0, len(COLUMNS)))])
+
+
+def _whole(parts: Sequence[Floats | None], lengths: Sequence[int]) -> Floats | None:
     """The histograms of all pages as one, shape ``(rows, BINS)``; None where there is none."""
     if all(part is None for part in parts):
         return None
     bins = next(part.shape[1] for part in parts if part is not None)
-    return np.concatenate(
-        [np.zeros((page.rows, bins)) if one is None else one for one, page in zip(parts, pages[: len(parts)], strict=True)]
-    )
+    return np.concatenate([np.zeros((n, bins)) if one is None else one for one, n in zip(parts, lengths, strict=True)])
 
 
 def measured(
@@ -293,17 +318,23 @@ def measured(
     order = columns.order[: len(numbers)]
     _resolve_aliases(numbers, order, columns, histograms)
     present = np.flatnonzero(numbers[:, WRITES] > 0)
-    present = present[np.argsort(order[present], kind="stable")]
-    place = np.arange(len(present))
-    counted = None if histograms is None else histograms[present].astype(np.int64)
-    partials = Partials(Partials.from_rows(numbers[present]).columns, counted)
-    rows = KindRows(identity.series[present], identity.micro_step[present], place, columns.layout[present], partials)
-    return _by_kind(rows, identity.kind[present])
+    # Nobody was there when captured code wrote: its rows stand where they stood when it was captured.
+    standing = np.where(order > 0, order, columns.captured_order[: len(numbers)])
+    present = present[np.argsort(standing[present], kind="stable")]
+    kinds = identity.kind[present]
+    place = np.argsort(kinds, kind="stable")
+    rows = present[place]
+    counted = None if histograms is None else histograms[rows].astype(np.int64)
+    partials = Partials(Partials.from_rows(numbers[rows]).columns, counted)
+    together = KindRows(identity.series[rows], identity.micro_step[rows], place, columns.layout[rows], partials)
+    return _by_kind(together, kinds[place])
 
 
 def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostColumns, histograms: Floats | None) -> None:
     """Fill in the rows that stand for others. One whose source was written again since has lost its numbers: absent."""
     aliases = np.flatnonzero((columns.alias[: len(order)] != NOT_AN_ALIAS) & (order > 0))
+    if not len(aliases):
+        return
     source = columns.alias[aliases]
     intact = order[source] == columns.alias_order[aliases]
     numbers[aliases[~intact], WRITES] = 0.0
@@ -313,10 +344,12 @@ def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostCol
 
 
 def _by_kind(rows: KindRows, kinds: NDArray[np.int64]) -> dict[str, KindRows]:
-    return {KINDS[kind]: _take(rows, np.flatnonzero(kinds == kind)) for kind in np.unique(kinds).tolist()}
+    """Rows that stand kind by kind, each kind's for themselves."""
+    ends = np.flatnonzero(np.diff(kinds, append=-1)) + 1
+    return {KINDS[kinds[end - 1]]: _take(rows, slice(start, end)) for start, end in pairwise((0, *ends.tolist()))}
 
 
-def _take(rows: KindRows, where: NDArray[np.int64]) -> KindRows:
+def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:
     return KindRows(
         rows.series[where], rows.micro_step[where], rows.call_id[where], rows.layout[where], rows.partials.take(where)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -29,19 +29,67 @@ class Readable:
     repeats: int = 1
 
 
+_data_address: Final[Callable[[Tensor], int] | None] = getattr(torch._C, "_data_address", None)
+"""Where a tensor's storage begins, asked without making a copy that torch has put off. Older versions have none."""
+
+
 def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` is what most tensors of most models are on the host: float32, contiguous, with elements."""
-    dense = type(x) in PLAIN and x.dtype is torch.float32 and x.is_cpu and x.layout is torch.strided
-    return dense and x.numel() > 0 and x.is_contiguous()
+    """Whether ``x`` is what most tensors of most models are on the host: float32, contiguous, with elements in memory."""
+    return plain_address(x) != 0
+
+
+def plain_address(x: Tensor) -> int:
+    """Where the elements of a tensor begin that ``is_plain``; 0 of any other."""
+    if type(x) not in PLAIN or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
+        return 0
+    return address_of(x) if x.is_contiguous() else 0
+
+
+def address_of(x: Tensor) -> int:
+    """Where the elements begin of a strided tensor in host memory without gaps; 0 if that memory does not hold what the tensor
+    says: freed or shrunk storage, torch's efficient zeros, functional tensors, what is negative only by its flag; and if there
+    are no elements.
+    """
+    count = x.numel()
+    if not count or x.is_neg():
+        return 0
+    offset: Any = x.storage_offset()
+    base = x.data_ptr() - offset * x.itemsize if _data_address is None else _data_address(x)
+    if not base or x.untyped_storage().nbytes() < (offset + count) * x.itemsize:
+        return 0
+    address: int = base + offset * x.itemsize
+    return address
+
+
+def is_unbroken(x: Tensor) -> bool:
+    """Whether a strided tensor's elements lie in memory one behind the other, in whatever order of dimensions."""
+    return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether the elements are in memory; of a sparse tensor and its like always, whose parts are then asked for.
+
+    Storage that was freed (FSDP's unsharded parameters, outputs that Megatron discards) has no bytes, or fewer than the tensor
+    says, and torch's efficient zeros and functional tensors have no address, whatever else is still true of the tensor. The
+    address itself is not asked for: a copy that torch has put off would be made.
+    """
+    if x.layout is not torch.strided or x.numel() == 0:
+        return True
+    end = x.storage_offset() + 1
+    if not x.is_nested:
+        end += sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    there = x.untyped_storage().nbytes() >= end * x.itemsize
+    return there and not x._is_zerotensor() and not torch._is_functional_tensor(x)
 
 
 def readable(x: Tensor) -> Readable | None:
-    """The elements of ``x``; None where there are none to read (meta and fake tensors, wrappers without storage)."""
+    """The elements of ``x``; None where there are none to read (meta and fake tensors, freed storage, wrappers without any)."""
     local = local_shard(x)
-    if local is None or local.is_meta:
+    if local is None or local.is_meta or not has_memory(local):
         return None
     if local.layout is not torch.strided or local.is_quantized:
-        return _stored(local)
+        source = _stored(local)
+        return source if has_memory(source.dense) else None
     return _without_repeats(local)
 
 
@@ -101,13 +149,13 @@ def pieces(x: Tensor, limit: int) -> Sequence[Tensor]:
     size = x.numel()
     if size == 0:
         return ()
-    flat = x.view(-1) if x.is_contiguous() else _in_memory_order(x)
+    flat = x.view(-1) if x.is_contiguous() else in_memory_order(x)
     if size <= limit:
         return (flat,)
     return torch.split(flat, limit) if flat.dim() == 1 else tuple(_cut(flat, limit))
 
 
-def _in_memory_order(x: Tensor) -> Tensor:
+def in_memory_order(x: Tensor) -> Tensor:
     """The same elements with dimensions in memory order, and adjacent ones merged: a transposed tensor becomes flat."""
     dims = sorted((d for d in range(x.dim()) if x.size(d) > 1), key=x.stride, reverse=True)
     sizes: list[int] = []

@@ -27,7 +27,7 @@ def test_a_sealed_copy_has_the_rows_of_tensors_of_any_size_and_precision() -> No
     for row, x in tensors.items():
         write(page, row, x)
     copy = page.new_copy()
-    copy.take()
+    copy.take(6)
     rows = copy.rows()
     for row, x in tensors.items():
         assert_agrees(rows[row], x, EPS)
@@ -39,11 +39,11 @@ def test_a_seal_leaves_the_page_empty_and_the_copy_alone() -> None:
     page = DevicePage(2)
     copy = page.new_copy()
     write(page, 0, normal(5))
-    copy.take()
+    copy.take(2)
     write(page, 1, normal(5, seed=1))
     assert copy.rows()[:, WRITES].tolist() == [1, 0]
     assert page.rows_now()[:, WRITES].tolist() == [0, 1]
-    copy.take()
+    copy.take(2)
     assert copy.rows()[:, WRITES].tolist() == [0, 1]
 
 
@@ -64,7 +64,7 @@ def test_sealing_waits_for_nothing_and_whoever_reads_is_told_what_went_wrong_in_
     copy = page.new_copy()
     mint.mul(Tensor(normal(3)), 2.0).asnumpy()
     mint.zeros_like(Tensor(normal(3)))  # has no kernel on CPU
-    copy.take()
+    copy.take(1)
     with pytest.raises(EarlierFailure):
         copy.rows()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from reference import assert_agrees, derived, normal
 
+from monitor.stats.native import VARIABLE
 from monitor.stats.numpy_kernel import NumpyKernel
 from monitor.stats.numpy_tensors import CHUNK
 from monitor.stats.partials import COLUMNS, COUNT, M2, SMALLS, WRITES
@@ -17,6 +18,13 @@ from monitor.stats.partials import COLUMNS, COUNT, M2, SMALLS, WRITES
 EPS = 1e-8
 REALS = [np.float16, np.float32, np.float64]
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+
+
+@pytest.fixture(params=[True, False], ids=["native", "portable"], autouse=True)
+def with_native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test is of arrays that the native kernel reads where it can, and of arrays that numpy reads."""
+    if not request.param:
+        monkeypatch.setenv(VARIABLE, "0")
 
 
 def reduce(x: np.ndarray, eps: float = EPS) -> np.ndarray:

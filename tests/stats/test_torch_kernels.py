@@ -1,4 +1,4 @@
-"""Both portable kernels, held to the same float64 reference."""
+"""All kernels, held to the same float64 reference."""
 
 from __future__ import annotations
 
@@ -10,25 +10,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import fused as fused_kernel
 from reference import assert_agrees, derived
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, SMALLS, WRITES
 from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_host_kernel import CHUNK, HostKernel
+from monitor.stats.torch_fused_blocks import Blocks
+from monitor.stats.torch_fused_kernel import FusedKernel
+from monitor.stats.torch_host_chunks import CHUNK
+from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_tensors import pieces
 
 EPS = 1e-8
 Reduce = Callable[[torch.Tensor], np.ndarray]
 
 
-def host(eps: float = EPS) -> Reduce:
-    kernel = HostKernel(eps)
+def portable(eps: float) -> HostKernel:
+    return HostKernel(eps, with_native=False)
+
+
+def host(eps: float = EPS, kernel: Callable[[float], HostKernel] = HostKernel) -> Reduce:
+    own = kernel(eps)
 
     def reduce(x: torch.Tensor) -> np.ndarray:
         page = np.zeros((3, len(COLUMNS)))
-        assert kernel.reduce_into(x, page, 1)
+        assert own.reduce_into(x, page, 1)
         assert not page[0].any()
         assert not page[2].any()
         return page[1]
@@ -36,9 +44,20 @@ def host(eps: float = EPS) -> Reduce:
     return reduce
 
 
-def device(eps: float = EPS) -> Reduce:
-    kernel = DeviceKernel(eps, chunk=1 << 12)
+def host_portable(eps: float = EPS) -> Reduce:
+    return host(eps, portable)
 
+
+def device(eps: float = EPS) -> Reduce:
+    return into_a_page(DeviceKernel(eps, chunk=1 << 12))
+
+
+def fused(eps: float = EPS) -> Reduce:
+    pytest.importorskip("triton")
+    return into_a_page(fused_kernel(eps, Blocks(lanes=8192, rows=16, parts=4, tiles=4)))
+
+
+def into_a_page(kernel: DeviceKernel | FusedKernel) -> Reduce:
     def reduce(x: torch.Tensor) -> np.ndarray:
         page = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
         assert kernel.reduce_into(x, page, 1)
@@ -49,7 +68,7 @@ def device(eps: float = EPS) -> Reduce:
     return reduce
 
 
-@pytest.fixture(params=[host, device], ids=["host", "device"])
+@pytest.fixture(params=[host, host_portable, device, fused], ids=["native", "host", "device", "fused"])
 def make(request: pytest.FixtureRequest) -> Callable[..., Reduce]:
     return request.param
 
@@ -246,7 +265,62 @@ def test_what_has_no_data_has_no_row() -> None:
     assert not page.any()
 
 
-@pytest.mark.parametrize("kernel", [HostKernel(EPS), DeviceKernel(EPS)], ids=["host", "device"])
+def freed(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def functional(x: torch.Tensor) -> torch.Tensor:
+    """A part of what torch calls functional: it says that it has memory, and has no address."""
+    torch._enable_functionalization(reapply_views=True)
+    try:
+        return torch._to_functional_tensor(x)[1:]
+    finally:
+        torch._disable_functionalization()
+
+
+def shrunk(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(16)
+    return x
+
+
+FREED: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: freed(normal(50)),
+    "functional": lambda: functional(normal(50)),
+    "functional and more than a thousand": lambda: functional(normal(5000)),
+    "more than a chunk": lambda: freed(torch.zeros(CHUNK + 1)),
+    "behind others": lambda: freed(normal(50)[7:]),
+    "bfloat16": lambda: freed(normal(50).bfloat16()[3:]),
+    "transposed": lambda: freed(normal(5, 6).t()),
+    "every second": lambda: freed(normal(50)[1::2]),
+    "expanded": lambda: freed(normal(50, 1).expand(-1, 3)),
+    "efficient zeros": lambda: torch._efficientzerotensor((50,)),
+    "values of a sparse tensor": lambda: torch.sparse_coo_tensor([[0, 2]], freed(torch.ones(2)), (3,), is_coalesced=True),
+}
+
+
+def fused_alone(eps: float) -> FusedKernel:
+    pytest.importorskip("triton")
+    return fused_kernel(eps, Blocks(lanes=32, rows=16, parts=4, tiles=4))
+
+
+@pytest.mark.parametrize("make", FREED.values(), ids=FREED)
+@pytest.mark.parametrize("kernel", [HostKernel, portable, DeviceKernel, fused_alone], ids=["native", "host", "device", "fused"])
+def test_what_was_freed_is_not_read(kernel: Callable[[float], object], make: Callable[[], torch.Tensor]) -> None:
+    own, page = kernel(EPS), torch.zeros((1, len(COLUMNS)), dtype=torch.float64)
+    assert not own.reduce_into(make(), page.numpy() if isinstance(own, HostKernel) else page, 0)
+    assert not page.any()
+
+
+@pytest.mark.parametrize("make", [lambda: normal(50), lambda: normal(50).bfloat16()[20:], lambda: normal(5, 9)[:, ::2]])
+@pytest.mark.parametrize("kernel", [HostKernel, portable], ids=["native", "host"])
+def test_what_was_shrunk_is_not_read(kernel: Callable[[float], HostKernel], make: Callable[[], torch.Tensor]) -> None:
+    page = np.zeros((1, len(COLUMNS)))
+    assert not kernel(EPS).reduce_into(shrunk(make()), page, 0)
+    assert not page.any()
+
+
+@pytest.mark.parametrize("kernel", [HostKernel(EPS), portable(EPS), DeviceKernel(EPS)], ids=["native", "host", "device"])
 def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users(kernel: HostKernel | DeviceKernel) -> None:
     class Everything(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,0 +1,14 @@
+"""Built from host_kernel.c, where there was a compiler when the package was installed."""
+
+from typing import Any, Final
+
+from monitor.stats.partials import Floats
+
+FLOAT32: Final[int]
+FLOAT64: Final[int]
+BFLOAT16: Final[int]
+FLOAT16: Final[int]
+
+def reduce(source: Any, count: int, format: int, bound: float, page: Floats, row: int, /) -> bool: ...  # noqa: A002
+def kernels() -> list[str]: ...
+def choose(name: str, /) -> None: ...

@@ -1,0 +1,274 @@
+/* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/native.py).
+ *
+ * Sums are those of double precision: squares of single precision neither overflow nor vanish there, and 2^53 is far beyond
+ * the elements of a tensor. NaN fails every comparison, so extremes and counts pass it by, and shows in the sums. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __FAST_MATH__
+#error "NaN and Inf are what this is for. The package works without it."
+#endif
+
+#if defined(__GNUC__)
+#define INLINE inline __attribute__((always_inline))
+#else
+#define INLINE inline
+#endif
+
+/* The columns of a row, as monitor/stats/partials.py has them. */
+enum { WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, EXPONENT, COLUMNS };
+
+enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, FORMATS };
+
+static const size_t BYTES[FORMATS] = {4, 8, 2, 2};
+
+#define LANES 16
+#define BLOCK ((size_t)1 << 20)   /* elements after which lanes are added up: no counter overflows, and sums stay short */
+#define LEAST_SQUARE 1e-200       /* what squares are on average, at least, where even those of a tiny spread are not lost */
+#define LEAST_SPREAD 1e-4         /* the share of the squares that the spread must hold: a difference then has eleven digits */
+#define RELEASED ((size_t)1 << 20) /* elements from which on other threads of Python may go on meanwhile */
+
+static INLINE float float_of(uint32_t bits) {
+    float v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
+static INLINE float load_float(const unsigned char *x, size_t i, enum format format) {
+    uint32_t bits;
+    uint16_t half;
+    if (format == FLOAT32) {
+        memcpy(&bits, x + 4 * i, sizeof bits);
+        return float_of(bits);
+    }
+    memcpy(&half, x + 2 * i, sizeof half);
+    if (format == BFLOAT16) {
+        return float_of((uint32_t)half << 16);
+    }
+    uint32_t magnitude = half & 0x7fff, sign = (uint32_t)(half & 0x8000) << 16;
+    float subnormal = (float)(int32_t)magnitude * 0x1p-24f;
+    memcpy(&bits, &subnormal, sizeof bits);
+    uint32_t normal = (magnitude << 13) + (112u << 23), infinite = (magnitude << 13) + (224u << 23);
+    bits = magnitude < 0x0400 ? bits : magnitude < 0x7c00 ? normal : infinite;
+    return float_of(bits | sign);
+}
+
+static INLINE double load_double(const unsigned char *x, size_t i, enum format format) {
+    double v;
+    (void)format;
+    memcpy(&v, x + 8 * i, sizeof v);
+    return v;
+}
+
+#define REAL float
+#define COUNTER int32_t
+#define NAMED(x) x##_float
+#define LOAD load_float
+#define MAGNITUDE fabsf
+#include "host_pass.h"
+#undef REAL
+#undef COUNTER
+#undef NAMED
+#undef LOAD
+#undef MAGNITUDE
+
+#define REAL double
+#define COUNTER int64_t
+#define NAMED(x) x##_double
+#define LOAD load_double
+#define MAGNITUDE fabs
+#include "host_pass.h"
+
+static INLINE int reduce_format(const void *x, size_t n, enum format format, double bound, double *row) {
+    switch (format) { /* each a loop of its own, in which the format is no question any more */
+    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, row);
+    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, row);
+    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, row);
+    default: return reduce_double(x, n, FLOAT64, bound, row);
+    }
+}
+
+typedef int (*kernel)(const void *, size_t, enum format, double, double *);
+
+static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, double *row) {
+    return reduce_format(x, n, format, bound, row);
+}
+
+#if defined(__GNUC__) && defined(__x86_64__)
+__attribute__((target("avx2"))) static int reduce_avx2(const void *x, size_t n, enum format format, double bound, double *row) {
+    return reduce_format(x, n, format, bound, row);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_avx512(
+    const void *x, size_t n, enum format format, double bound, double *row) {
+    return reduce_format(x, n, format, bound, row);
+}
+#endif
+
+static const struct {
+    const char *name;
+    kernel reduce;
+} KERNELS[] = {
+#if defined(__GNUC__) && defined(__x86_64__)
+    {"avx512", reduce_avx512},
+    {"avx2", reduce_avx2},
+#endif
+    {"any", reduce_anywhere},
+};
+enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
+
+static int runs(const char *name) {
+#if defined(__GNUC__) && defined(__x86_64__)
+    if (!strcmp(name, "avx512")) {
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vl");
+    }
+    if (!strcmp(name, "avx2")) {
+        return __builtin_cpu_supports("avx2");
+    }
+#endif
+    return !strcmp(name, "any");
+}
+
+static kernel chosen = reduce_anywhere;
+
+static PyObject *kernels(PyObject *module, PyObject *unused) {
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names != NULL && i < KERNEL_COUNT; i++) {
+        PyObject *name = runs(KERNELS[i].name) ? PyUnicode_FromString(KERNELS[i].name) : NULL;
+        if (name != NULL && PyList_Append(names, name) < 0) {
+            Py_CLEAR(names);
+        }
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyObject *choose(PyObject *module, PyObject *name) {
+    const char *wanted = PyUnicode_AsUTF8(name);
+    if (wanted == NULL) {
+        return NULL;
+    }
+    for (int i = 0; i < KERNEL_COUNT; i++) {
+        if (!strcmp(KERNELS[i].name, wanted) && runs(wanted)) {
+            chosen = KERNELS[i].reduce;
+            Py_RETURN_NONE;
+        }
+    }
+    return PyErr_Format(PyExc_ValueError, "no kernel %R runs on this processor", name);
+}
+
+/* Row `number` of a page: float64, COLUMNS wide, writable. NULL, with an error set, where there is none. */
+static double *row_of(Py_buffer *page, Py_ssize_t number) {
+    Py_ssize_t rows = page->len / (Py_ssize_t)(COLUMNS * sizeof(double));
+    if (page->format == NULL || strcmp(page->format, "d") || page->ndim != 2 || page->shape[1] != COLUMNS) {
+        PyErr_SetString(PyExc_ValueError, "a page is of float64 and has a column for each partial");
+        return NULL;
+    }
+    if (number < 0 || number >= rows) {
+        PyErr_Format(PyExc_IndexError, "row %zd of a page with %zd", number, rows);
+        return NULL;
+    }
+    return (double *)page->buf + number * COLUMNS;
+}
+
+static int reduce_into_row(const void *x, size_t n, enum format format, double bound, double *row) {
+    int done;
+    double numbers[COLUMNS];
+    if (n < RELEASED) {
+        done = chosen(x, n, format, bound, numbers);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        done = chosen(x, n, format, bound, numbers);
+        Py_END_ALLOW_THREADS
+    }
+    if (done) {
+        memcpy(row, numbers, sizeof numbers);
+    }
+    return done;
+}
+
+static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (count != 6) {
+        return PyErr_Format(PyExc_TypeError, "reduce takes 6 arguments, not %zd", count);
+    }
+    Py_buffer source = {0}, page = {0};
+    size_t n = PyLong_AsSize_t(args[1]);
+    long format = PyLong_AsLong(args[2]);
+    double bound = PyFloat_AsDouble(args[3]);
+    Py_ssize_t number = PyLong_AsSsize_t(args[5]);
+    PyObject *done = NULL;
+    const void *x = NULL;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (n == 0 || format < 0 || format >= FORMATS) {
+        return PyErr_Format(PyExc_ValueError, "no elements, or no such format: %zu of %ld", n, format);
+    }
+    if (PyObject_GetBuffer(args[4], &page, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+        return NULL;
+    }
+    double *row = row_of(&page, number);
+    if (row != NULL && PyLong_Check(args[0])) {
+        x = PyLong_AsVoidPtr(args[0]);
+        if (x == NULL && !PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "nothing is at address 0");
+        }
+    } else if (row != NULL && PyObject_GetBuffer(args[0], &source, PyBUF_C_CONTIGUOUS) == 0) {
+        x = n <= (size_t)source.len / BYTES[format] ? source.buf : NULL;
+        if (x == NULL) {
+            PyErr_Format(PyExc_ValueError, "%zu elements are more than the array has", n);
+        }
+    }
+    if (x != NULL && !PyErr_Occurred()) {
+        done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, row));
+    }
+    if (source.obj != NULL) {
+        PyBuffer_Release(&source);
+    }
+    PyBuffer_Release(&page);
+    return done;
+}
+
+static PyMethodDef METHODS[] = {
+    {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
+     "reduce(source, count, format, bound, page, row) -> whether the row could be written"},
+    {"kernels", kernels, METH_NOARGS, "The kernels that run on this processor, the fastest first."},
+    {"choose", choose, METH_O, "Have all reductions done by one of them."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int prepare(PyObject *module) {
+#if defined(__GNUC__) && defined(__x86_64__)
+    __builtin_cpu_init();
+#endif
+    for (int i = 0; i < KERNEL_COUNT; i++) {
+        if (runs(KERNELS[i].name)) {
+            chosen = KERNELS[i].reduce;
+            break;
+        }
+    }
+    return PyModule_AddIntConstant(module, "FLOAT32", FLOAT32) || PyModule_AddIntConstant(module, "FLOAT64", FLOAT64) ||
+           PyModule_AddIntConstant(module, "BFLOAT16", BFLOAT16) || PyModule_AddIntConstant(module, "FLOAT16", FLOAT16);
+}
+
+static PyModuleDef_Slot SLOTS[] = {
+    {Py_mod_exec, prepare},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_host_kernel", "One read of an array in host memory.", 0, METHODS, SLOTS, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__host_kernel(void) {
+    return PyModuleDef_Init(&MODULE);
+}

@@ -1,0 +1,125 @@
+/* The passes over the elements of one array. Included once for each precision that they are read in:
+ *
+ *   REAL          float, or double
+ *   COUNTER       a signed integer of the same width
+ *   NAMED(x)      the name x has here
+ *   LOAD          element i of an array, as a REAL
+ *   MAGNITUDE(v)  of a REAL
+ *
+ * Each statistic has LANES accumulators, which compilers turn into vectors; no element waits for the sum of those before it.
+ * Lanes are always added up in one order and no product is fused into a sum, so every processor computes the same bits. */
+
+/* What elements come to. Where a sum is not finite, NaN or Inf was among them, unless they were left out and counted. */
+typedef struct {
+    REAL lo, hi;
+    double sum, sumsq, smalls, nans, posinfs, neginfs;
+} NAMED(read);
+
+typedef struct {
+    REAL lo[LANES], hi[LANES];
+    double sum[LANES], sumsq[LANES];
+    COUNTER smalls[LANES], nans[LANES], posinfs[LANES], neginfs[LANES];
+} NAMED(lanes);
+
+static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int counting) {
+    int finite = !counting || MAGNITUDE(v) < INFINITY;
+    REAL low = finite ? v : INFINITY, high = finite ? v : -INFINITY;
+    double wide = finite ? v : 0.0;
+    to->lo[k] = low < to->lo[k] ? low : to->lo[k];
+    to->hi[k] = high > to->hi[k] ? high : to->hi[k];
+    to->smalls[k] += MAGNITUDE(v) < bound;
+    to->sum[k] += wide;
+    to->sumsq[k] += wide * wide;
+    if (counting) {
+        to->nans[k] += v != v;
+        to->posinfs[k] += v == INFINITY;
+        to->neginfs[k] += v == -INFINITY;
+    }
+}
+
+/* All elements, once. With `counting` those that are not finite are counted and left out. */
+static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum format format, REAL bound, int counting) {
+    NAMED(read) all = {INFINITY, -INFINITY, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+    for (size_t i = 0; i < n;) {
+        size_t end = n - i > BLOCK ? i + BLOCK : n, whole = end - (end - i) % LANES;
+        NAMED(lanes) to;
+        memset(&to, 0, sizeof to);
+        for (int k = 0; k < LANES; k++) {
+            to.lo[k] = INFINITY;
+            to.hi[k] = -INFINITY;
+        }
+        for (; i < whole; i += LANES) {
+            for (int k = 0; k < LANES; k++) {
+                NAMED(add)(&to, k, LOAD(x, i + k, format), bound, counting);
+            }
+        }
+        for (int k = 0; i < end; i++, k++) {
+            NAMED(add)(&to, k, LOAD(x, i, format), bound, counting);
+        }
+        double sum = 0.0, sumsq = 0.0;
+        for (int k = 0; k < LANES; k++) {
+            sum += to.sum[k];
+            sumsq += to.sumsq[k];
+            all.lo = to.lo[k] < all.lo ? to.lo[k] : all.lo;
+            all.hi = to.hi[k] > all.hi ? to.hi[k] : all.hi;
+            all.smalls += (double)to.smalls[k];
+            all.nans += (double)to.nans[k];
+            all.posinfs += (double)to.posinfs[k];
+            all.neginfs += (double)to.neginfs[k];
+        }
+        all.sum += sum;
+        all.sumsq += sumsq;
+    }
+    return all;
+}
+
+/* The sum of (x - mean)^2 over the finite elements, corrected for the rounding of the mean. */
+static INLINE double NAMED(centred)(const unsigned char *x, size_t n, enum format format, double mean, double finite) {
+    double sum[LANES] = {0}, sumsq[LANES] = {0}, s = 0.0, q = 0.0;
+    size_t whole = n - n % LANES;
+    for (size_t i = 0; i < n; i += LANES) {
+        int here = i < whole ? LANES : (int)(n - whole);
+        for (int k = 0; k < here; k++) {
+            REAL v = LOAD(x, i + k, format);
+            double off = MAGNITUDE(v) < INFINITY ? v - mean : 0.0;
+            sum[k] += off;
+            sumsq[k] += off * off;
+        }
+    }
+    for (int k = 0; k < LANES; k++) {
+        s += sum[k];
+        q += sumsq[k];
+    }
+    double rest = q - s * s / finite;
+    return rest > 0.0 ? rest : 0.0;
+}
+
+/* The whole row. 0, and nothing to rely on in it, where squares leave the range of their sum. */
+static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format format, double bound, double *row) {
+    NAMED(read) all = NAMED(read_all)(x, n, format, (REAL)bound, 0);
+    if (!isfinite(all.sumsq)) {
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 1);
+    }
+    double finite = (double)n - all.nans - all.posinfs - all.neginfs;
+    int in_range = isfinite(all.sumsq) && all.sumsq >= finite * LEAST_SQUARE;
+    if (!in_range && !(all.lo == 0 && all.hi == 0) && finite > 0.0) {
+        return 0;
+    }
+    double m2 = all.lo < all.hi ? all.sumsq - all.sum * all.sum / finite : 0.0;
+    if (all.lo < all.hi && m2 < LEAST_SPREAD * all.sumsq) {
+        m2 = NAMED(centred)(x, n, format, all.sum / finite, finite);
+    }
+    row[WRITES] = 1.0;
+    row[COUNT] = (double)n;
+    row[NANS] = all.nans;
+    row[POSINFS] = all.posinfs;
+    row[NEGINFS] = all.neginfs;
+    row[SMALLS] = all.smalls;
+    row[MIN] = all.lo == 0 ? 0.0 : all.lo; /* never minus zero */
+    row[MAX] = all.hi == 0 ? 0.0 : all.hi;
+    row[SUM] = all.sum;
+    row[SUMSQ] = all.sumsq;
+    row[M2] = m2;
+    row[EXPONENT] = 0.0;
+    return 1;
+}

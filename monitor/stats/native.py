@@ -1,0 +1,52 @@
+"""The native kernel: every partial of an array in host memory from one read of it, in C, where it was built.
+
+What numpy and torch have takes a pass for each statistic, and a call for each pass. One loop does all of them at about the
+speed of memory, and a small tensor costs one call. It is built when the package is installed, if there is a C compiler; without
+it the kernels of torch operators and of numpy do the same work. Every processor computes the same bits (``host_pass.h``).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import numpy as np
+
+from monitor.stats.epsilon import Epsilon
+from monitor.stats.partials import Floats
+
+try:
+    from monitor.stats import _host_kernel
+except ImportError:
+    _host_kernel = None  # type: ignore[assignment]
+
+VARIABLE: Final = "MONITOR_NATIVE"
+"""The environment variable that, set to 0, has the portable kernels do the work."""
+
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
+"""Formats of elements, as the kernel numbers them."""
+
+
+class NativeKernel:
+    """Reduces elements that lie one behind the other to table rows. Has no state, so any threads may use it."""
+
+    def __init__(self, eps: float) -> None:
+        narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
+        self._bounds = (narrow, wide, narrow, narrow)
+
+    def reduce_into(self, source: Any, count: int, form: int, page: Floats, row: int) -> bool:
+        """Write the partials of ``count`` elements, at least one, into ``page[row]``.
+
+        Args:
+            source: A contiguous array, or the address of the first element, for which the caller answers.
+            form: ``FLOAT32`` and its like.
+
+        Returns:
+            False, and nothing is written, where squares of float64 leave its range: elsewhere they are scaled.
+        """
+        return _host_kernel.reduce(source, count, form, self._bounds[form], page, row)
+
+
+def native_kernel(eps: float) -> NativeKernel | None:
+    """None where it was not built, or is not wanted."""
+    return None if _host_kernel is None or os.environ.get(VARIABLE) == "0" else NativeKernel(eps)

@@ -1,0 +1,212 @@
+"""The native kernel: one row for any length and format, the same bits on every processor, nothing outside of the row."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import shutil
+import sysconfig
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from reference import assert_agrees, derived, normal
+
+from monitor.stats import native
+from monitor.stats.native import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VARIABLE, NativeKernel, native_kernel
+from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS
+
+COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
+HEADER = Path(sysconfig.get_paths()["include"], "Python.h")
+if shutil.which(COMPILER) is None or not HEADER.exists():
+    pytest.skip("it could not be built: there is no C compiler, or no header of Python", allow_module_level=True)
+
+_host_kernel: Any = importlib.import_module("monitor.stats._host_kernel")
+
+EPS = 1e-8
+KERNELS = _host_kernel.kernels()
+FORMATS = {np.float32: FLOAT32, np.float64: FLOAT64, np.float16: FLOAT16}
+RELEASED = 1 << 20
+"""Elements from which on other threads go on meanwhile."""
+
+
+@pytest.fixture(params=KERNELS)
+def _kernel(request: pytest.FixtureRequest):
+    """Each that runs on this processor, and the fastest again when the test is over."""
+    _host_kernel.choose(request.param)
+    yield
+    _host_kernel.choose(KERNELS[0])
+
+
+def reduce(x: np.ndarray, form: int | None = None, eps: float = EPS) -> np.ndarray:
+    page = np.full((3, len(COLUMNS)), 7.0)
+    assert NativeKernel(eps).reduce_into(x, x.size, FORMATS[x.dtype.type] if form is None else form, page, 1)
+    assert (page[[0, 2]] == 7.0).all()
+    return page[1]
+
+
+def test_the_formats_have_the_numbers_that_the_kernel_gives_them() -> None:
+    for name in ("FLOAT32", "FLOAT64", "BFLOAT16", "FLOAT16"):
+        assert getattr(native, name) == getattr(_host_kernel, name)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 4099, RELEASED + 33])
+def test_any_length_agrees_with_the_reference(dtype: type, size: int) -> None:
+    x = normal(size).astype(dtype)
+    assert_agrees(reduce(x), x, EPS)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("form", [FLOAT16, BFLOAT16])
+def test_every_number_of_sixteen_bits_is_what_it_is(form: int) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    numbers = bits.view(np.float16) if form == FLOAT16 else (bits.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # some of the NaN are signalling ones
+        assert_agrees(reduce(bits, form), numbers.astype(np.float64), EPS)
+    for one in (0, 1, 0x0203, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0x8000, 0xC000):
+        alone = reduce(bits[one : one + 1], form)
+        assert alone[MIN] == alone[MAX] == numbers[one]
+
+
+@pytest.mark.usefixtures("_kernel")
+@settings(deadline=None, max_examples=300)
+@given(x=arrays.arrays(st.sampled_from([np.float32, np.float64]), st.integers(1, 70), elements=st.floats(width=32)))
+def test_any_numbers_agree_with_the_reference(x: np.ndarray) -> None:
+    assert_agrees(reduce(x), x, EPS)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("place", [0, 15, 16, 40, 49])
+def test_what_is_not_finite_is_counted_wherever_it_stands_and_hides_nothing(place: int) -> None:
+    for value, column in ((math.nan, NANS), (-math.nan, NANS), (math.inf, POSINFS), (-math.inf, NEGINFS)):
+        x = normal(50).astype(np.float32)
+        x[place] = value
+        row = reduce(x)
+        assert row[column] == 1
+        assert row[NANS] + row[POSINFS] + row[NEGINFS] == 1
+        assert_agrees(row, x, EPS)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_but_what_is_not_finite(value: float) -> None:
+    x = np.full(37, value, dtype=np.float32)
+    assert_agrees(reduce(x), x, EPS)
+
+
+def test_every_processor_computes_the_same_bits() -> None:
+    for dtype in FORMATS:
+        for x in (normal(5003).astype(dtype), (300 + normal(5003)).astype(dtype)):
+            rows = []
+            for name in KERNELS:
+                _host_kernel.choose(name)
+                rows.append(reduce(x).tobytes())
+            _host_kernel.choose(KERNELS[0])
+            assert len(set(rows)) == 1
+
+
+def test_zeros_have_no_sign() -> None:
+    row = reduce(np.array([-0.0, 0.0, -0.0], dtype=np.float32))
+    assert [math.copysign(1, row[column]) for column in (MIN, MAX)] == [1, 1]
+    assert row[SMALLS] == 3
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_mean_that_is_large_against_the_spread_costs_no_digits(dtype: type) -> None:
+    x = (1000 + normal(5003)).astype(dtype)
+    x[[17, 5000]] = math.nan
+    assert_agrees(reduce(x), x, EPS)
+
+
+@pytest.mark.parametrize("magnitude", [1e-90, 1e-145])
+def test_a_spread_whose_squares_float64_does_not_have_is_not_told_wrong(magnitude: float) -> None:
+    x = magnitude * (1 + 1e-15 * normal(100).astype(np.float64))
+    page = np.zeros((1, len(COLUMNS)))
+    if NativeKernel(EPS).reduce_into(x, 100, FLOAT64, page, 0):
+        assert derived(page[0])["std"] == pytest.approx(float(x.astype(np.longdouble).std()), rel=1e-6)
+    else:
+        assert magnitude == 1e-145
+
+
+def test_elements_may_begin_anywhere() -> None:
+    raw = np.zeros(4 * 100 + 3, dtype=np.uint8)
+    x = raw[3:].view(np.float32)
+    x[:] = normal(100)
+    page = np.zeros((1, len(COLUMNS)))
+    assert NativeKernel(EPS).reduce_into(x.ctypes.data, 100, FLOAT32, page, 0)
+    assert_agrees(page[0], x, EPS)
+
+
+@pytest.mark.parametrize("magnitude", [1e-300, 1e-160, 1e160, 1e300])
+def test_squares_that_leave_the_range_of_float64_are_left_to_others(magnitude: float) -> None:
+    page = np.full((1, len(COLUMNS)), 7.0)
+    assert not NativeKernel(EPS).reduce_into(normal(100).astype(np.float64) * magnitude, 100, FLOAT64, page, 0)
+    assert (page == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((np.zeros(3, np.float32), 4, FLOAT32, 0.0, np.zeros((2, 12)), 0), ValueError),  # more than the array has
+        ((np.zeros(3, np.float32), 0, FLOAT32, 0.0, np.zeros((2, 12)), 0), ValueError),
+        ((np.zeros(3, np.float32), 3, 4, 0.0, np.zeros((2, 12)), 0), ValueError),
+        ((np.zeros(3, np.float32), 3, -1, 0.0, np.zeros((2, 12)), 0), ValueError),
+        ((np.zeros(3, np.float32), 3, FLOAT32, 0.0, np.zeros((2, 12)), 2), IndexError),
+        ((np.zeros(3, np.float32), 3, FLOAT32, 0.0, np.zeros((2, 12)), -1), IndexError),
+        ((np.zeros(3, np.float32), 3, FLOAT32, 0.0, np.zeros((2, 11)), 0), ValueError),
+        ((np.zeros(3, np.float32), 3, FLOAT32, 0.0, np.zeros((2, 12), np.float32), 0), ValueError),
+        ((np.zeros(3, np.float32), 3, FLOAT32, 0.0, np.zeros(24), 0), ValueError),
+        ((np.zeros(3, np.float32), 3, FLOAT32, 0.0, np.zeros((2, 12), np.int64), 0), ValueError),
+        ((np.zeros(3, np.float32), 1 << 62, FLOAT32, 0.0, np.zeros((2, 12)), 0), ValueError),  # whose bytes are 0 in 64 bits
+        ((np.zeros(6, np.float32)[::2], 3, FLOAT32, 0.0, np.zeros((2, 12)), 0), ValueError),  # gaps
+        ((0, 3, FLOAT32, 0.0, np.zeros((2, 12)), 0), ValueError),
+        (("abc", 3, FLOAT32, 0.0, np.zeros((2, 12)), 0), TypeError),
+        ((np.zeros(3, np.float32), -3, FLOAT32, 0.0, np.zeros((2, 12)), 0), OverflowError),
+        ((np.zeros(3, np.float32),), TypeError),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused_and_writes_nothing(arguments: tuple[object, ...], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        _host_kernel.reduce(*arguments)
+    assert not any(one.any() for one in arguments if isinstance(one, np.ndarray))
+
+
+def test_a_page_that_is_read_only_is_refused() -> None:
+    page = np.zeros((1, len(COLUMNS)))
+    page.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        _host_kernel.reduce(np.zeros(3, np.float32), 3, FLOAT32, 0.0, page, 0)
+
+
+def test_a_kernel_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel 'sve' runs on this processor"):
+        _host_kernel.choose("sve")
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    xs = [normal(RELEASED + 7, seed=seed).astype(np.float32) for seed in range(4)]
+    page = np.zeros((4, len(COLUMNS)))
+    threads = [
+        threading.Thread(target=NativeKernel(EPS).reduce_into, args=(x, x.size, FLOAT32, page, row)) for row, x in enumerate(xs)
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert (page[:, COUNT] == RELEASED + 7).all()
+    for row, x in zip(page, xs, strict=True):
+        assert row.tobytes() == reduce(x).tobytes()
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_kernel(EPS) is not None
+    monkeypatch.setenv(VARIABLE, "0")
+    assert native_kernel(EPS) is None
