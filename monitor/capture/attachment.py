@@ -9,7 +9,7 @@ from monitor.capture.backend import Backend
 from monitor.capture.clock import Clock, Schedule
 from monitor.capture.features.collector import FeatureCollector
 from monitor.capture.flow import observed
-from monitor.capture.gradients import GradientCollector
+from monitor.capture.gradients import AGGREGATED_EARLY, GradientCollector
 from monitor.capture.hooks import HookSet
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.capture.optimizer_state import MomentCollector
@@ -28,10 +28,6 @@ from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
 from monitor.stats.rows import Status
 
-AGGREGATED_EARLY: Final = (
-    "gradients are aggregated after every micro-batch: a row holds the mean over the ranks so far and the last micro-batch of "
-    "this rank; no_sync would keep them apart"
-)
 LOSS_SCALE: Final = Series("other", 0, "loss_scale")
 FOUND_INF: Final = Series("other", 0, "found_inf")
 
@@ -146,9 +142,9 @@ class Attachment:
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
         ends = self._failures.guarded("ending a forward", self._forward_ends)
         for root in filter(self._backend.takes_hooks, self.watch.chunks):
-            self._hooks.add(self._backend.before_forward(root, begins))
+            self._hooks.add(self._backend.before_forward(root, begins, compiled=True))
             if self._gradients is not None:
-                self._hooks.add(self._backend.after_forward(root, ends))
+                self._hooks.add(self._backend.after_forward(root, ends, compiled=True))
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""

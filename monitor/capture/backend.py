@@ -205,14 +205,21 @@ class Backend(Protocol):
 
     def takes_hooks(self, module: Any) -> bool: ...
 
-    def before_forward(self, module: Any, call: Callable[..., None]) -> Removable:
-        """Have ``call(module, args, kwargs)`` called before each forward."""
+    def before_forward(self, module: Any, call: Callable[..., None], *, compiled: bool = False) -> Removable:
+        """Have ``call(module, args, kwargs)`` called before each forward.
 
-    def after_forward(self, module: Any, call: Callable[..., None], *, always: bool = False) -> Removable:
+        Args:
+            compiled: Also where it is compiled together with its hooks, then without arguments, as far as the framework can.
+        """
+
+    def after_forward(
+        self, module: Any, call: Callable[..., None], *, always: bool = False, compiled: bool = False
+    ) -> Removable:
         """Have ``call(module, args, kwargs, result)`` called after each forward.
 
         Args:
             always: Also where it has raised, then with None, as far as the framework can.
+            compiled: As above, then without a result.
         """
 
     def trains(self, module: Any) -> bool:

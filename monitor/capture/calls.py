@@ -30,6 +30,10 @@ class Calls:
         self._counts[micro_step] += 1
         return place
 
+    def begun(self, micro_step: int) -> int:
+        """How many calls of a micro-step have begun."""
+        return self._counts[micro_step]
+
     def repeat(self) -> Place | None:
         """A call in backward: the one it repeats, None where that has a graph or cannot be told."""
         return None

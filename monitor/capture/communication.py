@@ -165,8 +165,9 @@ class Communication(ABC):
         if not recording or not wanted:
             return False
         if self.wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and operator.root(args) != group.rank):
-            assert self._rows is not None  # since there is a recorder
-            self._rows.read(self._new_call(operator, group, "pre_0"), inputs)
+            call, rows = self._new_call(operator, group, "pre_0"), self._rows
+            if call is not None and rows is not None:
+                rows.read(call, inputs)
         return True
 
     def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Any], group: Group) -> bool:
@@ -187,13 +188,19 @@ class Communication(ABC):
         group = self._groups.of(operator.group_of(args))
         if group is None or (operator.rooted == "outputs" and operator.root(args) != group.rank):
             return None
+        call = self._new_call(operator, group, "post_0")
+        if call is None:
+            return None
         self.unread += 1
-        return self._new_call(operator, group, "post_0"), outputs
+        return call, outputs
 
-    def _new_call(self, operator: Operator, group: Group, what: str) -> Call:
-        assert self._rows is not None  # since something is recorded
+    def _new_call(self, operator: Operator, group: Group, what: str) -> Call | None:
+        """None if another thread has closed this since the call began."""
+        rows, recorder = self._rows, self._recorder
+        if rows is None or recorder is None:
+            return None
         key = (operator.name, group.label, what)
         series = self._series.get(key)
         if series is None:
-            series = self._series[key] = self._rows.series(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
-        return Call(series, self._recorder.steps)
+            series = self._series[key] = rows.series(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
+        return Call(series, recorder.steps)

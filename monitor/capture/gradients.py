@@ -6,12 +6,21 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from monitor.capture.clock import Clock
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf, Tensors
 from monitor.failures import Failures
+
+NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
+EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
+AGGREGATED_EARLY: Final = (
+    "gradients are aggregated after every micro-batch: a row holds the mean over the ranks so far and the last micro-batch of "
+    "this rank; no_sync would keep them apart"
+)
+NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
+"""What is said of ``grad_unreduced`` where, of several micro-batches, it is not what this rank's make together."""
 
 
 class GradientCollector(ABC):

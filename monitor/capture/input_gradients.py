@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from monitor.capture.hooks import Removable
+from monitor.failures import OURS
 
 
 class Node(Protocol):
@@ -112,9 +113,13 @@ class _Sum(Generic[T]):
             self._pass, self._heard, self._total = now, 0, None
         self._heard += 1
         if gradient is not None:
-            self._total = gradient if self._total is None else self._engine.add(self._total, gradient)
+            self._total = gradient if self._total is None else self._sum(self._total, gradient)
         if self._heard == self._edges:
             self.finish()
+
+    def _sum(self, one: T, other: T) -> T:
+        with OURS:
+            return self._engine.add(one, other)
 
     def finish(self, *_: object) -> None:
         total, self._total = self._total, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +12,7 @@ from monitor.capture.backend import Backend, Target
 from monitor.capture.calls import Calls, Place
 from monitor.capture.clock import Clock
 from monitor.capture.flow import SeenModule
+from monitor.capture.following import follow_inputs, follow_result, together
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.leaves import Leaf
 from monitor.capture.recorder import Recorder, Watched
@@ -160,29 +161,18 @@ class ModuleWatcher:
 
     def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int) -> None:
         outputs = [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor)]
+        handles: list[Removable] = []
         if self._wanted.output_grad.wanted:
             for leaf in self._differentiable(self._fitting("output_grad", self._wanted.output_grad, found), outputs):
-                self._watch_tensor(leaf.tensor, call.start, self._writer("output" + leaf.suffix, call.place))
+                write = self._writer("output" + leaf.suffix, call.place)
+                handles += follow_result(self._graph, leaf.tensor, call.start, write)
         if call.targets:
-            self._watch_inputs(call, [leaf.tensor for leaf in outputs])
+            writer = partial(self._writers, call.place)
+            handles += follow_inputs(self._graph, call.targets, call.start, [leaf.tensor for leaf in outputs], writer)
+        self._collector.until_step_ends(handles)
 
-    def _watch_inputs(self, call: Call, outputs: list[Any]) -> None:
-        passed = {self._graph.gradient_target(t): t for t in outputs}
-        inside: list[Target] = []
-        for target, slots in call.targets.items():
-            if target not in passed:
-                inside.append(target)
-                continue
-            for slot in slots:
-                self._watch_tensor(passed[target], call.start, self._writer(slot, call.place))
-        for target, edges in self._graph.producers(outputs, inside, call.start).items() if inside else ():
-            for slot in call.targets[target]:
-                self._collector.until_step_ends(self._graph.watch(target, edges, self._writer(slot, call.place)))
-
-    def _watch_tensor(self, tensor: Any, start: int, write: Callable[[Any], None]) -> None:
-        handle = self._graph.on_gradient(tensor, write)
-        if not self._graph.made_since(tensor, start):
-            self._collector.until_step_ends([handle])
+    def _writers(self, place: Place, slots: Sequence[str]) -> Callable[[Any], None]:
+        return together([self._writer(slot, place) for slot in slots])
 
     def _writer(self, slot: str, place: Place) -> Callable[[Any], None]:
         step, (micro_step, number) = self._clock.step, place
@@ -246,17 +236,23 @@ class ModuleCollector:
         self._roots[chunk] = root
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
         after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
-        self._root_hooks.add(self.backend.before_forward(root, before))
-        self._root_hooks.add(self.backend.after_forward(root, after, always=True))
+        self._hook_root(chunk, root, before, after)
 
     def watch(self, chunk: int, name: str, module: Any, wanted: ModuleSelection) -> None:
         if not self.backend.takes_hooks(module):
             said = f"{name!r} is a {type(module).__name__}, which takes no hooks: it is not recorded."
             self.failures.warn("modules without hooks", said)
             return
-        watcher = ModuleWatcher(module, name, chunk, wanted, self)
+        watcher = self._new_watcher(module, name, chunk, wanted)
         watcher.attach(self._hooks)
         self._watchers.append(watcher)
+
+    def _new_watcher(self, module: Any, name: str, chunk: int, wanted: ModuleSelection) -> ModuleWatcher:
+        return ModuleWatcher(module, name, chunk, wanted, self)
+
+    def _hook_root(self, _chunk: int, root: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._root_hooks.add(self.backend.before_forward(root, before))
+        self._root_hooks.add(self.backend.after_forward(root, after, always=True))
 
     def until_step_ends(self, handles: list[Removable]) -> None:
         """Hooks on what was there before the call that placed them, and may be there after the step: leaves above all."""
@@ -309,6 +305,7 @@ class ModuleCollector:
         self.tracking[chunk] = self.backend.root_trains(root)
         if self.tracking[chunk] and not self._in_tracked_root(chunk):
             self.clock.forward[chunk] += 1
+            self.recorder.micro_step_begins(chunk, self.clock.micro_steps)
             self._check_micro_step(self.clock.forward[chunk])
         self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
 

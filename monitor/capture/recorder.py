@@ -94,6 +94,10 @@ class Recorder(ABC):
         """Record the coming step or not. In a forked child nothing is ever recorded."""
         self.active = wanted and not self._inert
 
+    def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
+        """The root of a chunk begins a forward that trains: one of ``micro_steps``, unless the loop has more."""
+        del chunk, micro_steps
+
     def end_step(self) -> None:
         """Record nothing more in the step in progress."""
         if self.active:

@@ -11,6 +11,7 @@ from typing import Final
 from monitor.capture.attachment import Attachment
 from monitor.capture.backend import Backend, Communication
 from monitor.capture.clock import Schedule
+from monitor.capture.gradients import NOT_OF_THE_STEP
 from monitor.capture.names import ModelNames
 from monitor.capture.switching import PutInForce, Switching
 from monitor.capture.watch import Watch
@@ -210,6 +211,13 @@ class Recording:
     def _note(self, key: str, said: str) -> None:
         if (run := self.run) is not None:
             run.manifest.note(key, said)
+
+    @property
+    def local_gradients_note(self) -> str | None:
+        """Why ``grad_unreduced`` is not what the micro-batches of a step make together; None where it is."""
+        said = None if self.run is None else self.run.manifest.notes.get("grad_unreduced")
+        is_sum = said not in NOT_OF_THE_STEP or self.attachment.clock.micro_steps == 1
+        return None if is_sum else str(said)
 
     @property
     def run(self) -> Run | None:

@@ -313,6 +313,11 @@ class TrainerMon:
         """The last step that ended and was collected, of the first model that was attached; None before it."""
         return self._recordings[0].attachment.last_collected if self._recordings else None
 
+    @property
+    def local_gradients_note(self) -> str | None:
+        """Why local gradients of the first model are not those of all micro-batches of a step; None where they are."""
+        return self._recordings[0].local_gradients_note if self._recordings else None
+
     def flush(self, seconds: float) -> bool:
         """Whether, within ``seconds`` for each recording, every step that has ended was written and looked at."""
         flushed = [recording.flush(seconds) for recording in self._recordings]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +12,24 @@ from monitor.capture import arguments
 from monitor.capture.backend import Graph
 from monitor.capture.clock import Clock
 from monitor.capture.features.reading import Reading
+from monitor.capture.hooks import Removable
 from monitor.capture.leaves import Leaves
-from monitor.capture.modules import ModuleCollector
 from monitor.capture.names import NamedParts
 from monitor.dynamic.pace import ASKED_PER_SECOND
 from monitor.failures import Failures
-from monitor.pytorch import input_gradients
+from monitor.pytorch import hooks, input_gradients
 from monitor.pytorch.calls import Calls, recomputing
 from monitor.pytorch.collectives.installing import communication
+from monitor.pytorch.compiled.hooks import TracedHook
+from monitor.pytorch.compiled.observers import Called, device_of
+from monitor.pytorch.compiled.operators import TRACEABLE, Observed
 from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.pipelining import rehearsing
 from monitor.pytorch.frameworks.recognition import framework_of
 from monitor.pytorch.gradients import GradientCollector
-from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
+from monitor.pytorch.hooks import takes_hooks
 from monitor.pytorch.leaves import LEAVES
+from monitor.pytorch.modules import ModuleCollector
 from monitor.pytorch.place import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.tensors import activation_placement, computing, layout_of, placement_of
@@ -89,6 +93,16 @@ def new_modules(recorder: Any, clock: Clock, failures: Failures) -> ModuleCollec
     from monitor.pytorch import backend
 
     return ModuleCollector(recorder, clock, failures, backend)
+
+
+def before_forward(module: nn.Module, call: Callable[..., None], *, compiled: bool = False) -> Removable:
+    traced = TracedHook(Observed(Called(call, module), device_of(module))) if compiled and TRACEABLE else None
+    return hooks.before_forward(module, call, traced)
+
+
+def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool = False, compiled: bool = False) -> Removable:
+    traced = TracedHook(Observed(Called(call, module), device_of(module)), ends=True) if compiled and TRACEABLE else None
+    return hooks.after_forward(module, call, traced, always=always)
 
 
 def trains(module: nn.Module) -> bool:

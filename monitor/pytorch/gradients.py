@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from monitor.capture import gradients
 from monitor.capture.clock import Clock
+from monitor.capture.gradients import NOT_ACCUMULATED
 from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import NamedParameter, SeriesOf
 from monitor.failures import Failures
@@ -19,8 +19,8 @@ from monitor.pytorch.after_backward import AfterBackward, LeftGradient
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.untraced import untraced
 
-NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "
     "row holds what the optimizer was given"
@@ -93,7 +93,7 @@ class GradientCollector(gradients.GradientCollector):
         return super()._can_be_hooked(parameter) and not is_lazy(parameter.tensor)
 
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(torch.compiler.disable(read))
+        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(untraced(read))
         return handle
 
     def _note_changes(self) -> None:

@@ -10,21 +10,32 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from monitor.capture.hooks import Removable
+from monitor.pytorch.untraced import not_compiled_alone
 
 
 class ModuleHook:
-    """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` walk through."""
+    """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` walk through.
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    Args:
+        call: Called in eager code. A trace of ``torch.jit`` would take what it does for the model's own work: not there.
+        traced: Called in its place by a compiler that looks into the module's call, but not in an export. Without one,
+            compiled code has none of the hook, and no graph is broken by it.
+    """
+
+    def __init__(self, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
         self._call = call
+        self._traced = traced
 
-    def __call__(self, *args: Any) -> None:
-        # What compiled code computes is not observed yet: no row is better than a graph broken at every module. A trace would
-        # take what is done here for the model's own work.
-        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
+    @not_compiled_alone
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None if self._traced is None or torch.compiler.is_exporting() else self._traced(*args)
+        if torch._C._get_tracing_state() is None:
             self._call(*args)
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -35,15 +46,35 @@ def takes_hooks(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule)
 
 
-def before_forward(module: nn.Module, call: Callable[..., None]) -> Removable:
-    """Have ``call(module, args, kwargs)`` called before each forward."""
-    return module.register_forward_pre_hook(ModuleHook(call), with_kwargs=True)
+def before_forward(module: nn.Module, call: Callable[..., None], traced: Callable[..., Any] | None = None) -> Removable:
+    """Have ``call(module, args, kwargs)`` called before each forward.
+
+    Args:
+        traced: Called likewise by a compiler: may return other arguments.
+    """
+    return module.register_forward_pre_hook(ModuleHook(call, traced), with_kwargs=True)
 
 
-def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool = False) -> Removable:
+def after_forward(
+    module: nn.Module, call: Callable[..., None], traced: Callable[..., None] | None = None, *, always: bool = False
+) -> Removable:
     """Have ``call(module, args, kwargs, result)`` called after each forward.
 
     Args:
+        traced: Called likewise by a compiler.
         always: Also where it has raised, then with None, and while that exception is being handled.
     """
-    return module.register_forward_hook(ModuleHook(call), with_kwargs=True, always_call=always)
+    handle = module.register_forward_hook(ModuleHook(call, traced), with_kwargs=True, always_call=always)
+    if always:
+        _number_alike(handle, module)
+    return handle
+
+
+def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
+    """Give a hook a number that the same hook has in every module: torch counts them, and a compiler compiles code for each
+    number of a hook that is always called, so that layers could not share theirs.
+    """
+    number = min(0, *module._forward_hooks) - 1
+    for hooks in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+        hooks[number] = hooks.pop(handle.id)  # type: ignore[assignment]
+    handle.id = number

@@ -13,19 +13,25 @@ from torch import Tensor
 
 from monitor.capture import recorder
 from monitor.capture.recorder import Device, Watched
-from monitor.series import SeriesTable
+from monitor.pytorch.captured import Places
+from monitor.pytorch.compiled.values import NO_VALUE
+from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host_memory import HostPage
 from monitor.stats.partials import Floats
-from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory
+from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, Slot
 from monitor.stats.torch_copies import Copies
+from monitor.stats.torch_fused_list import is_listed
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_magnitudes import count_magnitudes, count_magnitudes_there
 from monitor.stats.torch_memory import DevicePage, write_histogram, write_numbers
 from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
-from monitor.stats.torch_op import reduce_into
-from monitor.stats.torch_tensors import is_plain, local_shard
+from monitor.stats.torch_op import Listed, reduce_into, reduce_listed
+from monitor.stats.torch_tensors import has_memory, is_plain, local_shard, plain_address
 
 HOST: Final = torch.device("cpu")
+
+Version = int | tuple[int, int | None] | None
+"""What must be the same for a tensor to hold what it held; None where that cannot be told."""
 
 MAX_SEEN: Final = 8192
 """Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
@@ -36,7 +42,7 @@ class _Seen:
 
     __slots__ = ("layout", "row", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int, row: int, layout: int) -> None:
+    def __init__(self, tensor: Tensor, version: Version, row: int, layout: int) -> None:
         self.tensor = weakref.ref(tensor)
         self.version = version
         self.row = row
@@ -50,6 +56,7 @@ class Recorder(recorder.Recorder):
         super().__init__(series, eps, magnitudes=magnitudes)
         self._take_eps(eps)
         self._seen: dict[int, _Seen] = {}
+        self.places = Places()
 
     def _take_eps(self, eps: float) -> None:
         self.host = HostKernel(eps)
@@ -68,54 +75,131 @@ class Recorder(recorder.Recorder):
             self._copies.discard()
         self._seen.clear()
 
+    def activate(self, wanted: bool) -> None:
+        super().activate(wanted)
+        self.places.step_begins(self.active)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.places.step_begins(False)
+
+    def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
+        self.places.micro_step_begins(chunk, micro_steps)
+
+    def keep_micro_step(self, tag: Tensor, chunk: int) -> None:
+        """Where code is being captured, have it keep the micro-step that it runs in."""
+        if not tag.is_cpu and self.places.captures(tag.device) and self.places.has(tag.device, chunk):
+            tag.copy_(self.places.micro_step(tag.device, chunk))
+
     def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
-        plain = is_plain(x)
-        if plain or has_data(x):
+        address = plain_address(x)
+        if address or has_data(x):
             with self.lock:
-                self._record(watched, x, micro_step, plain=plain, aliases=aliases)
+                self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
+
+    def record_value(self, watched: Watched, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
+        """Of compiled code: the same. Whether the tensor was read before is told by what it holds, numbered in tracing: the
+        code writes to one tensor over and over, and changes no version.
+
+        Args:
+            value: ``NO_VALUE`` where nothing is known.
+            tag: Where the micro-step is on the device, if the code is being captured.
+        """
+        address = plain_address(x)
+        if address or has_data(x):
+            with self.lock:
+                if not address and self.places.captures(x.device):
+                    self._record_captured(watched, x, tag)
+                    return
+                if not self.active:  # captured, perhaps, in a step that is not collected: then there has to be a row
+                    self._slot(watched, x.device, micro_step)
+                    return
+                version = None if value == NO_VALUE else (value, _version(x))
+                self._record(watched, x, micro_step, address=address, version=version)
 
     def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
         with self.lock:
-            rows, orders, layouts, tensors = [], [], [], []  # type: list[int], list[int], list[int], list[Tensor]
+            rows, orders, layouts, copied = [], [], [], []  # type: list[int], list[int], list[int], list[Tensor]
+            listed: list[tuple[Watched, Listed]] = []
             for watched, x in items:
                 try:
-                    plain = is_plain(x)
-                    if plain and self._is_copied(x):
-                        rows.append(self._slot(watched, HOST, 0)[0].row)
+                    address = plain_address(x)
+                    if address and self._is_copied(x):
+                        slot, layout = self._slot(watched, HOST, 0)[0], self.table.layout_of(x.shape, x.dtype)
+                        rows.append(slot.row)
                         orders.append(self.table.next_order())
-                        layouts.append(self.table.layout_of(x.shape, x.dtype))
-                        tensors.append(x)
-                    elif plain or has_data(x):
-                        self._record(watched, x, 0, plain=plain, aliases=False)
+                        layouts.append(layout)
+                        copied.append(x)
+                    elif not address and (one := self._listed(watched, x)) is not None:
+                        listed.append((watched, one))
+                    elif address or has_data(x):
+                        self._record(watched, x, 0, address=address, version=None)
                 except Exception as error:
                     failed(watched, error)
+            for place, why in reduce_listed([one for _, one in listed], self._eps):
+                failed(listed[place][0], why)
             if rows:
-                self._copies.take_all(rows, tensors)
+                self._copies.take_all(rows, copied)
                 self.table.note_rows(np.array(rows), np.array(orders), np.array(layouts))
 
-    def _record(self, watched: Watched, x: Tensor, micro_step: int, *, plain: bool, aliases: bool) -> None:
-        slot, offset = self._slot(watched, HOST if plain else x.device, micro_step)
+    def _listed(self, watched: Watched, x: Tensor) -> Listed | None:
+        """``x``, on a device, as one of many that are reduced at once; None if it is to be reduced alone."""
+        local = None if self._magnitudes else local_shard(x)
+        if local is None or local.is_cpu or not is_listed(local) or self.places.captures(x.device):
+            return None
+        slot, _ = self._slot(watched, x.device, 0)
+        assert isinstance(slot.page.memory, DevicePage)
+        self.table.note(slot.row, self.layout(x))
+        return Listed(local, slot.page.memory, slot.local_row)
+
+    def _record(self, watched: Watched, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
+        """``address``: where the elements of a plain tensor are (``plain_address``)."""
+        if not address and self.places.captures(x.device):
+            self._record_captured(watched, x, None)
+            return
+        slot, offset = self._slot(watched, HOST if address else x.device, micro_step)
         row = slot.row + offset
-        version = _version(x) if aliases else None
         if version is not None:
             seen = self._seen.get(id(x))
             if seen is not None and seen.version == version and seen.tensor() is x:
                 self._copies.give_up(row)
                 self.table.note(row, seen.layout, alias=seen.row)
                 return
-        if plain and self._is_copied(x):
+        # What can fail comes first: then there is no row.
+        layout = self.table.layout_of(x.shape, x.dtype) if address else self.layout(x)
+        if address and self._is_copied(x):
             self._copies.take(row, x)
-            layout = self.table.layout_of(x.shape, x.dtype)
+        elif address and self.host.is_native and not self._magnitudes:
+            self.host.reduce_plain(address, x.numel(), numbers_of(slot.page), slot.local_row + offset)
         else:
-            if self._magnitudes:  # first: if it fails there is no row
+            if self._magnitudes:
                 self._count_magnitudes(x, slot.page, slot.local_row + offset)
             if not self.reduce(x, slot.page, slot.local_row + offset):
                 return
             self._copies.give_up(row)
-            layout = self.layout(x)
         self.table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
             self._remember(x, version, row, layout)
+
+    def _record_captured(self, watched: Watched, x: Tensor, tag: Tensor | None) -> None:
+        """Into the row that the device finds whenever this runs. There is none for what was not seen before the capture."""
+        slot, chunk, source = watched.slots.get(x.device), watched.series.vpp_stage, local_shard(x)
+        if slot is None or source is None or not self.places.has(x.device, chunk):
+            return
+        memory = slot.page.memory
+        page = torch.from_numpy(memory.numbers) if isinstance(memory, HostPage) else memory.tensor  # type: ignore[attr-defined]
+        if watched.micro_steps == (NO_MICRO_STEP,):
+            offset = self.places.step(x.device, chunk)
+        else:
+            offset = self.places.micro_step(x.device, chunk) if tag is None else tag
+        reduce_into(source, page, slot.local_row, offset, self._eps)
+        self.table.note_captured(slot, self.layout(x))
+
+    def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> Slot:
+        assert isinstance(device, torch.device)
+        if device.type != "cpu":
+            self.places.make(device, series.vpp_stage)
+        return super()._allot(series, device, micro_steps)
 
     def record_numbers(
         self,
@@ -126,7 +210,7 @@ class Recorder(recorder.Recorder):
         *,
         histogram: Tensor | None = None,
     ) -> None:
-        if not has_data(x):
+        if not has_data(x) or self.places.captures(x.device):  # such rows need the host
             return
         with self.lock:
             device = HOST if is_plain(x) else x.device
@@ -139,7 +223,7 @@ class Recorder(recorder.Recorder):
             self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
 
     def _is_copied(self, x: Tensor) -> bool:
-        return not self._magnitudes and self._copies.takes(x)
+        return not (self._magnitudes or self.host.is_native) and self._copies.takes(x)
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_there(x)
@@ -169,16 +253,23 @@ class Recorder(recorder.Recorder):
         local = local_shard(x)
         return self.table.layout_of(x.shape if local is None else local.shape, x.dtype)
 
-    def _remember(self, x: Tensor, version: int, row: int, layout: int) -> None:
+    def _remember(self, x: Tensor, version: Version, row: int, layout: int) -> None:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[id(x)] = _Seen(x, version, row, layout)
 
 
+def numbers_of(page: Page) -> Floats:
+    """The live rows of a page on the host."""
+    memory = page.memory
+    assert isinstance(memory, HostPage)
+    return memory.numbers
+
+
 def has_data(x: Tensor) -> bool:
-    """False for meta and fake tensors, whose devices need not even exist here."""
+    """False for meta and fake tensors, whose devices need not even exist here, and for those whose storage was freed."""
     local = local_shard(x)
-    return local is not None and not local.is_meta
+    return local is not None and not local.is_meta and has_memory(local)
 
 
 def _version(x: Tensor) -> int | None:

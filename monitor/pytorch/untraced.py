@@ -24,6 +24,16 @@ def untraced(function: F) -> F:
     return function
 
 
+def not_compiled_alone(function: F) -> F:
+    """``function``, which a compiler does not compile as a piece of its own where it comes to it between two graphs: there it
+    runs as it is. Within what is compiled it is traced.
+    """
+    strategy = _skip_with_all_it_calls()
+    if strategy is not None:
+        torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def _skip_with_all_it_calls() -> Any:
     """None where this version of torch has no such thing."""
     frames: Any = torch._C._dynamo.eval_frame

@@ -178,7 +178,7 @@ def test_compiled_backwards_are_followed_as_far_as_an_engine_runs_them(
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.05)
     compiled = torch.compile(model, backend="eager")
-    with attached(output, model, optimizer, **GRADIENTS):
+    with attached(output, model, optimizer, 2, **GRADIENTS):
         loss_of(compiled).backward()
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             loss_of(compiled).backward()

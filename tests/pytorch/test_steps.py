@@ -69,7 +69,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for way, name in ((HostKernel, "reduce_into"), (Copies, "take"), (Copies, "take_all")):
+    for way, name in ((HostKernel, "reduce_into"), (HostKernel, "reduce_plain"), (Copies, "take"), (Copies, "take_all")):
         monkeypatch.setattr(way, name, counting(name, getattr(way, name)))
     return taken
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jobs import Job
 
-from monitor.capture.attachment import AGGREGATED_EARLY
+from monitor.capture.gradients import AGGREGATED_EARLY
 from monitor.pytorch.gradients import CHANGED
 
 STEPS = 3

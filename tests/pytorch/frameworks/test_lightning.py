@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from jobs import Job
 
-from monitor.capture.attachment import AGGREGATED_EARLY
+from monitor.capture.gradients import AGGREGATED_EARLY
 from monitor.pytorch.gradients import CHANGED
 
 STEPS = 3

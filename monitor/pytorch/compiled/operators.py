@@ -1,0 +1,273 @@
+"""Operators that stand in compiled code where hooks stood in the program.
+
+A compiler runs a hook once, while it traces. What a hook of ours leaves behind is one operator for each thing that is to happen
+whenever the code runs: a call begins or ends, a tensor is there, its gradient is there. To the compiler they are black boxes
+with an effect, in an order that it keeps. Behind them is the Python that serves eager code.
+
+Which hook is meant is told by a tensor that belongs to it, by its address: an input of the compiled code like a weight. A
+number would be a constant, and layers that share their code would be compiled one by one. Which call is meant is told by a
+tensor, too, made when the call begins and kept for its backward: forwards and backwards of several micro-batches interleave.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from monitor.capture.hooks import Removable
+from monitor.failures import Failures
+from monitor.pytorch.compiled.tracing import Named, OpenCall, OpenCalls, follow
+from monitor.pytorch.compiled.values import value_of
+from monitor.stats.torch_modes import beneath
+
+TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
+"""Whether this version of torch keeps operators that have an effect, in their order. Without, compiled code is not observed."""
+
+FAILURES: Final = Failures()
+"""Of tracing, which is the process's: code is traced once for all monitors."""
+
+ADVICE: Final = "Some of what this code computes has no rows."
+
+SEE: Final = 1
+FOLLOW: Final = 2
+
+
+class Observer(Protocol):
+    """What a hook comes to when the compiled code runs. Must not raise."""
+
+    def begins(self, tag: Tensor) -> object | None:
+        """A call begins. What it returns stands for the call below; None if nothing of it is to be recorded.
+
+        Args:
+            tag: Kept for the call's backward, no dimensions. To be filled where code is captured.
+        """
+
+    def ends(self, tag: Tensor) -> object | None:
+        """The call that began last, and has not ended, ends. Returns what stands for it, likewise."""
+
+    def sees(self, x: Tensor, call: Any, tag: Tensor, slot: str, found: int, value: int) -> None:
+        """A tensor that goes in or comes out.
+
+        Args:
+            slot: ``input`` or ``output``, with the suffix of a leaf.
+            found: How many tensors that side has.
+            value: See ``value_of``.
+        """
+
+    def sees_gradient(self, gradient: Tensor, call: Any, tag: Tensor, slot: str, value: int) -> None:
+        """The gradient of such a tensor."""
+
+    def keep(self, handles: Sequence[Removable]) -> None:
+        """Until the step ends: hooks on what may be there after it."""
+
+
+class Observed:
+    """One hook as compiled code knows it.
+
+    Attributes:
+        handle: The tensor that stands for it. Never read.
+    """
+
+    def __init__(self, observer: Observer, device: torch.device) -> None:
+        with beneath():
+            self.handle = torch.empty(1, dtype=torch.int64, device=device)
+        self.observer = observer
+        self._calls: dict[int, object] = {}
+        self._earlier: dict[int, object] = {}
+        _OBSERVED[self.handle.data_ptr()] = self
+
+    def note(self, tag: Tensor, call: object | None) -> None:
+        """``tag`` stands for ``call`` from now on. An earlier tensor at its address has gone."""
+        address = tag.data_ptr()
+        self._earlier.pop(address, None)
+        if call is None:
+            self._calls.pop(address, None)
+        else:
+            self._calls[address] = call
+
+    def call(self, tag: Tensor) -> object | None:
+        address = tag.data_ptr()
+        return self._calls[address] if address in self._calls else self._earlier.get(address)
+
+    def forget_step(self) -> None:
+        """Let go of the calls before the step that has ended: of its own a backward may still come, late."""
+        self._earlier, self._calls = self._calls, {}
+
+
+_OPEN: Final = OpenCalls()
+_TORCH: Final = os.path.dirname(torch.__file__)
+_HIGHER_ORDER: Final = os.path.join(_TORCH, "_higher_order_ops", "")
+_CHECKPOINT: Final = _HIGHER_ORDER + "wrap.py"
+_DDP_OPTIMIZER: Final = os.path.join(_TORCH, "_dynamo", "backends", "distributed.py")
+
+_OBSERVED: Final[weakref.WeakValueDictionary[int, Observed]] = weakref.WeakValueDictionary()
+"""By the addresses of handles."""
+
+
+def _begins(handle: Tensor, ends: bool, recording: bool) -> Tensor:
+    with beneath():
+        tag = torch.empty((), dtype=torch.int64, device=handle.device)
+    observed = _OBSERVED.get(handle.data_ptr())
+    if observed is not None:
+        with torch.set_grad_enabled(recording):  # compiled code has recorded its graph beforehand
+            observed.note(tag, observed.observer.ends(tag) if ends else observed.observer.begins(tag))
+    return tag
+
+
+def _sees(x: Tensor, handle: Tensor, tag: Tensor, slot: str, found: int, value: int) -> None:
+    observed = _OBSERVED.get(handle.data_ptr())
+    if observed is not None and (call := observed.call(tag)) is not None:
+        observed.observer.sees(x, call, tag, slot, found, value)
+
+
+def _sees_gradient(gradient: Tensor, handle: Tensor, tag: Tensor, slot: str, value: int) -> None:
+    observed = _OBSERVED.get(handle.data_ptr())
+    if observed is not None and (call := observed.call(tag)) is not None:
+        observed.observer.sees_gradient(gradient, call, tag, slot, value)
+
+
+# What a compiler looks into while it traces: both come to the operators above.
+
+
+def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int) -> None:
+    if _is_within(handle):
+        return
+    call = None
+    try:
+        tag = _traced(handle, False, inputs, slots, wanted, found)
+        call = OpenCall.of(tag, _named(inputs, slots, wanted, FOLLOW))
+    except Exception as error:  # nothing that fails here may fail the compiler
+        FAILURES.report("observing compiled code", error, ADVICE)
+    _OPEN.push(handle, call)
+
+
+def _end(outputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int) -> None:
+    if _is_within(handle):
+        return
+    try:
+        tag = _traced(handle, True, outputs, slots, wanted, found)
+        followed = _named(outputs, slots, wanted, FOLLOW)
+        handles = follow(_OPEN.pop(handle), tag, outputs, followed, partial(_reader, handle))
+        observed = _OBSERVED.get(handle.data_ptr()) if type(handle) is Tensor else None
+        if observed is not None:  # this was no trace, and what was hooked is training's own
+            observed.observer.keep(handles)
+    except Exception as error:
+        FAILURES.report("observing compiled code", error, ADVICE)
+
+
+def _traced(
+    handle: Tensor, ends: bool, tensors: Sequence[Tensor], slots: Sequence[str], wanted: Sequence[int], found: int
+) -> Tensor:
+    with _saved():
+        tag: Tensor = torch.ops.monitor.begins.default(handle, ends, torch.is_grad_enabled())
+        for x, slot in _named(tensors, slots, wanted, SEE):
+            here = _local(x)
+            if here is not None:
+                torch.ops.monitor.sees.default(here, handle, tag, slot, found, value_of(x))
+    return tag
+
+
+def _named(tensors: Sequence[Tensor], slots: Sequence[str], wanted: Sequence[int], what: int) -> list[Named]:
+    return [(x, slot) for x, slot, each in zip(tensors, slots, wanted, strict=True) if each & what]
+
+
+def _reader(handle: Tensor, tag: Tensor, slot: str) -> Callable[[Tensor], None]:
+    def read(gradient: Tensor) -> None:
+        here = _local(gradient)
+        if here is not None:
+            torch.ops.monitor.sees_gradient.default(here, handle, tag, slot, value_of(gradient))
+
+    return read
+
+
+def _is_within(handle: Tensor) -> bool:
+    """Whether the code is called for something other than to be run as it stands: to learn of shapes, under a transform of
+    ``torch.func``, whose tensors stand for others, or as a branch of ``cond``, a body of ``while_loop`` and the like, where
+    nothing with an effect may be. There are no rows of it. Nor of what DDP's optimizer has cut into pieces, unless it is
+    inductor's: the next piece is given the tokens that order what has an effect.
+    """
+    if isinstance(handle, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_HIGHER_ORDER) and path != _CHECKPOINT:
+            return True
+        if path == _DDP_OPTIMIZER and not torch._functorch.config.unlift_effect_tokens:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _local(x: Tensor) -> Tensor | None:
+    """What there is to read of a tensor that is being traced: of a DTensor its shard, of other wrappers nothing."""
+    if not is_traceable_wrapper_subclass(x):
+        return x
+    local = getattr(x, "_local_tensor", None)
+    return local if isinstance(local, Tensor) else None
+
+
+@contextmanager
+def _saved() -> Iterator[None]:
+    """What is traced inside is no part of a checkpoint, and not repeated in backward."""
+    mode = get_proxy_mode()
+    if mode is None:
+        yield
+        return
+    nodes = mode.tracer.graph.nodes
+    before = len(nodes)
+    yield
+    for node in itertools.islice(reversed(nodes), len(nodes) - before):
+        node.meta.pop("recompute", None)
+        node.meta.pop("ac_graph_id", None)
+
+
+def _nothing(*_: Any) -> None:
+    """What an operator does to tensors without data."""
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library("monitor", "FRAGMENT")
+    library.define("begins(Tensor handle, bool ends, bool recording) -> Tensor")
+    library.define("sees(Tensor x, Tensor handle, Tensor call, str slot, int found, int value) -> ()")
+    library.define("sees_gradient(Tensor gradient, Tensor handle, Tensor call, str slot, int value) -> ()")
+    library.define("begin(Tensor[] inputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
+    library.define("end(Tensor[] outputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
+    for name, call in (("begins", _begins), ("sees", _sees), ("sees_gradient", _sees_gradient)):
+        library.impl(name, call, "CompositeExplicitAutograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        if TRACEABLE:
+            from torch._library.effects import EffectType
+
+            torch.library._register_effectful_op(f"monitor::{name}", EffectType.ORDERED, lib=library)
+    library.impl("begins", lambda handle, *_: torch.empty((), dtype=torch.int64, device=handle.device), "Meta")
+    library.impl("sees", _nothing, "Meta")
+    library.impl("sees_gradient", _nothing, "Meta")
+    for name, traced in (("begin", _begin), ("end", _end)):
+        library.impl(name, traced, "CompositeImplicitAutograd")
+        library.impl(name, traced, "FuncTorchBatched")  # torch.vmap looks into nothing that it does not know
+        torch.fx.node.has_side_effect(getattr(torch.ops.monitor, name).default)
+    return library
+
+
+LIBRARY: Final = _define()
+"""Kept alive for as long as the operators are to exist."""
+
+begin: Final = torch.ops.monitor.begin.default
+"""``begin(inputs, handle, slots, wanted, found)``: a call begins with these inputs; of each ``SEE``, ``FOLLOW``, both or 0."""
+
+end: Final = torch.ops.monitor.end.default
+"""``end(outputs, handle, slots, wanted, found)``: the call that began last ends with these outputs."""

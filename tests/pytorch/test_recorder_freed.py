@@ -1,0 +1,83 @@
+"""Tensors whose storage was freed, as FSDP frees parameters that are gathered and Megatron outputs that it no longer needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from monitor.capture.recorder import Watched
+from monitor.pytorch.compiled.values import NO_VALUE
+from monitor.pytorch.dump.reading import Reader
+from monitor.pytorch.recorder import Recorder
+from monitor.series import Series, SeriesTable
+from monitor.stats.native import VARIABLE
+from monitor.stats.rows import KindRows
+from monitor.stats.table import Sealed
+
+Record = Callable[[Recorder, Watched, Tensor], None]
+
+
+def all_at_once(recorder: Recorder, watched: Watched, x: Tensor) -> None:
+    def failed(_: Watched, error: Exception) -> None:
+        raise error
+
+    recorder.record_all([(watched, x)], failed)
+
+
+WAYS: dict[str, Record] = {
+    "one": lambda recorder, watched, x: recorder.record(watched, x, 0),
+    "of compiled code": lambda recorder, watched, x: recorder.record_value(watched, x, 0, NO_VALUE, torch.tensor(0)),
+    "all at once": all_at_once,
+}
+
+
+@pytest.mark.parametrize("record", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [10, 5000])
+def test_what_was_freed_has_no_row_and_what_is_there_has_one(record: Record, dtype: torch.dtype, size: int) -> None:
+    recorder, there, gone = Recorder(SeriesTable(), 1e-8), torch.ones(size, dtype=dtype), torch.ones(size, dtype=dtype)[1:]
+    gone.untyped_storage().resize_(0)
+    recorder.activate(True)
+    record(recorder, Watched(Series("actv", 0, "gone"), (0,)), gone)
+    record(recorder, Watched(Series("actv", 0, "there"), (0,)), there)
+    recorder.end_step()
+    sealed = Sealed()
+    recorder.seal(sealed)
+    rows = sealed.rows().kinds["actv"]
+    assert [recorder.table.series[series].name for series in rows.series] == ["there"]
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_what_has_no_layout_has_no_row_and_leaves_others_theirs(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, native)
+    recorder, nested = Recorder(SeriesTable(), 1e-8), torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    watched = {name: Watched(Series("actv", 0, name), (0,)) for name in ("before", "nested", "after")}
+    missing: list[str] = []
+    recorder.activate(True)
+    recorder.record_all(
+        [(watched["before"], torch.ones(5)), (watched["nested"], nested), (watched["after"], torch.ones(7))],
+        lambda one, _: missing.append(one.series.name),
+    )
+    with pytest.raises(RuntimeError):
+        recorder.record(watched["nested"], nested, 0)
+    recorder.end_step()
+    sealed = Sealed()
+    recorder.seal(sealed)
+    rows = sealed.rows()
+    found = {recorder.table.series[row].name: rows.layouts[layout].shape for row, layout in _layouts(rows.kinds["actv"])}
+    assert (found, missing) == ({"before": (5,), "after": (7,)}, ["nested"])
+
+
+def _layouts(rows: KindRows) -> list[tuple[int, int]]:
+    return list(zip(rows.series.tolist(), rows.layout.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_dump_describes_what_was_freed_and_reads_nothing(checksums: bool) -> None:
+    gone = torch.ones(10)
+    gone.untyped_storage().resize_(0)
+    leaf = Reader(checksums=checksums).leaf(gone, None)
+    assert leaf.reading is None
