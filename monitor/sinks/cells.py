@@ -29,15 +29,26 @@ class Cells(Generic[T]):
     def __init__(self, of: Growing[T], spelled: Callable[[T], str]) -> None:
         self.of = of
         self._spelled = spelled
-        self._texts = pa.array([], type=pa.string())
+        self._texts: list[str] = []
+        self._column = pa.array([], type=pa.string())
+
+    def listed(self, index: NDArray[np.int64]) -> list[str]:
+        """The texts of the items numbered ``index``: for a few of them the quicker way."""
+        texts = self._known()
+        return [texts[i] for i in index.tolist()]
 
     def take(self, index: NDArray[np.int64]) -> pa.StringArray:
         """The texts of the items numbered ``index``."""
-        known, now = len(self._texts), len(self.of)
-        if now > known:
-            new = pa.array([encodable(self._spelled(self.of[i])) for i in range(known, now)], type=pa.string())
-            self._texts = pa.concat_arrays([self._texts, new])
-        return self._texts.take(pa.array(index))
+        texts = self._known()
+        if len(texts) > len(self._column):
+            new = pa.array(texts[len(self._column) :], type=pa.string())
+            self._column = pa.concat_arrays([self._column, new])
+        return self._column.take(pa.array(index))
+
+    def _known(self) -> list[str]:
+        texts = self._texts
+        texts += [encodable(self._spelled(self.of[i])) for i in range(len(texts), len(self.of))]
+        return texts
 
     def once(self, index: NDArray[np.int64]) -> pa.DictionaryArray:
         """The texts of the items numbered ``index``, with a dictionary of those that occur."""

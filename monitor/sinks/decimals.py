@@ -61,12 +61,29 @@ def spell(values: Floats, valid: Mask, ndigits: int) -> pa.StringArray:
     return pa.concat_arrays([_UNUSUAL, texts]).take(pa.array(place))
 
 
+def spell_few(values: Floats, valid: Mask, ndigits: int) -> list[str]:
+    """The same texts, a value at a time: of some hundred values this takes a third of the time, of thousands several times as
+    much. Arguments as for ``spell``.
+    """
+    digits, least = min(ndigits, MOST_DIGITS), _fixed_from(ndigits)
+    fixed, scientific = f"%.{digits}f", f"%.{digits}e"
+    return [
+        "" if not there else "0" if x == 0 else (fixed if least <= abs(x) < _FIXED_BELOW else scientific) % x
+        for x, there in zip(values.tolist(), valid.tolist(), strict=True)
+    ]
+
+
 def spell_counts(values: Floats, valid: Mask) -> pa.StringArray:
     """The text of counts: integers, empty where ``valid`` is false. Arguments as for ``spell``."""
     if valid.all():
         return pa.array(values.astype(np.int64)).cast(pa.string())
     counts = pa.array(np.where(valid, values, 0.0).astype(np.int64), mask=~valid)
     return counts.cast(pa.string()).fill_null("")
+
+
+def spell_few_counts(values: Floats, valid: Mask) -> list[str]:
+    """The same texts, a value at a time."""
+    return [str(int(x)) if there else "" for x, there in zip(values.tolist(), valid.tolist(), strict=True)]
 
 
 def _unusual(values: Floats, valid: Mask) -> Integers:
@@ -84,8 +101,7 @@ def _spell_ordinary(values: Floats, magnitude: Floats, ndigits: int) -> pa.Strin
 
 def _decimal(magnitude: Floats, ndigits: int) -> tuple[Integers, Integers, Integers]:
     """Positive finite numbers, rounded, as digits before the point, digits after it, and index of the exponent's text."""
-    least = max(_FIXED_FROM, _VISIBLE_FROM[ndigits]) if ndigits < len(_VISIBLE_FROM) else _FIXED_FROM
-    scientific = (magnitude < least) | (magnitude >= _FIXED_BELOW)
+    scientific = (magnitude < _fixed_from(ndigits)) | (magnitude >= _FIXED_BELOW)
     if scientific.all():
         return _scientific(magnitude, ndigits)
     if not scientific.any():
@@ -95,6 +111,11 @@ def _decimal(magnitude: Floats, ndigits: int) -> tuple[Integers, Integers, Integ
         for part, numbers in zip(parts, split(magnitude[rows], ndigits), strict=True):
             part[rows] = numbers
     return parts[0], parts[1], parts[2]
+
+
+def _fixed_from(ndigits: int) -> float:
+    """The least magnitude that is not written in scientific form."""
+    return max(_FIXED_FROM, _VISIBLE_FROM[ndigits]) if ndigits < len(_VISIBLE_FROM) else _FIXED_FROM
 
 
 def _fixed(magnitude: Floats, ndigits: int) -> tuple[Integers, Integers, Integers]:

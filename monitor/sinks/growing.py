@@ -16,12 +16,14 @@ class GrowingFile:
         file: Its descriptor, which this object owns.
         kept: How many bytes of it stay.
         end: Where the next ones go.
+        new: Whether there is nothing in it.
     """
 
-    def __init__(self, path: Path, file: int, kept: int = 0, end: int = 0) -> None:
+    def __init__(self, path: Path, file: int, kept: int = 0, end: int = 0, *, new: bool = False) -> None:
         self.path = path
         self._file: int | None = file
         self._kept, self._end = kept, end
+        self._may_be_longer = not new
 
     @property
     def released(self) -> bool:
@@ -58,14 +60,17 @@ class GrowingFile:
         """Take back what was written since the last ``keep``."""
         self._end = self._kept
         if self._file is not None:
-            with suppress(OSError):  # it is overwritten, or cut off in ``release``
+            try:
                 os.ftruncate(self._file, self._kept)
+            except OSError:  # it is overwritten, or cut off in ``release``
+                self._may_be_longer = True
 
     def release(self) -> None:
         """Let go of the file, which then holds what was kept and nothing else."""
         if self._file is None:
             return
-        os.ftruncate(self._file, self._kept)
+        if self._may_be_longer or self._end > self._kept:
+            os.ftruncate(self._file, self._kept)
         file, self._file = self._file, None
         try:
             os.close(file)

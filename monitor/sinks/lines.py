@@ -16,9 +16,10 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from monitor.series import Series, SeriesTable
 from monitor.sinks.cells import Cells
 from monitor.sinks.decimals import spell, spell_counts
+from monitor.sinks.few_lines import FEW_NUMBERS, few_lines, histogram_cells
 from monitor.sinks.pieces import Piece, blocks
-from monitor.stats.histograms import MAGNITUDES, spelled
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, counted, derive
+from monitor.stats.histograms import MAGNITUDES
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, derive, derive_all
 from monitor.stats.partials import Partials
 from monitor.stats.rows import Layout, StepRows
 
@@ -54,10 +55,15 @@ class Lines:
     def of(self, rows: StepRows) -> Iterator[tuple[str, memoryview]]:
         """The lines of each kind, each ended by a newline. A kind of many rows comes in several pieces."""
         self._know(rows.layouts)
-        when = _when_cells(rows)
+        when: pa.StringArray | None = None
         for block in blocks(rows, BLOCK_ROWS):
-            lines = call_function("binary_join_element_wise", [*self._columns(rows, block, when), _COMMA])
-            for piece, text in zip(block, _texts(lines, [len(piece.rows) for piece in block]), strict=True):
+            lengths = [len(piece.rows) for piece in block]
+            if sum(lengths) * len(rows.ops_of(block[0].kind)) <= FEW_NUMBERS:
+                texts = few_lines(rows, block, self._series, self._layouts, self._ndigits)
+            else:
+                when = _when_cells(rows) if when is None else when
+                texts = _texts(call_function("binary_join_element_wise", [*self._columns(rows, block, when), _COMMA]), lengths)
+            for piece, text in zip(block, texts, strict=True):
                 yield piece.kind, text
 
     def _know(self, layouts: list[Layout]) -> None:
@@ -76,7 +82,7 @@ class Lines:
         layout = np.concatenate([piece.rows.layout for piece in block])
         partials = Partials.joined(piece.rows.partials for piece in block)
         columns = {op: self._layouts[op].take(layout) for op in ops if op in LAYOUT_OPS}
-        columns |= {op: _histogram_cells(partials) for op in ops if op == MAGNITUDES}
+        columns |= {op: pa.array(histogram_cells(partials), type=pa.string()) for op in ops if op == MAGNITUDES}
         columns |= {op: spell_counts(*derive(op, partials)) for op in ops if op in INTEGER_OPS}
         columns |= self._number_columns([op for op in ops if op not in columns], partials)
         return [columns[op] for op in ops]
@@ -87,7 +93,7 @@ class Lines:
         at_once = max(BLOCK_ROWS // len(partials), 1)
         for first in range(0, len(ops), at_once):
             some = ops[first : first + at_once]
-            values, valid = zip(*(derive(op, partials) for op in some), strict=True)
+            values, valid = zip(*derive_all(some, partials).values(), strict=True)
             texts = spell(np.concatenate(values), np.concatenate(valid), self._ndigits)
             columns |= {op: texts.slice(i * len(partials), len(partials)) for i, op in enumerate(some)}
         return columns
@@ -111,13 +117,6 @@ def _when_cells(rows: StepRows) -> pa.StringArray:
 
 def _series_cells(series: Series) -> str:
     return f"{series.vpp_stage},{quoted(series.name)}"
-
-
-def _histogram_cells(partials: Partials) -> pa.StringArray:
-    histogram = partials.histogram
-    there = counted(partials).tolist()
-    cells = [spelled(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
-    return pa.array(cells, type=pa.string())
 
 
 def _shape_cell(layout: Layout) -> str:

@@ -21,17 +21,17 @@ class Part(GrowingFile):
     then ``finish`` of every part.
     """
 
-    def __init__(self, path: Path, file: int, kept: int = 0, end: int = 0, first: bytes = b"") -> None:
-        super().__init__(path, file, kept, end)
+    def __init__(self, path: Path, file: int, kept: int = 0, end: int = 0, first: bytes = b"", *, new: bool = False) -> None:
+        super().__init__(path, file, kept, end, new=new)
         self._first = first
 
     @classmethod
-    def begin(cls, directory: Path, name: str, text: bytes) -> Part:
-        """A new one, which begins with ``text``. One that could not be begun is gone."""
+    def begin(cls, directory: Path, name: str, text: bytes, rows: bytes | memoryview = b"") -> Part:
+        """A new one, which begins with ``text`` and ``rows``. One that could not be begun is gone."""
         path = directory / part_name(name)
-        part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC))
+        part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC), new=True)
         try:
-            part.write(text)
+            part.write(text, rows)
         except OSError:
             part.discard()
             raise
@@ -44,13 +44,15 @@ class Part(GrowingFile):
         """
         return cls(path, opened(path), kept, end, first)
 
-    def write(self, content: bytes | memoryview) -> None:
-        """Add ``content``, for the time being. The operating system has it on return."""
-        rest = memoryview(content)
-        if rest and self._end == self._kept:
-            self._first = bytes(rest[:1])
-            super().write(bytes([self._first[0] | UNFINISHED]))
-            rest = rest[1:]
+    def write(self, content: bytes | memoryview, more: bytes | memoryview = b"") -> None:
+        """Add ``content``, and ``more`` behind it, for the time being. The operating system has them on return."""
+        first, rest = memoryview(content), memoryview(more)
+        if first and self._end == self._kept:
+            self._first = bytes(first[:1])
+            written = os.pwritev(self._open_file(), [bytes([self._first[0] | UNFINISHED]), first[1:], rest], self._end)
+            self._end += written
+            first, rest = first[written:], rest[max(written - len(first), 0) :]
+        super().write(first)
         super().write(rest)
 
     def finish(self) -> None:

@@ -94,9 +94,10 @@ class Shards:
 
         def write(kind: str, text: bytes | memoryview) -> None:
             touched.add(kind)
-            if kind not in self._open:
-                self._open[kind] = self._new(kind, headers[kind], step)
-            self._open[kind].part.write(text)
+            if kind in self._open:
+                self._open[kind].part.write(text)
+            else:
+                self._open[kind] = self._new(kind, headers[kind], step, text)
 
         try:
             yield write
@@ -181,13 +182,15 @@ class Shards:
         part.discard()
         return part
 
-    def _new(self, kind: str, header: bytes, step: int) -> Shard:
+    def _new(self, kind: str, header: bytes, step: int, text: bytes | memoryview) -> Shard:
+        """One that holds ``text`` behind what is carried over."""
         record = self._record_of(step)
         files = self._files().of(kind, record)
-        replaces, rows = _joined(files, header)
-        carried = rows.before(step if self._since is None else self._since)
-        part = Part.begin(self._directory, shard_name(kind, record), carried.text())
-        return Shard(kind, record, header, part, replaces, any(one.path != replaces for one in files), carried.first())
+        replaces, rows = _joined(files, header) if files else (None, None)
+        carried = None if rows is None else rows.before(step if self._since is None else self._since)
+        before, first = (header, None) if carried is None else (carried.text(), carried.first())
+        part = Part.begin(self._directory, shard_name(kind, record), before, text)
+        return Shard(kind, record, header, part, replaces, any(one.path != replaces for one in files), first)
 
     def _publish(self, shards: list[Shard]) -> None:
         """Give each shard its name; of several errors raise the first, when all were tried."""
@@ -238,7 +241,8 @@ class Shards:
 class _Files:
     """The files of a directory by the records that they hold steps of.
 
-    Those that are called after a record are not remembered: there may be a million, and their names can be told.
+    Those that are called after a record are not remembered: there may be a million, and their names can be told. Nobody else
+    makes files here, so a record after all that there are has none: training that goes on asks the file system for nothing.
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
@@ -247,11 +251,13 @@ class _Files:
         self._kinds: set[str] = set()
         self._others: dict[Steps, set[Named]] = defaultdict(set)
         self._long: set[Named] = set()
+        self._newest = -1
         for named in shards_in(directory):
             self.add(named)
 
     def add(self, named: Named) -> None:
         self._kinds.add(named.kind)
+        self._newest = max(self._newest, named.steps.last)
         record = self._record_of(named.steps.first)
         if named.path.name == shard_name(named.kind, record):
             return
@@ -273,6 +279,8 @@ class _Files:
 
     def _found(self, kinds: Iterable[str], record: Steps) -> list[Named]:
         """Those of ``kinds`` that are called after the record, and the others of any kind."""
+        if record.first > self._newest:
+            return []
         names = ((kind, os.path.join(self._directory, shard_name(kind, record))) for kind in kinds)
         files = [Named(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]

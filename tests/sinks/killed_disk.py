@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-CALLS = ("open", "pwrite", "ftruncate", "close", "replace", "utime", "unlink")
+CALLS = ("open", "pwrite", "pwritev", "ftruncate", "close", "replace", "utime", "unlink")
 
 
 class Killed(BaseException):
@@ -27,9 +27,10 @@ class Disk:
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         self.left -= 1
         if self.left < 0:
-            if self.left == -1 and name == "pwrite":  # a write may come half through
-                file, text, offset = arguments
-                self._real[name](file, bytes(text)[: len(text) // 2], offset)
+            if self.left == -1 and name in ("pwrite", "pwritev"):  # a write may come half through
+                file, given, offset = arguments
+                text = bytes(given) if name == "pwrite" else b"".join(given)
+                self._real["pwrite"](file, text[: (len(text) + 1) // 2], offset)
             raise Killed
         done = self._real[name](*arguments, **options)
         if name == "open":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import struct
 from fractions import Fraction
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.sinks.decimals import MOST_DIGITS, spell, spell_counts
+from monitor.sinks.decimals import MOST_DIGITS, spell, spell_counts, spell_few, spell_few_counts
 
 
 def texts(values: list[float], ndigits: int = 6) -> list[str]:
@@ -41,6 +42,24 @@ def test_every_finite_double_is_written_as_python_writes_it(values: list[float],
     for value, text in zip(values, texts(values, ndigits), strict=True):
         expected = as_python_writes(value, ndigits)
         assert text == expected or is_tie_of_a_large_number(value, text, expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(finite | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf]), st.booleans()), min_size=1),
+    st.integers(0, MOST_DIGITS + 3),
+)
+def test_one_by_one_values_have_the_texts_that_they_have_in_a_column(cells: list[tuple[float, bool]], ndigits: int) -> None:
+    values, valid = np.array([value for value, _ in cells]), np.array([there for _, there in cells])
+    column, single = spell(values, valid, ndigits).to_pylist(), spell_few(values, valid, ndigits)
+    for (value, _), text, expected in zip(cells, column, single, strict=True):
+        assert text == expected or is_tie_of_a_large_number(value, text, expected)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**53), st.booleans()), min_size=1))
+def test_so_have_counts(cells: list[tuple[int, bool]]) -> None:
+    values, valid = np.array([float(value) for value, _ in cells]), np.array([there for _, there in cells])
+    assert spell_few_counts(values, valid) == spell_counts(values, valid).to_pylist()
 
 
 def is_tie_of_a_large_number(value: float, text: str, expected: str) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from sink_rows import Measured, Rank
 
 from monitor.sinks import lines
+from monitor.sinks.few_lines import FEW_NUMBERS
 from monitor.sinks.lines import Lines, header
 from monitor.stats.rows import Layout, StepRows
 
@@ -19,6 +21,12 @@ def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
     for kind, text in Lines(rank.series, rank.context.ndigits).of(rows):
         texts[kind] = texts.get(kind, b"") + bytes(text)
     return {kind: text.decode() for kind, text in texts.items()}
+
+
+@pytest.fixture(params=[0, FEW_NUMBERS], ids=["columns", "one-by-one"], autouse=True)
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to how many numbers lines are made one by one."""
+    monkeypatch.setattr(lines, "FEW_NUMBERS", request.param)
 
 
 @pytest.fixture
@@ -111,3 +119,29 @@ def test_a_kind_without_rows_has_no_lines(rank: Rank) -> None:
         "exp_avg": type(rows.kinds["other"])(*(np.empty(0, dtype=np.int64),) * 4, rows.kinds["other"].partials.take(slice(0)))
     }
     assert list(Lines(rank.series, 6).of(StepRows(0, rows.ops, empty, []))) == []
+
+
+def test_magnitudes_and_calls_are_spelled_where_there_are_any(rank: Rank) -> None:
+    measured = [Measured("a", [1.0, 3.0, 0.0], magnitudes=True), Measured("b", [1.0])]
+    rows = rank.step(0, {"param_origin": measured}, ops=("magnitude_histogram", "max", "shape"))
+    (text,) = text_of(rank, rows).values()
+    cells = list(csv.reader(io.StringIO(text)))
+    assert [row[4:] for row in cells] == [["3.000000", "[1, 3]"], ["1.000000", "[1, 1]"]]
+    assert [bool(row[3]) for row in cells] == [True, False]
+
+
+def test_one_by_one_lines_are_those_of_columns_character_by_character(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    values = (random.standard_normal((40, 5)) * 10.0 ** random.integers(-40, 40, (40, 1))).tolist()
+    values[3][2], values[4][0], values[5] = math.nan, -math.inf, [0.0]
+    ops = ("min", "max", "mean", "norm", "zeros", "nans", "infs", "absmax", "std", "shape", "dtype", "magnitude_histogram")
+    kinds = {
+        "actv": [Measured(f"l.{i}", value, micro_step=i % 3 - 1, magnitudes=i % 2 == 0) for i, value in enumerate(values)],
+        "param_origin": [Measured(NAMES[i % len(NAMES)], value, vpp_stage=i % 2) for i, value in enumerate(values)],
+    }
+    texts = []
+    for limit in (0, 1 << 20):
+        monkeypatch.setattr(lines, "FEW_NUMBERS", limit)
+        texts.append(text_of(rank, rank.step(7, kinds, ops=ops)))
+    assert texts[0] == texts[1]
+    assert len(texts[0]["actv"].splitlines()) == 40

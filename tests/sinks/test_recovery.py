@@ -139,7 +139,7 @@ def test_a_step_that_was_not_finished_is_cut_off_and_said_to_be(tmp_path: Path, 
     with killed_after(float("inf"), monkeypatch) as disk:
         sink = CsvSink(rank.context)
         write(sink, rank, 0, "later")
-        disk.left = 3  # the first kind of step 1, and a half of the second
+        disk.left = 1  # the first kind of step 1, and a half of the second
         write(sink, rank, 1, "later")
     assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2)}, {1}, [])
     assert set(held(tmp_path)) == held_steps(tmp_path, Steps(0, 2)) == {0}
