@@ -69,7 +69,9 @@ bench: environment peer
 	.venv/bin/python bench/collectives.py --peer-python .venv-peer/bin/python
 	.venv/bin/python bench/dynamic.py
 	.venv/bin/python bench/features.py
+	.venv/bin/python bench/precision_dump.py
 	.venv/bin/python bench/mindspore_overhead.py
+	.venv/bin/python bench/mindspore_precision_dump.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
 
 clean:

@@ -60,6 +60,12 @@ class _Ours(threading.local):
 
     depth = 0
 
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
 
 OURS: Final = _Ours()
 

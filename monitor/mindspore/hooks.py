@@ -22,8 +22,13 @@ _COMPILED: Final = False
 """As everybody sees it but the compiler, which takes the word of a comment for it."""
 
 
-def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object]) -> Removable:
-    """Call ``work(cell, args, kwargs)`` before each call from Python. It must not raise."""
+def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *, compiled: bool = False) -> Removable:
+    """Call ``work(cell, args, kwargs)`` before each call from Python. It must not raise.
+
+    Args:
+        compiled: No difference: nothing of ours is in what is compiled.
+    """
+    del compiled
 
     def hook(cell: nn.Cell, args: Any, kwargs: Any = None) -> Any:
         if kwargs is None:
@@ -34,13 +39,16 @@ def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object]) -
     return handle
 
 
-def after_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any, Any], object], *, always: bool = False) -> Removable:
+def after_forward(
+    cell: nn.Cell, work: Callable[[nn.Cell, Any, Any, Any], object], *, always: bool = False, compiled: bool = False
+) -> Removable:
     """Call ``work(cell, args, kwargs, result)`` after each call from Python that did not raise. It must not raise.
 
     Args:
         always: No difference: whoever begins the next forward finds out that the last one has raised.
+        compiled: No difference: nothing of ours is in what is compiled.
     """
-    del always
+    del always, compiled
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:
         if len(rest) == 1:

@@ -127,6 +127,11 @@ class Manifest:
             key, value = MORE_NOTES, True
         self._notes[key] = _plain(value)
 
+    @property
+    def notes(self) -> Mapping[str, Note]:
+        """All that was left word of so far."""
+        return self._notes.copy()
+
     def also_in(self, formats: Sequence[str]) -> None:
         """From now on it is recorded in these formats, too. Any thread; never waits."""
         self._fixed = {**self._fixed, "formats": tuple(dict.fromkeys((*self._fixed["formats"], *formats)))}

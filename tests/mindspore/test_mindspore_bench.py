@@ -1,4 +1,4 @@
-"""The benchmark of MindSpore runs to its end."""
+"""The benchmarks of MindSpore run to their ends."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCH = Path(__file__).parents[2] / "bench" / "mindspore_overhead.py"
+BENCH = Path(__file__).parents[2] / "bench"
 
 
-def test_every_configuration_has_a_figure(tmp_path: Path) -> None:
+def rows_of(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
+    """What it prints, below the header."""
     # The project need not be installed for its tests to run.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(BENCH.parents[1]), os.environ.get("PYTHONPATH")])),
-    }
+    paths = os.pathsep.join(filter(None, [str(BENCH.parent), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(BENCH / script), *arguments]
     ended = subprocess.run(
-        [sys.executable, str(BENCH), "--quick"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        command, env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     table = [line.split("|")[1:-1] for line in ended.stdout.splitlines() if line.startswith("|")]
-    assert [row[0].strip() for row in table[2:]] == ["gradients", "gradients, weights, moments", "activations", "everything"]
-    assert all(float(row[1]) > 0 for row in table[2:])
+    return [[cell.strip() for cell in row] for row in table[2:]]
+
+
+def test_every_configuration_has_a_figure(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "mindspore_overhead.py", "--quick")
+    assert [row[0] for row in rows] == ["gradients", "gradients, weights, moments", "activations", "everything"]
+    assert all(float(row[1]) > 0 for row in rows)
+
+
+def test_a_step_that_is_dumped_has_a_figure(tmp_path: Path) -> None:
+    [row] = rows_of(tmp_path, "mindspore_precision_dump.py", "--workload", "quick", "--rounds", "1", "--level", "mix")
+    assert row[:3] == ["quick", "mix", "statistics"]
+    assert float(row[6]) > 0

@@ -12,7 +12,8 @@ the making of a DistributedDataParallel on, or the first call of another operato
 
 A call that is on its way through the dispatcher when a kernel is taken away ends in an internal error of torch's, whoever made
 it: torch picks the key before it looks the kernel up. So kernels that calls do pass stay when nobody listens any more, and
-hand every call on.
+hand every call on; and those of ``c10d``, which the calls of other threads' methods pass, are taken away only while no thread
+is in such a call, and none begins one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -38,6 +40,9 @@ _BELOW: Final = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
 QUIET_STEPS: Final = 2
 """Steps without a call from C++ after which none is expected."""
+
+MOST_SECONDS: Final = 1.0
+"""That anybody waits for kernels to be taken away, which takes a millisecond. In a forked child nobody would end the wait."""
 
 Function = Callable[..., Any]
 
@@ -60,24 +65,20 @@ class CollectiveListener:
         """The functional collective that gave ``tensor`` has completed for the current stream."""
 
 
-class _Inside(threading.local):
-    """Whether this thread is in an operator, which may be made of others."""
-
-    another = False
-
-
 class Interception(CallListener):
     """What stands in the way of calls, and who is told by it."""
 
     def __init__(self) -> None:
         self._listeners: tuple[weakref.ref[CollectiveListener], ...] = ()
-        self._inside = _Inside()
         self._replaced: dict[str, tuple[Any, Function]] = {}
         self._functional: list[torch.library.Library] = []
         self._below: list[torch.library.Library] = []
         self._issued_below = False
         self._functional_called = False
         self._reducers = False
+        self._under_way: set[int] = set()  # threads in an operator, which may be made of others
+        self._taking_away = False
+        self._removal = threading.RLock()
         self._steps: weakref.WeakKeyDictionary[CollectiveListener, int] = weakref.WeakKeyDictionary()
         self._reducer_made = CallPatch(nn.parallel.DistributedDataParallel, "__init__")
 
@@ -110,7 +111,7 @@ class Interception(CallListener):
             return
         self._steps[listener] = self._steps.get(listener, 0) + 1
         if min(self._steps.values()) >= QUIET_STEPS:
-            _destroy(self._below)
+            self._take_away(self._below)
 
     def call_begins(self, _patch: patches.CallPatch, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """A DistributedDataParallel is made, which communicates as soon as it is."""
@@ -123,9 +124,9 @@ class Interception(CallListener):
             return
         self._reducer_made.remove(self)
         if not self._functional_called:
-            _destroy(self._functional)
+            self._take_away(self._functional)
         if not self._issued_below:
-            _destroy(self._below)
+            self._take_away(self._below)
             self._reducers = False
         for name, (original, ours) in self._replaced.items():
             if vars(dist.ProcessGroup)[name] is ours:  # somebody may have patched it since
@@ -156,21 +157,21 @@ class Interception(CallListener):
             self._below = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in below)
 
     def _kernel(self, operator: Overload) -> Function:
-        redispatch, inside = operator.overload.redispatch, self._inside
+        redispatch, under_way = operator.overload.redispatch, self._under_way
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            if inside.another:
+            if get_ident() in under_way:
                 return redispatch(keys & _BELOW, *args, **kwargs)
             if operator.functional:
                 self._functional_called = True
             else:
                 self._issued_below = True
             told = self._begin(operator, args)
-            inside.another = True
+            self._enter()
             try:
                 result = redispatch(keys & _BELOW, *args, **kwargs)
             finally:
-                inside.another = False
+                self._leave()
             for listener in told:
                 listener.call_issued(operator, args, result)
             return result
@@ -188,18 +189,18 @@ class Interception(CallListener):
         return kernel
 
     def _method(self, operator: Method, original: Function) -> Function:
-        inside = self._inside
+        under_way = self._under_way
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if inside.another:
+            if get_ident() in under_way:
                 return original(*args, **kwargs)
             seen = operator.positional(args, kwargs) if kwargs else args
             told = self._begin(operator, seen)
-            inside.another = True
+            self._enter()
             try:
                 result = original(*args, **kwargs)
             finally:
-                inside.another = False
+                self._leave()
             for listener in told:
                 listener.call_issued(operator, seen, result)
             return result
@@ -208,6 +209,29 @@ class Interception(CallListener):
         method.__name__, method.__qualname__ = operator.method, f"ProcessGroup.{operator.method}"
         method.__doc__ = original.__doc__
         return method
+
+    def _enter(self) -> None:
+        """A call of this thread's is under way. Kernels that are just being taken away are gone when it goes on."""
+        self._under_way.add(get_ident())
+        if self._taking_away and self._removal.acquire(timeout=MOST_SECONDS):
+            self._removal.release()
+
+    def _leave(self) -> None:
+        self._under_way.discard(get_ident())
+
+    def _take_away(self, libraries: list[torch.library.Library]) -> None:
+        """Unless a call is under way, which may have picked a kernel of them already, or some are being taken away just now
+        (garbage may be collected meanwhile): then they stay, for now.
+        """
+        if self._taking_away or not self._removal.acquire(timeout=MOST_SECONDS):
+            return
+        self._taking_away = True  # before the look: a call that begins later waits
+        try:
+            if not self._under_way:
+                _destroy(libraries)
+        finally:
+            self._taking_away = False
+            self._removal.release()
 
     def _begin(self, operator: Operator, args: Sequence[Any]) -> Sequence[CollectiveListener]:
         """Tells of the call, and returns who is to be told of its result."""
@@ -218,12 +242,12 @@ class Interception(CallListener):
         return [one for known in listeners if (one := known()) is not None and one.call_begins(operator, args)]
 
     def _wait(self) -> Function:
-        redispatch, inside = wait_operator().redispatch, self._inside
+        redispatch, under_way = wait_operator().redispatch, self._under_way
 
         def kernel(keys: DispatchKeySet, tensor: Tensor) -> Any:
             self._functional_called = True
             result = redispatch(keys & _BELOW, tensor)
-            if not inside.another:
+            if get_ident() not in under_way:
                 for known in self._listeners:
                     listener = known()
                     if listener is not None:

@@ -6,6 +6,7 @@ import selectors
 import socket
 import time
 import uuid
+from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
@@ -55,7 +56,8 @@ class StoreServer:
     def close(self) -> None:
         """End, within a second. Clients lose their connections."""
         self._closed = True
-        self._waker.send(b"\0")
+        with suppress(OSError):  # the thread was awake, has seen it, and is gone
+            self._waker.send(b"\0")
         self._thread.join(JOIN_S)
 
     def abandon(self) -> None:
