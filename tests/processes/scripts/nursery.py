@@ -6,6 +6,7 @@ program, in its own session, and ends the way an interpreter ends. Its id and it
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -61,6 +62,7 @@ def settle(request: dict[str, Any]) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    faulthandler.enable()  # whatever crashes says in whose hands it was
 
 
 settle(asked())
