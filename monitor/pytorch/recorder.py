@@ -162,6 +162,8 @@ class Recorder(recorder.Recorder):
         if version is not None:
             seen = self._seen.get(id(x))
             if seen is not None and seen.version == version and seen.tensor() is x:
+                if seen.row == row:  # which holds it, and may stand for others
+                    return
                 self._copies.give_up(row)
                 self.table.note(row, seen.layout, alias=seen.row)
                 return

@@ -57,7 +57,7 @@ class Copies:
             length = x.numel()
             if self._end + length > BATCH:
                 self._reduce()
-            self._room(row, x, length).copy_(x)
+            self._copy_all([row], [self._room(row, x, length)], [x])
 
     def take_all(self, rows: Sequence[int], tensors: list[Tensor]) -> None:
         """The same for many, whose rows all differ, in fewer calls."""
@@ -67,12 +67,12 @@ class Copies:
             for row, x in zip(rows, tensors, strict=True):
                 length = x.numel()
                 if self._end + length > BATCH:  # what is about to be reduced has to be there
-                    _copy_all(rooms, tensors[begun : begun + len(rooms)])
+                    self._copy_all(rows[begun:], rooms, tensors[begun : begun + len(rooms)])
                     begun += len(rooms)
                     rooms = []
                     self._reduce()
                 rooms.append(self._room(row, x, length))
-            _copy_all(rooms, tensors[begun:])
+            self._copy_all(rows[begun:], rooms, tensors[begun:])
 
     def give_up(self, row: int) -> None:
         """Its row is written by somebody else now."""
@@ -130,7 +130,14 @@ class Copies:
         finally:
             self.discard()
 
-
-def _copy_all(rooms: list[Tensor], tensors: list[Tensor]) -> None:
-    if rooms:
-        torch._foreach_copy_(rooms, tensors)
+    def _copy_all(self, rows: Sequence[int], rooms: list[Tensor], tensors: list[Tensor]) -> None:
+        """Where it fails the rooms hold what earlier tensors were: no row of theirs is entered."""
+        try:
+            if len(rooms) == 1:
+                rooms[0].copy_(tensors[0])
+            elif rooms:
+                torch._foreach_copy_(rooms, tensors)
+        except BaseException:
+            for row in rows:
+                self.give_up(row)
+            raise

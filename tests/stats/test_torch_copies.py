@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_agrees
 
+from monitor.stats.partials import MAX
 from monitor.stats.torch_copies import Copies
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_small_tensors import BATCH, SMALL
@@ -164,3 +165,19 @@ def test_only_plain_tensors_are_candidates() -> None:
     assert all(is_plain(x) for x in (torch.randn(3), torch.nn.Parameter(torch.ones(9))))
     others = [torch.randn(5, 4).t(), torch.empty(2, device="meta"), torch.randn(7).double(), torch.randn(2, 2).to_sparse()]
     assert not any(is_plain(x) for x in [*others, torch.empty(0)])
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [lambda copies, x: copies.take(0, x), lambda copies, x: copies.take_all([0, 1], [torch.full((4,), 7.0), x])],
+    ids=["one", "at once"],
+)
+def test_a_copy_that_fails_leaves_no_row_of_what_stood_there_before(copy: Callable[[Copies, torch.Tensor], None]) -> None:
+    table = Table()
+    table.copies.take_all([0, 1], [torch.full((4,), 3.0), torch.full((4,), 5.0)])
+    table.copies.discard()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        copy(table.copies, torch.empty(4, device="meta"))
+    table.copies.take(2, torch.full((4,), 9.0))
+    table.copies.reduce()
+    assert {row: numbers[MAX] for row, numbers in table.rows.items()} == {2: 9.0}

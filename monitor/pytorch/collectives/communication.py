@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -31,6 +33,15 @@ MAX_WAITED_FOR: Final = 4096
 """Results of functional collectives remembered until they are waited for. The oldest are forgotten, and have no row."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """The result of a functional collective: another one may come to stand at its address."""
+
+    call: Call
+    storage: weakref.ref[torch.UntypedStorage]
+    layout: Layout
+
+
 class Communication(capture.Communication, CollectiveListener):
     """Listens from its making until ``close``."""
 
@@ -39,7 +50,7 @@ class Communication(capture.Communication, CollectiveListener):
     def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
         super().__init__(wanted, failures, Groups())
         self._calls = None
-        self._functional: OrderedDict[int, tuple[Call, Layout]] = OrderedDict()
+        self._functional: OrderedDict[int, _Awaited] = OrderedDict()
         self._step_ended = failures.guarded("ending a step of communication", self._end_step)
         self._completion = Completion(self._outputs_there, failures)
         INTERCEPTION.add(self)
@@ -116,20 +127,24 @@ class Communication(capture.Communication, CollectiveListener):
     def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
         for output in outputs:
             # By its memory, as torch itself finds the work to wait for: the tensor that comes back may be another object.
-            key = output.untyped_storage()._cdata
-            self._functional.pop(key, None)
-            self._functional[key] = call, (output.dtype, output.size(), output.stride(), output.storage_offset())
+            storage = output.untyped_storage()
+            self._functional.pop(storage._cdata, None)
+            layout = output.dtype, output.size(), output.stride(), output.storage_offset()
+            self._functional[storage._cdata] = _Awaited(call, weakref.ref(storage), layout)
         while len(self._functional) > MAX_WAITED_FOR:
             self._functional.popitem(last=False)
 
     def _tensor_waited_for(self, tensor: Tensor) -> None:
         local = local_shard(tensor)
-        found = None if local is None or local.is_meta else self._functional.pop(local.untyped_storage()._cdata, None)
-        if found is not None and local is not None:
-            call, layout = found
-            first = call.step < 0
-            if self._calls is not None and self._calls.read(call, [_whole(local, layout)]) and first:
-                self.unread -= 1
+        if local is None or local.is_meta:
+            return
+        storage = local.untyped_storage()
+        found = self._functional.pop(storage._cdata, None)
+        if found is None or found.storage() is not storage:
+            return
+        output, first = _whole(local, found.layout), found.call.step < 0
+        if output is not None and self._calls is not None and self._calls.read(found.call, [output]) and first:
+            self.unread -= 1
 
     def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
         try:
@@ -150,10 +165,15 @@ class Communication(capture.Communication, CollectiveListener):
         INTERCEPTION.step_ends(self)
 
 
-def _whole(part: Tensor, layout: Layout) -> Tensor:
-    """The output of which somebody has waited for ``part``, with which all of it is there."""
+def _whole(part: Tensor, layout: Layout) -> Tensor | None:
+    """The output of which somebody has waited for ``part``, with which all of it is there; None if its memory was shrunk since:
+    torch would make it larger, and move it.
+    """
     dtype, size, stride, offset = layout
     if part.dtype == dtype and part.size() == size and part.stride() == stride and part.storage_offset() == offset:
         return part
+    end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if size.numel() else 0
+    if part.untyped_storage().nbytes() < end * dtype.itemsize:
+        return None
     with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
         return part.new_empty(0, dtype=dtype).set_(part.untyped_storage(), offset, size, stride)

@@ -1,0 +1,40 @@
+"""Rows that stand for others because the same tensor was caught more than once."""
+
+from __future__ import annotations
+
+import torch
+
+from monitor.capture.recorder import Watched
+from monitor.pytorch.recorder import Recorder
+from monitor.series import Series, SeriesTable
+from monitor.stats.partials import MAX
+from monitor.stats.table import Sealed
+
+
+def largest(recorder: Recorder) -> dict[str, float]:
+    """The largest element that each series has recorded in the step."""
+    recorder.end_step()
+    sealed = Sealed()
+    recorder.seal(sealed)
+    rows = sealed.rows().kinds["actv"]
+    names = [recorder.table.series[series].name for series in rows.series]
+    return dict(zip(names, rows.partials.columns[MAX].tolist(), strict=True))
+
+
+def test_a_tensor_that_its_own_row_holds_already_leaves_the_rows_that_stand_for_it() -> None:
+    recorder, x = Recorder(SeriesTable(), 1e-8), torch.full((4,), 3.0)
+    first, second = (Watched(Series("actv", 0, name), (0,)) for name in ("first", "second"))
+    recorder.activate(True)
+    for watched in (first, second, first):
+        recorder.record(watched, x)
+    assert largest(recorder) == {"first": 3.0, "second": 3.0}
+
+
+def test_a_row_whose_source_holds_another_tensor_by_now_is_absent() -> None:
+    recorder, x = Recorder(SeriesTable(), 1e-8), torch.full((4,), 3.0)
+    first, second = (Watched(Series("actv", 0, name), (0,)) for name in ("first", "second"))
+    recorder.activate(True)
+    recorder.record(first, x)
+    recorder.record(second, x)
+    recorder.record(first, torch.full((4,), 5.0))
+    assert largest(recorder) == {"first": 5.0}
