@@ -34,8 +34,11 @@ def base_directory(environment: Mapping[str, str] = os.environ) -> Path:
         raise OutputError(f"{OUTPUT_VARIABLE} is {configured!r}: {error} Write the path out.") from error
 
 
-def prepare(directory: Path) -> Path:
+def prepare(directory: Path, named_by: str = OUTPUT_VARIABLE) -> Path:
     """Make ``directory`` with its parents and prove, by writing a nameless file, that it can be written.
+
+    Args:
+        named_by: Where its name comes from.
 
     Raises:
         OutputError: it cannot.
@@ -45,15 +48,15 @@ def prepare(directory: Path) -> Path:
         with tempfile.TemporaryFile(dir=directory) as probe:
             probe.write(b"\0")
     except OSError as error:
-        raise unusable(directory, error) from error
+        raise unusable(directory, error, named_by) from error
     return directory
 
 
-def unusable(path: Path, error: OSError) -> OutputError:
+def unusable(path: Path, error: OSError, named_by: str = OUTPUT_VARIABLE) -> OutputError:
     """What to tell the user when ``path`` could not be made, written or renamed."""
     return OutputError(
         f"no output can be written to {path}: {error.strerror or error}. "
-        f"Make it a directory that this process may write, or name another one in {OUTPUT_VARIABLE}."
+        f"Make it a directory that this process may write, or name another one in {named_by}."
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 from monitor.capture.errors import RunEnded
 from monitor.capture.trainer_mon import TrainerMon
+from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
 from monitor.ranks.output import prepare
 from monitor.run import Place
@@ -30,7 +31,7 @@ from monitor.training.norms import Whose
 from monitor.training.numbers import Number
 from monitor.training.recording import NormRecording
 from monitor.training.reporting import Reporting
-from monitor.training.step import Step
+from monitor.training.step import ATTRIBUTES, Step
 from monitor.training.texts import texts
 from monitor.training.writing import Writing
 
@@ -136,8 +137,7 @@ class TrainingMetrics:
     def _attach(self, model: Any, optimizer: Any, place: Place) -> None:
         self._writing = self._begin(place.rank, place.world_size)
         weakref.finalize(self, self._writing.abandon).atexit = False
-        make = partial(self._backend.monitor_of, base=self._dump_path)
-        self._recording.attach(model, optimizer, self.steps, make, self._writing, place.world_size)
+        self._recording.attach(model, optimizer, self.steps, self._monitor_of, self._writing, place.world_size)
         if optimizer is not None:
             scale_of = self._failures.guarded("looking for a loss scale", self._backend.gradient_scale)
             self._scale = scale_of(optimizer, self._failures)
@@ -148,7 +148,8 @@ class TrainingMetrics:
         board = self.config.tensorboard
         events = None
         if board is not None:
-            directory = prepare(Path(board.tensorboard_dir).expanduser().absolute() / f"rank_{rank}")
+            directory = Path(board.tensorboard_dir).expanduser().absolute() / f"rank_{rank}"
+            prepare(directory, "tensorboard.tensorboard_dir")
             events = EventWriter(directory, board.tensorboard_queue_size)
         counts = ExpertCounts(self._dump_path / f"rank_{rank}", world_size) if self.config.shows_expert_load else None
         log = LogWriter(rank, self._total)
@@ -157,6 +158,9 @@ class TrainingMetrics:
         if events is not None:
             writing.texts(texts(self.config))
         return writing
+
+    def _monitor_of(self, config: MonitorConfig) -> TrainerMon:
+        return self._backend.monitor_of(config, prepare(self._dump_path, "monitor_config.dump_path"))
 
     @property
     def _dump_path(self) -> Path:
@@ -192,7 +196,7 @@ class TrainingMetrics:
         if self._writing is None and not self._closed:
             self.attach(None)
         self._failures.guarded("listing trainable parameters", self._list_names)()
-        step = Step(batch_size, self._kept)
+        step = Step(batch_size, partial(self._kept, "local_loss"))
         self._began = time.monotonic() if self._began is None else self._began
         if (optimizer := self._optimizer()) is not None:
             step.learning_rate = self._failures.guarded("reading the learning rate", self._backend.learning_rate)(optimizer)
@@ -232,6 +236,7 @@ class TrainingMetrics:
         self._recording.realign(self.steps)
         if self._writing is None or self._closed:
             return
+        self._say_what_is_unknown(step)
         losses = step.local_losses or ([] if step.loss is None else [step.loss])
         self._writing.facts(
             StepFacts(
@@ -239,11 +244,11 @@ class TrainingMetrics:
                 ended,
                 self._samples,
                 size,
-                self._kept(step.loss),
-                self._kept(step.grad_norm),
-                self._kept(step.loss_scale),
-                self._kept(step.learning_rate),
-                tuple(kept for loss in losses if (kept := self._kept(loss)) is not None),
+                self._kept("loss", step.loss),
+                self._kept("grad_norm", step.grad_norm),
+                self._kept("loss_scale", step.loss_scale),
+                self._kept("learning_rate", step.learning_rate),
+                tuple(kept for loss in losses if (kept := self._kept("local_loss", loss)) is not None),
                 self._recording.measured(),
                 self._flops.per_step,
                 {} if self._routers is None else self._routers.step(),
@@ -253,9 +258,14 @@ class TrainingMetrics:
             )
         )
 
-    def _kept(self, x: Any) -> Number | None:
-        """A number that stays what it is; None where it is none, which is said."""
-        return x if x is None or callable(x) else self._failures.guarded("reading a number of a step", self._backend.kept)(x)
+    def _kept(self, name: str, x: Any) -> Number | None:
+        """A number that stays what it is; None where it is none, which is said of each that a step is told."""
+        return x if x is None or callable(x) else self._failures.guarded(f"reading {name} of a step", self._backend.kept)(x)
+
+    def _say_what_is_unknown(self, step: Step) -> None:
+        for name in step.unknown:
+            known = ", ".join(ATTRIBUTES)
+            self._failures.warn(f"attribute {name} of a step", f"A step has no {name!r}, which is not shown. It has {known}.")
 
     def warn_once(self, said: str) -> None:
         """For callbacks: say what is not shown, and why, the first time that it is so."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from monitor.training.numbers import Number
+
+ATTRIBUTES: Final = ("loss", "grad_norm", "loss_scale", "learning_rate", "batch_size")
+"""What a loop may set."""
 
 
 class Step:
@@ -29,6 +32,12 @@ class Step:
         self.learning_rate: Any = None
         self.batch_size = batch_size
         self.local_losses: list[Any] = []
+        self._known = {*vars(self), "_known"}
+
+    @property
+    def unknown(self) -> list[str]:
+        """What was set that a step does not have."""
+        return sorted(vars(self).keys() - self._known)
 
     def local_loss(self, loss: Any) -> None:
         """Add the loss of one micro-batch of this rank, as its backward begins from it. Without any, ``loss`` is taken."""

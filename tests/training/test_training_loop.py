@@ -21,6 +21,7 @@ from monitor.failures import LOGGER
 from monitor.pipeline.process import PROCESS
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.training import RunEnded, TrainingMetrics
+from monitor.ranks.output import OutputError
 
 STEPS = 4
 SCALE = 2.0
@@ -243,6 +244,36 @@ class TestOneAtATime:
         shown = scalars(tmp_path / "board" / "rank_0")
         assert "loss" not in shown
         assert shown["grad-norm"] == [(1, 1.0)]
+
+    def test_each_number_that_is_none_is_named(self, written: Written, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING, LOGGER.name), TrainingMetrics(written(RUN)) as metrics:
+            for _ in range(2):
+                with metrics.step() as step:
+                    step.loss = torch.zeros(3)
+                    step.grad_norm = "big"
+                    step.local_loss(None)
+                    step.local_loss("small")
+        names = ("loss", "grad_norm", "local_loss")
+        assert [caplog.text.count(f"reading {name} of a step failed") for name in names] == [1, 1, 1]
+
+    def test_what_a_step_does_not_have_is_said_once(
+        self, written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING, LOGGER.name), TrainingMetrics(written(RUN)) as metrics:
+            for _ in range(2):
+                with metrics.step() as step:
+                    step.loss, step.grad_nrm = 1.0, 3.0  # type: ignore[attr-defined]
+        assert caplog.text.count("A step has no 'grad_nrm'") == 1
+        assert scalars(tmp_path / "board" / "rank_0")["loss"] == [(1, 1.0), (2, 1.0)]
+
+    @pytest.mark.parametrize("field", ["monitor_config.dump_path", "tensorboard.tensorboard_dir"])
+    def test_a_directory_that_cannot_be_made_is_refused_by_the_name_of_its_field(
+        self, field: str, written: Written, tmp_path: Path
+    ) -> None:
+        (tmp_path / field.split(".")[0].replace("monitor_config", "dump").replace("tensorboard", "board")).touch()
+        model = network()
+        with pytest.raises(OutputError, match=f"name another one in {field}"):
+            TrainingMetrics(written(EVERYTHING), model, torch.optim.Adam(model.parameters()))
 
     def test_the_names_of_parameters_are_printed_and_end_the_run(
         self, written: Written, caplog: pytest.LogCaptureFixture

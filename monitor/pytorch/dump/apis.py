@@ -156,7 +156,7 @@ class Interception:
         _take_out_what_was_left()
         self._mode.listener = self._listener
         self._undo = _answer_as_without(self._mode)
-        _push_mode(self._mode)
+        _put_below(self._mode)
 
     def remove(self) -> None:
         self._patched.remove()
@@ -178,6 +178,17 @@ def _functions(listed: Mapping[str, Sequence[str]]) -> dict[Function, tuple[str,
             if callable(function):
                 found.setdefault(function, (prefix, name))
     return found
+
+
+def _put_below(mode: TorchFunctionMode) -> None:
+    """Below the modes that users have entered: leaving one takes the uppermost away, whichever it is. Only torch's default
+    device has to be lower.
+    """
+    default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    above = [_pop_mode() for one in _get_current_function_mode_stack() if one is not default]
+    _push_mode(mode)
+    for one in reversed(above):
+        _push_mode(one)
 
 
 def _take_out(mode: TorchFunctionMode) -> bool:

@@ -85,6 +85,47 @@ def test_a_mode_that_a_user_has_entered_meanwhile_stays(tmp_path: Path) -> None:
     assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward"]
 
 
+class Counting(TorchFunctionMode):
+    """Counts the calls that it is told of."""
+
+    calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_is_left_within_a_dump_is_gone_and_the_dump_goes_on(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    with Counting() as mode, torch.device("meta"):
+        debugger.start()
+        F.relu(torch.ones(1, device="cpu"))
+    counted = mode.calls
+    F.gelu(torch.ones(1))
+    assert torch.ones(1).device.type == "cpu"
+    debugger.stop()
+    assert (_get_current_function_mode_stack(), mode.calls) == ([], counted)
+    debugger.step()
+    assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward", "Functional.gelu.0.forward"]
+
+
+def test_the_default_device_may_be_set_and_changed_within_a_dump(tmp_path: Path) -> None:
+    try:
+        torch.set_default_device("meta")
+        debugger = PrecisionDebugger(dump_path=tmp_path)
+        debugger.start()
+        F.relu(torch.ones(1, device="cpu"))
+        torch.set_default_device("cpu")
+        F.gelu(torch.ones(1))
+        debugger.stop()
+        debugger.step()
+        assert torch.get_default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert _get_current_function_mode_stack() == []
+    assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward", "Functional.gelu.0.forward"]
+
+
 def test_attention_in_evaluation_takes_the_way_that_it_takes_without_a_dump(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
