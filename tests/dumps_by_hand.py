@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +33,33 @@ class Spelled(str):
     __slots__ = ()
 
 
+def debugger_of(kind: Callable[..., Any], base: Path, level: str, task: str) -> Any:
+    """A debugger of a framework's ``kind`` that dumps below ``base``.
+
+    Args:
+        task: Of the configuration; or ``md5``, statistics with checksums.
+    """
+    summary = {"summary_mode": "md5"} if task == "md5" else {}
+    (base / "config.json").write_text(json.dumps({"statistics": summary}))
+    named = "tensor" if task == "tensor" else "statistics"
+    return kind(base / "config.json", dump_path=base / "out", level=level, task=named)
+
+
+def assert_tasks_agree(base: Path, dumped: Callable[[Path, str], ByHand]) -> None:
+    """Statistics and checksums are those of the elements, however they are asked for.
+
+    Args:
+        dumped: Dumps the same once more, below a directory, for a task.
+    """
+    found = {}
+    for task in ("tensor", "statistics", "md5"):
+        (base / task).mkdir()
+        found[task] = dumped(base / task, task)
+    assert found["tensor"].of_elements() == []
+    assert found["statistics"].data == found["tensor"].without_files(checksums=False)
+    assert found["md5"].data == found["tensor"].without_files(checksums=True)
+
+
 def points(tape: Tape, names: Sequence[str]) -> dict[str, Any]:
     """What is saved where each of these modules has returned."""
     results = {call.name.split(".{}")[0].partition(".")[2].rpartition(".")[0]: call.results[0] for call in tape.modules}
@@ -41,14 +68,11 @@ def points(tape: Tape, names: Sequence[str]) -> dict[str, Any]:
 
 
 class ByHand:
-    """The directory of a rank's step, read.
+    """The directory of a rank's step, read, as ``debugger_of`` has it written below ``base``."""
 
-    Args:
-        checksums: Whether each tensor is to have one.
-    """
-
-    def __init__(self, base: Path, spelling: Spelling, name: str, *, checksums: bool) -> None:
-        (self._directory,) = (base / "step0").iterdir()
+    def __init__(self, base: Path, spelling: Spelling, level: str, task: str) -> None:
+        name, checksums = "debug.json" if level == "debug" else "dump.json", task == "md5"
+        (self._directory,) = (base / "out" / "step0").iterdir()
         self._whole = json.loads((self._directory / name).read_text())
         self._spelling, self._checksums = spelling, checksums
         self.data: dict[str, Any] = self._whole["data"]
@@ -98,9 +122,7 @@ class ByHand:
 
     def _of_tensor(self, place: str, told: Any, expected: np.ndarray) -> list[str]:
         keys = ["type", "dtype", "shape", *STATISTICS]
-        keys += (
-            ["data_name"] if self._whole["task"] == "tensor" else ["md5"] if isinstance(told, dict) and "md5" in told else []
-        )
+        keys += ["data_name"] if self._whole["task"] == "tensor" else ["md5"] if self._checksums else []
         if not isinstance(told, dict) or list(told) != keys:
             return [f"{place}: {told} for a tensor of {expected.shape}"]
         dtype = self._spelling.floats if expected.dtype.kind == "f" else self._spelling.integers

@@ -75,11 +75,15 @@ def has_memory(x: Tensor) -> bool:
     """
     if x.layout is not torch.strided or x.numel() == 0:
         return True
-    end = x.storage_offset() + 1
-    if not x.is_nested:
-        end += sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    offset: Any = x.storage_offset()
+    end = offset + 1 if x.is_nested else end_of(x.shape, x.stride(), offset)
     there = x.untyped_storage().nbytes() >= end * x.itemsize
     return there and not x._is_zerotensor() and not torch._is_functional_tensor(x)
+
+
+def end_of(sizes: Sequence[int], strides: Sequence[int], offset: int) -> int:
+    """Behind the last of the elements in a storage that a strided tensor has, of which there is one at least."""
+    return offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def readable(x: Tensor) -> Readable | None:

@@ -32,12 +32,11 @@ class Step:
         self.learning_rate: Any = None
         self.batch_size = batch_size
         self.local_losses: list[Any] = []
-        self._known = {*vars(self), "_known"}
 
     @property
     def unknown(self) -> list[str]:
         """What was set that a step does not have."""
-        return sorted(vars(self).keys() - self._known)
+        return sorted(vars(self).keys() - {*ATTRIBUTES, "local_losses", "_kept"})
 
     def local_loss(self, loss: Any) -> None:
         """Add the loss of one micro-batch of this rank, as its backward begins from it. Without any, ``loss`` is taken."""

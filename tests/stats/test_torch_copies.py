@@ -176,7 +176,7 @@ def test_a_copy_that_fails_leaves_no_row_of_what_stood_there_before(copy: Callab
     table = Table()
     table.copies.take_all([0, 1], [torch.full((4,), 3.0), torch.full((4,), 5.0)])
     table.copies.discard()
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(NotImplementedError, match="meta"):
         copy(table.copies, torch.empty(4, device="meta"))
     table.copies.take(2, torch.full((4,), 9.0))
     table.copies.reduce()

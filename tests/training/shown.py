@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 Points = list[tuple[int, float]]
+TrainRanks = Callable[..., tuple[list[dict[str, Any]], list[str]]]
+"""The fixture ``train_ranks``."""
 
 EVERYTHING = """
 monitor_config:

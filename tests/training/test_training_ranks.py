@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from launching import Launcher, Nursery
-from shown import EVERYTHING, Points, scalars
+from shown import EVERYTHING, Points, TrainRanks, scalars
 
 from monitor.training.expert_load import combined
 
-SCRIPT = Path(__file__).parent / "scripts" / "metrics_of_ranks.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 STEPS = [1, 2, 3]
 YAML = f"""{EVERYTHING}callbacks:
     - {{{{type: MFLossMonitor, per_print_times: 1}}}}
@@ -52,25 +51,17 @@ Run = Callable[[str], Job]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Run]:
-    launchers: list[Launcher] = []
-
+def run(tmp_path_factory: pytest.TempPathFactory, train_ranks: TrainRanks) -> Run:
     @cache
     def run(how: str) -> Job:
         base = tmp_path_factory.mktemp(how)
         (base / "train.yaml").write_text(YAML.format(base=base))
         (base / "board" / "rank_0").mkdir(parents=True)
         (base / "board" / "rank_0" / "mine.txt").write_text("kept")
-        launchers.append(Launcher(base, nursery))
-        ranks = launchers[-1].start_ranks(2, str(SCRIPT), how, base / "train.yaml", base)
-        ended = [one.end() for one in ranks]
-        assert [one.status for one in ended] == [0, 0], ended
-        told = [json.loads((base / f"rank{rank}.json").read_text()) for rank in range(2)]
-        return Job(base, told, [scalars(base / "board" / f"rank_{rank}") for rank in range(2)], [one.err for one in ended])
+        told, said = train_ranks(base, "metrics_of_ranks.py", how, base / "train.yaml", base)
+        return Job(base, told, [scalars(base / "board" / f"rank_{rank}") for rank in range(2)], said)
 
-    yield run
-    for launcher in launchers:
-        assert launcher.clean_up() == ([], [])
+    return run
 
 
 @pytest.fixture(scope="module", params=["loop", "huggingface", "lightning"])
@@ -181,7 +172,7 @@ def test_the_loss_of_lightning_is_the_sum_of_micro_batches(run: Run) -> None:
 def test_what_is_left_at_the_end_is_written_when_the_interpreter_exits(tmp_path: Path, nursery: Nursery) -> None:
     (tmp_path / "train.yaml").write_text(YAML.format(base=tmp_path))
     launcher = Launcher(tmp_path, nursery)
-    ended = launcher.start_interpreter(str(SCRIPT.with_name("metrics_left_open.py")), tmp_path / "train.yaml").end()
+    ended = launcher.start_interpreter(str(SCRIPTS / "metrics_left_open.py"), tmp_path / "train.yaml").end()
     assert launcher.clean_up() == ([], [])
     assert ended.status == 0, ended.err
     shown = scalars(tmp_path / "board" / "rank_0")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launching import Launcher, Nursery
-from shown import EVERYTHING, Points, scalars
+from shown import EVERYTHING, Points, TrainRanks, scalars
 
 from monitor.pytorch.training.huggingface import OF_LOGGED_STEPS
 from monitor.pytorch.training.lightning import OF_PARTS
 from monitor.training.norms import NOT_WHOLE
 from monitor.training.reporting import NO_LOCAL_NORMS
-
-SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Job(NamedTuple):
@@ -33,25 +28,17 @@ Run = Callable[[str], Job]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Run]:
-    launchers: list[Launcher] = []
-
+def run(tmp_path_factory: pytest.TempPathFactory, train_ranks: TrainRanks) -> Run:
     @cache
     def run(how: str) -> Job:
         base = tmp_path_factory.mktemp(how)
         (base / "train.yaml").write_text(EVERYTHING.format(base=base))
-        launchers.append(Launcher(base, nursery))
-        script = SCRIPTS / f"metrics_of_sharded_{'lightning' if how == 'lightning' else 'trainer'}.py"
-        ranks = launchers[-1].start_ranks(2, str(script), how, base / "train.yaml", base)
-        ended = [one.end() for one in ranks]
-        assert [one.status for one in ended] == [0, 0], "\n".join(one.err[-3000:] for one in ended)
-        said = [[line for line in one.err.splitlines() if line.startswith("[monitor] WARNING")] for one in ended]
-        told = [json.loads((base / f"rank{rank}.json").read_text()) for rank in range(2)]
+        script = f"metrics_of_sharded_{'lightning' if how == 'lightning' else 'trainer'}.py"
+        told, errors = train_ranks(base, script, how, base / "train.yaml", base)
+        said = [[line for line in error.splitlines() if line.startswith("[monitor] WARNING")] for error in errors]
         return Job(told, [scalars(base / "board" / f"rank_{rank}") for rank in range(2)], said)
 
-    yield run
-    for launcher in launchers:
-        assert launcher.clean_up() == ([], [])
+    return run
 
 
 every_way = pytest.mark.parametrize("how", ["fsdp2", "zero2", "lightning"])

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launching import Launcher, Nursery
-from shown import EVERYTHING, Points, scalars
+from shown import EVERYTHING, Points, TrainRanks, scalars
 
 from monitor.capture.gradients import AGGREGATED_EARLY, NOT_ACCUMULATED
 from monitor.training.norms import NOT_WHOLE
 from monitor.training.reporting import NO_LOCAL_NORMS, NOT_HERE
 
-SCRIPT = Path(__file__).parent / "scripts" / "metrics_of_shards.py"
 STEPS = [1, 2, 3]
 WHOLE = ["early", "zero0"]
 CUT = ["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
@@ -48,22 +43,18 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[dict[str, Case]]:
+def cases(tmp_path_factory: pytest.TempPathFactory, train_ranks: TrainRanks) -> dict[str, Case]:
     base = tmp_path_factory.mktemp("job")
     (base / "template.yaml").write_text(EVERYTHING)
-    launcher = Launcher(base, nursery)
     names = [*UNSCALED, "zero1-fp16"]
-    ended = [one.end() for one in launcher.start_ranks(2, str(SCRIPT), base, *names)]
-    assert [one.status for one in ended] == [0, 0], "\n".join(one.err[-3000:] for one in ended)
-    told = [json.loads((base / f"rank{rank}.json").read_text()) for rank in range(2)]
-    yield {
+    told, _ = train_ranks(base, "metrics_of_shards.py", base, *names)
+    return {
         name: Case(
             [one[name] for one in told],
             [scalars(base / f"{name}-{rank}" / "board" / f"rank_{rank}") for rank in range(2)],
         )
         for name in names
     }
-    assert launcher.clean_up() == ([], [])
 
 
 @pytest.mark.parametrize("name", UNSCALED)

@@ -24,7 +24,7 @@ from monitor.pytorch.operator_calls import OperatorCalls
 from monitor.pytorch.place import initialized, is_settled
 from monitor.pytorch.recorder import Recorder
 from monitor.stats.torch_modes import KEYS_ABOVE_US, function_modes, unseen
-from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch_tensors import end_of, local_shard
 
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 """Where in its storage a tensor lies: its type, size, stride and offset."""
@@ -172,8 +172,7 @@ def _whole(part: Tensor, layout: Layout) -> Tensor | None:
     dtype, size, stride, offset = layout
     if part.dtype == dtype and part.size() == size and part.stride() == stride and part.storage_offset() == offset:
         return part
-    end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if size.numel() else 0
-    if part.untyped_storage().nbytes() < end * dtype.itemsize:
+    if size.numel() and part.untyped_storage().nbytes() < end_of(size, stride, offset) * dtype.itemsize:
         return None
     with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
         return part.new_empty(0, dtype=dtype).set_(part.untyped_storage(), offset, size, stride)

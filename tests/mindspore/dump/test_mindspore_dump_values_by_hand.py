@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import tapes
 from cells_to_dump import Convolutional, Transformer, gradients_of, input_of, seeded
-from dumps_by_hand import ByHand, Spelled, Spelling, points
+from dumps_by_hand import ByHand, Spelled, Spelling, assert_tasks_agree, debugger_of, points
 from mindspore import nn
 from tapes import Tape, Value
 
@@ -136,10 +135,7 @@ def tape(kind: Kind) -> Tape:
 
 
 def dumped(base: Path, kind: Kind, level: str, task: str, *, with_model: bool = True) -> ByHand:
-    summary = {"summary_mode": "md5"} if task == "md5" else {}
-    (base / "config.json").write_text(json.dumps({"statistics": summary}))
-    named = "tensor" if task == "tensor" else "statistics"
-    debugger = PrecisionDebugger(base / "config.json", dump_path=base / "out", level=level, task=named)
+    debugger = debugger_of(PrecisionDebugger, base, level, task)
     network = seeded(kind)
     cells = dict(network.cells_and_names())
     for name in POINTS[kind] if level == "debug" else ():
@@ -149,7 +145,7 @@ def dumped(base: Path, kind: Kind, level: str, task: str, *, with_model: bool = 
     debugger.stop()
     debugger.step()
     debugger.close()
-    return ByHand(base / "out", SPELLING, "debug.json" if level == "debug" else "dump.json", checksums=task == "md5")
+    return ByHand(base, SPELLING, level, task)
 
 
 @pytest.mark.parametrize("task", ["statistics", "md5", "tensor"])
@@ -168,10 +164,4 @@ def test_apis_without_a_model_are_those_with_one_but_for_primitives(tmp_path: Pa
 
 @pytest.mark.parametrize("level", ["mix", "debug"])
 def test_statistics_and_checksums_are_those_of_the_elements(tmp_path: Path, kind: Kind, level: str) -> None:
-    found = {}
-    for task in ("tensor", "statistics", "md5"):
-        (tmp_path / task).mkdir()
-        found[task] = dumped(tmp_path / task, kind, level, task)
-    assert found["tensor"].of_elements() == []
-    assert found["statistics"].data == found["tensor"].without_files(checksums=False)
-    assert found["md5"].data == found["tensor"].without_files(checksums=True)
+    assert_tasks_agree(tmp_path, lambda base, task: dumped(base, kind, level, task))

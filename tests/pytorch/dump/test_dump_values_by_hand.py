@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import tapes
 import torch
 from dumping import Convolutional, Transformer, images, seeded, tokens
-from dumps_by_hand import ByHand, Spelling, points
+from dumps_by_hand import ByHand, Spelling, assert_tasks_agree, debugger_of, points
 from tapes import Tape, Value
 from torch import Tensor, nn
 
@@ -135,16 +134,13 @@ def ran(network: nn.Module, debugger: PrecisionDebugger) -> None:
 
 
 def dumped(base: Path, kind: Kind, level: str, task: str) -> ByHand:
-    summary = {"summary_mode": "md5"} if task == "md5" else {}
-    (base / "config.json").write_text(json.dumps({"statistics": summary}))
-    named = "tensor" if task == "tensor" else "statistics"
-    debugger = PrecisionDebugger(base / "config.json", dump_path=base / "out", level=level, task=named)
+    debugger = debugger_of(PrecisionDebugger, base, level, task)
     network = seeded(kind).eval()
     if level == "debug":
         for name in POINTS[kind]:
             network.get_submodule(name).register_forward_hook(lambda _, __, y, name=name: debugger.save(y, name))
     ran(network, debugger)
-    return ByHand(base / "out", SPELLING, "debug.json" if level == "debug" else "dump.json", checksums=task == "md5")
+    return ByHand(base, SPELLING, level, task)
 
 
 @pytest.mark.parametrize("task", ["statistics", "md5", "tensor"])
@@ -158,10 +154,4 @@ def test_every_entry_and_every_number_in_it_is_the_one_computed_by_hand(
 
 @pytest.mark.parametrize("level", ["mix", "debug"])
 def test_statistics_and_checksums_are_those_of_the_elements(tmp_path: Path, kind: Kind, level: str) -> None:
-    found = {}
-    for task in ("tensor", "statistics", "md5"):
-        (tmp_path / task).mkdir()
-        found[task] = dumped(tmp_path / task, kind, level, task)
-    assert found["tensor"].of_elements() == []
-    assert found["statistics"].data == found["tensor"].without_files(checksums=False)
-    assert found["md5"].data == found["tensor"].without_files(checksums=True)
+    assert_tasks_agree(tmp_path, lambda base, task: dumped(base, kind, level, task))
