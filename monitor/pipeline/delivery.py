@@ -1,8 +1,9 @@
-"""What happens to a sealed step: it is read, looked at by the watchers, handed to every sink, and entered in the journal."""
+"""What happens to sealed steps: they are read, looked at by the watchers, handed to every sink, and entered in the journal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any, Final, Generic, TypeVar
@@ -12,7 +13,7 @@ from monitor.pipeline.gaps import Gaps
 from monitor.pipeline.guarded import Guarded, advice
 from monitor.pipeline.sealed import Journal, Sealed
 from monitor.pipeline.watcher import Watcher
-from monitor.sinks.protocol import Sink
+from monitor.sinks.protocol import Foresighted, Sink
 from monitor.stats.rows import StepRows
 
 S = TypeVar("S", bound=Sealed)
@@ -24,6 +25,26 @@ Arranged = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
 UNREADABLE: Final = "could not be read"
 
 
+@dataclass(frozen=True, slots=True)
+class InHand:
+    """The steps that are being delivered.
+
+    Attributes:
+        steps: The one that is being handed on, and those that come after it.
+        looked: By name, the watchers that have looked at the first of them.
+        served: By name, the sinks that were served with it, and what went wrong.
+    """
+
+    steps: tuple[int, ...] = ()
+    looked: set[str] = field(default_factory=set)
+    served: dict[str, BaseException | None] = field(default_factory=dict)
+
+    @property
+    def half_way(self) -> int | None:
+        """The step that some sink has by now."""
+        return self.steps[0] if any(error is None for error in self.served.values()) else None
+
+
 class Delivery(Generic[S]):
     """Every foreign piece of code is guarded on its own: what one of them does to a step is no concern of the others.
 
@@ -32,7 +53,6 @@ class Delivery(Generic[S]):
 
     Attributes:
         latest: The rows delivered last.
-        in_hand: The step being delivered.
     """
 
     def __init__(
@@ -52,18 +72,30 @@ class Delivery(Generic[S]):
         self._journal = Guarded("the manifest", journal, failures)
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
-        self.in_hand: int | None = None
-        self._looked: set[str] = set()
-        self._served: dict[str, BaseException | None] = {}
+        self._in_hand = InHand()
 
-    def step(self, step: int, sealed: S) -> None:
-        """Watchers come before sinks, so that a slow format delays no alert."""
-        self.in_hand, self._served, self._looked = step, {}, set()
-        rows = self._read(step, sealed)
-        if rows is not None:
-            self._hand_on(rows)
-        self.in_hand = None
+    def steps(self, submitted: Sequence[tuple[int, S]]) -> None:
+        """Deliver steps, in this order.
+
+        They are handed on together, except that none stays behind while another is waited for: that one may never come.
+        """
+        later = [step for step, _ in submitted]
+        for together in _at_hand_together(submitted):
+            self._in_hand = InHand(tuple(later))
+            del later[: len(together)]
+            read = [rows for rows in (self._read(step, sealed) for step, sealed in together) if rows is not None]
+            if len(read) > 1:
+                self._foretell(read)
+            for i, rows in enumerate(read):
+                self._in_hand = InHand((*(one.step for one in read[i:]), *later))
+                self._hand_on(rows, self._in_hand)
+        self._in_hand = InHand()
         self._changed = True
+
+    @property
+    def in_hand(self) -> tuple[int, ...]:
+        """The steps being delivered."""
+        return self._in_hand.steps
 
     def rearrange(self, arranged: Arranged) -> None:
         """Serve other sinks and watchers from the next step on. Sinks that are not among them are closed; watchers are saved,
@@ -106,17 +138,18 @@ class Delivery(Generic[S]):
     def leave(self, steps: Sequence[int], reason: str) -> bool:
         """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten.
 
-        The step in hand is lost only to the sinks that have not been served; those before them have it.
+        The step that is half way is lost only to the sinks that have not been served; those before them have it.
         """
-        half_way = self.in_hand if any(error is None for error in self._served.values()) else None
+        in_hand = self._in_hand
+        half_way = in_hand.half_way
         unwritten = [step for step in steps if step != half_way]
         self._gaps.counts[reason] += len(unwritten)
         self._journal.use(lambda journal: _drop_all(journal, unwritten, reason), wait=False)
         for watcher in self._watchers:
-            unseen = [step for step in steps if step != self.in_hand or watcher.name not in self._looked]
+            unseen = [step for step in steps if step not in in_hand.steps[:1] or watcher.name not in in_hand.looked]
             watcher.use(partial(_drop_all, steps=unseen, reason=reason), wait=False)
         if half_way is not None:
-            rest = [name for name in self._sinks if name not in self._served]
+            rest = [name for name in self._sinks if name not in in_hand.served]
             self._journal.use(lambda journal: _lose(journal, half_way, rest, reason), wait=False)
         return self.close(wait=False, complete=False)
 
@@ -153,14 +186,18 @@ class Delivery(Generic[S]):
         finally:
             self._put_back(sealed)
 
-    def _hand_on(self, rows: StepRows) -> None:
+    def _foretell(self, steps: Sequence[StepRows]) -> None:
+        for sink in self._sinks.values():
+            sink.use(lambda sink: _foretell(sink, steps))
+
+    def _hand_on(self, rows: StepRows, in_hand: InHand) -> None:
         self.latest = rows
         for watcher in self._watchers:
             watcher.use(lambda watcher: watcher.look(rows))
-            self._looked.add(watcher.name)
+            in_hand.looked.add(watcher.name)
         for name, sink in self._sinks.items():
-            self._served[name] = sink.use(lambda sink: sink.write(rows))
-        self._journal.use(lambda journal: _enter(journal, rows, self._served))
+            in_hand.served[name] = sink.use(lambda sink: sink.write(rows))
+        self._journal.use(lambda journal: _enter(journal, rows, in_hand.served))
 
     def _tell_and_save(self, journal: Journal) -> None:
         self._save_at = monotonic() + self._save_seconds
@@ -185,6 +222,20 @@ class Delivery(Generic[S]):
         self, call: Callable[[Watcher], object], *, wait: bool = True, last: bool = False
     ) -> list[BaseException | None]:
         return [watcher.use(call, wait=wait, last=last) for watcher in self._watchers]
+
+
+def _at_hand_together(submitted: Sequence[tuple[int, S]]) -> Iterator[Sequence[tuple[int, S]]]:
+    """Steps one behind the other, of which none but the first is waited for; each when those before are dealt with."""
+    start = 0
+    for end in range(1, len(submitted) + 1):
+        if end == len(submitted) or not submitted[end][1].at_hand:
+            yield submitted[start:end]
+            start = end
+
+
+def _foretell(sink: Sink, steps: Sequence[StepRows]) -> None:
+    if isinstance(sink, Foresighted):
+        sink.foresee(steps)
 
 
 def _among(guarded: Iterable[Guarded[T]], inner: T) -> Guarded[T] | None:

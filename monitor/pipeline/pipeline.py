@@ -110,7 +110,7 @@ class Pipeline(Generic[S]):
             self._gaps.add(step, CLOSED)
             return
         try:
-            self._writer.put(step, sealed)
+            self._writer.put(step, sealed, hurry=not self._ring.roomy)
         except Exception as error:
             self._failures.report("submitting a step", error, "The step is dropped, the next one is tried.")
             self._put_back(sealed, step, NOT_SUBMITTED)

@@ -14,6 +14,9 @@ S = TypeVar("S", bound=Sealed)
 FEWEST: Final = 2
 """One copy is filled while the other is read, whatever their size."""
 
+GATHERED_BYTES: Final = 4 << 20
+"""Copies that wait to be read together hold no more: beyond that nothing is gained."""
+
 
 class Ring(Generic[S]):
     """The training thread takes copies, any thread puts them back.
@@ -41,6 +44,12 @@ class Ring(Generic[S]):
     @property
     def mostly_free(self) -> bool:
         return 2 * self._free.qsize() > len(self._copies)
+
+    @property
+    def roomy(self) -> bool:
+        """Whether what was taken may wait for more."""
+        taken = len(self._copies) - self._free.qsize()
+        return taken * self._largest < min(GATHERED_BYTES, self._queue_bytes // 2)
 
     def take(self, seconds: float) -> S | None:
         """A free copy, or a new one while there is room for it, or the first that comes back within ``seconds``."""

@@ -14,6 +14,10 @@ class Sealed(Protocol):
     def nbytes(self) -> int:
         """Memory it holds now. It may change whenever a step is sealed into it, since the table grows."""
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether ``rows`` is sure not to wait. Does not wait itself."""
+
     def rows(self) -> StepRows:
         """The step as columns of their own, on the writer thread. May wait for the device. Never called once given back."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Final, Generic, Literal, TypeVar
 
 from monitor.failures import Failures
 from monitor.pipeline.delivery import Arranged, Delivery
+from monitor.pipeline.inbox import Asked, Inbox, Rearranged, Request, Submitted
 from monitor.pipeline.process import PROCESS
 from monitor.pipeline.sealed import Sealed
 from monitor.pipeline.ticket import WRITERS_SHARE, Ticket
@@ -21,33 +20,8 @@ S = TypeVar("S", bound=Sealed)
 LEFT_BEHIND: Final = "left behind when the monitor was closed"
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted(Generic[S]):
-    step: int
-    sealed: S
-
-
-@dataclass(frozen=True, slots=True)
-class Rearranged:
-    """What follows goes to other sinks and watchers."""
-
-    arranged: Arranged
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """``drain``: everything submitted before was delivered. ``flush``: and is visible. ``close``: and nothing follows."""
-
-    what: Literal["drain", "flush", "close"]
-    ticket: Ticket
-
-
 class Writer(Generic[S]):
-    """Requests stand in the same queue as steps, so that each covers exactly what was submitted before it.
-
-    The queue has no lock that a signal handler or a forked process could find held. The thread starts with the first step: a
-    process that forks before it trains has no thread.
-    """
+    """The thread starts with the first step: a process that forks before it trains has none."""
 
     def __init__(self, delivery: Delivery[S], failures: Failures, *, close_seconds: float, signal_seconds: float) -> None:
         self.signal_seconds = signal_seconds
@@ -56,7 +30,7 @@ class Writer(Generic[S]):
         self._close_seconds = close_seconds
         self._close_deadline = 0.0
         self._closed = Ticket()
-        self._inbox: SimpleQueue[Submitted[S] | Rearranged | Asked] = SimpleQueue()
+        self._inbox: Inbox[S] = Inbox()
         self._thread = threading.Thread(target=self._run, name=f"monitor-writer-rank{failures.rank}", daemon=True)
         self._start_once, self._close_once, self._give_up_once = threading.Lock(), threading.Lock(), threading.Lock()
         self._born = PROCESS.forks
@@ -71,14 +45,15 @@ class Writer(Generic[S]):
     def closing(self) -> bool:
         return self._close_once.locked()
 
-    def put(self, step: int, sealed: S) -> None:
+    def put(self, step: int, sealed: S, *, hurry: bool = False) -> None:
+        """``hurry`` if there is little room for more steps behind it: else it may be delivered together with them."""
         self._begin()
-        self._inbox.put(Submitted(step, sealed))
+        self._inbox.put(Submitted(step, sealed), hurry=hurry)
 
     def rearrange(self, arranged: Arranged) -> None:
         """What is submitted from now on goes to other sinks and watchers. Never blocks."""
         self._begin()
-        self._inbox.put(Rearranged(arranged))
+        self._inbox.ask(Rearranged(arranged))
 
     def ask(self, what: Literal["drain", "flush"]) -> Ticket:
         """Never blocks; reentrant."""
@@ -86,7 +61,7 @@ class Writer(Generic[S]):
             return self._closed
         ticket = Ticket()
         if self._start_once.locked():
-            self._inbox.put(Asked(what, ticket))
+            self._inbox.ask(Asked(what, ticket))
         else:
             ticket.settle(True)  # nothing was ever submitted
         return ticket
@@ -102,7 +77,7 @@ class Writer(Generic[S]):
         """Never blocks."""
         if not self.inert and self._close_once.acquire(blocking=False):
             self._close_deadline = monotonic() + self._close_seconds
-            self._inbox.put(Asked("close", self._closed))
+            self._inbox.ask(Asked("close", self._closed))
 
     def retire(self) -> None:
         """Nobody is left who could submit a step. Called when the pipeline is collected, so it starts no thread."""
@@ -138,18 +113,14 @@ class Writer(Generic[S]):
 
     def _take_what_is_left(self) -> list[int]:
         """The steps that nobody will write. The request to close stays, for a writer that does come back."""
-        in_hand = self._delivery.in_hand
-        steps = [] if in_hand is None else [in_hand]
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except Empty:
-                self._inbox.put(Asked("close", self._closed))
-                return steps
+        steps = list(self._delivery.in_hand)
+        for message in self._inbox.take_what_is_there():
             if isinstance(message, Submitted):
                 steps.append(message.step)
             elif isinstance(message, Asked) and message.ticket is not self._closed:
                 message.ticket.settle(False)
+        self._inbox.ask(Asked("close", self._closed))
+        return steps
 
     def _begin(self) -> None:
         if self._start():
@@ -176,18 +147,15 @@ class Writer(Generic[S]):
         while not self._closed.done:
             self._handle(self._next())  # without a name: while this waits it must not keep what the last message was about
 
-    def _next(self) -> Submitted[S] | Rearranged | Asked | None:
+    def _next(self) -> list[Submitted[S]] | Request | None:
         """None when it is time to save."""
-        try:
-            return self._inbox.get(timeout=self._delivery.seconds_to_save())
-        except Empty:
-            return None
+        return self._inbox.take(self._delivery.seconds_to_save())
 
-    def _handle(self, message: Submitted[S] | Rearranged | Asked | None) -> None:
+    def _handle(self, message: list[Submitted[S]] | Request | None) -> None:
         if message is None:
             self._delivery.save()
-        elif isinstance(message, Submitted):
-            self._delivery.step(message.step, message.sealed)
+        elif isinstance(message, list):
+            self._delivery.steps([(one.step, one.sealed) for one in message])
             if self._delivery.seconds_to_save() == 0:
                 self._delivery.save()
         elif isinstance(message, Rearranged):

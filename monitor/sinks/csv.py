@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Final
 
@@ -47,6 +48,15 @@ class CsvSink:
     def __init__(self, context: SinkContext) -> None:
         self._lines = Lines(context.series, context.ndigits)
         self._shards = Shards(context.directory, context.step_count_per_record)
+        self._foreseen: list[tuple[StepRows, list[tuple[str, memoryview]]]] = []
+
+    def foresee(self, steps: Sequence[StepRows]) -> None:
+        """Spell the rows of several steps at once. Each is written, or not, by ``write``."""
+        self._foreseen = []
+        texts: dict[int, list[tuple[str, memoryview]]] = {id(rows): [] for rows in steps}
+        for rows, kind, text in self._lines.of(steps):
+            texts[id(rows)].append((kind, text))
+        self._foreseen = [(rows, texts[id(rows)]) for rows in steps]
 
     def write(self, rows: StepRows) -> None:
         """Add one step to the files of its kinds. Rows of a step that was written before take the place of the old ones, and
@@ -54,7 +64,7 @@ class CsvSink:
         """
         headers = {shown_kind(kind): header(rows, kind) for kind in rows.kinds}
         with self._shards.step(rows.step, headers) as write:
-            for kind, text in self._lines.of(rows):
+            for kind, text in self._texts(rows):
                 write(shown_kind(kind), text)
 
     def flush(self) -> None:
@@ -64,6 +74,13 @@ class CsvSink:
     def close(self) -> None:
         """Flush and let go of every file."""
         self._shards.close()
+
+    def _texts(self, rows: StepRows) -> Iterable[tuple[str, memoryview]]:
+        while self._foreseen:  # those before it came to nothing
+            foreseen, texts = self._foreseen.pop(0)
+            if foreseen is rows:
+                return texts
+        return ((kind, text) for _, kind, text in self._lines.of([rows]))
 
 
 def read_csv(path: str | PathLike[str]) -> pa.Table:

@@ -14,23 +14,23 @@ from monitor.sinks.pieces import Piece
 from monitor.stats.histograms import MAGNITUDES, spelled
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, counted, derive_all
 from monitor.stats.partials import Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, Layout
 
 FEW_NUMBERS: Final = 2048
 """Rows times ops up to which lines are made one by one: a loop gains up to half of that, training up to some thousands."""
 
 
 def few_lines(
-    rows: StepRows, block: list[Piece], series: Cells[Series], layouts: Mapping[str, Cells[Layout]], ndigits: int
+    block: list[Piece], series: Cells[Series], layouts: Mapping[str, Cells[Layout]], ndigits: int
 ) -> Iterator[memoryview]:
     """The text of each piece of a block, each line ended by a newline."""
-    ops = rows.ops_of(block[0].kind)
+    ops = block[0].ops
     numbers = _numbers(ops, Partials.joined(piece.rows.partials for piece in block), ndigits)
     start = 0
-    for kind, of_kind in block:
+    for step, kind, of_kind in block:
         part = slice(start, start + len(of_kind))
         cells = [numbers[op][part] if op in numbers else layouts[op].listed(of_kind.layout) for op in ops]
-        whens = _whens(rows.step, of_kind, with_micro_step=kind in rows.micro_step_kinds)
+        whens = _whens(step.step, of_kind, with_micro_step=kind in step.micro_step_kinds)
         lines = map(",".join, zip(series.listed(of_kind.series), whens, *cells, strict=True))
         yield memoryview("\n".join((*lines, "")).encode())
         start += len(of_kind)

@@ -1,34 +1,43 @@
-"""The rows of a step cut and gathered into pieces of a convenient size."""
+"""The rows of steps cut and gathered into pieces of a convenient size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from monitor.stats.rows import KindRows, StepRows
 
 
 class Piece(NamedTuple):
-    """Some of the rows of a kind."""
+    """Some of the rows that a step has of a kind."""
 
+    step: StepRows
     kind: str
     rows: KindRows
 
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """What is written of them."""
+        return self.step.ops_of(self.kind)
 
-def blocks(rows: StepRows, most: int) -> Iterator[list[Piece]]:
-    """The rows of the step in blocks of at most ``most`` rows; small kinds with the same ops share one."""
+    def goes_with(self, other: Piece) -> bool:
+        """Whether what one column is made of is the same for both."""
+        return self.step.layouts is other.step.layouts and self.ops == other.ops
+
+
+def blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[Piece]]:
+    """The rows of steps in blocks of at most ``most`` rows; small kinds with the same ops share one, whatever their steps."""
     block: list[Piece] = []
     room = most
-    for kind in rows.kinds:
-        of_kind = rows.read(kind)
-        if block and rows.ops_of(kind) != rows.ops_of(block[0].kind):
+    for whole in (Piece(step, kind, step.read(kind)) for step in steps for kind in step.kinds):
+        if block and not whole.goes_with(block[0]):
             yield block
             block, room = [], most
         start = 0
-        while start < len(of_kind):
-            piece = _part(of_kind, slice(start, start + room))
-            block.append(Piece(kind, piece))
-            start, room = start + len(piece), room - len(piece)
+        while start < len(whole.rows):
+            piece = whole._replace(rows=_part(whole.rows, slice(start, start + room)))
+            block.append(piece)
+            start, room = start + len(piece.rows), room - len(piece.rows)
             if not room:
                 yield block
                 block, room = [], most

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from monitor.series import SeriesTable
 from monitor.stats.rows import StepRows
@@ -41,3 +42,13 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and let go of every file."""
+
+
+@runtime_checkable
+class Foresighted(Protocol):
+    """A sink that does better what it does for several steps at once."""
+
+    def foresee(self, steps: Sequence[StepRows]) -> None:
+        """These are about to be written, in this order, each by a call of its own, or come to nothing. Whatever was foreseen
+        before counts no longer. Where this raises, they are written all the same.
+        """

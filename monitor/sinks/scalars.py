@@ -45,10 +45,10 @@ class Scalars:
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
         """Fields ``value`` of a summary, many in each piece. A piece may be empty."""
-        for block in blocks(rows, BLOCK_ROWS):
+        for block in blocks([rows], BLOCK_ROWS):
             tags = self._tags(block)
             partials = Partials.joined(piece.rows.partials for piece in block)
-            for op in rows.ops_of(block[0].kind):
+            for op in block[0].ops:
                 if op not in TEXT_OPS:
                     yield scalar_values(tags, op, *derive(op, partials))
 

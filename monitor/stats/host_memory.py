@@ -36,6 +36,8 @@ class HostPage:
 class HostPageCopy:
     """A sealed copy of a ``HostPage``."""
 
+    at_hand = True
+
     def __init__(self, page: HostPage) -> None:
         self._page = page
         self._sealed = np.zeros_like(page.numbers)

@@ -61,6 +61,8 @@ class DevicePage:
 class DevicePageCopy:
     """A sealed copy of a ``DevicePage``."""
 
+    at_hand = False
+
     def __init__(self, page: DevicePage) -> None:
         self._page = page
         self._sealed = _Joined({})

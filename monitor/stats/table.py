@@ -47,9 +47,15 @@ class PageMemory(Protocol):
 
 
 class PageCopy(Protocol):
-    """A sealed copy of one page."""
+    """A sealed copy of one page.
+
+    Attributes:
+        at_hand: Whether ``rows`` is sure not to wait. False for a device: one that is asked while a graph is being captured
+            may end the capture.
+    """
 
     nbytes: int
+    at_hand: bool
 
     def take(self, rows: int) -> None:
         """On the training thread, in its stream: copy the first ``rows`` of the live page, which are all that were given away,
@@ -280,6 +286,11 @@ class Sealed:
         self._lengths = [page.rows for page in table.pages[:-1]] + [page.used for page in table.pages[-1:]]
         self._table, self._identity = table, table.identity
         self.nbytes = sum(copy.nbytes for copy in (*self._copies, *self._histograms.values())) + self._columns.nbytes
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether ``rows`` is sure not to wait."""
+        return all(copy.at_hand for copy in (*self._copies, *self._histograms.values()))
 
     def rows(self) -> StepRows:
         """The rows that were measured, in arrays of their own. May wait for the device."""

@@ -81,6 +81,8 @@ class DevicePage:
 class DevicePageCopy:
     """A sealed copy of a ``DevicePage``: on the device, then on the host."""
 
+    at_hand = False
+
     def __init__(self, page: DevicePage, side: torch.Stream) -> None:
         live = page.tensor
         self._page = page

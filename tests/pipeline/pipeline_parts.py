@@ -40,6 +40,10 @@ class Copy:
         self.readable = threading.Event()
         self.readable.set()
 
+    @property
+    def at_hand(self) -> bool:
+        return self.readable.is_set()
+
     def rows(self) -> StepRows:
         self.readable.wait()
         assert self.step is not None
