@@ -90,12 +90,12 @@ class GradientCollector(ABC):
 
     def _hook(self, parameter: NamedParameter) -> Removable:
         # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
-        found, known = weakref.WeakMethod(self._found), weakref.ref(parameter)
+        collector, known = weakref.ref(self), weakref.ref(parameter)
 
         def read(told: Any) -> None:
-            living, watched = found(), known()
+            living, watched = collector(), known()
             if living is not None and watched is not None:
-                living(watched, told)
+                living._found(watched, told)
 
         return self._register(parameter, self._failures.guarded("reading the gradient", read, of=parameter.name))
 

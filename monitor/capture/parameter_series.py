@@ -107,7 +107,7 @@ class ParameterSeries:
     def record(self, parameter: NamedParameter, x: Any, micro_step: int = 0) -> None:
         """Record one parameter's tensor, if this rank does. Of a replica the last micro-step stands for all."""
         try:
-            watched = self._series_for(parameter, x)
+            watched = self._series_for(parameter, x) if self._undecided else self._watched.get(parameter)
             if watched is not None:
                 place = 0 if watched.micro_steps == (NO_MICRO_STEP,) else micro_step
                 self._recorder.record(watched, x, place, aliases=False)

@@ -106,8 +106,12 @@ class GradientCollector(gradients.GradientCollector):
     def _found(self, parameter: NamedParameter, told: Tensor) -> None:
         """Backward has accumulated into a parameter."""
         gradient = self._framework.local_gradient(told) if self._recorder.active else None
-        if gradient is not None:
-            self._after_backward.arrived(parameter)
+        if gradient is None:
+            return
+        self._after_backward.arrived(parameter)
+        if self._clock.micro_steps == 1 and not self._each_micro_step:  # nothing to count or to follow
+            self._unreduced.record(parameter, gradient)
+        else:
             self._accumulated(parameter, gradient)
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:

@@ -17,6 +17,7 @@ from monitor.pytorch.captured import Places
 from monitor.pytorch.compiled.values import NO_VALUE
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host_memory import HostPage
+from monitor.stats.native import Reduce
 from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, Slot
 from monitor.stats.torch_copies import Copies
@@ -93,8 +94,13 @@ class Recorder(recorder.Recorder):
 
     def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         address = plain_address(x)
-        if address or has_data(x):
-            with self.lock:
+        if not address and not has_data(x):
+            return
+        with self.lock:
+            plain = self.host.plain
+            if address and not aliases and plain is not None and not self._magnitudes:
+                self._read_directly(plain, watched, x, micro_step, address)
+            else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
 
     def record_value(self, watched: Watched, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
@@ -119,12 +125,15 @@ class Recorder(recorder.Recorder):
 
     def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
         with self.lock:
+            plain = None if self._magnitudes else self.host.plain
             rows, orders, layouts, copied = [], [], [], []  # type: list[int], list[int], list[int], list[Tensor]
             listed: list[tuple[Watched, Listed]] = []
             for watched, x in items:
                 try:
                     address = plain_address(x)
-                    if address and self._is_copied(x):
+                    if address and plain is not None:
+                        self._read_directly(plain, watched, x, 0, address)
+                    elif address and self._is_copied(x):
                         slot, layout = self._slot(watched, HOST, 0)[0], self.table.layout_of(x.shape, x.dtype)
                         rows.append(slot.row)
                         orders.append(self.table.next_order())
@@ -141,6 +150,19 @@ class Recorder(recorder.Recorder):
             if rows:
                 self._copies.take_all(rows, copied)
                 self.table.note_rows(np.array(rows), np.array(orders), np.array(layouts))
+
+    def _read_directly(self, plain: Reduce, watched: Watched, x: Tensor, micro_step: int, address: int) -> None:
+        """A plain tensor that stands for no other: what ``_record`` comes to, in few calls, since a hook finds the code of each
+        of them cold.
+        """
+        slot = watched.slots.get(HOST)
+        if slot is None or micro_step >= slot.rows:
+            slot, micro_step = self._slot(watched, HOST, micro_step)
+        layout = self.table.layout_of(x.shape, x.dtype)  # what can fail comes first: then there is no row
+        memory = slot.page.memory
+        assert isinstance(memory, HostPage)
+        plain(address, x.numel(), memory.numbers, slot.local_row + micro_step)
+        self.table.note(slot.row + micro_step, layout)
 
     def _listed(self, watched: Watched, x: Tensor) -> Listed | None:
         """``x``, on a device, as one of many that are reduced at once; None if it is to be reduced alone."""
@@ -171,8 +193,8 @@ class Recorder(recorder.Recorder):
         layout = self.table.layout_of(x.shape, x.dtype) if address else self.layout(x)
         if address and self._is_copied(x):
             self._copies.take(row, x)
-        elif address and self.host.is_native and not self._magnitudes:
-            self.host.reduce_plain(address, x.numel(), numbers_of(slot.page), slot.local_row + offset)
+        elif address and self.host.plain is not None and not self._magnitudes:
+            self.host.plain(address, x.numel(), numbers_of(slot.page), slot.local_row + offset)
         else:
             if self._magnitudes:
                 self._count_magnitudes(x, slot.page, slot.local_row + offset)
@@ -225,7 +247,7 @@ class Recorder(recorder.Recorder):
             self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
 
     def _is_copied(self, x: Tensor) -> bool:
-        return not (self._magnitudes or self.host.is_native) and self._copies.takes(x)
+        return self.host.plain is None and not self._magnitudes and self._copies.takes(x)
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_there(x)

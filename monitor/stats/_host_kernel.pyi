@@ -9,6 +9,6 @@ FLOAT64: Final[int]
 BFLOAT16: Final[int]
 FLOAT16: Final[int]
 
-def reduce(source: Any, count: int, format: int, bound: float, page: Floats, row: int, /) -> bool: ...  # noqa: A002
+def reduce(format: int, bound: float, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
 def kernels() -> list[str]: ...
 def choose(name: str, /) -> None: ...

@@ -198,9 +198,9 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         return PyErr_Format(PyExc_TypeError, "reduce takes 6 arguments, not %zd", count);
     }
     Py_buffer source = {0}, page = {0};
-    size_t n = PyLong_AsSize_t(args[1]);
-    long format = PyLong_AsLong(args[2]);
-    double bound = PyFloat_AsDouble(args[3]);
+    long format = PyLong_AsLong(args[0]);
+    double bound = PyFloat_AsDouble(args[1]);
+    size_t n = PyLong_AsSize_t(args[3]);
     Py_ssize_t number = PyLong_AsSsize_t(args[5]);
     PyObject *done = NULL;
     const void *x = NULL;
@@ -214,12 +214,12 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         return NULL;
     }
     double *row = row_of(&page, number);
-    if (row != NULL && PyLong_Check(args[0])) {
-        x = PyLong_AsVoidPtr(args[0]);
+    if (row != NULL && PyLong_Check(args[2])) {
+        x = PyLong_AsVoidPtr(args[2]);
         if (x == NULL && !PyErr_Occurred()) {
             PyErr_SetString(PyExc_ValueError, "nothing is at address 0");
         }
-    } else if (row != NULL && PyObject_GetBuffer(args[0], &source, PyBUF_C_CONTIGUOUS) == 0) {
+    } else if (row != NULL && PyObject_GetBuffer(args[2], &source, PyBUF_C_CONTIGUOUS) == 0) {
         x = n <= (size_t)source.len / BYTES[format] ? source.buf : NULL;
         if (x == NULL) {
             PyErr_Format(PyExc_ValueError, "%zu elements are more than the array has", n);
@@ -237,7 +237,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
 
 static PyMethodDef METHODS[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
-     "reduce(source, count, format, bound, page, row) -> whether the row could be written"},
+     "reduce(format, bound, source, count, page, row) -> whether the row could be written"},
     {"kernels", kernels, METH_NOARGS, "The kernels that run on this processor, the fastest first."},
     {"choose", choose, METH_O, "Have all reductions done by one of them."},
     {NULL, NULL, 0, NULL},

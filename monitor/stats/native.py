@@ -8,6 +8,8 @@ it the kernels of torch operators and of numpy do the same work. Every processor
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -26,13 +28,21 @@ VARIABLE: Final = "MONITOR_NATIVE"
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
 """Formats of elements, as the kernel numbers them."""
 
+Reduce = Callable[[Any, int, Floats, int], bool]
+"""Takes what ``NativeKernel.reduce_into`` takes, but for the format."""
+
 
 class NativeKernel:
     """Reduces elements that lie one behind the other to table rows. Has no state, so any threads may use it."""
 
     def __init__(self, eps: float) -> None:
         narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
-        self._bounds = (narrow, wide, narrow, narrow)
+        bounds = (narrow, wide, narrow, narrow)
+        self._of: tuple[Reduce, ...] = tuple(partial(_host_kernel.reduce, form, bound) for form, bound in enumerate(bounds))
+
+    def of(self, form: int) -> Reduce:
+        """``reduce_into`` for one format, as a call without a frame."""
+        return self._of[form]
 
     def reduce_into(self, source: Any, count: int, form: int, page: Floats, row: int) -> bool:
         """Write the partials of ``count`` elements, at least one, into ``page[row]``.
@@ -44,7 +54,7 @@ class NativeKernel:
         Returns:
             False, and nothing is written, where squares of float64 leave its range: elsewhere they are scaled.
         """
-        return _host_kernel.reduce(source, count, form, self._bounds[form], page, row)
+        return self._of[form](source, count, page, row)
 
 
 def native_kernel(eps: float) -> NativeKernel | None:

@@ -117,6 +117,10 @@ class HostColumns:
         grown.copy_from(self, len(self.order))
         return grown
 
+    def cells(self) -> tuple[memoryview, memoryview, memoryview]:
+        """``order``, ``layout`` and ``alias`` for who enters one number at a time: half as dear as in an array."""
+        return self.order.data, self.layout.data, self.alias.data
+
     def copy_from(self, other: HostColumns, rows: int) -> None:
         for name in ("order", "layout", "alias", "alias_order", "captured_order"):
             getattr(self, name)[:rows] = getattr(other, name)[:rows]
@@ -156,6 +160,7 @@ class StatsTable:
         self.columns = HostColumns.of(0)
         self.identity = RowIdentity.of(0)
         self.writes = 0
+        self._order, self._layout, self._alias = self.columns.cells()
         self._layout_index: dict[tuple[object, object], int] = {}
 
     @property
@@ -188,6 +193,7 @@ class StatsTable:
         page = Page(memory, self.rows, rows)
         self.pages.append(page)
         self.columns = self.columns.grown(page.first_row + rows)
+        self._order, self._layout, self._alias = self.columns.cells()
         self.identity = self.identity.grown(page.first_row + rows)
         return page
 
@@ -201,13 +207,12 @@ class StatsTable:
 
     def note(self, row: int, layout: int, alias: int = NOT_AN_ALIAS) -> None:
         """Enter the host columns of a row that was written just now, or that stands for the row ``alias``."""
-        columns = self.columns
         self.writes += 1
-        columns.order[row] = self.writes
-        columns.layout[row] = layout
-        columns.alias[row] = alias
+        self._order[row] = self.writes
+        self._layout[row] = layout
+        self._alias[row] = alias
         if alias != NOT_AN_ALIAS:
-            columns.alias_order[row] = columns.order[alias]
+            self.columns.alias_order[row] = self._order[alias]
 
     def note_captured(self, slot: Slot, layout: int) -> None:
         """Enter the host columns of rows that are written by code which runs without us, whenever they are."""

@@ -32,30 +32,26 @@ class HostKernel:
         with_native: Whether the native kernel is used where there is one.
 
     Attributes:
-        is_native: Whether most tensors cost one call of native code: nothing is gained by reducing small ones together.
+        plain: The native kernel for the elements at a ``plain_address``; None where it is not there. Where it is most tensors
+            cost one call, and nothing is gained by reducing small ones together.
     """
 
     def __init__(self, eps: float, *, with_native: bool = True) -> None:
         self._native: NativeKernel | None = native_kernel(eps) if with_native else None
-        self.is_native = self._native is not None
+        self.plain = None if self._native is None else self._native.of(native.FLOAT32)
         self._chunks = ChunkKernel(eps)
         self._bound = Epsilon.of(eps, np.float32).bound
         self._zero_is_small = eps > 0
 
     def reduce_into(self, x: Tensor, page: Floats, row: int) -> bool:
         """Write the partials of ``x`` into ``page[row]``. False if ``x`` has no data to read; the row is then untouched."""
-        if self._native is not None and (address := plain_address(x)):
-            return self.reduce_plain(address, x.numel(), page, row)
+        if self.plain is not None and (address := plain_address(x)):
+            return self.plain(address, x.numel(), page, row)
         numbers = self.reduce(x)
         if numbers is None:
             return False
         page[row] = numbers
         return True
-
-    def reduce_plain(self, address: int, count: int, page: Floats, row: int) -> bool:
-        """The same of the elements at a ``plain_address``, by the native kernel, which is there: the shortest way."""
-        assert self._native is not None
-        return self._native.reduce_into(address, count, native.FLOAT32, page, row)
 
     def staged_rows(self, staging: Staging) -> Floats:
         """The rows of the tensors in ``staging``, shape ``(len(staging), len(COLUMNS))``, which is empty then."""

@@ -139,8 +139,9 @@ class Framework:
 
     def local_gradient(self, tensor: Any) -> Tensor | None:
         """Where the hook of a parameter finds what backward has left."""
-        # A framework that keeps main_grad may have moved the gradient there by now.
-        return self._main_grad_of(tensor) if tensor.grad is None else tensor.grad
+        gradient: Tensor | None = tensor.grad
+        # A framework that keeps main_grad may have moved it there by now.
+        return self._main_grad_of(tensor) if gradient is None else gradient
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
         """What this rank holds of the aggregated gradient, when the step begins; None where it holds nothing."""
