@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,16 +80,18 @@ class Delivery(Generic[S]):
 
         They are handed on together, except that none stays behind while another is waited for: that one may never come.
         """
-        later = [step for step, _ in submitted]
+        left = deque(step for step, _ in submitted)
+        self._in_hand = InHand(tuple(left))
         for together in _at_hand_together(submitted):
-            self._in_hand = InHand(tuple(later))
-            del later[: len(together)]
-            read = [rows for rows in (self._read(step, sealed) for step, sealed in together) if rows is not None]
-            if len(read) > 1:
-                self._foretell(read)
-            for i, rows in enumerate(read):
-                self._in_hand = InHand((*(one.step for one in read[i:]), *later))
-                self._hand_on(rows, self._in_hand)
+            outcomes = [self._read(sealed) for _, sealed in together]
+            self._foretell([rows for rows in outcomes if isinstance(rows, StepRows)])
+            for outcome in outcomes:
+                self._in_hand = InHand(tuple(left))
+                if isinstance(outcome, StepRows):
+                    self._hand_on(outcome, self._in_hand)
+                else:
+                    self._give_up(left[0], outcome)
+                left.popleft()
         self._in_hand = InHand()
         self._changed = True
 
@@ -170,25 +173,29 @@ class Delivery(Generic[S]):
     def _guarded_sink(self, name: str, sink: Sink) -> Guarded[Sink]:
         return Guarded(f"sink {name!r}", sink, self._failures)
 
-    def _read(self, step: int, sealed: S) -> StepRows | None:
+    def _read(self, sealed: S) -> StepRows | BaseException:
         try:
             return sealed.rows()
         except BaseException as error:
-            if isinstance(error, EarlierFailure):
-                self._failures.owe(error)
-            else:
-                self._failures.report("reading a step", error, advice(error))
-            self._gaps.counts[UNREADABLE] += 1
-            reason = f"{UNREADABLE}: {error!r}"
-            self._journal.use(lambda journal: journal.dropped(step, reason))
-            self._use_watchers(lambda watcher: watcher.dropped(step, reason))
-            return None
+            return error
         finally:
             self._put_back(sealed)
 
+    def _give_up(self, step: int, error: BaseException) -> None:
+        """Nobody has a step that could not be read."""
+        if isinstance(error, EarlierFailure):
+            self._failures.owe(error)
+        else:
+            self._failures.report("reading a step", error, advice(error))
+        self._gaps.counts[UNREADABLE] += 1
+        reason = f"{UNREADABLE}: {error!r}"
+        self._journal.use(lambda journal: journal.dropped(step, reason))
+        self._use_watchers(lambda watcher: watcher.dropped(step, reason))
+
     def _foretell(self, steps: Sequence[StepRows]) -> None:
-        for sink in self._sinks.values():
-            sink.use(lambda sink: _foretell(sink, steps))
+        if len(steps) > 1:
+            for sink in self._sinks.values():
+                sink.use(lambda sink: _foretell(sink, steps))
 
     def _hand_on(self, rows: StepRows, in_hand: InHand) -> None:
         self.latest = rows

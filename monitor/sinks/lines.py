@@ -7,6 +7,7 @@ the name of a series, a layout, a micro-step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -29,7 +30,7 @@ allocation is a mapping of its own and each of its pages a fault."""
 
 _COMMA: Final = pa.scalar(",", type=pa.string())
 _NEWLINE: Final = pa.scalar("\n", type=pa.string())
-_NO_LINE: Final = pa.array([""], type=pa.string())
+_NOTHING: Final = pa.scalar("", type=pa.string())
 _STRUCTURAL: Final = frozenset(',"\r\n')
 
 
@@ -63,7 +64,7 @@ class Lines:
             if sum(lengths) * len(block[0].ops) <= FEW_NUMBERS:
                 texts = few_lines(block, self._series, self._layouts, self._ndigits)
             else:
-                texts = _texts(call_function("binary_join_element_wise", [*self._columns(block), _COMMA]), lengths)
+                texts = _texts(self._columns(block), lengths)
             for piece, text in zip(block, texts, strict=True):
                 yield piece.step, piece.kind, text
 
@@ -97,14 +98,16 @@ class Lines:
         return columns
 
 
-def _texts(lines: pa.StringArray, lengths: list[int]) -> Iterator[memoryview]:
-    """The first ``lengths[0]`` lines as one text, then the next, and so on: joined by newlines, an empty line at the end."""
-    ends = np.cumsum([0, *lengths])
-    pieces = [lines.slice(end - length, length) for end, length in zip(ends[1:], lengths, strict=True)]
-    closed = pa.concat_arrays([part for piece in pieces for part in (piece, _NO_LINE)])
-    offsets = pa.array((ends + np.arange(len(ends))).astype(np.int32))
-    for text in call_function("binary_join", [pa.ListArray.from_arrays(offsets, closed), _NEWLINE]):
-        yield memoryview(text.as_buffer())
+def _texts(columns: list[pa.StringArray], lengths: list[int]) -> Iterator[memoryview]:
+    """The first ``lengths[0]`` lines as one text, then the next, and so on, each line ended by a newline."""
+    *others, last = columns
+    ended = call_function("binary_join_element_wise", [last, _NOTHING, _NEWLINE])
+    lines = call_function("binary_join_element_wise", [*others, ended, _COMMA])
+    _, offsets, characters = lines.buffers()
+    where = np.frombuffer(offsets, dtype=np.int32)[lines.offset + np.cumsum([0, *lengths])]
+    text = memoryview(characters)  # one line behind the other, as they stand in the array
+    for begin, end in pairwise(where.tolist()):
+        yield text[begin:end]
 
 
 def _when(block: list[Piece]) -> pa.StringArray:

@@ -35,7 +35,8 @@ def blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[Piece]]:
             block, room = [], most
         start = 0
         while start < len(whole.rows):
-            piece = whole._replace(rows=_part(whole.rows, slice(start, start + room)))
+            fits = start == 0 and len(whole.rows) <= room
+            piece = whole if fits else whole._replace(rows=_part(whole.rows, slice(start, start + room)))
             block.append(piece)
             start, room = start + len(piece.rows), room - len(piece.rows)
             if not room:

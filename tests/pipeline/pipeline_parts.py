@@ -23,6 +23,8 @@ from monitor.stats.rows import KindRows, Layout, StepRows
 
 ROOT = Path(__file__).parents[2]
 COPY_BYTES = 1000
+ALWAYS = threading.Event()
+ALWAYS.set()
 
 
 def rows_of(step: int) -> StepRows:
@@ -37,8 +39,7 @@ class Copy:
     def __init__(self, nbytes: int = COPY_BYTES) -> None:
         self.nbytes = nbytes
         self.step: int | None = None
-        self.readable = threading.Event()
-        self.readable.set()
+        self.readable = ALWAYS
 
     @property
     def at_hand(self) -> bool:
@@ -179,12 +180,16 @@ def pipeline_in(directory: Path, steps_per_record: int = 1, **bounds: Any) -> Pi
     return pipeline_of({"record": sink}, FileJournal(directory / "manifest.json"), **bounds)
 
 
-def record(pipeline: Pipeline[Copy], step: int) -> bool:
-    """What the training thread does at the end of a step; whether the step was taken in."""
+def record(pipeline: Pipeline[Copy], step: int, readable: threading.Event = ALWAYS) -> bool:
+    """What the training thread does at the end of a step; whether the step was taken in.
+
+    Args:
+        readable: Set when the device has finished the step.
+    """
     sealed = pipeline.reserve(step)
     if sealed is None:
         return False
-    sealed.step = step
+    sealed.step, sealed.readable = step, readable
     pipeline.submit(sealed)
     return True
 

@@ -224,7 +224,7 @@ def test_the_journal_is_left_alone_between_two_times_of_the_timer(tmp_path):
     pipeline = pipeline_in(tmp_path, save_seconds=1000.0)
     for step in range(5):
         record(pipeline, step)
-    assert pipeline.latest(20.0) is not None
+        assert pipeline.latest(20.0) is not None
     assert journal_in(tmp_path / "manifest.json")["written"] == [0]
     assert pipeline.close()
 

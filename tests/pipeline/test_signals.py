@@ -182,15 +182,11 @@ def test_a_sink_that_hangs_delays_the_end_by_no_more_than_its_bound_and_the_othe
 
 def test_steps_before_one_that_the_device_never_finishes_become_visible(tmp_path):
     code = """
-    class Stuck(Copy):
-        def rows(self):
-            if self.step == 3:
-                threading.Event().wait()
-            return super().rows()
     sinks = {"record": RecordSink(directory / "steps.txt", 1000)}
-    pipeline = pipeline_of(sinks, FileJournal(directory / "manifest.json"), new_sealed=Stuck, signal_seconds=0.4)
-    for step in range(4):
+    pipeline = pipeline_of(sinks, FileJournal(directory / "manifest.json"), signal_seconds=0.4)
+    for step in range(3):
         assert record(pipeline, step)
+    assert record(pipeline, 3, readable=threading.Event())
     """
     with Program(tmp_path, code + BLOCK_IN_C) as program:
         assert said_before_it_ended(program) == (-signal.SIGTERM, "")

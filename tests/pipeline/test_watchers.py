@@ -43,8 +43,9 @@ def test_a_slow_sink_delays_no_watcher(journal, hanging):
 def test_it_hears_of_steps_that_found_no_room(journal, hanging):
     watcher = Onlooker()
     pipeline = pipeline_of({"hangs": hanging}, journal, queue_wait_seconds=0.0, watchers={"watcher": watcher})
-    for step in range(2):
-        record(pipeline, step)
+    record(pipeline, 0)
+    assert pipeline.latest(20.0) is not None
+    record(pipeline, 1)
     assert hanging.hanging.wait(20)
     for step in range(2, 7):
         record(pipeline, step)
@@ -72,6 +73,7 @@ def test_it_is_saved_whenever_the_journal_is(tmp_path):
     journal, watcher = FileJournal(tmp_path / "manifest.json"), Onlooker()
     pipeline = pipeline_of({}, journal, save_seconds=1000.0, watchers={"watcher": watcher})
     record(pipeline, 0)
+    assert pipeline.latest(20.0) is not None
     record(pipeline, 1)
     assert pipeline.flush(20.0)
     assert watcher.told == [0, "save", 1, "save"]

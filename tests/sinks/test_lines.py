@@ -18,7 +18,7 @@ from monitor.stats.rows import Layout, StepRows
 def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
     """The lines of each kind."""
     texts: dict[str, bytes] = {}
-    for kind, text in Lines(rank.series, rank.context.ndigits).of(rows):
+    for _, kind, text in Lines(rank.series, rank.context.ndigits).of([rows]):
         texts[kind] = texts.get(kind, b"") + bytes(text)
     return {kind: text.decode() for kind, text in texts.items()}
 
@@ -90,17 +90,17 @@ def test_a_name_that_has_no_utf8_is_written_with_an_escape(rank: Rank) -> None:
 
 def test_series_and_layouts_that_come_later_are_spelled_too(rank: Rank) -> None:
     spelled = Lines(rank.series, 6)
-    list(spelled.of(rank.step(0, {"other": [Measured("a", [1.0])]}, ops=("shape",))))
+    list(spelled.of([rank.step(0, {"other": [Measured("a", [1.0])]}, ops=("shape",))]))
     rows = rank.step(1, {"other": [Measured("b", [1.0, 2.0]), Measured("a", [1.0])]}, ops=("shape",))
-    assert list(spelled.of(rows)) == [("other", b'0,b,1,"[1, 2]"\n0,a,1,"[1, 1]"\n')]
+    assert list(spelled.of([rows])) == [(rows, "other", b'0,b,1,"[1, 2]"\n0,a,1,"[1, 1]"\n')]
 
 
 def test_another_list_of_layouts_is_not_taken_for_the_one_before(rank: Rank) -> None:
     spelled = Lines(rank.series, 6)
     rows = rank.step(0, {"other": [Measured("a")]}, ops=("dtype",))
-    list(spelled.of(rows))
+    list(spelled.of([rows]))
     other = StepRows(1, rows.ops, rows.kinds, [Layout((), "torch.bfloat16")])
-    assert list(spelled.of(other)) == [("other", b"0,a,1,torch.bfloat16\n")]
+    assert list(spelled.of([other])) == [(other, "other", b"0,a,1,torch.bfloat16\n")]
 
 
 def test_many_rows_are_spelled_in_blocks_and_none_is_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_kind_without_rows_has_no_lines(rank: Rank) -> None:
     empty = {
         "exp_avg": type(rows.kinds["other"])(*(np.empty(0, dtype=np.int64),) * 4, rows.kinds["other"].partials.take(slice(0)))
     }
-    assert list(Lines(rank.series, 6).of(StepRows(0, rows.ops, empty, []))) == []
+    assert list(Lines(rank.series, 6).of([StepRows(0, rows.ops, empty, [])])) == []
 
 
 def test_magnitudes_and_calls_are_spelled_where_there_are_any(rank: Rank) -> None:
