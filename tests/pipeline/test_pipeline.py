@@ -3,6 +3,7 @@ import time
 
 import pytest
 from pipeline_parts import (
+    ALWAYS,
     Copy,
     FileJournal,
     FillingDisk,
@@ -18,6 +19,7 @@ from pipeline_parts import (
 )
 
 from monitor.failures import Failures
+from monitor.pipeline import inbox
 
 
 @pytest.fixture
@@ -165,6 +167,90 @@ def test_a_step_that_cannot_be_read_is_dropped_and_its_copy_used_again(tmp_path,
     assert steps_in(tmp_path / "steps") == [0, 2, 3, 4, 5]
     assert journal.entries["dropped"] == [[1, "could not be read: RuntimeError('device lost')"]]
     assert pipeline.dropped == {"could not be read": 1}
+
+
+def test_of_steps_that_come_together_each_has_its_turn_whatever_becomes_of_the_others(tmp_path, journal, monkeypatch):
+    class Broken(Copy):
+        def rows(self):
+            if self.step in (1, 4):
+                raise RuntimeError("device lost")
+            return super().rows()
+
+    class Picky(RecordSink):
+        def write(self, rows):
+            if rows.step == 2:
+                raise ValueError("not this one")
+            super().write(rows)
+
+    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    watcher = Onlooker()
+    sinks = {"picky": Picky(tmp_path / "picky"), "other": RecordSink(tmp_path / "other")}
+    pipeline = pipeline_of(sinks, journal, new_sealed=Broken, copies=100, watchers={"watcher": watcher})
+    for step in range(6):
+        record(pipeline, step)
+    assert pipeline.close()
+    lost = "could not be read: RuntimeError('device lost')"
+    assert [one for one in watcher.told if one != "save"] == [0, (1, lost), 2, 3, (4, lost), 5, "close"]
+    assert (steps_in(tmp_path / "picky"), steps_in(tmp_path / "other")) == ([0, 3, 5], [0, 2, 3, 5])
+    assert journal.entries["written"] == [0, 3, 5]
+    assert journal.entries["dropped"] == [[1, lost], [4, lost]]
+    assert [(step, sink) for step, sink, _ in journal.entries["lost"]] == [(2, "picky")]
+
+
+def test_steps_before_one_that_is_waited_for_do_not_wait_with_it(tmp_path, journal, monkeypatch):
+    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    watcher = Onlooker()
+    pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal, copies=100, watchers={"watcher": watcher})
+    arrives = threading.Event()
+    for step in range(6):
+        record(pipeline, step, readable=arrives if step in (3, 4) else ALWAYS)
+    flushed = threading.Thread(target=pipeline.flush, args=(20.0,))
+    flushed.start()
+    assert until(lambda: steps_in(tmp_path / "steps") == [0, 1, 2])
+    arrives.set()
+    flushed.join(20)
+    assert pipeline.close()
+    assert steps_in(tmp_path / "steps") == journal.entries["written"] == list(range(6))
+
+
+class Seer(RecordSink):
+    """A record sink that is told what comes."""
+
+    def __init__(self, path, error=None):
+        super().__init__(path)
+        self.foreseen: list[list[int]] = []
+        self._error = error
+
+    def foresee(self, steps):
+        self.foreseen.append([rows.step for rows in steps])
+        if self._error is not None:
+            raise self._error
+
+
+def test_a_sink_that_can_make_use_of_it_is_told_what_comes(tmp_path, journal, monkeypatch):
+    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    seer = Seer(tmp_path / "seer")
+    pipeline = pipeline_of({"seer": seer, "other": RecordSink(tmp_path / "other")}, journal, copies=100)
+    record(pipeline, 0)
+    assert pipeline.latest(20.0) is not None
+    for step in range(1, 4):
+        record(pipeline, step)
+    assert pipeline.close()
+    assert seer.foreseen == [[1, 2, 3]]
+    assert steps_in(tmp_path / "seer") == steps_in(tmp_path / "other") == [0, 1, 2, 3]
+
+
+def test_one_that_fails_to_foresee_is_given_every_step_all_the_same(tmp_path, journal, monkeypatch):
+    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    failures = Failures()
+    pipeline = pipeline_of({"seer": Seer(tmp_path / "seer", MemoryError())}, journal, copies=100, failures=failures)
+    record(pipeline, 0)
+    assert pipeline.latest(20.0) is not None
+    for step in range(1, 4):
+        record(pipeline, step)
+    assert pipeline.close()
+    assert steps_in(tmp_path / "seer") == journal.entries["written"] == [0, 1, 2, 3]
+    assert failures.counts == {"sink 'seer': MemoryError": 1}
 
 
 def test_a_copy_is_free_again_as_soon_as_it_was_read_and_not_only_when_it_was_written(journal, hanging):

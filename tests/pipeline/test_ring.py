@@ -3,7 +3,7 @@ import time
 import pytest
 from pipeline_parts import Copy
 
-from monitor.pipeline.ring import Ring
+from monitor.pipeline.ring import GATHERED_BYTES, Ring
 
 
 def ring_of(queue_bytes: int, nbytes: int = 100) -> Ring[Copy]:
@@ -77,3 +77,22 @@ def test_the_ring_is_mostly_free_once_more_than_half_came_back():
     assert not ring.mostly_free
     ring.put_back(copies[1])
     assert ring.mostly_free
+
+
+def test_it_is_roomy_until_half_of_it_is_taken_and_again_when_copies_come_back():
+    ring = ring_of(1000)
+    copies = []
+    for _ in range(4):
+        copies.append(ring.take(0.0))
+        assert ring.roomy
+    copies.append(ring.take(0.0))
+    assert not ring.roomy
+    ring.put_back(copies.pop())
+    assert ring.roomy
+
+
+def test_copies_that_wait_together_hold_a_bounded_number_of_bytes():
+    ring = ring_of(1 << 40, nbytes=GATHERED_BYTES // 2)
+    ring.take(0.0)
+    ring.take(0.0)
+    assert not ring.roomy

@@ -47,6 +47,50 @@ def out(rank: Rank) -> Path:
     return rank.context.directory
 
 
+class TestForesight:
+    """Files are the same whether steps were foreseen or not."""
+
+    def test_of_steps_that_were_foreseen_those_that_are_written_stand_in_the_files(self, tmp_path: Path) -> None:
+        texts = []
+        for name, foresees in (("foreseen", True), ("alone", False)):
+            rank = Rank(tmp_path / name, steps_per_record=3)
+            sink = CsvSink(rank.context)
+            steps = [rank.step(step, W if step % 3 else BOTH, ("norm",) if step < 5 else SIX_OPS) for step in range(9)]
+            if foresees:
+                sink.foresee(steps[:7])
+            for rows in steps:
+                if rows.step not in (2, 3):  # which came to nothing
+                    sink.write(rows)
+            sink.close()
+            texts.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+        assert texts[0] == texts[1]
+        assert len(texts[0]) > 3
+
+    def test_what_was_foreseen_and_could_not_be_written_is_let_go_of(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        steps = [rank.step(step, BOTH) for step in range(4)]
+        sink.foresee(steps)
+        out.mkdir(parents=True)
+        (out / ".actv_0-4.csv.part").mkdir()
+        with pytest.raises(IsADirectoryError):
+            sink.write(steps[0])
+        (out / ".actv_0-4.csv.part").rmdir()
+        for rows in (steps[1], steps[3]):
+            sink.write(rows)
+        sink.close()
+        assert [steps_in(out / f"{kind}_0-4.csv") for kind in BOTH] == [[1, 3], [1, 3]]
+
+    def test_foreseeing_again_takes_the_place_of_what_was_foreseen(self, rank: Rank, out: Path) -> None:
+        sink = CsvSink(rank.context)
+        sink.foresee([rank.step(step, W) for step in (0, 1)])
+        again = [rank.step(step, {"grad_reduced": [Measured("w", [6.0, 8.0])]}) for step in (0, 1)]
+        sink.foresee(again)
+        for rows in again:
+            sink.write(rows)
+        sink.close()
+        assert steps_and_norms(out / "grad_reduced_0-4.csv") == ([0, 1], [10.0, 10.0])
+
+
 class TestFiles:
     def test_a_file_holds_a_kind_and_a_record(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)

@@ -145,3 +145,20 @@ def test_one_by_one_lines_are_those_of_columns_character_by_character(rank: Rank
         texts.append(text_of(rank, rank.step(7, kinds, ops=ops)))
     assert texts[0] == texts[1]
     assert len(texts[0]["actv"].splitlines()) == 40
+
+
+@pytest.mark.parametrize("block_rows", [1, 5, 8192])
+def test_lines_of_many_steps_are_those_of_each_alone(rank: Rank, monkeypatch: pytest.MonkeyPatch, block_rows: int) -> None:
+    monkeypatch.setattr(lines, "BLOCK_ROWS", block_rows)
+    kinds = {
+        "actv": [Measured(f"l.{i}", [float(i), 1e-9], micro_step=i % 3 - 1) for i in range(7)],
+        "grad_reduced": [Measured(name, [2.0, math.inf]) for name in NAMES],
+    }
+    some = {"grad_reduced": kinds["grad_reduced"][:2]}
+    steps = [rank.step(9, kinds), rank.step(10, some), rank.step(11, {}), rank.step(12, kinds, ops=("shape", "nans"))]
+    steps += [rank.step(13, kinds), StepRows(14, ("dtype",), rank.step(14, some).kinds, [Layout((), "torch.bfloat16")] * 2)]
+    texts: dict[tuple[int, str], bytes] = {}
+    for rows, kind, text in Lines(rank.series, 6).of(steps):
+        texts[rows.step, kind] = texts.get((rows.step, kind), b"") + bytes(text)
+    alone = {(rows.step, kind): text.encode() for rows in steps for kind, text in text_of(rank, rows).items()}
+    assert texts == alone

@@ -1,0 +1,168 @@
+"""What the writer is asked to do: steps that come quickly are taken out together, requests wait for nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_parts import Copy, FileJournal, Onlooker, journal_in, pipeline_in, pipeline_of, record, steps_in, until
+
+from monitor.pipeline import inbox
+from monitor.pipeline.inbox import Asked, Inbox, Request, Submitted
+from monitor.pipeline.ticket import Ticket
+
+FOR_EVER = 1000.0
+
+
+@pytest.fixture
+def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but a hurry ends a rest."""
+    monkeypatch.setattr(inbox, "APART_SECONDS", FOR_EVER)
+
+
+def put(box: Inbox[Copy], *steps: int, hurry: bool = False) -> None:
+    for step in steps:
+        box.put(Submitted(step, Copy()), hurry=hurry)
+
+
+def flush() -> Asked:
+    return Asked("flush", Ticket())
+
+
+def taken(box: Inbox[Copy]) -> list[int] | Request | None:
+    """The steps that are taken out together, or a request."""
+    found = box.take(20.0)
+    return [one.step for one in found] if isinstance(found, list) else found
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_a_step_after_a_long_pause_is_taken_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    box: Inbox[Copy] = Inbox()
+    for step in range(3):
+        now = step * (FOR_EVER + 1.0)
+        monkeypatch.setattr(inbox, "monotonic", lambda now=now: now)
+        put(box, step)
+        assert taken(box) == [step]
+
+
+def test_steps_that_follow_quickly_are_taken_out_together_when_the_rest_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "APART_SECONDS", 0.2)
+    box: Inbox[Copy] = Inbox()
+    put(box, 0)
+    assert taken(box) == [0]
+    began = time.monotonic()
+    put(box, 1)
+    threading.Timer(0.05, put, (box, 2, 3)).start()
+    assert taken(box) == [1, 2, 3]
+    assert time.monotonic() - began >= 0.15
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_a_request_ends_a_rest_and_covers_what_stands_before_it() -> None:
+    box: Inbox[Copy] = Inbox()
+    put(box, 0)
+    assert taken(box) == [0]
+    put(box, 1, 2)
+    request = flush()
+    box.ask(request)
+    put(box, 3)
+    assert taken(box) == [1, 2]
+    assert taken(box) is request
+    box.ask(flush())
+    assert taken(box) == [3]
+
+
+@pytest.mark.usefixtures("long_rests")
+@pytest.mark.parametrize("end", [lambda box: put(box, 1, hurry=True), lambda box: box.ask(flush())], ids=["hurry", "request"])
+def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[Inbox[Copy]], None]) -> None:
+    box: Inbox[Copy] = Inbox()
+    put(box, 0)
+    assert taken(box) == [0]
+    found: list[object] = []
+    resting = threading.Thread(target=lambda: found.append(taken(box)))
+    resting.start()
+    time.sleep(0.05)
+    assert not found
+    end(box)
+    resting.join(20)
+    assert len(found) == 1
+
+
+def test_nothing_comes_of_nothing() -> None:
+    assert Inbox[Copy]().take(0.0) is None
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_whoever_takes_over_gets_everything_in_order() -> None:
+    box: Inbox[Copy] = Inbox()
+    put(box, 0, 1)
+    first, second = flush(), flush()
+    box.ask(first)
+    put(box, 2)
+    box.ask(second)
+    assert taken(box) == [0, 1]
+    left = box.take_what_is_there()
+    assert [one.step if isinstance(one, Submitted) else one for one in left] == [first, 2, second]
+    assert box.take_what_is_there() == []
+
+
+@given(st.lists(st.integers(-1, 3)))
+def test_what_is_taken_out_is_what_was_put_in_and_no_step_passes_a_request(messages: list[int]) -> None:
+    box: Inbox[Copy] = Inbox()
+    box._rest = lambda: None  # type: ignore[method-assign]
+    put_in: list[object] = []
+    for number, hurry in enumerate(messages):
+        if hurry < 0:
+            request = flush()
+            box.ask(request)
+            put_in.append(request)
+        else:
+            put(box, number, hurry=hurry == 0)
+            put_in.append(number)
+    out: list[object] = []
+    while (found := box.take(0.0)) is not None:
+        out += [one.step for one in found] if isinstance(found, list) else [found]
+    assert out == put_in
+
+
+@pytest.mark.usefixtures("long_rests")
+class TestPipelines:
+    """A writer that rests for ever unless it is woken."""
+
+    def test_flushing_asking_and_closing_wait_for_no_rest(self, tmp_path):
+        pipeline = pipeline_in(tmp_path, steps_per_record=10, copies=100)
+        for step in range(5):
+            record(pipeline, step)
+        assert pipeline.flush(20.0)
+        assert steps_in(tmp_path / "steps.txt") == list(range(5))
+        record(pipeline, 5)
+        rows = pipeline.latest(20.0)
+        assert rows is not None
+        assert rows.step == 5
+        record(pipeline, 6)
+        assert pipeline.close()
+        assert steps_in(tmp_path / "steps.txt") == list(range(7))
+
+    @pytest.mark.parametrize("copies", [2, 5])
+    def test_a_training_thread_that_fills_the_ring_waits_for_no_rest(self, tmp_path, copies):
+        pipeline = pipeline_in(tmp_path, copies=copies, queue_wait_seconds=20.0)
+        for step in range(50):
+            assert record(pipeline, step)
+        assert pipeline.close()
+        assert journal_in(tmp_path / "manifest.json")["written"] == list(range(50))
+
+    def test_a_change_of_sinks_waits_for_no_rest(self, tmp_path):
+        journal = FileJournal(tmp_path / "manifest.json")
+        pipeline = pipeline_of({}, journal, copies=100)
+        for step in range(3):
+            record(pipeline, step)
+        watcher = Onlooker()
+        pipeline.rearrange(lambda: ({}, {"new": watcher}))
+        assert until(lambda: journal.entries["written"] == [0, 1, 2])
+        record(pipeline, 3)
+        assert pipeline.close()
+        assert [one for one in watcher.told if one != "save"] == [3, "close"]
