@@ -16,7 +16,8 @@ class Workload:
     Attributes:
         shape: The fields of ``GPTConfig``.
         steps_a_turn: Steps that a process takes when its turn comes. Many for a small model: the processes share caches, and
-            a step of a few milliseconds that always begins with cold ones is not what training is like.
+            a step of a few milliseconds that always begins with cold ones is not what training is like. Nor is one whose writer
+            finds a pause before it can take what came together.
     """
 
     name: str
@@ -29,7 +30,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("gpt", {"layers": 8, "width": 512, "heads": 8, "vocabulary": 4096, "context": 128}, batch=4, steps_a_turn=1),
-        Workload("tiny", {"layers": 2, "width": 64, "heads": 4, "vocabulary": 256, "context": 64}, batch=4, steps_a_turn=10),
+        Workload("tiny", {"layers": 2, "width": 64, "heads": 4, "vocabulary": 256, "context": 64}, batch=4, steps_a_turn=40),
         Workload("quick", {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32, "context": 8}, batch=2, steps_a_turn=1),
     )
 }

@@ -60,6 +60,8 @@ WARM_UP = 110
 class Numbers:
     """Memory of a page, and of its sealed copies, that holds what it is given."""
 
+    at_hand = True
+
     def __init__(self, numbers: Floats) -> None:
         self.numbers = numbers
         self.nbytes = numbers.nbytes
@@ -177,7 +179,7 @@ def measured(name: str, series: SeriesTable, variants: Sequence[Sealed], steps: 
             sealed = variants[number % VARIANTS]
             sealed.step = number
             for one in rotated(list(writers), number):
-                took[one].append(seconds(partial(writers[one].step, number, sealed)))
+                took[one].append(seconds(partial(writers[one].steps, [(number, sealed)])))
         ends = seconds(writers["without"].close) / steps  # a record may be written at its end
         writers["with"].close()
     return Cost(name, fmean(took["without"]) + ends, median(timed.took))
