@@ -91,7 +91,7 @@ def main() -> None:
     speeds.append(speed_of(f"{SMALL} elements", torch.randn(SMALL), options.rounds, progress, calls=CALLS))
     errors = [errors_of(name, x) for name, x in delicate_tensors(MILLION)]
     progress.end()
-    if not KERNEL.is_native:
+    if KERNEL.plain is None:
         print("The native kernel is not there: both ways of the monitor are the portable one.\n")
     print(f"torch {torch.__version__}, one thread. Six ops over {options.rows * WIDTH / 1e6:.1f} M elements, over one sum:\n")
     print(speed_table(speeds))

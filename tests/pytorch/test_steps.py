@@ -17,6 +17,7 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.recorder import Recorder
+from monitor.stats.native import NativeKernel
 from monitor.stats.torch_copies import Copies
 from monitor.stats.torch_host_kernel import HostKernel
 
@@ -47,13 +48,18 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of the tensors that are being read, as they are."""
     found: list[str] = []
-    find_row = Recorder._slot
+    one, many = Recorder.record, Recorder.record_all
 
-    def slot(recorder: Recorder, watched: Any, *where: Any) -> Any:
+    def record(recorder: Recorder, watched: Any, *rest: Any, **named: Any) -> None:
         found.append(watched.series.kind)
-        return find_row(recorder, watched, *where)
+        one(recorder, watched, *rest, **named)
 
-    monkeypatch.setattr(Recorder, "_slot", slot)
+    def record_all(recorder: Recorder, items: Any, failed: Any) -> None:
+        found.extend(watched.series.kind for watched, _ in items)
+        many(recorder, items, failed)
+
+    monkeypatch.setattr(Recorder, "record", record)
+    monkeypatch.setattr(Recorder, "record_all", record_all)
     return found
 
 
@@ -69,8 +75,10 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for way, name in ((HostKernel, "reduce_into"), (HostKernel, "reduce_plain"), (Copies, "take"), (Copies, "take_all")):
+    for way, name in ((HostKernel, "reduce_into"), (Copies, "take"), (Copies, "take_all")):
         monkeypatch.setattr(way, name, counting(name, getattr(way, name)))
+    of = NativeKernel.of
+    monkeypatch.setattr(NativeKernel, "of", lambda kernel, form: counting("plain", of(kernel, form)))
     return taken
 
 
