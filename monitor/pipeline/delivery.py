@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 from monitor.failures import EarlierFailure, Failures
 from monitor.pipeline.gaps import Gaps
 from monitor.pipeline.guarded import Guarded, advice
+from monitor.pipeline.ring import GATHERED_BYTES
 from monitor.pipeline.sealed import Journal, Sealed
 from monitor.pipeline.watcher import Watcher
 from monitor.sinks.protocol import Foresighted, Sink
@@ -74,11 +75,13 @@ class Delivery(Generic[S]):
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
         self._in_hand = InHand()
+        self._left = False  # what is in hand has been given up, should this thread ever come back
 
     def steps(self, submitted: Sequence[tuple[int, S]]) -> None:
         """Deliver steps, in this order.
 
-        They are handed on together, except that none stays behind while another is waited for: that one may never come.
+        They are read together, and foretold, as many as hold ``GATHERED_BYTES``, except that none stays behind while another is
+        waited for: that one may never come.
         """
         left = deque(step for step, _ in submitted)
         self._in_hand = InHand(tuple(left))
@@ -86,13 +89,14 @@ class Delivery(Generic[S]):
             outcomes = [self._read(sealed) for _, sealed in together]
             self._foretell([rows for rows in outcomes if isinstance(rows, StepRows)])
             for outcome in outcomes:
-                self._in_hand = InHand(tuple(left))
+                if self._left:
+                    return
                 if isinstance(outcome, StepRows):
                     self._hand_on(outcome, self._in_hand)
                 else:
                     self._give_up(left[0], outcome)
                 left.popleft()
-        self._in_hand = InHand()
+                self._in_hand = InHand(tuple(left))
         self._changed = True
 
     @property
@@ -143,6 +147,7 @@ class Delivery(Generic[S]):
 
         The step that is half way is lost only to the sinks that have not been served; those before them have it.
         """
+        self._left = True
         in_hand = self._in_hand
         half_way = in_hand.half_way
         unwritten = [step for step in steps if step != half_way]
@@ -232,12 +237,15 @@ class Delivery(Generic[S]):
 
 
 def _at_hand_together(submitted: Sequence[tuple[int, S]]) -> Iterator[Sequence[tuple[int, S]]]:
-    """Steps one behind the other, of which none but the first is waited for; each when those before are dealt with."""
-    start = 0
+    """Steps one behind the other, of which none but the first is waited for and which hold no more than is gathered; each
+    when those before are dealt with.
+    """
+    start, held = 0, 0
     for end in range(1, len(submitted) + 1):
-        if end == len(submitted) or not submitted[end][1].at_hand:
+        held += submitted[end - 1][1].nbytes
+        if end == len(submitted) or held >= GATHERED_BYTES or not submitted[end][1].at_hand:
             yield submitted[start:end]
-            start = end
+            start, held = end, 0
 
 
 def _foretell(sink: Sink, steps: Sequence[StepRows]) -> None:

@@ -72,13 +72,13 @@ class Inbox(Generic[S]):
     def take(self, timeout: float | None) -> list[Submitted[S]] | Request | None:
         """All steps up to the next request, or that request; None if within ``timeout`` seconds there is neither."""
         if self._behind:
-            return self._behind.popleft()
+            return self._alone(self._behind.popleft())
         self._rest()
         try:
             first = self._queue.get(timeout=timeout)
         except Empty:
             return None
-        return self._steps(first) if isinstance(first, Submitted) else first
+        return self._steps(first) if isinstance(first, Submitted) else self._alone(first)
 
     def take_what_is_there(self) -> list[Submitted[S] | Request]:
         """Everything, at once, for whoever takes over from a thread that is stuck."""
@@ -89,6 +89,11 @@ class Inbox(Generic[S]):
             while True:
                 left.append(self._queue.get_nowait())
         return left
+
+    def _alone(self, request: Request) -> Request:
+        """There is no rest after it: behind it another may stand, whose hurry was this one's."""
+        self._rest_until = 0.0
+        return request
 
     def _steps(self, first: Submitted[S]) -> list[Submitted[S]]:
         self._rest_until = monotonic() + APART_SECONDS

@@ -48,8 +48,8 @@ class Ring(Generic[S]):
     @property
     def roomy(self) -> bool:
         """Whether what was taken may wait for more."""
-        taken = len(self._copies) - self._free.qsize()
-        return taken * self._largest < min(GATHERED_BYTES, self._queue_bytes // 2)
+        taken, most = len(self._copies) - self._free.qsize(), self._most()
+        return 2 * taken < most and taken * self._largest < GATHERED_BYTES
 
     def take(self, seconds: float) -> S | None:
         """A free copy, or a new one while there is room for it, or the first that comes back within ``seconds``."""

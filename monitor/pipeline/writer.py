@@ -62,6 +62,8 @@ class Writer(Generic[S]):
         ticket = Ticket()
         if self._start_once.locked():
             self._inbox.ask(Asked(what, ticket))
+            if self._closed.done:  # meanwhile, and nobody may be left to look
+                return self._closed
         else:
             ticket.settle(True)  # nothing was ever submitted
         return ticket
@@ -146,6 +148,9 @@ class Writer(Generic[S]):
     def _run(self) -> None:
         while not self._closed.done:
             self._handle(self._next())  # without a name: while this waits it must not keep what the last message was about
+        for message in self._inbox.take_what_is_there():
+            if isinstance(message, Asked):  # in the moment of closing
+                message.ticket.settle(self._closed.ok)
 
     def _next(self) -> list[Submitted[S]] | Request | None:
         """None when it is time to save."""

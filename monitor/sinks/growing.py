@@ -19,8 +19,8 @@ class GrowingFile:
         new: Whether there is nothing in it.
     """
 
-    def __init__(self, path: Path, file: int, kept: int = 0, end: int = 0, *, new: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: str | Path, file: int, kept: int = 0, end: int = 0, *, new: bool = False) -> None:
+        self.path = os.fspath(path)
         self._file: int | None = file
         self._kept, self._end = kept, end
         self._may_be_longer = not new
@@ -37,7 +37,7 @@ class GrowingFile:
     def gone(self) -> bool:
         """Whether somebody has removed it, or its directory."""
         try:
-            self.path.lstat()
+            os.lstat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:  # out of reach for now
@@ -85,7 +85,7 @@ class GrowingFile:
             if file is not None:
                 os.close(file)
         with suppress(OSError):
-            self.path.unlink()
+            os.unlink(self.path)
 
     def _open_file(self) -> int:
         if self._file is None:
@@ -93,7 +93,7 @@ class GrowingFile:
         return self._file
 
 
-def opened(path: Path, how: int = 0) -> int:
+def opened(path: str | Path, how: int = 0) -> int:
     """A descriptor to read and write the file with. Its directory is made if it is missing.
 
     Args:
@@ -103,5 +103,5 @@ def opened(path: Path, how: int = 0) -> int:
     try:
         return os.open(path, flags, 0o666)
     except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         return os.open(path, flags, 0o666)

@@ -137,7 +137,7 @@ class Hdf5Shards:
         part = self._part
         if part is not None and part.file.gone():
             self._drop(part)
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(part.file.path))
+            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", part.file.path)
         if part is not None and not part.takes(step):
             self.flush()
 
@@ -175,7 +175,7 @@ class Hdf5Shards:
     def _publish(self, part: _Part) -> None:
         size = part.file.size
         part.file.release()
-        _make_shard(part.file.path)
+        _make_shard(Path(part.file.path))
         self._take_out(part)
         self._give_name(part, cut=size >= MOST_BYTES)
 

@@ -21,14 +21,16 @@ class Part(GrowingFile):
     then ``finish`` of every part.
     """
 
-    def __init__(self, path: Path, file: int, kept: int = 0, end: int = 0, first: bytes = b"", *, new: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, file: int, kept: int = 0, end: int = 0, first: bytes = b"", *, new: bool = False
+    ) -> None:
         super().__init__(path, file, kept, end, new=new)
         self._first = first
 
     @classmethod
     def begin(cls, directory: Path, name: str, text: bytes, rows: bytes | memoryview = b"") -> Part:
         """A new one, which begins with ``text`` and ``rows``. One that could not be begun is gone."""
-        path = directory / part_name(name)
+        path = os.path.join(directory, part_name(name))
         part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC), new=True)
         try:
             part.write(text, rows)

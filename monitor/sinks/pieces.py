@@ -20,9 +20,17 @@ class Piece(NamedTuple):
         """What is written of them."""
         return self.step.ops_of(self.kind)
 
+    @property
+    def has_histograms(self) -> bool:
+        """Whether magnitudes were counted in the step."""
+        return self.rows.partials.histogram is not None
+
     def goes_with(self, other: Piece) -> bool:
-        """Whether what one column is made of is the same for both."""
-        return self.step.layouts is other.step.layouts and self.ops == other.ops
+        """Whether what one column is made of is the same for both. Rows of a step without histograms, put beside some that have
+        them, would seem to have empty ones.
+        """
+        alike = self.step.layouts is other.step.layouts and self.ops == other.ops
+        return alike and self.has_histograms == other.has_histograms
 
 
 def blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[Piece]]:

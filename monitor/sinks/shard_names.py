@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,6 +21,7 @@ class Steps(NamedTuple):
     last: int
 
     @classmethod
+    @lru_cache(maxsize=4)  # a step is asked for a dozen times
     def of_record(cls, step: int, steps_per_record: int) -> Steps:
         """The record that ``step`` falls in."""
         first = step - step % steps_per_record

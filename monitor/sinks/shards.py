@@ -162,7 +162,7 @@ class Shards:
         removed = [kind for kind, shard in self._open.items() if shard.part.gone()]
         if removed:
             paths = [self._drop(kind).path for kind in removed]
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(paths[0]))
+            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", paths[0])
 
     def _keep(self, step: int, kinds: Iterable[str]) -> None:
         for kind in kinds:

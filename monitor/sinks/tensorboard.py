@@ -118,7 +118,7 @@ class EventFile:
 
     def _open_file(self) -> GrowingFile:
         if self._file is not None and self._file.gone():
-            directory = self._file.path.parent
+            directory = Path(self._file.path).parent
             self._drop(self._file)
             raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(directory))
         if self._file is None:

@@ -333,12 +333,12 @@ def measured(
     """
     order = columns.order[: len(numbers)]
     _resolve_aliases(numbers, order, columns, histograms)
-    present = np.flatnonzero(numbers[:, WRITES] > 0)
+    (present,) = (numbers[:, WRITES] > 0).nonzero()
     # Nobody was there when captured code wrote: its rows stand where they stood when it was captured.
     standing = np.where(order > 0, order, columns.captured_order[: len(numbers)])
-    present = present[np.argsort(standing[present], kind="stable")]
+    present = present[standing[present].argsort(kind="stable")]
     kinds = identity.kind[present]
-    place = np.argsort(kinds, kind="stable")
+    place = kinds.argsort(kind="stable")
     rows = present[place]
     counted = None if histograms is None else histograms[rows].astype(np.int64)
     partials = Partials(Partials.from_rows(numbers[rows]).columns, counted)
@@ -348,7 +348,7 @@ def measured(
 
 def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostColumns, histograms: Floats | None) -> None:
     """Fill in the rows that stand for others. One whose source was written again since has lost its numbers: absent."""
-    aliases = np.flatnonzero((columns.alias[: len(order)] != NOT_AN_ALIAS) & (order > 0))
+    (aliases,) = ((columns.alias[: len(order)] != NOT_AN_ALIAS) & (order > 0)).nonzero()
     if not len(aliases):
         return
     source = columns.alias[aliases]
@@ -361,8 +361,9 @@ def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostCol
 
 def _by_kind(rows: KindRows, kinds: NDArray[np.int64]) -> dict[str, KindRows]:
     """Rows that stand kind by kind, each kind's for themselves."""
-    ends = np.flatnonzero(np.diff(kinds, append=-1)) + 1
-    return {KINDS[kinds[end - 1]]: _take(rows, slice(start, end)) for start, end in pairwise((0, *ends.tolist()))}
+    (ends,) = (kinds[1:] != kinds[:-1]).nonzero()
+    bounds = (0, *(ends + 1).tolist(), len(kinds)) if len(kinds) else ()
+    return {KINDS[kinds[start]]: _take(rows, slice(start, end)) for start, end in pairwise(bounds)}
 
 
 def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:

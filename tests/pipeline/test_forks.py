@@ -263,8 +263,8 @@ def test_data_loader_workers_that_use_polars_and_pyarrow_work_while_the_writer_w
     assert steps_in(tmp_path / "steps.txt") == list(range(32))
 
 
-@pytest.mark.usefixtures("pipeline")
-def test_a_child_takes_down_its_copies_of_the_wakeup_descriptors_and_keeps_the_parents_listener():
+def test_a_child_takes_down_its_copies_of_the_wakeup_descriptors_and_keeps_the_parents_listener(pipeline):
+    assert pipeline.latest(20.0) is not None  # the writer has no file open
     descriptors = os.listdir("/proc/self/fd")
 
     def fewer() -> bool:

@@ -77,6 +77,18 @@ def test_a_request_ends_a_rest_and_covers_what_stands_before_it() -> None:
 
 
 @pytest.mark.usefixtures("long_rests")
+def test_requests_that_share_a_hurry_wait_for_none() -> None:
+    box: Inbox[Copy] = Inbox()
+    put(box, 0)
+    assert taken(box) == [0]
+    put(box, 1)
+    requests = [flush(), flush(), flush()]
+    for request in requests:
+        box.ask(request)
+    assert [taken(box) for _ in range(4)] == [[1], *requests]
+
+
+@pytest.mark.usefixtures("long_rests")
 @pytest.mark.parametrize("end", [lambda box: put(box, 1, hurry=True), lambda box: box.ask(flush())], ids=["hurry", "request"])
 def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[Inbox[Copy]], None]) -> None:
     box: Inbox[Copy] = Inbox()

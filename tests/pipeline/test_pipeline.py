@@ -20,6 +20,7 @@ from pipeline_parts import (
 
 from monitor.failures import Failures
 from monitor.pipeline import inbox
+from monitor.pipeline.ring import GATHERED_BYTES
 
 
 @pytest.fixture
@@ -238,6 +239,22 @@ def test_a_sink_that_can_make_use_of_it_is_told_what_comes(tmp_path, journal, mo
     assert pipeline.close()
     assert seer.foreseen == [[1, 2, 3]]
     assert steps_in(tmp_path / "seer") == steps_in(tmp_path / "other") == [0, 1, 2, 3]
+
+
+def test_no_more_is_foretold_at_once_than_is_gathered(tmp_path, journal, hanging):
+    """However much has come together while a sink was slow: alerts do not wait for all of it, nor does memory hold it."""
+    seer = Seer(tmp_path / "seer")
+    pipeline = pipeline_of(
+        {"seer": seer, "hangs": hanging}, journal, new_sealed=lambda: Copy(GATHERED_BYTES // 2), copies=GATHERED_BYTES
+    )
+    record(pipeline, 0)
+    assert hanging.hanging.wait(20)
+    for step in range(1, 8):
+        assert record(pipeline, step)
+    hanging.release.set()
+    assert pipeline.close()
+    assert seer.foreseen == [[1, 2], [3, 4], [5, 6]]
+    assert steps_in(tmp_path / "seer") == list(range(8))
 
 
 def test_one_that_fails_to_foresee_is_given_every_step_all_the_same(tmp_path, journal, monkeypatch):

@@ -96,3 +96,17 @@ def test_copies_that_wait_together_hold_a_bounded_number_of_bytes():
     ring.take(0.0)
     ring.take(0.0)
     assert not ring.roomy
+
+
+def test_a_ring_of_two_is_never_roomy_while_one_is_taken():
+    ring = ring_of(299, nbytes=100)
+    ring.take(0.0)
+    assert not ring.roomy
+
+
+def test_a_copy_that_has_grown_counts_as_large_as_it_is():
+    ring = ring_of(1000, nbytes=10)
+    copy = ring.take(0.0)
+    assert ring.roomy
+    copy.nbytes = 400
+    assert not ring.roomy

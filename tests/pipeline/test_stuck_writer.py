@@ -4,9 +4,23 @@ import threading
 import time
 
 import pytest
-from pipeline_parts import FileJournal, HangingSink, RecordSink, journal_in, pipeline_of, record, steps_in, until
+from pipeline_parts import (
+    ALWAYS,
+    FileJournal,
+    HangingSink,
+    Onlooker,
+    RecordSink,
+    journal_in,
+    pipeline_of,
+    record,
+    steps_in,
+    until,
+)
+
+from monitor.pipeline import inbox
 
 CLOSE_SECONDS = 0.4
+LEFT = "left behind when the monitor was closed"
 
 
 @pytest.fixture
@@ -84,6 +98,41 @@ def test_a_device_that_never_finishes_a_step_keeps_no_sink_from_being_closed(jou
     assert steps_in(tmp_path / "steps") == journal_in(journal.path)["written"] == [0]
     assert not journal.closed
     never.set()
+
+
+@pytest.mark.parametrize("with_sink", [True, False])
+def test_of_steps_that_came_together_those_before_the_stuck_one_are_not_given_up(
+    journal, tmp_path, monkeypatch, caplog, with_sink
+):
+    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    sinks = {"record": RecordSink(tmp_path / "steps")} if with_sink else {}
+    watcher = Onlooker()
+    pipeline = pipeline_of(sinks, journal, copies=100, close_seconds=CLOSE_SECONDS, watchers={"watcher": watcher})
+    never = threading.Event()
+    record(pipeline, 0)
+    assert pipeline.latest(20.0) is not None
+    for step in range(1, 5):
+        record(pipeline, step, readable=never if step in (2, 3) else ALWAYS)
+    assert not pipeline.close()
+    assert "Steps left unwritten: 2, 3, 4." in caplog.text
+    assert journal.entries["written"] == [0, 1]
+    assert journal.entries["dropped"] == [[step, LEFT] for step in (2, 3, 4)]
+    assert [one for one in watcher.told if one != "save"] == [0, 1, *((step, LEFT) for step in (2, 3, 4))]
+    assert pipeline.dropped == {LEFT: 3}
+    never.set()
+
+
+def test_a_sink_that_returns_after_closing_gave_up_is_given_none_of_the_steps_that_were_given_up(journal, hanging, monkeypatch):
+    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    pipeline = pipeline_of({"hangs": hanging}, journal, copies=100, close_seconds=CLOSE_SECONDS)
+    for step in range(6):
+        record(pipeline, step)
+    assert not pipeline.close()
+    hanging.release.set()
+    assert until(lambda: not pipeline._writer._thread.is_alive())
+    assert hanging.steps == [0, 1, 2]  # it was in the middle of step 2
+    assert journal.entries["written"] == [0, 1]
+    assert journal.entries["dropped"] == [[step, LEFT] for step in (2, 3, 4, 5)]
 
 
 def test_a_sink_that_returns_after_closing_gave_up_is_closed_by_the_writer_which_then_ends(journal, tmp_path):

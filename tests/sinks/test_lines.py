@@ -12,6 +12,7 @@ from sink_rows import Measured, Rank
 from monitor.sinks import lines
 from monitor.sinks.few_lines import FEW_NUMBERS
 from monitor.sinks.lines import Lines, header
+from monitor.stats.histograms import LOSSES
 from monitor.stats.rows import Layout, StepRows
 
 
@@ -162,3 +163,12 @@ def test_lines_of_many_steps_are_those_of_each_alone(rank: Rank, monkeypatch: py
         texts[rows.step, kind] = texts.get((rows.step, kind), b"") + bytes(text)
     alone = {(rows.step, kind): text.encode() for rows in steps for kind, text in text_of(rank, rows).items()}
     assert texts == alone
+
+
+def test_a_step_without_histograms_has_none_beside_one_that_has_them(rank: Rank) -> None:
+    ops = ("magnitude_histogram", *LOSSES[:1], "nans")
+    bare = rank.step(0, {"param_origin": [Measured("w", [math.nan, math.nan])]}, ops=ops)
+    counted = rank.step(1, {"param_origin": [Measured("w", [1.0, 2.0], magnitudes=True)]}, ops=ops)
+    together = {rows.step: bytes(text) for rows, _, text in Lines(rank.series, 6).of([bare, counted])}
+    assert together == {rows.step: text_of(rank, rows)["param_origin"].encode() for rows in (bare, counted)}
+    assert together[0] == b"0,w,0,,,2\n"

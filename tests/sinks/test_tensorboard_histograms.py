@@ -146,7 +146,10 @@ class TestSigned:
         assert np.isfinite(buckets).all()
         assert (np.diff(buckets[:, 0]) >= 0).all()
         x = np.array(values)
-        closed = [(low <= x) if low == min(values) and low <= -1 else (low < x) for low in buckets[:, 0]]
+        closed = [
+            (low <= x) if first else (low < x)
+            for first, low in zip((True, *[False] * len(buckets)), buckets[:, 0], strict=False)
+        ]
         assert [(above & (x <= high)).sum() for above, high in zip(closed, buckets[:, 1], strict=True)] == buckets[
             :, 2
         ].tolist()
