@@ -72,6 +72,7 @@ class Measured:
         self._varies: NDArray[np.bool_] = np.empty(0, np.bool_)
         self._flow = NO_FLOW
         self._file: SeriesFile | None = None
+        self._before: dict[str, tuple[bytes, bytes]] = {}
 
     def flows(self, flow: Flow) -> None:
         """Take in how data ran through the series of the table, also through those that have yet to be seen here."""
@@ -80,9 +81,11 @@ class Measured:
     def see(self, rows: StepRows) -> None:
         """Take in one step. Of a step that brings nothing new, one comparison a kind."""
         self._layouts = rows.layouts
-        for kind_rows in rows.kinds.values():
-            if len(kind_rows):
+        for kind, kind_rows in rows.kinds.items():
+            seen = kind_rows.series.tobytes(), kind_rows.layout.tobytes()
+            if len(kind_rows) and seen != self._before.get(kind):
                 self._see(kind_rows)
+                self._before[kind] = seen
 
     def file(self) -> SeriesFile | None:
         """The table as a file, the same object until it changes; None while nothing has been measured."""

@@ -12,7 +12,7 @@ whether a row is present: an empty tensor counts 0 elements and is still a measu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Protocol
@@ -150,8 +150,32 @@ class RowIdentity:
         return grown
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which rows of a table a step has, and in which order: most steps repeat the one before.
+
+    Attributes:
+        told_by: What it follows from.
+        rows: Table rows, kind by kind, each kind's in the order in which they were measured.
+        series, micro_step: What these rows are of.
+        place: Of each, among the rows of all kinds.
+        kinds: Where each kind's rows are.
+    """
+
+    told_by: tuple[bytes, ...]
+    rows: NDArray[np.int64]
+    series: NDArray[np.int64]
+    micro_step: NDArray[np.int64]
+    place: NDArray[np.int64]
+    kinds: Mapping[str, slice]
+
+
 class StatsTable:
-    """Live table. Used from the training thread only; ``Sealed`` copies of it go to the writer."""
+    """Live table. Used from the training thread only; ``Sealed`` copies of it go to the writer.
+
+    Attributes:
+        standing: Of the step that was read last; the writer's.
+    """
 
     def __init__(self, series: SeriesTable) -> None:
         self.series = series
@@ -160,6 +184,7 @@ class StatsTable:
         self.columns = HostColumns.of(0)
         self.identity = RowIdentity.of(0)
         self.writes = 0
+        self.standing: Standing | None = None
         self._order, self._layout, self._alias = self.columns.cells()
         self._layout_index: dict[tuple[object, object], int] = {}
 
@@ -254,7 +279,7 @@ class StatsTable:
         numbers = np.concatenate([page.memory.rows_now() for page in self.pages] or [np.zeros((0, len(COLUMNS)))])
         counted = [None if page.histogram is None else page.histogram.rows_now() for page in self.pages]
         histograms = _whole(counted, [page.rows for page in self.pages])
-        return measured(numbers, self.columns, self.identity, histograms)
+        return measured(numbers, self.columns, self.identity, histograms)[0]
 
 
 @dataclass
@@ -304,9 +329,10 @@ class Sealed:
         numbers = _end_to_end([copy.rows()[:length] for copy, length in zip(self._copies, self._lengths, strict=True)])
         found = [self._histograms.get(i) for i in range(len(self._lengths))]
         counted = [None if one is None else one.rows()[:length] for one, length in zip(found, self._lengths, strict=True)]
-        kinds = measured(numbers, self._columns, self._identity, _whole(counted, self._lengths))
+        histograms, table = _whole(counted, self._lengths), self._table
+        kinds, table.standing = measured(numbers, self._columns, self._identity, histograms, table.standing)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
-        return StepRows(self.step, self.ops, kinds, self._table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
+        return StepRows(self.step, self.ops, kinds, table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
 
 
 def _end_to_end(parts: Sequence[Floats]) -> Floats:
@@ -323,27 +349,57 @@ def _whole(parts: Sequence[Floats | None], lengths: Sequence[int]) -> Floats | N
 
 
 def measured(
-    numbers: Floats, columns: HostColumns, identity: RowIdentity, histograms: Floats | None = None
-) -> dict[str, KindRows]:
+    numbers: Floats,
+    columns: HostColumns,
+    identity: RowIdentity,
+    histograms: Floats | None = None,
+    before: Standing | None = None,
+) -> tuple[dict[str, KindRows], Standing]:
     """The rows that were written, by kind and in the order in which they were.
 
     Args:
         numbers: All rows of the table, shape ``(rows, len(COLUMNS))``. Aliases are filled in, in place.
         histograms: Of all rows, shape ``(rows, BINS)``; likewise.
+        before: How the rows of an earlier step stood.
     """
     order = columns.order[: len(numbers)]
     _resolve_aliases(numbers, order, columns, histograms)
-    (present,) = (numbers[:, WRITES] > 0).nonzero()
+    standing = _standing(numbers[:, WRITES] > 0, order, columns.captured_order[: len(numbers)], identity, before)
+    rows = standing.rows
+    counted = None if histograms is None else histograms[rows].astype(np.int64)
+    partials = Partials(Partials.from_rows(numbers[rows]).columns, counted)
+    together = KindRows(standing.series, standing.micro_step, standing.place, columns.layout[rows], partials)
+    return {kind: _take(together, where) for kind, where in standing.kinds.items()}, standing
+
+
+def _standing(
+    there: NDArray[np.bool_],
+    order: NDArray[np.int64],
+    captured_order: NDArray[np.int64],
+    identity: RowIdentity,
+    before: Standing | None,
+) -> Standing:
+    told_by = (there.tobytes(), order.tobytes(), captured_order.tobytes())
+    if before is not None and before.told_by == told_by:
+        return before
+    (present,) = there.nonzero()
     # Nobody was there when captured code wrote: its rows stand where they stood when it was captured.
-    standing = np.where(order > 0, order, columns.captured_order[: len(numbers)])
+    standing = np.where(order > 0, order, captured_order)
     present = present[standing[present].argsort(kind="stable")]
     kinds = identity.kind[present]
     place = kinds.argsort(kind="stable")
-    rows = present[place]
-    counted = None if histograms is None else histograms[rows].astype(np.int64)
-    partials = Partials(Partials.from_rows(numbers[rows]).columns, counted)
-    together = KindRows(identity.series[rows], identity.micro_step[rows], place, columns.layout[rows], partials)
-    return _by_kind(together, kinds[place])
+    rows, kinds = present[place], kinds[place]
+    series, micro_step = identity.series[rows], identity.micro_step[rows]
+    for shared in (rows, series, micro_step, place):
+        shared.flags.writeable = False
+    return Standing(told_by, rows, series, micro_step, place, _parted(kinds))
+
+
+def _parted(kinds: NDArray[np.int64]) -> dict[str, slice]:
+    """Where each kind's rows are among rows that stand kind by kind."""
+    (ends,) = (kinds[1:] != kinds[:-1]).nonzero()
+    bounds = (0, *(ends + 1).tolist(), len(kinds)) if len(kinds) else ()
+    return {KINDS[kinds[start]]: slice(start, end) for start, end in pairwise(bounds)}
 
 
 def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostColumns, histograms: Floats | None) -> None:
@@ -357,13 +413,6 @@ def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostCol
     numbers[aliases[intact]] = numbers[source[intact]]
     if histograms is not None:
         histograms[aliases[intact]] = histograms[source[intact]]
-
-
-def _by_kind(rows: KindRows, kinds: NDArray[np.int64]) -> dict[str, KindRows]:
-    """Rows that stand kind by kind, each kind's for themselves."""
-    (ends,) = (kinds[1:] != kinds[:-1]).nonzero()
-    bounds = (0, *(ends + 1).tolist(), len(kinds)) if len(kinds) else ()
-    return {KINDS[kinds[start]]: _take(rows, slice(start, end)) for start, end in pairwise(bounds)}
 
 
 def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:

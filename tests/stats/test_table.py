@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host_memory import HostPage
@@ -173,3 +175,48 @@ def test_layouts_are_numbered_once() -> None:
     table = StatsTable(SeriesTable())
     assert [table.layout_of((2, 3), "f"), table.layout_of((3,), "f"), table.layout_of((2, 3), "f")] == [0, 1, 0]
     assert table.layouts[1].shape == (3,)
+
+
+STEPS = st.lists(st.one_of(st.lists(st.integers(0, 7), max_size=12), st.sampled_from([[0, 4, 1], [4, 0, 1]])), max_size=8)
+"""The rows that are written in each step, in this order; some steps repeat others."""
+
+
+@given(STEPS)
+def test_whatever_the_step_before_was_rows_stand_as_if_there_had_been_none(steps: list[list[int]]) -> None:
+    live = Live()
+    for name in range(8):
+        live.slot(str(name), "actv" if name % 3 else "grad_reduced", (0,))
+    for number, written in enumerate(steps):
+        for row in written:
+            live.write(row, 10.0 * number + row)
+        found = live.sealed(step=number).rows().kinds
+        last = list(dict.fromkeys(reversed(written)))[::-1]  # a row that is written again stands where it was written last
+        expected = {
+            kind: [(str(row), 0, 10.0 * number + row) for row in last if (row % 3 == 0) is (kind == "grad_reduced")]
+            for kind in ("actv", "grad_reduced")
+        }
+        sums = {
+            kind: [
+                (live.table.series[index].name, micro_step, total)
+                for index, micro_step, total in zip(
+                    rows.series.tolist(), rows.micro_step.tolist(), rows.partials["sum"].tolist(), strict=True
+                )
+            ]
+            for kind, rows in found.items()
+        }
+        assert sums == {kind: rows for kind, rows in expected.items() if rows}
+        places = sorted(place for rows in found.values() for place in rows.call_id.tolist())
+        assert places == list(range(len(last)))
+
+
+def test_steps_that_repeat_each_other_share_how_their_rows_stand() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    kept = []
+    for order in ((a, b), (a, b), (b, a)):
+        for row in order:
+            live.write(row, 1.0)
+        kept.append(live.sealed().rows().kinds["actv"].series)
+    assert kept[0].base is kept[1].base
+    assert kept[0].tolist() != kept[2].tolist()
+    assert not kept[0].flags.writeable
