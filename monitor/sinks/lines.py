@@ -7,6 +7,7 @@ the name of a series, a layout, a micro-step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
@@ -36,8 +37,13 @@ _STRUCTURAL: Final = frozenset(',"\r\n')
 
 def header(rows: StepRows, kind: str) -> bytes:
     """The first line of a file of ``kind``."""
-    micro_step = ("micro_step",) if kind in rows.micro_step_kinds else ()
-    return (",".join(("vpp_stage", "name", "step", *micro_step, *rows.ops_of(kind))) + "\n").encode()
+    return _header(kind in rows.micro_step_kinds, rows.ops_of(kind))
+
+
+@lru_cache(maxsize=64)
+def _header(with_micro_step: bool, ops: tuple[str, ...]) -> bytes:
+    micro_step = ("micro_step",) if with_micro_step else ()
+    return (",".join(("vpp_stage", "name", "step", *micro_step, *ops)) + "\n").encode()
 
 
 def quoted(cell: str) -> str:

@@ -53,6 +53,8 @@ class Part(GrowingFile):
             self._first = bytes(first[:1])
             written = os.pwritev(self._open_file(), [bytes([self._first[0] | UNFINISHED]), first[1:], rest], self._end)
             self._end += written
+            if written == len(first) + len(rest):
+                return
             first, rest = first[written:], rest[max(written - len(first), 0) :]
         super().write(first)
         super().write(rest)

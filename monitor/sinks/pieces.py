@@ -41,12 +41,12 @@ def blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[Piece]]:
         if block and not whole.goes_with(block[0]):
             yield block
             block, room = [], most
-        start = 0
-        while start < len(whole.rows):
-            fits = start == 0 and len(whole.rows) <= room
-            piece = whole if fits else whole._replace(rows=_part(whole.rows, slice(start, start + room)))
-            block.append(piece)
-            start, room = start + len(piece.rows), room - len(piece.rows)
+        start, count = 0, len(whole.rows)
+        while start < count:
+            taken = min(count - start, room)
+            fits = taken == count
+            block.append(whole if fits else whole._replace(rows=_part(whole.rows, slice(start, start + taken))))
+            start, room = start + taken, room - taken
             if not room:
                 yield block
                 block, room = [], most

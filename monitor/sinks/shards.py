@@ -89,7 +89,8 @@ class Shards:
         Args:
             headers: By kind. A kind of which nothing is written gets no file.
         """
-        self._make_way(step, headers)
+        record = self._record_of(step)
+        self._make_way(step, record, headers)
         touched: set[str] = set()
 
         def write(kind: str, text: bytes | memoryview) -> None:
@@ -97,7 +98,7 @@ class Shards:
             if kind in self._open:
                 self._open[kind].part.write(text)
             else:
-                self._open[kind] = self._new(kind, headers[kind], step, text)
+                self._open[kind] = self._new(kind, record, headers[kind], step, text)
 
         try:
             yield write
@@ -107,7 +108,7 @@ class Shards:
             self._forget(touched)
             raise
         self._keep(step, touched)
-        if step == self._record_of(step).last:
+        if step == record.last:
             self.flush()
 
     def flush(self) -> None:
@@ -147,10 +148,10 @@ class Shards:
     def _record_of(self, step: int) -> Steps:
         return Steps.of_record(step, self._steps_per_record)
 
-    def _make_way(self, step: int, headers: Mapping[str, bytes]) -> None:
+    def _make_way(self, step: int, record: Steps, headers: Mapping[str, bytes]) -> None:
         """Finish the shards if rows of ``step`` cannot be added to them."""
         self._miss_removed()
-        record, shards = self._record_of(step), self._open.values()
+        shards = self._open.values()
         for shard in shards:
             shard.shares_record |= shard.record == record and shard.header != headers.get(shard.kind, shard.header)
         if any(shard.record != record or not shard.takes(step, headers.get(shard.kind, shard.header)) for shard in shards):
@@ -182,15 +183,16 @@ class Shards:
         part.discard()
         return part
 
-    def _new(self, kind: str, header: bytes, step: int, text: bytes | memoryview) -> Shard:
+    def _new(self, kind: str, record: Steps, header: bytes, step: int, text: bytes | memoryview) -> Shard:
         """One that holds ``text`` behind what is carried over."""
-        record = self._record_of(step)
-        files = self._files().of(kind, record)
-        replaces, rows = _joined(files, header) if files else (None, None)
-        carried = None if rows is None else rows.before(step if self._since is None else self._since)
-        before, first = (header, None) if carried is None else (carried.text(), carried.first())
+        before, replaces, first, shares_record = header, None, None, False
+        if files := self._files().of(kind, record):
+            replaces, rows = _joined(files, header)
+            carried = rows.before(step if self._since is None else self._since)
+            before, first = carried.text(), carried.first()
+            shares_record = any(one.path != replaces for one in files)
         part = Part.begin(self._directory, shard_name(kind, record), before, text)
-        return Shard(kind, record, header, part, replaces, any(one.path != replaces for one in files), first)
+        return Shard(kind, record, header, part, replaces, shares_record, first)
 
     def _publish(self, shards: list[Shard]) -> None:
         """Give each shard its name; of several errors raise the first, when all were tried."""
@@ -203,9 +205,9 @@ class Shards:
 
     def _take_out(self, steps: Steps, among: Callable[[Path], bool] = os.path.lexists) -> None:
         """Rid the files that no shard replaces of what they hold of these steps: they were written again."""
-        replaced = {shard.replaces for shard in self._open.values()}
         for one in self._files().with_some_of(self._record_of(steps.first)):
-            if one.path not in replaced and one.steps.meets(steps) and among(one.path):
+            replaced = any(one.path == shard.replaces for shard in self._open.values())
+            if not replaced and one.steps.meets(steps) and among(one.path):
                 _take_out(one.path, steps)
 
     def _publish_one(self, shard: Shard) -> OSError | None:
@@ -220,16 +222,20 @@ class Shards:
         return None
 
     def _give_name(self, shard: Shard) -> None:
-        path = self._free_path(shard)
+        steps, replaces = shard.called_after, shard.replaces and os.fspath(shard.replaces)
+        path = self._free_path(shard.kind, steps, replaces)
         # By way of the file that it replaces, so that its rows are never there twice.
-        os.replace(shard.part.path, shard.replaces or path)
-        if shard.replaces:
-            os.replace(shard.replaces, path)
-        self._files().add(Named(shard.kind, shard.called_after, path))
+        os.replace(shard.part.path, replaces or path)
+        if replaces:
+            os.replace(replaces, path)
+        self._files().add(shard.kind, steps, path)
 
-    def _free_path(self, shard: Shard) -> Path:
-        paths = (self._directory / shard_name(shard.kind, shard.called_after, copy) for copy in count(1))
-        return next(path for path in paths if path == shard.replaces or not os.path.lexists(path))
+    def _free_path(self, kind: str, steps: Steps, replaces: str | None) -> str:
+        for copy in count(1):
+            path = os.path.join(self._directory, shard_name(kind, steps, copy))
+            if path == replaces or not os.path.lexists(path):
+                break
+        return path
 
     def _files(self) -> _Files:
         """The directory is listed once, for the files that were there."""
@@ -253,14 +259,16 @@ class _Files:
         self._long: set[Named] = set()
         self._newest = -1
         for named in shards_in(directory):
-            self.add(named)
+            self.add(named.kind, named.steps, os.fspath(named.path))
 
-    def add(self, named: Named) -> None:
-        self._kinds.add(named.kind)
-        self._newest = max(self._newest, named.steps.last)
-        record = self._record_of(named.steps.first)
-        if named.path.name == shard_name(named.kind, record):
-            return
+    def add(self, kind: str, steps: Steps, path: str) -> None:
+        self._kinds.add(kind)
+        self._newest = max(self._newest, steps.last)
+        record = self._record_of(steps.first)
+        if record != steps or not path.endswith(shard_name(kind, record)):
+            self._add_other(Named(kind, steps, Path(path)), record)
+
+    def _add_other(self, named: Named, record: Steps) -> None:
         if named.steps.last - record.first >= MOST_RECORDS * self._steps_per_record:
             self._long.add(named)
             return

@@ -1,5 +1,6 @@
 """How a process may end, and what is visible afterwards. Real processes, each with a pipeline whose record is still open."""
 
+import gc
 import os
 import signal
 import threading
@@ -73,6 +74,7 @@ def test_many_pipelines_one_after_the_other_leave_no_thread_no_descriptor_and_no
     def descriptors() -> set[str]:
         return set(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # what other tests left in cycles may have descriptors of its own
     threads, before, handler = set(threading.enumerate()), descriptors(), signal.getsignal(signal.SIGTERM)
     for step in range(300):
         pipeline = pipeline_in(tmp_path)
