@@ -121,7 +121,7 @@ def test_a_thousand_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind
 
     one.train(1)
     switch(one, 100, **many)
-    before, objects, memory = held_by(one), living(), resident_bytes()
+    objects, before, memory = living(), held_by(one), resident_bytes()
     switch(one, 900, **many)
     assert held_by(one) == before
     deadline = time.monotonic() + 20
@@ -155,6 +155,7 @@ def resident_bytes() -> int:
 
 
 def held_by(one: Training) -> dict[str, int]:
+    assert one.recording.flush(20)  # the writer has no file open then
     table = one.recording._recorder.table
     return {
         **footprint(one.model, one.optimizer),
