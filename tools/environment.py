@@ -22,7 +22,13 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
 STAMP = "made-from"
-DECIDING = ("pyproject.toml", "constraints.txt", "monitor/stats/host_kernel.c", "monitor/stats/host_pass.h")
+DECIDING = (
+    "pyproject.toml",
+    "constraints.txt",
+    "monitor/stats/host_kernel.c",
+    "monitor/stats/host_pass.h",
+    "monitor/sinks/lines.c",
+)
 """What is in an environment: the packages, and what was built of the project's own."""
 
 

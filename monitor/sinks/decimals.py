@@ -61,29 +61,12 @@ def spell(values: Floats, valid: Mask, ndigits: int) -> pa.StringArray:
     return pa.concat_arrays([_UNUSUAL, texts]).take(pa.array(place))
 
 
-def spell_few(values: Floats, valid: Mask, ndigits: int) -> list[str]:
-    """The same texts, a value at a time: of some hundred values this takes a third of the time, of thousands several times as
-    much. Arguments as for ``spell``.
-    """
-    digits, least = min(ndigits, MOST_DIGITS), _fixed_from(ndigits)
-    fixed, scientific = f"%.{digits}f", f"%.{digits}e"
-    return [
-        "" if not there else "0" if x == 0 else (fixed if least <= abs(x) < _FIXED_BELOW else scientific) % x
-        for x, there in zip(values.tolist(), valid.tolist(), strict=True)
-    ]
-
-
 def spell_counts(values: Floats, valid: Mask) -> pa.StringArray:
     """The text of counts: integers, empty where ``valid`` is false. Arguments as for ``spell``."""
     if valid.all():
         return pa.array(values.astype(np.int64)).cast(pa.string())
     counts = pa.array(np.where(valid, values, 0.0).astype(np.int64), mask=~valid)
     return counts.cast(pa.string()).fill_null("")
-
-
-def spell_few_counts(values: Floats, valid: Mask) -> list[str]:
-    """The same texts, a value at a time."""
-    return [str(int(x)) if there else "" for x, there in zip(values.tolist(), valid.tolist(), strict=True)]
 
 
 def _unusual(values: Floats, valid: Mask) -> Integers:
@@ -101,7 +84,7 @@ def _spell_ordinary(values: Floats, magnitude: Floats, ndigits: int) -> pa.Strin
 
 def _decimal(magnitude: Floats, ndigits: int) -> tuple[Integers, Integers, Integers]:
     """Positive finite numbers, rounded, as digits before the point, digits after it, and index of the exponent's text."""
-    scientific = (magnitude < _fixed_from(ndigits)) | (magnitude >= _FIXED_BELOW)
+    scientific = (magnitude < fixed_from(ndigits)) | (magnitude >= _FIXED_BELOW)
     if scientific.all():
         return _scientific(magnitude, ndigits)
     if not scientific.any():
@@ -113,7 +96,7 @@ def _decimal(magnitude: Floats, ndigits: int) -> tuple[Integers, Integers, Integ
     return parts[0], parts[1], parts[2]
 
 
-def _fixed_from(ndigits: int) -> float:
+def fixed_from(ndigits: int) -> float:
     """The least magnitude that is not written in scientific form."""
     return max(_FIXED_FROM, _VISIBLE_FROM[ndigits]) if ndigits < len(_VISIBLE_FROM) else _FIXED_FROM
 
@@ -154,7 +137,7 @@ def _settle(magnitude: Floats, exponent: Integers, digits: Integers, ndigits: in
 def _scaled(magnitude: Floats, power: Integers) -> Integers:
     """``magnitude * 10**power`` to the nearest integer, for products below 1e18."""
     significand, exponent = np.frexp(magnitude)
-    row = power - _LEAST_POWER
+    row = power - LEAST_POWER
     high, low = _product(significand, _POWERS_HIGH[row])
     low += significand * _POWERS_LOW[row]
     exponent = exponent + _POWERS_EXPONENT[row]
@@ -262,6 +245,9 @@ def _powers_of_ten(first: int, last: int) -> tuple[Floats, Floats, NDArray[np.in
     return np.array(high), np.array(low), np.array(exponent, dtype=np.int32)
 
 
-_LEAST_POWER: Final = -_MOST_EXPONENT
+LEAST_POWER: Final = -_MOST_EXPONENT
+MOST_POWER: Final = MOST_DIGITS - _LEAST_EXPONENT
+"""From the least power of ten to this: those that make of a number one with as many digits as are written."""
+
 _SCALE: Final = 1400  # bits after the point: the least power keeps more than 106 significant ones
-_POWERS_HIGH, _POWERS_LOW, _POWERS_EXPONENT = _powers_of_ten(_LEAST_POWER, MOST_DIGITS - _LEAST_EXPONENT)
+_POWERS_HIGH, _POWERS_LOW, _POWERS_EXPONENT = _powers_of_ten(LEAST_POWER, MOST_POWER)

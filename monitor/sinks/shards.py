@@ -222,7 +222,7 @@ class Shards:
         return None
 
     def _give_name(self, shard: Shard) -> None:
-        steps, replaces = shard.called_after, shard.replaces and os.fspath(shard.replaces)
+        steps, replaces = shard.called_after, os.fspath(shard.replaces) if shard.replaces else None
         path = self._free_path(shard.kind, steps, replaces)
         # By way of the file that it replaces, so that its rows are never there twice.
         os.replace(shard.part.path, replaces or path)

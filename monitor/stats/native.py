@@ -23,7 +23,7 @@ except ImportError:
     _host_kernel = None  # type: ignore[assignment]
 
 VARIABLE: Final = "MONITOR_NATIVE"
-"""The environment variable that, set to 0, has the portable kernels do the work."""
+"""The environment variable that, set to 0, has the portable kernels, and the portable lines of CSV, do the work."""
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
 """Formats of elements, as the kernel numbers them."""
@@ -59,4 +59,9 @@ class NativeKernel:
 
 def native_kernel(eps: float) -> NativeKernel | None:
     """None where it was not built, or is not wanted."""
-    return None if _host_kernel is None or os.environ.get(VARIABLE) == "0" else NativeKernel(eps)
+    return NativeKernel(eps) if _host_kernel is not None and is_wanted() else None
+
+
+def is_wanted() -> bool:
+    """Whether what was built in C is to be used, where it was."""
+    return os.environ.get(VARIABLE) != "0"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -9,11 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.sinks.decimals import MOST_DIGITS, spell, spell_counts, spell_few, spell_few_counts
+from monitor.sinks.columns import Counts, Numbers
+from monitor.sinks.decimals import MOST_DIGITS, spell, spell_counts
+from monitor.sinks.native_lines import native_lines
 
 
-def texts(values: list[float], ndigits: int = 6) -> list[str]:
+def numpy_texts(values: list[float], ndigits: int = 6) -> list[str]:
     return spell(np.array(values, dtype=np.float64), np.ones(len(values), dtype=bool), ndigits).to_pylist()
+
+
+def native_cells(column: Numbers, ndigits: int = 6) -> list[str]:
+    (text,) = native_lines([column], [len(column.values)], ndigits)
+    return bytes(text).decode().split("\n")[:-1]
+
+
+def native_texts(values: list[float], ndigits: int = 6) -> list[str]:
+    """The same, made in C."""
+    return native_cells(Numbers(np.array(values, dtype=np.float64), np.ones(len(values), dtype=bool)), ndigits)
+
+
+TextsOf = Callable[..., list[str]]
+BOTH = pytest.mark.parametrize("texts", [numpy_texts, native_texts], ids=["numpy", "native"])
 
 
 def as_python_writes(value: float, ndigits: int) -> str:
@@ -36,12 +53,32 @@ denormals = st.integers(1, 2**52).map(from_bits)
 finite = st.one_of(st.floats(allow_nan=False, allow_infinity=False), any_bits, near_powers_of_ten, short_decimals, denormals)
 
 
+@BOTH
 @settings(max_examples=300, deadline=None)
 @given(st.lists(finite, min_size=1, max_size=40), st.integers(0, MOST_DIGITS))
-def test_every_finite_double_is_written_as_python_writes_it(values: list[float], ndigits: int) -> None:
+def test_every_finite_double_is_written_as_python_writes_it(texts: TextsOf, values: list[float], ndigits: int) -> None:
     for value, text in zip(values, texts(values, ndigits), strict=True):
         expected = as_python_writes(value, ndigits)
         assert text == expected or is_tie_of_a_large_number(value, text, expected)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(finite, min_size=1, max_size=40), st.integers(0, MOST_DIGITS))
+def test_native_ones_are_written_so_without_exception(values: list[float], ndigits: int) -> None:
+    assert native_texts(values, ndigits) == [as_python_writes(value, ndigits) for value in values]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.builds(lambda m, e: float(m * 10**e // 2), st.integers(1, 2**40), st.integers(15, 40)), st.integers(0, MOST_DIGITS))
+def test_native_ties_of_large_numbers_go_to_the_even_one(value: float, ndigits: int) -> None:
+    assert native_texts([value, -value], ndigits) == [as_python_writes(value, ndigits), as_python_writes(-value, ndigits)]
+
+
+def test_every_power_of_ten_and_its_neighbours() -> None:
+    powers = np.array([10.0**k for k in range(-323, 309)])
+    values = [*powers, *np.nextafter(powers, 0.0), *np.nextafter(powers, math.inf), *(2.0**k for k in range(-1074, 1024))]
+    for ndigits in (0, 5, 6, MOST_DIGITS):
+        assert native_texts(values[:-1], ndigits) == [as_python_writes(value, ndigits) for value in values[:-1]]
 
 
 @settings(max_examples=300, deadline=None)
@@ -49,17 +86,18 @@ def test_every_finite_double_is_written_as_python_writes_it(values: list[float],
     st.lists(st.tuples(finite | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf]), st.booleans()), min_size=1),
     st.integers(0, MOST_DIGITS + 3),
 )
-def test_one_by_one_values_have_the_texts_that_they_have_in_a_column(cells: list[tuple[float, bool]], ndigits: int) -> None:
+def test_native_cells_have_the_texts_that_numpy_makes(cells: list[tuple[float, bool]], ndigits: int) -> None:
     values, valid = np.array([value for value, _ in cells]), np.array([there for _, there in cells])
-    column, single = spell(values, valid, ndigits).to_pylist(), spell_few(values, valid, ndigits)
-    for (value, _), text, expected in zip(cells, column, single, strict=True):
+    column, native = spell(values, valid, ndigits).to_pylist(), native_cells(Numbers(values, valid), ndigits)
+    for (value, _), text, expected in zip(cells, column, native, strict=True):
         assert text == expected or is_tie_of_a_large_number(value, text, expected)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**53), st.booleans()), min_size=1))
+@given(st.lists(st.tuples(st.integers(-(2**53), 2**53), st.booleans()), min_size=1))
 def test_so_have_counts(cells: list[tuple[int, bool]]) -> None:
     values, valid = np.array([float(value) for value, _ in cells]), np.array([there for _, there in cells])
-    assert spell_few_counts(values, valid) == spell_counts(values, valid).to_pylist()
+    expected = [str(value) if there else "" for value, there in cells]
+    assert native_cells(Counts(values, valid)) == spell_counts(values, valid).to_pylist() == expected
 
 
 def is_tie_of_a_large_number(value: float, text: str, expected: str) -> bool:
@@ -68,12 +106,14 @@ def is_tie_of_a_large_number(value: float, text: str, expected: str) -> bool:
     return abs(value) >= 1e15 and abs(Fraction(text) - Fraction(value)) <= apart * (Fraction(1, 2) + Fraction(1, 10**9))
 
 
+@BOTH
 @settings(max_examples=200, deadline=None)
 @given(st.lists(finite.filter(lambda x: x != 0), min_size=1, max_size=40), st.integers(0, 3))
-def test_only_zero_is_written_as_zero(values: list[float], ndigits: int) -> None:
+def test_only_zero_is_written_as_zero(texts: TextsOf, values: list[float], ndigits: int) -> None:
     assert all(Fraction(text) != 0 for text in texts(values, ndigits))
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -99,10 +139,11 @@ def test_only_zero_is_written_as_zero(values: list[float], ndigits: int) -> None
         (float("-inf"), "-inf"),
     ],
 )
-def test_a_number_with_six_decimals(value: float, text: str) -> None:
+def test_a_number_with_six_decimals(texts: TextsOf, value: float, text: str) -> None:
     assert [text] == texts([value])
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("value", "ndigits", "text"),
     [
@@ -116,11 +157,12 @@ def test_a_number_with_six_decimals(value: float, text: str) -> None:
         (9.96, 1, "10.0"),
     ],
 )
-def test_few_decimals_make_no_number_zero(value: float, ndigits: int, text: str) -> None:
+def test_few_decimals_make_no_number_zero(texts: TextsOf, value: float, ndigits: int, text: str) -> None:
     assert [text] == texts([value], ndigits)
 
 
-def test_the_variance_estimate_of_a_layer_norm_keeps_its_digits() -> None:
+@BOTH
+def test_the_variance_estimate_of_a_layer_norm_keeps_its_digits(texts: TextsOf) -> None:
     """Peers' fault 2: ``exp_avg_sq`` printed as 0.0 in every column."""
     assert texts([1e-14, 3.14159265e-11]) == ["1.000000e-14", "3.141593e-11"]
 
@@ -130,16 +172,19 @@ def test_what_was_not_measured_is_empty_and_nan_is_not() -> None:
     assert spell(values, np.array([True, True, False, True]), 6).to_pylist() == ["1.000000", "nan", "", "0"]
 
 
-def test_a_column_of_all_sorts_keeps_its_order() -> None:
+@BOTH
+def test_a_column_of_all_sorts_keeps_its_order(texts: TextsOf) -> None:
     values = [1e-9, float("nan"), -12.5, 0.0, 3e20, float("-inf"), -1e-300, 999.0]
     assert texts(values) == ["1.000000e-09", "nan", "-12.500000", "0", "3.000000e+20", "-inf", "-1.000000e-300", "999.000000"]
 
 
-def test_an_empty_column_has_no_texts() -> None:
+@BOTH
+def test_an_empty_column_has_no_texts(texts: TextsOf) -> None:
     assert texts([]) == []
 
 
-def test_more_decimals_than_a_double_has_are_not_written() -> None:
+@BOTH
+def test_more_decimals_than_a_double_has_are_not_written(texts: TextsOf) -> None:
     assert texts([1 / 3, 1e-9], MOST_DIGITS) == texts([1 / 3, 1e-9], 40)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from sink_rows import Measured, Rank
 
-from monitor.sinks import lines
-from monitor.sinks.few_lines import FEW_NUMBERS
+from monitor.sinks import lines, native_lines
 from monitor.sinks.lines import Lines, header
 from monitor.stats.histograms import LOSSES
+from monitor.stats.native import VARIABLE
 from monitor.stats.rows import Layout, StepRows
 
 
@@ -24,10 +24,11 @@ def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
     return {kind: text.decode() for kind, text in texts.items()}
 
 
-@pytest.fixture(params=[0, FEW_NUMBERS], ids=["columns", "one-by-one"], autouse=True)
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to how many numbers lines are made one by one."""
-    monkeypatch.setattr(lines, "FEW_NUMBERS", request.param)
+@pytest.fixture(params=["1", "0"], ids=["native", "arrow"], autouse=True)
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether lines are made in C."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    assert native_lines.is_there() is (request.param == "1")
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_magnitudes_and_calls_are_spelled_where_there_are_any(rank: Rank) -> Non
     assert [bool(row[3]) for row in cells] == [True, False]
 
 
-def test_one_by_one_lines_are_those_of_columns_character_by_character(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_lines_are_those_of_arrow_character_by_character(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     values = (random.standard_normal((40, 5)) * 10.0 ** random.integers(-40, 40, (40, 1))).tolist()
     values[3][2], values[4][0], values[5] = math.nan, -math.inf, [0.0]
@@ -141,8 +142,8 @@ def test_one_by_one_lines_are_those_of_columns_character_by_character(rank: Rank
         "param_origin": [Measured(NAMES[i % len(NAMES)], value, vpp_stage=i % 2) for i, value in enumerate(values)],
     }
     texts = []
-    for limit in (0, 1 << 20):
-        monkeypatch.setattr(lines, "FEW_NUMBERS", limit)
+    for wanted in ("0", "1"):
+        monkeypatch.setenv(VARIABLE, wanted)
         texts.append(text_of(rank, rank.step(7, kinds, ops=ops)))
     assert texts[0] == texts[1]
     assert len(texts[0]["actv"].splitlines()) == 40

@@ -1,0 +1,17 @@
+"""Built from lines.c, where there was a compiler when the package was installed."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+def lines(
+    columns: tuple[tuple[Any, ...], ...],
+    ends: NDArray[np.int64],
+    powers: NDArray[np.uint64],
+    first: int,
+    ndigits: int,
+    fixed_from: float,
+    positions: NDArray[np.int64],
+    /,
+) -> bytes: ...

@@ -1,0 +1,135 @@
+"""What the call into C refuses, and that threads may make it side by side."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from monitor.sinks import lines, native_lines
+from monitor.sinks.arrow_lines import arrow_lines
+from monitor.sinks.cells import Cells
+from monitor.sinks.columns import Column, Counts, Numbers, Texts
+from monitor.sinks.lines import Lines
+from monitor.sinks.native_lines import native_lines as joined
+from monitor.stats.native import VARIABLE
+
+_lines: Any = importlib.import_module("monitor.sinks._lines")
+
+
+def columns(rows: int, seed: int = 0) -> list[Column]:
+    random = np.random.default_rng(seed)
+    values, valid = random.standard_normal(rows) * 10.0 ** random.integers(-9, 9, rows), random.random(rows) < 0.9
+    names = Cells([f"ünï.{i}" for i in range(7)], str)
+    return [Texts(names, random.integers(0, 7, rows)), Numbers(values, valid), Counts(np.rint(values), valid)]
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 1], [5, 100, 2], [700, 1300]])
+def test_pieces_are_those_of_arrow(lengths: list[int]) -> None:
+    some = columns(sum(lengths))
+    texts = [bytes(text) for text in joined(some, lengths, 6)]
+    assert texts == [bytes(text) for text in arrow_lines(some, lengths, 6)]
+    assert [text.count(b"\n") for text in texts] == lengths
+
+
+def test_texts_that_come_later_are_found() -> None:
+    names = ["a"]
+    cells = Cells(names, str)
+    assert [bytes(text) for text in joined([Texts(cells, np.array([0]))], [1], 6)] == [b"a\n"]
+    names += ["", "é"]
+    assert [bytes(text) for text in joined([Texts(cells, np.array([2, 1, 0]))], [1, 2], 6)] == ["é\n".encode(), b"\na\n"]
+
+
+def told(**changes: Any) -> tuple[Any, ...]:
+    call = {
+        "columns": ((1, np.ones(3), np.ones(3, dtype=bool)),),
+        "ends": np.array([1, 3]),
+        "powers": native_lines._POWERS,
+        "first": native_lines.LEAST_POWER,
+        "ndigits": 6,
+        "fixed_from": 1e-3,
+        "positions": np.zeros(2, dtype=np.int64),
+    }
+    return tuple((call | changes).values())
+
+
+def test_what_it_returns_are_text_and_where_pieces_end() -> None:
+    positions = np.zeros(2, dtype=np.int64)
+    assert _lines.lines(*told(positions=positions)) == b"1.000000\n" * 3
+    assert positions.tolist() == [9, 27]
+
+
+OFFSETS = np.array([0, 1, 2])
+TRUE = np.ones(3, dtype=bool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"columns": ()}, ValueError),
+        ({"columns": ((1, np.ones(3), TRUE),) * 65}, ValueError),
+        ({"columns": [1, 2]}, TypeError),
+        ({"columns": ("text",)}, TypeError),
+        ({"columns": ((7, np.ones(3), TRUE),)}, ValueError),
+        ({"columns": ((0, b"ab", OFFSETS),)}, ValueError),
+        ({"columns": ((1, np.ones(2), TRUE),)}, ValueError),
+        ({"columns": ((1, np.ones(3), TRUE[:2]),)}, ValueError),
+        ({"columns": ((2, np.ones(3, dtype=np.float32), TRUE),)}, ValueError),
+        ({"columns": ((1, np.ones(3), np.ones(3)),)}, ValueError),
+        ({"columns": ((1, np.ones(6)[::2], TRUE),)}, (ValueError, BufferError)),
+        ({"columns": ((0, b"ab", OFFSETS, np.array([0, 1])),)}, ValueError),
+        ({"columns": ((0, b"ab", OFFSETS, np.array([0, 1, 2])),)}, IndexError),
+        ({"columns": ((0, b"ab", OFFSETS, np.array([0, -1, 1])),)}, IndexError),
+        ({"columns": ((0, b"a", OFFSETS, np.array([0, 1, 1])),)}, IndexError),
+        ({"columns": ((0, b"ab", np.array([1, 0, 2]), np.array([0, 0, 0])),)}, IndexError),
+        ({"columns": ((0, b"ab", np.array([-1, 0, 2]), np.array([0, 0, 0])),)}, IndexError),
+        ({"columns": ((0, b"ab", np.array([], dtype=np.int64), np.array([0, 0, 0])),)}, IndexError),
+        ({"ends": np.array([3, 1])}, ValueError),
+        ({"ends": np.array([-1, 3])}, ValueError),
+        ({"ends": np.array([1, 3], dtype=np.int32)}, ValueError),
+        ({"positions": np.zeros(1, dtype=np.int64)}, ValueError),
+        ({"positions": np.frombuffer(bytes(16), dtype=np.int64)}, ValueError),
+        ({"positions": np.zeros(2)}, ValueError),
+        ({"powers": np.zeros(3)}, ValueError),
+        ({"ndigits": 17}, ValueError),
+        ({"ndigits": -1}, ValueError),
+        ({"fixed_from": 1e-4}, ValueError),
+        ({"fixed_from": float("nan")}, ValueError),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        _lines.lines(*told(**changes))
+
+
+def test_without_its_powers_numbers_are_those_of_python() -> None:
+    """As where what is cut off a power could decide."""
+    values = np.array([1.5e-7, -2.5e20, 1e-300, 12.0, np.nan])
+    call = told(columns=((1, values, np.ones(5, dtype=bool)),), ends=np.array([5, 5]), powers=np.zeros(0, dtype=np.uint64))
+    assert _lines.lines(*call) == b"1.500000e-07\n-2.500000e+20\n1.000000e-300\n12.000000\nnan\n"
+
+
+def test_any_threads_may_make_lines() -> None:
+    expected = [[bytes(text) for text in arrow_lines(columns(5000, seed), [5000], 6)] for seed in range(4)]
+    made: list[list[bytes]] = [[] for _ in range(4)]
+
+    def make(seed: int) -> None:
+        for _ in range(5):
+            made[seed] = [bytes(text) for text in joined(columns(5000, seed), [5000], 6)]
+
+    threads = [threading.Thread(target=make, args=(seed,)) for seed in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert made == expected
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = lines.SeriesTable()
+    assert Lines(series, 6)._join is joined
+    monkeypatch.setenv(VARIABLE, "0")
+    assert Lines(series, 6)._join is arrow_lines
