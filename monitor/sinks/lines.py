@@ -92,17 +92,18 @@ def _histograms(partials: Partials) -> Texts:
 
 def _when(block: list[Piece]) -> Texts:
     """Step and micro-step of each row: without that column, with an empty one, or with micro-step 0, 1, and so on."""
+    micro_step = np.concatenate([piece.rows.micro_step for piece in block])
+    last = int(micro_step.max())
     cells: list[str] = []
-    index = []
+    begin, with_micro_step = [], []
     for piece in block:
-        step, micro_step = piece.step.step, piece.rows.micro_step
-        if piece.kind in piece.step.micro_step_kinds:
-            index.append(micro_step + (len(cells) - NO_MICRO_STEP))
-            cells += [f"{step},", *(f"{step},{i}" for i in range(int(micro_step.max()) + 1))]
-        else:
-            index.append(np.full(len(micro_step), len(cells)))
-            cells.append(f"{step}")
-    return Texts(Cells(cells, str), np.concatenate(index))
+        begin.append(len(cells))
+        with_micro_step.append(piece.kind in piece.step.micro_step_kinds)
+        step = f"{piece.step.step}"
+        cells += [f"{step},", *(f"{step},{i}" for i in range(last + 1))] if with_micro_step[-1] else [step]
+    lengths = [len(piece.rows) for piece in block]
+    beyond = np.where(np.repeat(with_micro_step, lengths), micro_step - NO_MICRO_STEP, 0)
+    return Texts(Cells(cells, str), np.repeat(begin, lengths) + beyond)
 
 
 def _series_cells(series: Series) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from monitor.sinks.growing import GrowingFile, opened
-from monitor.sinks.shard_names import part_name
 
 UNFINISHED: Final = 0x80
 """Set in the first byte of a step until the step is whole. No line of ours begins with such a byte, so whoever finds the file
@@ -15,7 +14,7 @@ of a process that was killed sees where the whole steps end."""
 
 
 class Part(GrowingFile):
-    """The hidden file ``.{name}.part``.
+    """The hidden file ``.{name}.part`` (``shard_names.part_name``).
 
     A step is written in two phases, so that it can be told of all parts whether it was finished: ``write`` of every part,
     then ``finish`` of every part.
@@ -28,9 +27,8 @@ class Part(GrowingFile):
         self._first = first
 
     @classmethod
-    def begin(cls, directory: Path, name: str, text: bytes, rows: bytes | memoryview = b"") -> Part:
+    def begin(cls, path: str, text: bytes, rows: bytes | memoryview = b"") -> Part:
         """A new one, which begins with ``text`` and ``rows``. One that could not be begun is gone."""
-        path = os.path.join(directory, part_name(name))
         part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC), new=True)
         try:
             part.write(text, rows)

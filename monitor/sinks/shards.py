@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from monitor.sinks.parts import Part
-from monitor.sinks.shard_names import Named, Steps, draft_name, shard_name, shards_in
+from monitor.sinks.shard_names import Named, Steps, draft_name, part_name, shard_name, shards_in
 from monitor.sinks.written import Written
 
 MOST_RECORDS: Final = 1000
@@ -77,6 +77,7 @@ class Shards:
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
+        self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
         self._open: dict[str, Shard] = {}
         self._since: int | None = None  # the first step that was written since the files were last made visible
@@ -191,7 +192,7 @@ class Shards:
             carried = rows.before(step if self._since is None else self._since)
             before, first = carried.text(), carried.first()
             shares_record = any(one.path != replaces for one in files)
-        part = Part.begin(self._directory, shard_name(kind, record), before, text)
+        part = Part.begin(self._within + part_name(shard_name(kind, record)), before, text)
         return Shard(kind, record, header, part, replaces, shares_record, first)
 
     def _publish(self, shards: list[Shard]) -> None:
@@ -232,7 +233,7 @@ class Shards:
 
     def _free_path(self, kind: str, steps: Steps, replaces: str | None) -> str:
         for copy in count(1):
-            path = os.path.join(self._directory, shard_name(kind, steps, copy))
+            path = self._within + shard_name(kind, steps, copy)
             if path == replaces or not os.path.lexists(path):
                 break
         return path
@@ -252,7 +253,7 @@ class _Files:
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
-        self._directory = str(directory)
+        self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
         self._kinds: set[str] = set()
         self._others: dict[Steps, set[Named]] = defaultdict(set)
@@ -289,7 +290,7 @@ class _Files:
         """Those of ``kinds`` that are called after the record, and the others of any kind."""
         if record.first > self._newest:
             return []
-        names = ((kind, os.path.join(self._directory, shard_name(kind, record))) for kind in kinds)
+        names = ((kind, self._within + shard_name(kind, record)) for kind in kinds)
         files = [Named(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
         return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]

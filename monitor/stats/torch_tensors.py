@@ -39,10 +39,16 @@ def is_plain(x: Tensor) -> bool:
 
 
 def plain_address(x: Tensor) -> int:
-    """Where the elements of a tensor begin that ``is_plain``; 0 of any other."""
+    """Where the elements of a tensor begin that ``is_plain``; 0 of any other. As ``address_of``, with few questions: every hook
+    asks them.
+    """
     if type(x) not in PLAIN or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
         return 0
-    return address_of(x) if x.is_contiguous() else 0
+    if _data_address is None or not x.is_contiguous() or x.is_neg():
+        return address_of(x) if x.is_contiguous() else 0
+    start: Any = 4 * x.storage_offset()
+    base, length = _data_address(x), x.nbytes
+    return base + start if base and length and x.untyped_storage().nbytes() >= start + length else 0
 
 
 def address_of(x: Tensor) -> int:
