@@ -44,6 +44,7 @@ typedef struct {
     int ndigits;
     double fixed_from;
     PyThreadState *state; /* of the caller, which has let go of Python's lock */
+    int failed;           /* there was no memory for a number */
 } form;
 
 /* One column. A text is found by its number among others that stand one behind the other. */
@@ -144,7 +145,7 @@ static char *write_exponent(char *to, int64_t exponent) {
     return write_digits(to, magnitude, magnitude < 100 ? 2 : 3);
 }
 
-/* As Python has it, which takes its lock. Nothing where there is no memory for it. */
+/* As Python has it, which takes its lock. */
 static char *write_by_python(char *to, double x, form *with) {
     PyEval_RestoreThread(with->state);
     char *text = PyOS_double_to_string(x, 'e', with->ndigits, 0, NULL);
@@ -154,6 +155,7 @@ static char *write_by_python(char *to, double x, form *with) {
         PyMem_Free(text);
     } else {
         PyErr_Clear();
+        with->failed = 1;
     }
     with->state = PyEval_SaveThread();
     return to + length;
@@ -261,7 +263,7 @@ static void *buffer_of(PyObject *object, Py_buffer *buffer, const char *formats,
         return NULL;
     }
     const char *format = buffer->format ? buffer->format : "B";
-    if (format[1] || !strchr(formats, format[0]) || buffer->itemsize != (Py_ssize_t)size) {
+    if (strlen(format) != 1 || !strchr(formats, format[0]) || buffer->itemsize != (Py_ssize_t)size) {
         PyErr_Format(PyExc_ValueError, "an array of %zu bytes of %s is needed, not of %s", size, formats, format);
         return NULL;
     }
@@ -326,6 +328,10 @@ static PyObject *text_of(column *columns, int width, Py_ssize_t rows, form *with
         positions[piece] = to - begin;
     }
     PyEval_RestoreThread(with->state);
+    if (with->failed) {
+        Py_DECREF(text);
+        return PyErr_NoMemory();
+    }
     return _PyBytes_Resize(&text, to - begin) < 0 ? NULL : text;
 }
 
@@ -338,6 +344,7 @@ static PyObject *lines(PyObject *module, PyObject *args) {
         return NULL;
     }
     with.state = NULL;
+    with.failed = 0;
     Py_ssize_t width = PyTuple_GET_SIZE(told), pieces = 0, words = 0, room = 0;
     if (width < 1 || width > MOST_COLUMNS || with.ndigits < 0 || with.ndigits > MOST_DIGITS || !(with.fixed_from >= 1e-3)) {
         return PyErr_Format(PyExc_ValueError, "%zd columns with %d decimals", width, with.ndigits);

@@ -93,17 +93,30 @@ def _histograms(partials: Partials) -> Texts:
 def _when(block: list[Piece]) -> Texts:
     """Step and micro-step of each row: without that column, with an empty one, or with micro-step 0, 1, and so on."""
     micro_step = np.concatenate([piece.rows.micro_step for piece in block])
-    last = int(micro_step.max())
-    cells: list[str] = []
-    begin, with_micro_step = [], []
-    for piece in block:
-        begin.append(len(cells))
-        with_micro_step.append(piece.kind in piece.step.micro_step_kinds)
-        step = f"{piece.step.step}"
-        cells += [f"{step},", *(f"{step},{i}" for i in range(last + 1))] if with_micro_step[-1] else [step]
-    lengths = [len(piece.rows) for piece in block]
-    beyond = np.where(np.repeat(with_micro_step, lengths), micro_step - NO_MICRO_STEP, 0)
-    return Texts(Cells(cells, str), np.repeat(begin, lengths) + beyond)
+    steps: dict[tuple[int, bool], int] = {}
+    of_piece = [steps.setdefault((piece.step.step, piece.kind in piece.step.micro_step_kinds), len(steps)) for piece in block]
+    with_micro_step = np.array([there for _, there in steps])
+    step = np.repeat(of_piece, [len(piece.rows) for piece in block])
+    place = np.where(with_micro_step[step], micro_step - NO_MICRO_STEP, 0)
+    places = int(place.max()) + 1
+    index = step * places + place
+    cells = np.arange(len(steps) * places)
+    if len(cells) > len(index):  # no more are spelled than there are rows
+        cells, index = np.unique(index, return_inverse=True)
+    keys = list(steps)
+    return Texts(Cells([_when_cell(keys[cell // places], cell % places) for cell in cells.tolist()], str), index)
+
+
+def _when_cell(of: tuple[int, bool], place: int) -> str:
+    """
+    Args:
+        of: The step, and whether there is a column of micro-steps.
+        place: 0 without a micro-step, 1 for micro-step 0, and so on.
+    """
+    step, with_micro_step = of
+    if not with_micro_step:
+        return f"{step}"
+    return f"{step},{place + NO_MICRO_STEP}" if place else f"{step},"
 
 
 def _series_cells(series: Series) -> str:

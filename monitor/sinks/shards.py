@@ -223,18 +223,18 @@ class Shards:
         return None
 
     def _give_name(self, shard: Shard) -> None:
-        steps, replaces = shard.called_after, os.fspath(shard.replaces) if shard.replaces else None
-        path = self._free_path(shard.kind, steps, replaces)
+        steps = shard.called_after
+        path = self._free_path(shard.kind, steps, shard.replaces)
         # By way of the file that it replaces, so that its rows are never there twice.
-        os.replace(shard.part.path, replaces or path)
-        if replaces:
-            os.replace(replaces, path)
+        os.replace(shard.part.path, shard.replaces or path)
+        if shard.replaces:
+            os.replace(shard.replaces, path)
         self._files().add(shard.kind, steps, path)
 
-    def _free_path(self, kind: str, steps: Steps, replaces: str | None) -> str:
+    def _free_path(self, kind: str, steps: Steps, replaces: Path | None) -> str:
         for copy in count(1):
             path = self._within + shard_name(kind, steps, copy)
-            if path == replaces or not os.path.lexists(path):
+            if not os.path.lexists(path) or (replaces is not None and Path(path) == replaces):
                 break
         return path
 

@@ -180,6 +180,17 @@ class TestUnion:
         assert table["step"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
         assert table["name"].to_pylist() == ['a,"b"\nc', "plain"] * 5
 
+    @pytest.mark.parametrize("directory", [".", "./run", "run/", "../{}/run"])
+    def test_however_the_directory_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        told = Path(directory.format(tmp_path.name))
+        rank = Rank(told)
+        for steps in ([0, 1], [2, 3], [4, 5]):
+            sink = CsvSink(rank.context)
+            write(sink, rank, *steps)
+            sink.close()
+        assert visible(told) == {"grad_reduced_0-4.csv", "grad_reduced_5-9.csv"}
+
     def test_a_step_written_again_replaces_its_rows_and_the_later_ones(self, rank: Rank, out: Path) -> None:
         write(CsvSink(rank.context), rank, *range(5), kinds={"other": [Measured("line\nbreak", [1.0])]})
         again = CsvSink(rank.context)

@@ -3,7 +3,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,3 +175,30 @@ def test_a_step_without_histograms_has_none_beside_one_that_has_them(rank: Rank)
     together = {rows.step: bytes(text) for rows, _, text in Lines(rank.series, 6).of([bare, counted])}
     assert together == {rows.step: text_of(rank, rows)["param_origin"].encode() for rows in (bare, counted)}
     assert together[0] == b"0,w,0,,,2\n"
+
+
+def test_high_micro_steps_of_few_rows_cost_no_cell_each(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "Cells", counted := Counted(lines.Cells))
+    micro_steps = [0, 90_000, -1, 5]
+    steps = [
+        rank.step(
+            n, {"actv": [Measured("l", [1.0], micro_step=i) for i in micro_steps], "other": [Measured("w")]}, ops=("nans",)
+        )
+        for n in range(3)
+    ]
+    spelled = Lines(rank.series, 6)
+    text = b"".join(bytes(text) for _, _, text in spelled.of(steps)).decode()
+    assert text == "".join(f"0,l,{n},0,0\n0,l,{n},90000,0\n0,l,{n},,0\n0,l,{n},5,0\n0,w,{n},0\n" for n in range(3))
+    assert max(counted.lengths) <= 15
+
+
+class Counted:
+    """``Cells``, and how many texts there were to spell."""
+
+    def __init__(self, cells: type) -> None:
+        self._cells = cells
+        self.lengths: list[int] = []
+
+    def __call__(self, of: Sequence[object], spelled: Callable[[Any], str]) -> Any:
+        self.lengths.append(len(of))
+        return self._cells(of, spelled)

@@ -1,8 +1,9 @@
-"""What the call into C refuses, and that threads may make it side by side."""
+"""What the call into C refuses, what it lets go of, and that threads may make it side by side."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from typing import Any
 
@@ -110,6 +111,81 @@ def test_without_its_powers_numbers_are_those_of_python() -> None:
     values = np.array([1.5e-7, -2.5e20, 1e-300, 12.0, np.nan])
     call = told(columns=((1, values, np.ones(5, dtype=bool)),), ends=np.array([5, 5]), powers=np.zeros(0, dtype=np.uint64))
     assert _lines.lines(*call) == b"1.500000e-07\n-2.500000e+20\n1.000000e-300\n12.000000\nnan\n"
+
+
+def test_where_there_is_no_memory_nothing_is_written() -> None:
+    limited = pytest.importorskip("_testcapi", reason="this Python has no way to run out of memory")
+    call = told(columns=((1, np.array([-2.5e15, 2.5e15]), TRUE[:2]),), ends=np.array([1, 2]), ndigits=0)
+    whole = _lines.lines(*call)
+    assert whole == b"-2e+15\n2e+15\n"
+    failed = 0
+    for number in range(1, 25):
+        limited.set_nomemory(number, number + 1)
+        try:
+            made = _lines.lines(*call)
+        except MemoryError:
+            made, failed = whole, failed + 1
+        finally:
+            limited.remove_mem_hooks()
+        assert made == whole
+    assert failed
+
+
+def test_it_lets_go_of_what_it_was_given() -> None:
+    arrays = [
+        np.ones(3),
+        TRUE.copy(),
+        OFFSETS.copy(),
+        np.zeros(3, dtype=np.int64),
+        np.array([1, 3]),
+        np.zeros(2, dtype=np.int64),
+    ]
+    values, valid, offsets, index, ends, positions = arrays
+    texts = bytearray(b"ab")
+    sound = ((1, values, valid), (2, values, valid), (0, texts, offsets, index))
+    before = [sys.getrefcount(one) for one in arrays]
+    for _ in range(20):
+        _lines.lines(*told(columns=sound, ends=ends, positions=positions))
+        for broken in (
+            (*sound, (1, values, valid[:2])),
+            (*sound, (0, texts, offsets, index - 1)),
+            (*sound, "text"),
+            sound[:2] * 40,
+        ):
+            with pytest.raises((ValueError, IndexError, TypeError)):
+                _lines.lines(*told(columns=broken, ends=ends, positions=positions))
+    assert [sys.getrefcount(one) for one in arrays] == before
+    texts.extend(b"c")  # which it could not while somebody reads it
+
+
+def test_other_threads_go_on_meanwhile() -> None:
+    """Another one gets its turn in no other way: nothing else here lets go of the lock, and none is taken from who has it."""
+    began, turns = threading.Event(), []
+
+    def wait() -> None:
+        began.wait()
+        turns.append(threading.get_ident())
+
+    call = told(
+        columns=tuple(map(native_lines._told, columns(200_000))),
+        ends=np.array([200_000]),
+        positions=np.zeros(1, dtype=np.int64),
+    )
+    interval = sys.getswitchinterval()
+    other = threading.Thread(target=wait)
+    other.start()
+    try:
+        sys.setswitchinterval(100)
+        began.set()
+        calls = 0
+        while not turns and calls < 100:
+            _lines.lines(*call)
+            calls += 1
+        had = bool(turns)
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+    assert had
 
 
 def test_any_threads_may_make_lines() -> None:
