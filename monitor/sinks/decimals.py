@@ -12,6 +12,8 @@ for extending the available precision").
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -138,9 +140,10 @@ def _scaled(magnitude: Floats, power: Integers) -> Integers:
     """``magnitude * 10**power`` to the nearest integer, for products below 1e18."""
     significand, exponent = np.frexp(magnitude)
     row = power - LEAST_POWER
-    high, low = _product(significand, _POWERS_HIGH[row])
-    low += significand * _POWERS_LOW[row]
-    exponent = exponent + _POWERS_EXPONENT[row]
+    power_high, power_low, power_exponent = _powers_of_ten()
+    high, low = _product(significand, power_high[row])
+    low += significand * power_low[row]
+    exponent = exponent + power_exponent[row]
     return _rounded(np.ldexp(high, exponent), np.ldexp(low, exponent))
 
 
@@ -229,18 +232,24 @@ _MISSING, _NAN, _EXACT_ZERO, _INFINITY, _MINUS_INFINITY = range(5)
 _UNUSUAL: Final = pa.array(["", "nan", "0", "inf", "-inf"], type=pa.string())
 
 
-def _powers_of_ten(first: int, last: int) -> tuple[Floats, Floats, NDArray[np.int32]]:
+def scaled_powers_of_ten() -> Iterator[int]:
+    """``10**k * 2**SCALE`` for k from ``LEAST_POWER`` to ``MOST_POWER``, but for what is cut off behind the point."""
+    for k in range(LEAST_POWER, MOST_POWER + 1):
+        yield 10**k << SCALE if k >= 0 else (1 << SCALE) // 10**-k
+
+
+@cache
+def _powers_of_ten() -> tuple[Floats, Floats, NDArray[np.int32]]:
     """``10**k = (high + low) * 2**exponent``, 0.5 <= high < 1, to 106 bits, from exact integers.
 
     The exponents have 32 bits because numpy's ``ldexp`` takes ten times as long for others.
     """
     rows = []
-    for k in range(first, last + 1):
-        bits = 10**k << _SCALE if k >= 0 else (1 << _SCALE) // 10**-k
+    for bits in scaled_powers_of_ten():
         size = bits.bit_length()
         top = bits >> (size - 53)
         rest = bits - (top << (size - 53))
-        rows.append((top / 2**53, rest / 2**size, size - _SCALE))
+        rows.append((top / 2**53, rest / 2**size, size - SCALE))
     high, low, exponent = zip(*rows, strict=True)
     return np.array(high), np.array(low), np.array(exponent, dtype=np.int32)
 
@@ -249,5 +258,5 @@ LEAST_POWER: Final = -_MOST_EXPONENT
 MOST_POWER: Final = MOST_DIGITS - _LEAST_EXPONENT
 """From the least power of ten to this: those that make of a number one with as many digits as are written."""
 
-_SCALE: Final = 1400  # bits after the point: the least power keeps more than 106 significant ones
-_POWERS_HIGH, _POWERS_LOW, _POWERS_EXPONENT = _powers_of_ten(LEAST_POWER, MOST_POWER)
+SCALE: Final = 1400
+"""Bits behind the point: the least power keeps more than 128 significant ones."""

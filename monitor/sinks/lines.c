@@ -107,7 +107,7 @@ static char *write_fixed(char *to, double x, int ndigits) {
     return write_fraction(write_integer(to, whole), fraction, ndigits);
 }
 
-/* x * 10^p below 10^18, rounded; 0 where what was cut off a power could decide. `cut` is the number before rounding. */
+/* x * 10^p, from 1 to 10^18, rounded; 0 where what was cut off a power could decide. `cut` is the number before rounding. */
 static int scale(double x, const form *with, int64_t p, uint64_t *rounded, uint64_t *cut) {
     int e;
     uint64_t m = split(x, &e);
@@ -119,13 +119,12 @@ static int scale(double x, const form *with, int64_t p, uint64_t *rounded, uint6
     wide low = (wide)m * ten->low, high = (wide)m * ten->high + (uint64_t)(low >> 64);
     uint64_t words[3] = {(uint64_t)(high >> 64), (uint64_t)high, (uint64_t)low};
     int64_t shift = -(e + ten->exponent) - 128; /* bits of the first word that are behind the point */
-    if (shift < 1 || shift > 64) {
+    if (shift < 1 || shift > 63) {
         return 0;
     }
-    uint64_t whole = shift == 64 ? 0 : words[0] >> shift;
-    uint64_t top = shift == 64 ? words[0] : words[0] << (64 - shift) | words[1] >> shift; /* of the fraction */
-    uint64_t below = shift == 64 ? words[1] : words[1] << (64 - shift) | words[2] >> shift;
-    uint64_t last = shift == 64 ? words[2] : words[2] << (64 - shift);
+    uint64_t whole = words[0] >> shift;
+    uint64_t top = words[0] << (64 - shift) | words[1] >> shift; /* of the fraction */
+    uint64_t below = words[1] << (64 - shift) | words[2] >> shift, last = words[2] << (64 - shift);
     const uint64_t half = 1ull << 63;
     int up = top >= half;
     if (p >= 0 && p <= 55) { /* nothing was cut off: 5^55 has 128 bits */

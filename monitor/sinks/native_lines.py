@@ -6,6 +6,7 @@ interpreter, and which takes a few microseconds where the rows are few. Characte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.sinks.columns import Column, Counts, Texts
-from monitor.sinks.decimals import LEAST_POWER, MOST_DIGITS, MOST_POWER, fixed_from
+from monitor.sinks.decimals import LEAST_POWER, MOST_DIGITS, SCALE, fixed_from, scaled_powers_of_ten
 from monitor.stats.native import is_wanted
 
 try:
@@ -35,7 +36,7 @@ def native_lines(columns: Sequence[Column], lengths: Sequence[int], ndigits: int
     positions = np.empty_like(ends)
     digits = min(ndigits, MOST_DIGITS)
     told = tuple(map(_told, columns))
-    text = memoryview(_lines.lines(told, ends, _POWERS, LEAST_POWER, digits, fixed_from(ndigits), positions))
+    text = memoryview(_lines.lines(told, ends, _powers_of_ten(), LEAST_POWER, digits, fixed_from(ndigits), positions))
     for begin, end in pairwise((0, *positions.tolist())):
         yield text[begin:end]
 
@@ -46,17 +47,15 @@ def _told(column: Column) -> tuple[Any, ...]:
     return (_COUNT if isinstance(column, Counts) else _NUMBER, column.values, column.valid)
 
 
+@cache
 def _powers_of_ten() -> NDArray[np.uint64]:
     """``10**k = (high * 2**64 + low) * 2**exponent``, but for what is cut off behind 128 bits; shape ``(powers, 3)``."""
     rows = []
-    for k in range(LEAST_POWER, MOST_POWER + 1):
-        bits = 10**k << _SCALE if k >= 0 else (1 << _SCALE) // 10**-k
+    for bits in scaled_powers_of_ten():
         shift = bits.bit_length() - 128
         top = bits >> shift
-        rows.append((top >> 64, top & _WORD, (shift - _SCALE) & _WORD))
+        rows.append((top >> 64, top & _WORD, (shift - SCALE) & _WORD))
     return np.array(rows, dtype=np.uint64)
 
 
-_SCALE: Final = 1400  # bits after the point: the least power keeps more than 128 significant ones
 _WORD: Final = (1 << 64) - 1
-_POWERS: Final = _powers_of_ten()

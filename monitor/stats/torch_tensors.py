@@ -39,32 +39,23 @@ def is_plain(x: Tensor) -> bool:
 
 
 def plain_address(x: Tensor) -> int:
-    """Where the elements of a tensor begin that ``is_plain``; 0 of any other. As ``address_of``, with few questions: every hook
-    asks them.
-    """
+    """Where the elements of a tensor begin that ``is_plain``; 0 of any other."""
     if type(x) not in PLAIN or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
         return 0
-    if _data_address is None or not x.is_contiguous() or x.is_neg():
-        return address_of(x) if x.is_contiguous() else 0
-    start: Any = 4 * x.storage_offset()
-    base, length = _data_address(x), x.nbytes
-    return base + start if base and length and x.untyped_storage().nbytes() >= start + length else 0
+    return address_of(x) if x.is_contiguous() else 0
 
 
 def address_of(x: Tensor) -> int:
     """Where the elements begin of a strided tensor in host memory without gaps; 0 if that memory does not hold what the tensor
     says: freed or shrunk storage, torch's efficient zeros, functional tensors, what is negative only by its flag; and if there
-    are no elements.
+    are no elements. Every hook asks this, so with few questions.
     """
-    count = x.numel()
-    if not count or x.is_neg():
+    length = x.nbytes
+    if not length or x.is_neg():
         return 0
-    offset: Any = x.storage_offset()
-    base = x.data_ptr() - offset * x.itemsize if _data_address is None else _data_address(x)
-    if not base or x.untyped_storage().nbytes() < (offset + count) * x.itemsize:
-        return 0
-    address: int = base + offset * x.itemsize
-    return address
+    start: Any = x.storage_offset() * x.itemsize
+    base = x.data_ptr() - start if _data_address is None else _data_address(x)
+    return base + start if base and x.untyped_storage().nbytes() >= start + length else 0
 
 
 def is_unbroken(x: Tensor) -> bool:

@@ -48,7 +48,7 @@ def told(**changes: Any) -> tuple[Any, ...]:
     call = {
         "columns": ((1, np.ones(3), np.ones(3, dtype=bool)),),
         "ends": np.array([1, 3]),
-        "powers": native_lines._POWERS,
+        "powers": native_lines._powers_of_ten(),
         "first": native_lines.LEAST_POWER,
         "ndigits": 6,
         "fixed_from": 1e-3,

@@ -146,10 +146,7 @@ class TestSigned:
         assert np.isfinite(buckets).all()
         assert (np.diff(buckets[:, 0]) >= 0).all()
         x = np.array(values)
-        closed = [
-            (low <= x) if first else (low < x)
-            for first, low in zip((True, *[False] * len(buckets)), buckets[:, 0], strict=False)
-        ]
+        closed = [(low < x) if number else (low <= x) for number, low in enumerate(buckets[:, 0])]
         assert [(above & (x <= high)).sum() for above, high in zip(closed, buckets[:, 1], strict=True)] == buckets[
             :, 2
         ].tolist()
