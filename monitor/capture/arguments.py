@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+MAX_WRAPPERS: Final = 16
+"""More are a circle."""
+
+HOLDING_SEVERAL: Final = ("optimizers", "chained_optimizers")
+"""Where containers keep their optimizers: torchtitan's and those like it, Megatron's."""
 
 
 def chunks_of(model: Any, module: type, called: str) -> Sequence[Any]:
@@ -39,6 +47,52 @@ def given(optimizer: Any, expected: str) -> Any:
     if optimizer is None:
         raise TypeError(f"optimizer is a NoneType: expected {expected}.")
     return optimizer
+
+
+def optimizers_in(given: Any, leaf: Callable[[Any, str], T], unwrapped: Callable[[Any], Any]) -> tuple[T, ...]:
+    """The optimizers inside sequences, dictionaries and containers, in order, each once.
+
+    Args:
+        leaf: Makes an optimizer of what holds no others, and is called so; or raises.
+        unwrapped: What one wraps; itself where it wraps nothing.
+
+    Raises:
+        TypeError: Something in it is no optimizer, or there is none.
+    """
+    found = {id(one): one for one in _leaves(given, leaf, unwrapped, "optimizer", 0)}
+    if not found:
+        raise TypeError(f"optimizer is a {type(given).__name__} without an optimizer: expected one, or a sequence of them.")
+    return tuple(found.values())
+
+
+def _leaves(given: Any, leaf: Callable[[Any, str], T], unwrapped: Callable[[Any], Any], called: str, depth: int) -> Iterator[T]:
+    inner = unwrapped(given)
+    held = held_by(inner)
+    if held is None or depth > MAX_WRAPPERS:
+        yield leaf(given, called)
+        return
+    for place, one in enumerate(held):
+        yield from _leaves(one, leaf, unwrapped, f"{called}[{place}]", depth + 1)
+
+
+def held_by(given: Any) -> list[Any] | None:
+    """The optimizers, wrapped or not, that a sequence, a dictionary or a container holds; None of anything else."""
+    if isinstance(given, (list, tuple, set, frozenset)):
+        return list(given)
+    if isinstance(given, Mapping):
+        return list(given.values())
+    for name in HOLDING_SEVERAL:
+        held = getattr(given, name, None)
+        if isinstance(held, (list, tuple, Mapping)) and held:
+            return held_by(held)
+    return None
+
+
+def only(given: Any) -> Any:
+    """What a sequence or a dictionary of one optimizer holds; anything else as it is."""
+    while isinstance(given, (list, tuple, Mapping)) and len(given) == 1:
+        given = next(iter(given.values() if isinstance(given, Mapping) else given))
+    return given
 
 
 def count(name: str, value: Any, least: int) -> int:

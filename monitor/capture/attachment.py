@@ -1,8 +1,8 @@
-"""One model and its optimizer, watched: the collectors, what runs around each step, and the seal that ends it."""
+"""One model and its optimizers, watched: the collectors, what runs around each step, and the seal that ends it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from monitor.capture.backend import Backend
@@ -13,6 +13,7 @@ from monitor.capture.gradients import AGGREGATED_EARLY, GradientCollector
 from monitor.capture.hooks import HookSet
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.capture.optimizer_state import MomentCollector
+from monitor.capture.optimizer_turns import Held, Stepping, Turns, unheld
 from monitor.capture.owned_series import OwnedSeries
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.parameters import WeightCollector
@@ -28,18 +29,25 @@ from monitor.run import Run
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
 from monitor.stats.rows import Status
 
-LOSS_SCALE: Final = Series("other", 0, "loss_scale")
-FOUND_INF: Final = Series("other", 0, "found_inf")
+PARTLY_SKIPPED: Final = (
+    "in some steps an optimizer was skipped and another one stepped: such a step is complete, and the parameters of the "
+    "skipped optimizer have no param_updated in it"
+)
+LEFT_OUT: Final = (
+    "an optimizer stepped twice before {name} stepped once: the step ended between the two. What was measured after the first "
+    "of them belongs to the step that ended. docs/optimizers.md shows which rows that gives."
+)
 
 
 class Attachment:
-    """Listens to an optimizer's steps and to a model's hooks, and seals what they recorded.
+    """Listens to the steps of optimizers and to a model's hooks, and seals what they recorded.
 
     Attributes:
         clock: The step and micro-step.
         schedule: Which steps are collected.
         begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
         collected: How many steps were to be collected so far.
+        expected: The kinds that this rank is to record of what is watched: without rows of them something is amiss.
         last_collected: The last step that ended and was collected; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
         at_boundary: Called between two steps, with the number of the one to come: it may have it watched otherwise (``use``).
@@ -65,6 +73,7 @@ class Attachment:
         self.on_first_step: Callable[[], None] | None = None
         self.at_boundary: Callable[[int], object] = _nobody
         self.begun = False
+        self.expected: set[str] = set()
         self.collected = collected
         self._batches = 0
         self.last_collected: int | None = None
@@ -73,7 +82,9 @@ class Attachment:
         self._recorder = recorder
         self._run = run
         self._failures = failures
-        self._loss_scale, self._found_inf = Watched(LOSS_SCALE), Watched(FOUND_INF)
+        self._scaling: dict[str, Watched] = {}
+        self._turns = Turns()
+        self._told_unheld = False
         self._introduced = False
         self._forks = PROCESS.forks
         self._hooks = HookSet()
@@ -84,6 +95,7 @@ class Attachment:
         self._moments: MomentCollector | None = None
         self._updates = Updates()
         self._features: FeatureCollector | None = None
+        self._held = Held((), watch.framework)
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
@@ -130,12 +142,15 @@ class Attachment:
                 self.structure.watch(_key(module), module.module)
         if config.wg_distribution:
             self._gradients = self._attach_gradients(parameters)
+        self._held = Held(parameters, watch.framework)
         watched = WatchedParameters(
-            parameters, self._recorder, self._owned_series(), self._failures, watch.framework, self._backend
+            parameters, self._recorder, self._owned_series(), self._failures, watch.framework, self._backend, self._note
         )
         self._weights = WeightCollector(watched) if config.param_distribution else None
         self._moments = MomentCollector(watched) if config.mv_distribution else None
         self._updates = self._backend.new_updates(config, watched)
+        self.expected = {*watched.kinds, *(self._gradients.kinds if self._gradients is not None else ())}
+        self.expected |= _of_activations(modules) if config.xy_distribution else set()
         self._attach_beginning()
 
     def _attach_beginning(self) -> None:
@@ -210,46 +225,86 @@ class Attachment:
                 run.manifest.note(key, said)
         return run
 
-    # What the optimizer's steps tell, in this order.
+    # What the optimizers' steps tell, in this order.
 
-    def loss_scale(self, scale: Any) -> None:
+    def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
+        self._begin_turn(optimizer)
         if self._gradients is not None:
             self._gradients.may_be_unscaled()
         if self._records_scaled():
             self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`")
-            self._recorder.record(self._loss_scale, scale, aliases=False)
+            self._recorder.record(self._scalar("loss_scale", scaler), scale, aliases=False)
 
-    def scales_itself(self, found_inf: Any, still_scaled: bool) -> None:
+    def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
+        self._begin_turn(optimizer)
         if self._records_scaled():
             self._note("found_inf", "the optimizer skips a step on its own where this, in `other`, is not 0")
-            self._recorder.record(self._found_inf, found_inf, aliases=False)
+            self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
             if still_scaled and self._gradients is not None:
                 self._gradients.are_still_scaled()
 
     def before_step(self, optimizer: Any) -> None:
         self._failures.hand_back()
+        self._begin_turn(optimizer)
         if self._recorder.active:
+            stepping = self._stepping(optimizer)
             if self._moments is not None:
-                self._moments.before_step(optimizer)
+                self._moments.before_step(stepping)
             if self._weights is not None:
-                self._weights.before_step()
-            self._updates.before_step(optimizer)
+                self._weights.before_step(stepping)
+            self._updates.before_step(stepping)
 
-    def gradients_ready(self) -> None:
+    def gradients_ready(self, optimizer: Any) -> None:
         if self._recorder.active:
+            stepping = self._stepping(optimizer)
             if self._gradients is not None:
-                self._gradients.before_step()
-            self._updates.gradients_ready(self._steps.optimizer)
+                self._gradients.before_step(stepping.held)
+            self._updates.gradients_ready(stepping)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Any) -> None:
         if self._recorder.active:
+            stepping = self._stepping(optimizer)
             if self._weights is not None:
-                self._weights.after_step()
-            self._updates.after_step(self._steps.optimizer)
-        self._end_step("complete")
+                self._weights.after_step(stepping)
+            self._updates.after_step(stepping)
+        self._end_turn(optimizer)
 
-    def step_skipped(self) -> None:
-        self._end_step("skipped")
+    def step_skipped(self, optimizer: Any) -> None:
+        self._end_turn(optimizer, skipped=True)
+
+    def all_stepped(self) -> None:
+        """What holds the optimizers has stepped: those that have had no turn in this step will have none."""
+        if self._turns.begun:
+            self._end_step(self._turns.status)
+
+    def _begin_turn(self, optimizer: Any) -> None:
+        """End the step in progress if ``optimizer`` has had its turn in it."""
+        if self._turns.taken(optimizer):
+            missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
+            self._failures.warn("optimizers of a step", LEFT_OUT.format(name=type(missing).__name__))
+            self._end_step(self._turns.status)
+
+    def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
+        self._turns.take(optimizer, skipped=skipped)
+        if self._turns.complete(self._steps.optimizers):
+            self._end_step(self._turns.status)
+            return
+        self._updates.forget_step()
+        if self._gradients is not None:
+            self._gradients.end_turn(self._stepping(optimizer).held)
+
+    def _stepping(self, optimizer: Any) -> Stepping:
+        return Stepping(optimizer, self._held.by(optimizer, self._steps.optimizers))
+
+    def _scalar(self, name: str, place: int) -> Watched:
+        """The series of a number of the step as a whole. The first has the plain name, which is the only one for most loops."""
+        full = f"{name}_{place}" if place else name
+        if full not in self._scaling:
+            self._scaling[full] = Watched(Series("other", 0, full))
+        return self._scaling[full]
+
+    def _place_of(self, optimizer: Any) -> int:
+        return next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)
 
     def batch_ended(self) -> None:
         """A batch is through, and the optimizer was called if it was going to be. To be told of each.
@@ -260,7 +315,7 @@ class Attachment:
             return
         self._batches += 1
         if self._batches >= self.clock.micro_steps:
-            self.step_skipped()
+            self._end_step(self._turns.status)
 
     def _records_scaled(self) -> bool:
         return self._recorder.active and (self.watch.config.wg_distribution or self.watch.config.xy_distribution)
@@ -270,6 +325,8 @@ class Attachment:
     def _end_step(self, status: Status) -> None:
         was_active = self._recorder.active
         try:  # whatever becomes of the rows, the next step must begin as a new one
+            if was_active:
+                self._failures.guarded("looking at the optimizers", self._tell_of_optimizers)()
             self._recorder.end_step()
             if was_active:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
@@ -285,6 +342,24 @@ class Attachment:
             self._finish_first_step()  # of what was watched in it: what the boundary brings has yet to see a step
             self.at_boundary(self.clock.step)
             self._begin_step()
+
+    def _tell_of_optimizers(self) -> None:
+        """Say what a reader of the rows must know of the optimizers; of parameters that none steps, once."""
+        if self._turns.mixed:
+            self._note("optimizers", PARTLY_SKIPPED)
+        if self._told_unheld or not self._needs_optimizers():
+            return
+        self._told_unheld = True
+        parameters = list(self._names.parameters())
+        if missing := Held(parameters, self.watch.framework).by_none(self._steps.optimizers):
+            said = unheld(missing, len(parameters))
+            self._failures.warn("parameters of no optimizer", said)
+            self._note("parameters", said)
+
+    def _needs_optimizers(self) -> bool:
+        config = self.watch.config
+        of_weights = config.wg_distribution or config.param_distribution or config.mv_distribution
+        return of_weights or config.update_ratio or config.mg_direction or config.ur_distribution
 
     def _seal(self, status: Status) -> None:
         try:
@@ -333,6 +408,7 @@ class Attachment:
     def _begin_step(self) -> None:
         self.begun = False
         self._batches = 0
+        self._turns.clear()
         wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted)
         if self._recorder.active and self._gradients is not None:
@@ -378,14 +454,22 @@ class Attachment:
             if collector is not None:
                 collector.remove()
 
-    def shares(self, chunks: Sequence[Any], optimizer: Any) -> bool:
-        """Whether a part of the model, or its optimizer, is watched here already."""
-        watched = [*self.watch.chunks, self._steps.optimizer]
-        return any(one is other for one in (*chunks, optimizer) for other in watched if other is not None)
+    def shares(self, chunks: Sequence[Any], optimizers: Sequence[Any]) -> bool:
+        """Whether a part of the model, or one of its optimizers, is watched here already."""
+        watched = [*self.watch.chunks, *self._steps.optimizers]
+        return any(one is other for one in (*chunks, *optimizers) for other in watched if other is not None)
 
 
 def _key(module: NamedModule) -> str:
     return f"{module.chunk}:{module.name}"
+
+
+def _of_activations(modules: Iterable[NamedModule]) -> set[str]:
+    """The kinds of activations that are recorded of any of the modules."""
+    wanted = [one.wanted for one in modules if one.wanted is not None]
+    forward = any(one.input.wanted or one.output.wanted for one in wanted)
+    backward = any(one.input_grad.wanted or one.output_grad.wanted for one in wanted)
+    return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
 
 
 def _nobody(_step: int) -> None:

@@ -6,7 +6,7 @@ are ``Any`` here: what is common hands them on, and asks nothing of them itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,13 +71,11 @@ class Graph(Protocol):
 
 
 class Steps(Protocol):
-    """What tells a ``StepListener`` of the steps of an optimizer.
+    """What tells a ``StepListener`` of the steps of optimizers."""
 
-    Attributes:
-        optimizer: The optimizer that was found; None until it shows itself.
-    """
-
-    optimizer: Any
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """Those that have a turn in each step; empty until one shows itself."""
 
     def remove(self) -> None:
         """Tell nobody any more, and undo every patch."""
@@ -88,18 +86,25 @@ class StepListener(Protocol):
 
     def before_step(self, optimizer: Any) -> None: ...
 
-    def gradients_ready(self) -> None:
+    def gradients_ready(self, optimizer: Any) -> None:
         """Gradients are complete: at once, or after the closure's backward, as often as the optimizer calls it."""
 
-    def after_step(self) -> None: ...
+    def after_step(self, optimizer: Any) -> None: ...
 
-    def step_skipped(self) -> None:
+    def step_skipped(self, optimizer: Any) -> None:
         """Instead of ``after_step``: the gradients were not finite, and the optimizer was not called."""
 
-    def loss_scale(self, scale: Any) -> None:
-        """Before the step: the gradients of this step were computed from a loss multiplied by ``scale``."""
+    def all_stepped(self) -> None:
+        """What holds all optimizers has stepped: the step ends, whether or not each of them has had its turn."""
 
-    def scales_itself(self, found_inf: Any, still_scaled: bool) -> None:
+    def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
+        """Before the step: the gradients of this step were computed from a loss multiplied by ``scale``.
+
+        Args:
+            scaler: Which of the job's scalers it is of.
+        """
+
+    def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
         """Before the step of an optimizer that divides by the loss scale and skips on its own, inside its step.
 
         Args:
@@ -114,12 +119,14 @@ class Framework(Protocol):
     Attributes:
         name: As messages and the manifest have it.
         chunks: The model as given to ``set_monitor``.
-        optimizer: What does the work; None where the first that steps the model is to be found.
+        optimizers: What does the work; empty where the first that steps the model is to be found.
+        unusable_state: What was found of optimizers' state that is no moment of one parameter, in sentences.
     """
 
     name: str
     chunks: Sequence[Any]
-    optimizer: Any
+    optimizers: Sequence[Any]
+    unusable_state: Sequence[str]
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that show in the model, by role. Those that the user passed come on top."""
@@ -138,6 +145,9 @@ class Framework(Protocol):
 
     def moment(self, kind: str, parameter: NamedParameter, optimizer: Any) -> Any:
         """What this rank holds of a moment, or None."""
+
+    def held(self, optimizer: Any) -> Collection[int] | None:
+        """The ids of the parameters that an optimizer steps: the same object as long as they are the same. None for all."""
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
         """Tell ``listener`` of every step from now on."""

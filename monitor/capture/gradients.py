@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from monitor.capture.clock import Clock
 from monitor.capture.hooks import HookSet, Removable
-from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf, Tensors
+from monitor.capture.parameter_series import Among, NamedParameter, ParameterSeries, SeriesOf, Tensors
 from monitor.failures import Failures
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
@@ -24,7 +24,11 @@ NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATE
 
 
 class GradientCollector(ABC):
-    """``grad_unreduced`` and ``grad_reduced``."""
+    """``grad_unreduced`` and ``grad_reduced``.
+
+    Attributes:
+        kinds: Which of them this rank is to record of any parameter.
+    """
 
     def __init__(
         self,
@@ -49,12 +53,21 @@ class GradientCollector(ABC):
         micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
         self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, tensors, micro_steps)
         self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures, tensors)
+        self.kinds = {one.kind for one in (self._unreduced, self._reduced) if one.is_recorded}
         self._hooks = HookSet()
         self._frozen = set(self._unreduced.parameters)
         self._backwards: Counter[NamedParameter] = Counter()
+        self._stepped: set[NamedParameter] = set()
 
     def begin_step(self) -> None:
         self._backwards.clear()
+        self._stepped.clear()
+
+    def end_turn(self, held: Among) -> None:
+        """An optimizer has had its turn, and others have not. What a later backward leaves in ``held`` is of no step yet: of
+        the next, or of none, as the gradients that a generator leaves in its critic.
+        """
+        self._stepped.update(self._unreduced.parameters if held is None else held)
 
     def hook_thawed(self) -> None:
         """Hook what can be hooked now, and could not before: a frozen parameter can once it is thawed."""
@@ -71,8 +84,8 @@ class GradientCollector(ABC):
         """The optimizer has been left to unscale them, inside its step."""
 
     @abstractmethod
-    def before_step(self) -> None:
-        """Aggregation is done: read what the optimizer is given."""
+    def before_step(self, held: Among) -> None:
+        """Aggregation is done: read what the optimizer of ``held`` is given."""
 
     def remove(self) -> None:
         self._hooks.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +24,10 @@ class NamedParameter:
     chunk: int
     name: str
     tensor: Any
+
+
+Among = Collection[NamedParameter] | None
+"""Some of the watched parameters: those that an optimizer steps. None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,11 @@ class _AsSeen:
 
 
 class ParameterSeries:
-    """The series of one kind: one for each parameter that this rank records."""
+    """The series of one kind: one for each parameter that this rank records.
+
+    Attributes:
+        kind: Which.
+    """
 
     def __init__(
         self,
@@ -83,7 +91,7 @@ class ParameterSeries:
         tensors: Tensors,
         micro_steps: tuple[int, ...] = (NO_MICRO_STEP,),
     ) -> None:
-        self._kind = kind
+        self.kind = kind
         self._tensors = tensors
         self._recorder = recorder
         self._series_of = series_of
@@ -104,6 +112,11 @@ class ParameterSeries:
     def __len__(self) -> int:
         return len(self._parameters)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether this rank is to record the kind of any parameter that is trained, and not only compare replicas of it."""
+        return any(one.tensor.requires_grad and watched.series.kind == self.kind for one, watched in self._watched.items())
+
     def record(self, parameter: NamedParameter, x: Any, micro_step: int = 0) -> None:
         """Record one parameter's tensor, if this rank does. Of a replica the last micro-step stands for all."""
         try:
@@ -114,10 +127,10 @@ class ParameterSeries:
         except Exception as error:
             self._missing(parameter.name, error)
 
-    def record_all(self, tensor_of: Callable[[NamedParameter], Any]) -> None:
-        """Record what ``tensor_of`` finds for each parameter; where it finds nothing there is no row."""
+    def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: Among = None) -> None:
+        """Record what ``tensor_of`` finds for each parameter ``among`` those; where it finds nothing there is no row."""
         found: list[tuple[Watched, Any]] = []
-        for parameter in self._parameters:
+        for parameter in self._of(among):
             try:
                 x = tensor_of(parameter)
                 watched = None if x is None else self._series_for(parameter, x)
@@ -128,32 +141,35 @@ class ParameterSeries:
                 found.append((watched, x))
         self._recorder.record_all(found, self._failed)
 
-    def each(self, look: Callable[[NamedParameter], object]) -> None:
-        """Look at each parameter. One that cannot be read does not hide the others."""
+    def each(self, look: Callable[[NamedParameter], object], among: Among = None) -> None:
+        """Look at each parameter ``among`` those. One that cannot be read does not hide the others."""
         with self._tensors.computing():
-            for parameter in self._parameters:
+            for parameter in self._of(among):
                 try:
                     look(parameter)
                 except Exception as error:
                     self._missing(parameter.name, error)
 
-    def record_computed(self, compute: Callable[[NamedParameter], Computed | None]) -> None:
-        """Record what ``compute`` finds for each parameter; where it finds nothing there is no row."""
+    def record_computed(self, compute: Callable[[NamedParameter], Computed | None], among: Among = None) -> None:
+        """Record what ``compute`` finds for each parameter ``among`` those; where it finds nothing there is no row."""
 
         def record(parameter: NamedParameter) -> None:
             watched = self._watched.get(parameter)
             # A replica is there to have its norm compared, and this is none.
-            computed = compute(parameter) if watched is not None and watched.series.kind == self._kind else None
+            computed = compute(parameter) if watched is not None and watched.series.kind == self.kind else None
             if watched is not None and computed is not None:
                 self._recorder.record_numbers(watched, computed.numbers, computed.x, histogram=computed.histogram)
 
-        self.each(record)
+        self.each(record, among)
+
+    def _of(self, among: Among) -> Iterable[NamedParameter]:
+        return self._parameters if among is None else filter(among.__contains__, self._parameters)
 
     def _watch(self, parameter: NamedParameter, seen: Any = None) -> Watched | None:
-        series = self._series_of(self._kind, parameter, seen)
+        series = self._series_of(self.kind, parameter, seen)
         if series is None:
             return None
-        return Watched(series, self._micro_steps if series.kind == self._kind else (NO_MICRO_STEP,))
+        return Watched(series, self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,))
 
     def _series_for(self, parameter: NamedParameter, x: Any) -> Watched | None:
         """The series that ``x`` belongs to; None where this rank has none of it."""
@@ -164,8 +180,8 @@ class ParameterSeries:
             self._seen[parameter] = _AsSeen(layout, self._watch(parameter, x))
         if self._seen[parameter].layout == layout:
             return self._seen[parameter].watched
-        said = f"{self._kind} of {parameter.name!r} is laid out over the ranks in another way than when it was first seen"
-        self._failures.warn(f"layout of {self._kind}", f"{said}. The rows of such tensors are missing.")
+        said = f"{self.kind} of {parameter.name!r} is laid out over the ranks in another way than when it was first seen"
+        self._failures.warn(f"layout of {self.kind}", f"{said}. The rows of such tensors are missing.")
         return None
 
     def _failed(self, watched: Watched, error: Exception) -> None:
@@ -173,10 +189,10 @@ class ParameterSeries:
         self._missing(watched.series.name, error)
 
     def _missing(self, name: str, error: Exception) -> None:
-        self._failures.report(f"reading {self._kind}", error, "This row is missing.", of=name)
+        self._failures.report(f"reading {self.kind}", error, "This row is missing.", of=name)
 
     def _shows_when_seen(self, parameter: NamedParameter) -> bool:
         """Whether only the tensor tells what other ranks hold: the gradient of a replicated parameter may be a term of a sum,
         and that of one that is cut may be whole on every rank.
         """
-        return self._kind in GRADIENT_KINDS and self._tensors.layout_of(parameter.tensor) is not None
+        return self.kind in GRADIENT_KINDS and self._tensors.layout_of(parameter.tensor) is not None

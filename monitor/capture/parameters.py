@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from monitor.capture.optimizer_turns import Stepping
 from monitor.capture.watched_parameters import WatchedParameters
 
 
@@ -13,8 +14,8 @@ class WeightCollector:
         self._updated = watched.series("param_updated")
         self._framework = watched.framework
 
-    def before_step(self) -> None:
-        self._origin.record_all(self._framework.weight)
+    def before_step(self, stepping: Stepping) -> None:
+        self._origin.record_all(self._framework.weight, stepping.held)
 
-    def after_step(self) -> None:
-        self._updated.record_all(self._framework.weight)
+    def after_step(self, stepping: Stepping) -> None:
+        self._updated.record_all(self._framework.weight, stepping.held)

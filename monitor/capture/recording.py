@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from monitor.capture.announced import Announced
 from monitor.capture.attachment import Attachment
 from monitor.capture.backend import Backend, Communication
 from monitor.capture.clock import Schedule
@@ -73,7 +74,9 @@ class Recording:
         self._communication: Communication | None = None
         self.switching: Switching | None = None
         self._put_in_force: PutInForce = _nothing
-        self._listening = {name: make(self.series) for name, make in listening.items()}
+        self._announced = Announced(failures)
+        self._listening: dict[str, Watcher] = {"what was announced": self._announced}
+        self._listening |= {name: make(self.series) for name, make in listening.items()}
 
     def listen(self, name: str, make: Listening) -> None:
         """From the next step on have another one look at the rows."""
@@ -101,6 +104,7 @@ class Recording:
             self.open().use(watch.config)
         self._recorder.use(watch.config.eps, magnitudes=watch.config.counts_magnitudes)
         self.attachment.use(watch, names, schedule, collected)
+        self._announced.expect(self.attachment.expected)
 
     def count_magnitudes(self, wanted: bool) -> None:
         """Count histograms of magnitudes from the next tensor on, or no longer."""
@@ -135,6 +139,7 @@ class Recording:
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, self.attachment.schedule
         self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, self._backend, *rest)
+        self._announced.expect(self.attachment.expected)
 
     def open(self) -> Run:
         """The run, begun now if it was not: before the first record at the latest, when rank and job are known."""

@@ -117,7 +117,7 @@ class TrainerMon:
         tp_group: Any = None,
         start_iteration: int = 0,
     ) -> None:
-        """Attach to a model and its optimizer.
+        """Attach to a model and its optimizers.
 
         Called again for the same model or optimizer it attaches anew and goes on counting; for another model with another
         optimizer it starts a recording of its own, in a directory of its own.
@@ -125,7 +125,8 @@ class TrainerMon:
         Args:
             model: A module, or the list of chunks of a virtual pipeline.
             grad_acc_steps: Micro-batches a step.
-            optimizer: The optimizer, or what wraps it.
+            optimizer: The optimizer, or what wraps it; of several a sequence, a dictionary, or what holds them. Each parameter
+                is measured around the step of the optimizer that has it, and a step ends when every optimizer has had its turn.
             dp_group: Data-parallel group: what its ranks hold alike is written by its first monitored rank alone.
             tp_group: Tensor-parallel group: the same, for parameters that are not split (``tensor_model_parallel``).
             start_iteration: Number of the first step.
@@ -144,7 +145,7 @@ class TrainerMon:
         # Drawn on every rank, also on one that is not monitored: ranks agree on a name for each call of set_monitor.
         ordinal = next(ORDINALS)
         watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
-        shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizer)), None)
+        shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizers)), None)
         config = self._first_config(shared)
         watch = watch_of(config)
         if not watch.ownership.monitored:

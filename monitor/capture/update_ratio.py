@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from math import prod
 from typing import Any
 
+from monitor.capture.optimizer_turns import Stepping
 from monitor.capture.parameter_series import Computed, NamedParameter
 from monitor.capture.updates import UpdateCollector
 from monitor.capture.watched_parameters import WatchedParameters
@@ -24,15 +25,13 @@ class RatioCollector(UpdateCollector, ABC):
         self._framework = watched.framework
         self._before: dict[NamedParameter, Any] = {}
 
-    def before_step(self, optimizer: Any) -> None:
-        del optimizer
+    def before_step(self, stepping: Stepping) -> None:
         self._before.clear()
-        self._series.each(self._keep)
+        self._series.each(self._keep, stepping.held)
 
-    def after_step(self, optimizer: Any) -> None:
-        del optimizer
+    def after_step(self, stepping: Stepping) -> None:
         try:
-            self._series.record_computed(self._compared)
+            self._series.record_computed(self._compared, stepping.held)
         finally:
             self._before.clear()
 

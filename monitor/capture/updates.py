@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from monitor.capture.optimizer_turns import Stepping
 from monitor.capture.watched_parameters import WatchedParameters
 from monitor.config import MonitorConfig
 
@@ -12,13 +12,13 @@ from monitor.config import MonitorConfig
 class UpdateCollector:
     """Looks at each step in its own way: overrides what it wants to be told of, in the order of these methods."""
 
-    def before_step(self, optimizer: Any) -> None:
-        """The optimizer is about to step."""
+    def before_step(self, stepping: Stepping) -> None:
+        """An optimizer is about to step."""
 
-    def gradients_ready(self, optimizer: Any) -> None:
-        """Gradients are complete, before the step; again for every backward of a closure."""
+    def gradients_ready(self, stepping: Stepping) -> None:
+        """Its gradients are complete, before the step; again for every backward of a closure."""
 
-    def after_step(self, optimizer: Any) -> None:
+    def after_step(self, stepping: Stepping) -> None:
         """It has stepped."""
 
     def forget_step(self) -> None:
@@ -26,22 +26,22 @@ class UpdateCollector:
 
 
 class Updates:
-    """Whichever of the collectors are wanted. The optimizer is None as long as it has not shown itself."""
+    """Whichever of the collectors are wanted."""
 
     def __init__(self, *collectors: UpdateCollector) -> None:
         self._collectors = collectors
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, stepping: Stepping) -> None:
         for one in self._collectors:
-            one.before_step(optimizer)
+            one.before_step(stepping)
 
-    def gradients_ready(self, optimizer: Any) -> None:
-        for one in self._collectors if optimizer is not None else ():
-            one.gradients_ready(optimizer)
+    def gradients_ready(self, stepping: Stepping) -> None:
+        for one in self._collectors if stepping.optimizer is not None else ():
+            one.gradients_ready(stepping)
 
-    def after_step(self, optimizer: Any) -> None:
+    def after_step(self, stepping: Stepping) -> None:
         for one in self._collectors:
-            one.after_step(optimizer)
+            one.after_step(stepping)
 
     def forget_step(self) -> None:
         """Let go of what belongs to the step that has ended."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from monitor.capture.parameter_series import NamedParameter, ParameterSeries, SeriesOf, Tensors
@@ -12,7 +12,11 @@ from monitor.failures import Failures
 
 @dataclass(frozen=True, slots=True)
 class WatchedParameters:
-    """The parameters of one attachment, where their numbers are, and where these go."""
+    """The parameters of one attachment, where their numbers are, and where these go.
+
+    Attributes:
+        kinds: Those that this rank is to record of any of the parameters.
+    """
 
     parameters: Sequence[NamedParameter]
     recorder: Any
@@ -20,7 +24,11 @@ class WatchedParameters:
     failures: Failures
     framework: Any
     tensors: Tensors
+    note: Callable[[str, str], None]
+    kinds: set[str] = field(default_factory=set)
 
     def series(self, kind: str) -> ParameterSeries:
         """The series of one kind."""
-        return ParameterSeries(kind, self.parameters, self.recorder, self.series_of, self.failures, self.tensors)
+        found = ParameterSeries(kind, self.parameters, self.recorder, self.series_of, self.failures, self.tensors)
+        self.kinds.update([kind] if found.is_recorded else [])
+        return found

@@ -13,7 +13,7 @@ from typing import Any, Final
 from monitor.capture import gradients
 from monitor.capture.clock import Clock
 from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import NamedParameter, SeriesOf
+from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
 from monitor.failures import Failures
 from monitor.mindspore import tensors
 from monitor.mindspore.frameworks.framework import Framework
@@ -52,9 +52,9 @@ class GradientCollector(gradients.GradientCollector):
     def are_still_scaled(self) -> None:
         """No optimizer of MindSpore scales by itself without the hooks around it seeing the gradients it is given."""
 
-    def before_step(self) -> None:
+    def before_step(self, held: Among) -> None:
         """Read what the optimizer is given."""
-        self._reduced.record_all(self._framework.reduced)
+        self._reduced.record_all(self._framework.reduced, held)
         if not self._each_micro_step and self._clock.micro_steps > 1:
             self._note("grad_unreduced", NOT_SUMMED)
 
@@ -63,6 +63,7 @@ class GradientCollector(gradients.GradientCollector):
 
     def _found(self, parameter: NamedParameter, told: Any) -> None:
         """A backward hands out what it has found for a parameter."""
-        if not self._recorder.active or (self._clock.micro_steps > 1 and not self._each_micro_step):
+        of_no_step = parameter in self._stepped
+        if not self._recorder.active or of_no_step or (self._clock.micro_steps > 1 and not self._each_micro_step):
             return
         self._unreduced.record(parameter, told, self._micro_step(parameter))

@@ -1,4 +1,4 @@
-"""When the optimizer steps: the hooks of its cell, which is called once for each step and handed the gradients.
+"""When optimizers step: the hooks of their cells, which are called once for each step and handed the gradients.
 
 A step that loss scaling skips is a call that is not made, and one that was compiled as a whole calls no hook: of these there is
 no word here, and whoever counts forwards knows. The class of an optimizer is left as it is: its ``construct`` may be compiled.
@@ -7,6 +7,7 @@ no word here, and whoever counts forwards knows. The class of an optimizer is le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from mindspore import Tensor, nn
@@ -32,35 +33,36 @@ class Given(Protocol):
 
 
 class OptimizerSteps:
-    """Tells a listener of the steps of one optimizer.
+    """Tells a listener of the steps of optimizers.
 
     Attributes:
-        optimizer: The cell that users call: the outermost, where one is inside another.
+        optimizers: The cells that users call: the outermost, where one is inside another.
     """
 
-    def __init__(self, optimizer: nn.Cell, given: Given, listener: StepListener, failures: Failures) -> None:
-        self.optimizer = optimizer
-        self._given = given
+    def __init__(self, optimizers: Sequence[tuple[nn.Cell, Given]], listener: StepListener, failures: Failures) -> None:
+        self.optimizers = tuple(optimizer for optimizer, _ in optimizers)
         self._listener = listener
         self._guarded = failures.guarded
         self._hooks = HookSet()
-        self._hooks.add(before_forward(optimizer, self._guarded("reading before the step", self._before)))
-        self._hooks.add(after_forward(optimizer, self._guarded("ending the step", self._after)))
+        for optimizer, given in optimizers:
+            before, after = partial(self._before, given), partial(self._after, given)
+            self._hooks.add(before_forward(optimizer, self._guarded("reading before the step", before)))
+            self._hooks.add(after_forward(optimizer, self._guarded("ending the step", after)))
 
     def remove(self) -> None:
         self._hooks.remove()
 
-    def _before(self, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (*args, *kwargs.values())
-        self._given.begin_step(_tensors(given[0] if given else ()))
+    def _before(self, given: Given, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        passed = (*args, *kwargs.values())
+        given.begin_step(_tensors(passed[0] if passed else ()))
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
-        self._guarded("reading gradients", self._listener.gradients_ready)()
+        self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
 
-    def _after(self, _optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
+    def _after(self, given: Given, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
         try:
-            self._listener.after_step()
+            self._listener.after_step(optimizer)
         finally:
-            self._given.end_step()
+            given.end_step()
 
 
 def _tensors(gradients: Any) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from monitor.capture.parameter_series import NamedParameter
+from monitor.capture.parameter_series import Among, NamedParameter
 from monitor.failures import Failures
 from monitor.pytorch.backward_end import when_backward_ends
 
@@ -65,14 +65,15 @@ class AfterBackward:
             when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
         self._latest = parameter
 
-    def changed(self, reduced: Callable[[NamedParameter], Tensor | None]) -> bool:
+    def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: Among = None) -> bool:
         """Whether a gradient that is about to be read was written to since backward has ended.
 
         Args:
             reduced: Finds what is about to be read. Where that is not what backward has left, nothing is known.
+            held: The parameters that are about to be read.
         """
         for parameter, left in self._sentinels.items():
-            gradient = None if left is None else reduced(parameter)
+            gradient = None if left is None or (held is not None and parameter not in held) else reduced(parameter)
             if left is not None and left.stands_in(gradient) and not left.is_intact(gradient):
                 return True
         return False

@@ -12,7 +12,7 @@ from monitor.capture import gradients
 from monitor.capture.clock import Clock
 from monitor.capture.gradients import NOT_ACCUMULATED
 from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import NamedParameter, SeriesOf
+from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
 from monitor.failures import Failures
 from monitor.pytorch import tensors
 from monitor.pytorch.after_backward import AfterBackward, LeftGradient
@@ -73,6 +73,10 @@ class GradientCollector(gradients.GradientCollector):
         self._after_backward.begin_step()
         self._scaling = ""
 
+    def end_turn(self, held: Among) -> None:
+        super().end_turn(held)
+        self._scaling = ""  # which was the optimizer's own
+
     def may_be_unscaled(self) -> None:
         """From now on gradients are no longer what backward left, even where their version says so."""
         self._scaling = UNSCALED
@@ -81,12 +85,12 @@ class GradientCollector(gradients.GradientCollector):
         """The optimizer has been left to unscale them, inside its step."""
         self._scaling = STILL_SCALED
 
-    def before_step(self) -> None:
+    def before_step(self, held: Among) -> None:
         """The step pre-hook: aggregation is done, clipping by the optimizer's owner may be."""
         if not self._each_micro_step:
-            self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)()
-        self._reduced.record_all(self._framework.reduced)
-        self._note_changes()
+            self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)(held)
+        self._reduced.record_all(self._framework.reduced, held)
+        self._note_changes(held)
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
         """A lazy one has to have a shape, too."""
@@ -96,17 +100,17 @@ class GradientCollector(gradients.GradientCollector):
         handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(untraced(read))
         return handle
 
-    def _note_changes(self) -> None:
+    def _note_changes(self, held: Among) -> None:
         """Say in what the gradients just read differ from what backward has left."""
         may_be_clipped = len(self._reduced) > 0 and not self._framework.reads_before_clipping
-        changed = may_be_clipped and self._after_backward.changed(self._framework.reduced)
+        changed = may_be_clipped and self._after_backward.changed(self._framework.reduced, held)
         if changed or self._scaling == STILL_SCALED:
             self._note("grad_reduced", "; ".join(filter(None, [self._scaling, CHANGED if changed else ""])))
 
     def _found(self, parameter: NamedParameter, told: Tensor) -> None:
         """Backward has accumulated into a parameter."""
         gradient = self._framework.local_gradient(told) if self._recorder.active else None
-        if gradient is None:
+        if gradient is None or parameter in self._stepped:
             return
         self._after_backward.arrived(parameter)
         if self._clock.micro_steps == 1 and not self._each_micro_step:  # nothing to count or to follow
@@ -116,7 +120,7 @@ class GradientCollector(gradients.GradientCollector):
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
         """A framework has told of a gradient."""
-        if self._framework.tells_twice and complete is self._each_micro_step:
+        if parameter in self._stepped or (self._framework.tells_twice and complete is self._each_micro_step):
             return
         self._after_backward.arrived(parameter)
         if complete and not self._each_micro_step:
@@ -141,18 +145,17 @@ class GradientCollector(gradients.GradientCollector):
             self._note("grad_unreduced", NOT_ACCUMULATED)
         self._left[parameter] = LeftGradient(gradient)
 
-    def _finish_short_accumulation(self) -> None:
+    def _finish_short_accumulation(self, held: Among) -> None:
         """The last micro-batches did not reach these (there were fewer, or an expert was not called): the sums are complete
         all the same, if they still are what backward left.
         """
         lost = 0
-        for parameter, left in self._left.items():
+        for parameter, left in [(one, self._left.pop(one)) for one in list(self._left) if held is None or one in held]:
             gradient = self._framework.reduced(parameter)
             if gradient is not None and left.is_intact(gradient) and not self._scaling and not has_others():
                 self._unreduced.record(parameter, gradient)
             else:
                 lost += 1
-        self._left.clear()
         if lost:
             said = f"In step {self._clock.step} {lost} gradients were complete before the last micro-batch of grad_acc_steps"
             advice = "and were aggregated, unscaled or clipped before it was known: their grad_unreduced is missing."

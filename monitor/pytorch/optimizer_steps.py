@@ -1,4 +1,4 @@
-"""When the optimizer steps: its own hooks, closures, and steps that a GradScaler skips.
+"""When optimizers step: their own hooks, closures, and steps that a GradScaler skips.
 
 ``optimizer.step`` is never replaced, so that a scheduler made before or after finds what it expects.
 """
@@ -22,7 +22,7 @@ from monitor.capture.backend import StepListener
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.pytorch.frameworks.optimizers import optimizers_in
 from monitor.pytorch.grad_scaler import SCALER_PATCH
 from monitor.stats.torch_capture import capturing
 
@@ -39,30 +39,44 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OptimizerSteps(CallListener):
-    """Tells a listener of the steps of one optimizer.
+    """Tells a listener of the steps of optimizers.
 
     Attributes:
-        optimizer: None until the first one that steps a parameter of the model shows itself.
+        optimizers: Those that have a turn in each step. Empty until the first one that steps a parameter of the model shows
+            itself, where none was given.
     """
 
     def __init__(
-        self, optimizer: Optimizer | None, chunks: Sequence[nn.Module], listener: StepListener, failures: Failures
+        self,
+        optimizers: Sequence[Optimizer],
+        chunks: Sequence[nn.Module],
+        listener: StepListener,
+        failures: Failures,
+        containers: Sequence[Optimizer] = (),
     ) -> None:
-        self.optimizer: Optimizer | None = None
+        """Hook the optimizers.
+
+        Args:
+            containers: Those whose step is the step of all optimizers.
+        """
+        self.optimizers: tuple[Optimizer, ...] = ()
         self._chunks = chunks
         self._listener = listener
         self._guarded = failures.guarded
         self._failures = failures
         self._hooks = HookSet()
-        self._called = False
-        if optimizer is not None:
+        self._called: set[Optimizer] = set()
+        self._scalers: weakref.WeakKeyDictionary[GradScaler, int] = weakref.WeakKeyDictionary()
+        for optimizer in optimizers:
             self._adopt(optimizer)
-        else:
+        for container in containers:
+            self._follow(container)
+        if not optimizers:
             self._hooks.add(self._wait_for_ours())
         SCALER_PATCH.add(self)
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizers = (*self.optimizers, optimizer)
         # Where the step is compiled, these two are left out of it and called all the same.
         before, after = (
             torch.compiler.disable(self._guarded(where, hook))
@@ -70,6 +84,16 @@ class OptimizerSteps(CallListener):
         )
         self._hooks.add(optimizer.register_step_pre_hook(before))
         self._hooks.add(optimizer.register_step_post_hook(after))
+
+    def _follow(self, container: Optimizer) -> None:
+        if not hasattr(container, "_optimizer_step_post_hooks"):
+            return  # it only looks like an optimizer of torch, which calls no hooks for it
+
+        def ended(_container: Optimizer, _args: Any, _kwargs: Any) -> None:
+            self._listener.all_stepped()
+
+        hook = torch.compiler.disable(self._guarded("ending the step", ended))
+        self._hooks.add(container.register_step_post_hook(hook))
 
     def _wait_for_ours(self) -> Removable:
         """A hook of all optimizers. It knows us weakly, or torch would keep the model alive."""
@@ -87,7 +111,7 @@ class OptimizerSteps(CallListener):
 
     def _adopt_if_ours(self, optimizer: Optimizer) -> None:
         """Called ahead of the optimizer's own hooks: what is adopted here is told of this step already."""
-        if self.optimizer is None:
+        if not self.optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if any(id(p) in stepped for chunk in self._chunks for p in chunk.parameters()):
                 self._adopt(optimizer)
@@ -104,27 +128,33 @@ class OptimizerSteps(CallListener):
         self._guarded("ending a skipped step", self._scaler_ended)(*args, **kwargs)
 
     def _scaler_begins(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
-        self._adopt_if_ours(innermost(optimizer))
-        if innermost(optimizer) is self.optimizer:
-            self._called = False
+        given = optimizers_in(optimizer)
+        for one in given:
+            self._adopt_if_ours(one)
+        self._called.clear()
+        for one in self._ours(given):
             if scaler.is_enabled() and scaler._scale is not None:
-                self._listener.loss_scale(scaler._scale)
+                self._listener.loss_scale(one, scaler._scale, self._scalers.setdefault(scaler, len(self._scalers)))
 
     def _scaler_ended(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
-        if innermost(optimizer) is self.optimizer and scaler.is_enabled() and not self._called:
-            self._guarded("reading before the step", self._listener.before_step)(self.optimizer)
-            self._guarded("reading gradients", self._listener.gradients_ready)()
-            self._listener.step_skipped()
+        for one in self._ours(optimizers_in(optimizer)) if scaler.is_enabled() else ():
+            if one not in self._called:
+                self._guarded("reading before the step", self._listener.before_step)(one)
+                self._guarded("reading gradients", self._listener.gradients_ready)(one)
+                self._listener.step_skipped(one)
+
+    def _ours(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        return [one for one in optimizers if any(one is ours for ours in self.optimizers)]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        self._called = True
+        self._called.add(optimizer)
         if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return None
         if (found_inf := _found_inf(optimizer)) is not None:
             still_scaled = getattr(optimizer, "grad_scale", None) is not None
-            self._guarded("reading what the scaler found", self._listener.scales_itself)(found_inf, still_scaled)
+            self._guarded("reading what the scaler found", self._listener.scales_itself)(optimizer, found_inf, still_scaled)
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
-        ready = self._guarded("reading gradients", self._listener.gradients_ready)
+        ready = partial(self._guarded("reading gradients", self._listener.gradients_ready), optimizer)
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": partial(_then, kwargs["closure"], ready)}
         if len(args) > 1 and callable(args[1]):
@@ -144,9 +174,9 @@ class OptimizerSteps(CallListener):
         if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return
         if _skipped_itself(optimizer):
-            self._listener.step_skipped()
+            self._listener.step_skipped(optimizer)
         else:
-            self._listener.after_step()
+            self._listener.after_step(optimizer)
 
 
 def _within_a_step_of(optimizer: Optimizer) -> bool:

@@ -140,17 +140,17 @@ def test_a_skipped_step_ends_though_it_could_not_be_read() -> None:
         def before_step(self, _: Optimizer) -> None:
             raise OSError
 
-        def gradients_ready(self) -> None:
+        def gradients_ready(self, _: Optimizer) -> None:
             raise OSError
 
-        def loss_scale(self, _: torch.Tensor) -> None: ...
+        def loss_scale(self, _: Optimizer, scale: torch.Tensor, scaler: int) -> None: ...
 
-        def step_skipped(self) -> None:
+        def step_skipped(self, _: Optimizer) -> None:
             self.skipped += 1
 
     model, listener, failures = small_model(), Listener(), Failures()
     optimizer = SGD(model.parameters(), lr=0.01)
-    steps = OptimizerSteps(optimizer, [model], listener, failures)
+    steps = OptimizerSteps([optimizer], [model], listener, failures)
     train(model, optimizer, scaler(), [True])
     steps.remove()
     assert listener.skipped == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from mindspore import Parameter, Tensor, nn
@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from monitor.capture.backend import StepListener
 from monitor.failures import Failures
 from monitor.mindspore.frameworks.adam import Adams, Moments
+from monitor.mindspore.frameworks.optimizers import optimizers_in
 from monitor.mindspore.frameworks.state import State
 from monitor.mindspore.optimizer_steps import OptimizerSteps
 from monitor.placement import LOCAL, Placement
@@ -24,6 +25,39 @@ class Holding(Protocol):
     def tensor(self) -> Parameter: ...
 
 
+class Stepped:
+    """One optimizer, and what it was handed in the step in progress.
+
+    Attributes:
+        optimizer: The cell that users call.
+        state: Where it keeps what it knows of a parameter.
+        adams: What it makes of its moments, if it is an Adam.
+        has_stepped: Whether its moments are those of a step.
+    """
+
+    def __init__(self, optimizer: nn.Cell) -> None:
+        """Take an optimizer before training begins: this may wait."""
+        self.optimizer = optimizer
+        self.state = State(optimizer)
+        self.adams = Adams(self.state)
+        self.has_stepped = self.state.has_stepped()
+        self._gradients: Sequence[Tensor | None] = ()
+
+    def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
+        """The optimizer was called with these."""
+        self._gradients = gradients
+
+    def end_step(self) -> None:
+        """Forget the gradients of the step."""
+        self._gradients = ()
+        self.has_stepped = True
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""
+        place = self.state.place(parameter)
+        return None if place is None or place >= len(self._gradients) else self._gradients[place]
+
+
 class Framework:
     """MindSpore's cells and optimizers.
 
@@ -32,28 +66,28 @@ class Framework:
     Attributes:
         name: As messages and the manifest have it.
         chunks: The model as given to ``set_monitor``.
-        optimizer: What the user calls with the gradients.
+        optimizers: What the user calls with the gradients.
+        unusable_state: What was found of their state that is no moment of one parameter, in sentences.
+        stepped: The optimizers, each with what is known of it, by its id.
     """
 
     name = "mindspore"
 
-    def __init__(self, chunks: Sequence[nn.Cell], optimizer: nn.Cell, *, main_grad: bool) -> None:
-        """Take a model and its optimizer, as the user passed them, before training begins: this may wait.
+    def __init__(self, chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> None:
+        """Take a model and its optimizers, as the user passed them, before training begins: this may wait.
 
         Args:
             main_grad: Whether the user says that gradients are kept in ``main_grad``. Optimizers of MindSpore are handed them
                 wherever they are kept, so it makes no difference.
 
         Raises:
-            TypeError: The optimizer is none.
+            TypeError: An optimizer is none.
         """
         del main_grad
         self.chunks = chunks
-        self.optimizer = optimizer
-        self._state = State(optimizer)
-        self._adams = Adams(self._state)
-        self._gradients: Sequence[Tensor | None] = ()
-        self._stepped = self._state.has_stepped()
+        self.optimizers = optimizers_in(optimizer)
+        self.unusable_state: Sequence[str] = ()
+        self.stepped = {id(one): Stepped(one) for one in self.optimizers}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that show in the model, by role: none."""
@@ -61,8 +95,8 @@ class Framework:
 
     def notes(self) -> Mapping[str, str]:
         """What a reader of the numbers must know, for the manifest; by kind where it concerns one."""
-        scale = getattr(self._state.optimizer, "loss_scale", 1.0)
-        return {} if scale == 1.0 else {"loss_scale": f"{scale}: {SCALED}"}
+        scales = {getattr(one.state.optimizer, "loss_scale", 1.0) for one in self.stepped.values()} - {1.0}
+        return {"loss_scale": f"{', '.join(map(str, sorted(scales)))}: {SCALED}"} if scales else {}
 
     def placement(self, kind: str, parameter: Holding) -> Placement:
         """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
@@ -74,19 +108,14 @@ class Framework:
         del root
         return False
 
-    def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
-        """The optimizer was called with these."""
-        self._gradients = gradients
-
-    def end_step(self) -> None:
-        """Let go of the gradients of the step."""
-        self._gradients = ()
-        self._stepped = True
+    def held(self, optimizer: Any) -> Collection[int]:
+        """The ids of the parameters that an optimizer steps: the same object as long as they are the same."""
+        return self.stepped[id(optimizer)].state.places
 
     def reduced(self, parameter: Holding) -> Tensor | None:
         """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""
-        place = self._state.place(parameter.tensor)
-        return None if place is None or place >= len(self._gradients) else self._gradients[place]
+        found = self._of(parameter)
+        return None if found is None else found.gradient(parameter.tensor)
 
     def weight(self, parameter: Holding) -> Tensor | None:
         """The weight that the optimizer steps."""
@@ -94,27 +123,33 @@ class Framework:
 
     def moment(self, kind: str, parameter: Holding, optimizer: Any = None) -> Tensor | None:
         """What this rank holds of a moment. Before the first step of a fresh optimizer it is full of zeros that are none."""
-        del optimizer
-        return self._state.moment(kind, parameter.tensor) if self._stepped else None
+        found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
+        return found.state.moment(kind, parameter.tensor) if found is not None and found.has_stepped else None
 
     def keeps(self, kind: str, parameter: Holding) -> bool:
         """Whether the optimizer has such a moment of a parameter, be it of no step yet."""
-        return self._state.moment(kind, parameter.tensor) is not None
+        found = self._of(parameter)
+        return found is not None and found.state.moment(kind, parameter.tensor) is not None
 
     def maximizes(self, parameter: Holding) -> bool:
         """Whether the optimizer steps up along the gradient."""
-        place = self._state.place(parameter.tensor)
-        return place is not None and bool(self._state.group(place).get("maximize"))
+        found = self._of(parameter)
+        place = None if found is None else found.state.place(parameter.tensor)
+        return found is not None and place is not None and bool(found.state.group(place).get("maximize"))
 
-    @property
-    def is_adam(self) -> bool:
+    def is_adam(self, optimizer: Any) -> bool:
         """Whether ``adam_of`` knows the optimizer's rule."""
-        return self._adams.rule is not None
+        return self.stepped[id(optimizer)].adams.rule is not None
 
     def adam_of(self, parameter: Holding) -> Moments | None:
         """After a step: what the step of the parameter was computed from; None where that cannot be told."""
-        return self._adams.of(parameter.tensor)
+        found = self._of(parameter)
+        return None if found is None else found.adams.of(parameter.tensor)
 
     def steps(self, listener: StepListener, failures: Failures) -> OptimizerSteps:
         """Tell ``listener`` of every step from now on."""
-        return OptimizerSteps(self.optimizer, self, listener, failures)
+        return OptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures)
+
+    def _of(self, parameter: Holding) -> Stepped | None:
+        """The first optimizer that steps a parameter."""
+        return next((one for one in self.stepped.values() if one.state.place(parameter.tensor) is not None), None)

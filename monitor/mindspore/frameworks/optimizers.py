@@ -1,17 +1,35 @@
-"""What counts as an optimizer, and which one does the work inside others."""
+"""What counts as an optimizer, and which ones do the work inside others."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from mindspore import nn
 
-MAX_WRAPPERS: Final = 16
-"""More are a circle."""
+from monitor.capture import arguments
+from monitor.capture.arguments import MAX_WRAPPERS
 
 
-def innermost(optimizer: Any) -> nn.Cell:
+def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
+    """The optimizers that users call, in sequences, dictionaries and containers, in order, each once.
+
+    Raises:
+        TypeError: Something in it is no optimizer, or there is none.
+    """
+
+    def checked(one: Any, called: str) -> nn.Cell:
+        innermost(one, called)
+        cell: nn.Cell = one
+        return cell
+
+    return arguments.optimizers_in(given, checked, lambda one: one)
+
+
+def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:
     """The optimizer that does the work inside any number of others, which keep what they wrap in ``opt`` or ``optimizer``.
+
+    Args:
+        called: What a message calls it.
 
     Raises:
         TypeError: It is no optimizer.
@@ -26,7 +44,7 @@ def innermost(optimizer: Any) -> nn.Cell:
         return inner
     given = type(optimizer).__name__
     expected = "an optimizer of mindspore.nn or mindspore.experimental.optim"
-    raise TypeError(f"optimizer is a {given}: expected {expected}.")
+    raise TypeError(f"{called} is a {given}: expected {expected}.")
 
 
 def is_optimizer(cell: Any) -> bool:

@@ -67,12 +67,17 @@ class State:
         kept = (getattr(self.optimizer, name, None) for name in names)
         return any(on_host(one).any() for every in kept if isinstance(every, tuple) for one in every if has_data(one))
 
-    def place(self, parameter: Parameter) -> int | None:
-        """Where a parameter is among those of the optimizer; None if it is not stepped."""
+    @property
+    def places(self) -> Mapping[int, int]:
+        """Where each parameter is among those of the optimizer, by its id: the same object until the optimizer has others."""
         if self.optimizer.parameters is not self._known:
             self._known = self.optimizer.parameters
             self._places = {id(one): place for place, one in enumerate(self._known)}
-        return self._places.get(id(parameter))
+        return self._places
+
+    def place(self, parameter: Parameter) -> int | None:
+        """Where a parameter is among those of the optimizer; None if it is not stepped."""
+        return self.places.get(id(parameter))
 
     def group(self, place: int) -> Mapping[str, Any]:
         """The hyperparameters of the parameter in a place; empty where the optimizer has the same for all of them."""

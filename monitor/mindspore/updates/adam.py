@@ -6,8 +6,7 @@ the optimizer corrects it. See ``monitor.mindspore.frameworks.adam`` for what ea
 
 from __future__ import annotations
 
-from typing import Any
-
+from monitor.capture.optimizer_turns import Stepping
 from monitor.capture.parameter_series import Computed, NamedParameter
 from monitor.capture.updates import UpdateCollector
 from monitor.capture.watched_parameters import WatchedParameters
@@ -26,9 +25,10 @@ class AdamCollector(UpdateCollector):
         self._failures = watched.failures
         self._eps = eps
 
-    def after_step(self, optimizer: Any) -> None:
-        if not self._framework.is_adam:
-            said = f"ur_distribution records what Adam makes of its moments, and {type(optimizer).__name__} is no Adam"
+    def after_step(self, stepping: Stepping) -> None:
+        if not self._framework.is_adam(stepping.optimizer):
+            name = type(stepping.optimizer).__name__
+            said = f"ur_distribution records what Adam makes of its moments, and {name} is no Adam"
             self._failures.warn("ur_distribution", f"{said} that is known here: no rows.")
             return
         counted: dict[NamedParameter, Computed] = {}
@@ -42,8 +42,8 @@ class AdamCollector(UpdateCollector):
             counted[parameter] = _computed(ratios, moments)
             return _computed(updates, moments)
 
-        self._update.record_computed(update)
-        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None))
+        self._update.record_computed(update, stepping.held)
+        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
 
     def _vectors(self, moments: Moments) -> tuple[Signed, Signed]:
         return adam_vectors(

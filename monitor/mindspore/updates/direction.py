@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from monitor.capture.optimizer_turns import Stepping
 from monitor.capture.parameter_series import Computed, NamedParameter
 from monitor.capture.updates import UpdateCollector
 from monitor.capture.watched_parameters import WatchedParameters
@@ -24,8 +25,8 @@ class DirectionCollector(UpdateCollector):
         self._series = watched.series(DIRECTION_KIND)
         self._framework = watched.framework
 
-    def gradients_ready(self, optimizer: Any) -> None:
-        self._series.record_computed(lambda parameter: self._compared(parameter, optimizer))
+    def gradients_ready(self, stepping: Stepping) -> None:
+        self._series.record_computed(lambda parameter: self._compared(parameter, stepping.optimizer), stepping.held)
 
     def _compared(self, parameter: NamedParameter, optimizer: Any) -> Computed | None:
         gradient = self._framework.reduced(parameter)

@@ -5,9 +5,8 @@ A framework that keeps them elsewhere is a subclass that overrides what differs,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,17 +18,11 @@ from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, ranks_of
 from monitor.pytorch.frameworks.dtensor import mesh_groups, placement_of
-from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.pytorch.frameworks.moments import Moments, Stepped
+from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in
 from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
-
-STATE_NAMES: Final = {
-    "exp_avg": ("exp_avg", "momentum_buffer"),
-    "exp_avg_sq": ("exp_avg_sq",),
-    "max_exp_avg_sq": ("max_exp_avg_sq",),
-}
-"""What torch optimizers call the state behind each kind."""
 
 
 class LocalGradients(Protocol):
@@ -48,20 +41,6 @@ class LocalGradients(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """What a torch optimizer steps in the place of a parameter, if not the parameter itself.
-
-    Attributes:
-        key: The tensor that it knows.
-        group: Its hyperparameters, where the optimizer does not list it in a group of its own between steps.
-    """
-
-    optimizer: Optimizer
-    key: Tensor
-    group: Mapping[str, Any] | None = None
-
-
 class Framework:
     """Plain PyTorch, with DistributedDataParallel or without, and tensors that are DTensors.
 
@@ -70,7 +49,8 @@ class Framework:
     Attributes:
         name: As messages and the manifest have it.
         chunks: The model as given to ``set_monitor``.
-        optimizer: The torch optimizer that does the work; None where the first that steps the model is to be found.
+        optimizers: The torch optimizers that do the work; empty where the first that steps the model is to be found.
+        unusable_state: What was found of their state that is no moment of one parameter, in sentences.
         tells_twice: Whether ``catch_unreduced`` tells of a gradient after each backward, and once again when it is complete.
         reads_before_clipping: Whether a step begins before anybody clips, so that gradients which changed since backward were
             aggregated, and no more.
@@ -81,17 +61,20 @@ class Framework:
     reads_before_clipping = False
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
-        """Take a model and its optimizer, as the user passed them.
+        """Take a model and its optimizers, as the user passed them.
 
         Args:
             main_grad: Whether the user says that gradients are kept in ``main_grad``.
 
         Raises:
-            TypeError: The optimizer is none that this framework knows.
+            TypeError: An optimizer is none that this framework knows.
             ValueError: The model is set up in a way that cannot be observed. The message says what to change.
         """
         self.chunks = chunks
-        self.optimizer: Optimizer | None = None if optimizer is None else innermost(optimizer)
+        self.optimizers: Sequence[Optimizer] = () if optimizer is None else optimizers_in(optimizer)
+        self._containers = tuple(containers_in(optimizer))
+        self._moments = Moments()
+        self._groups: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._main_grad = main_grad
         self._data_parallel = {id(p): alike for chunk in chunks for p, alike in _data_parallel(chunk)}
 
@@ -160,7 +143,7 @@ class Framework:
             optimizer: The torch optimizer that is about to step.
         """
         stepped = self.stepped(parameter, optimizer)
-        return None if stepped is None else in_state(kind, stepped)
+        return None if stepped is None else self._moments.of(kind, stepped)
 
     def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
         """What is stepped for a parameter, of which this rank may hold a part; None where nothing is, or it cannot be told.
@@ -170,22 +153,24 @@ class Framework:
         """
         return Stepped(optimizer, parameter.tensor)
 
+    @property
+    def unusable_state(self) -> Sequence[str]:
+        return self._moments.unusable
+
+    def held(self, optimizer: Any) -> Collection[int] | None:
+        """The ids of the parameters that an optimizer steps: the same object as long as they are the same. None for all."""
+        ids = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+        known = self._groups.get(id(optimizer))
+        if known is None or known[0] != ids:
+            known = self._groups[id(optimizer)] = ids, frozenset(ids)
+        return known[1]
+
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
         """Tell ``listener`` of every step from now on."""
-        return OptimizerSteps(self.optimizer, self.chunks, listener, failures)
+        return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers)
 
     def _main_grad_of(self, tensor: Any) -> Tensor | None:
         return getattr(tensor, "main_grad", None) if self._main_grad else None
-
-
-def in_state(kind: str, stepped: Stepped) -> Tensor | None:
-    """The moment that an optimizer keeps of what it steps."""
-    # `state` is a defaultdict: asking for a parameter that has none yet would make one, and change training.
-    state = stepped.optimizer.state.get(stepped.key)
-    if state is None:
-        return None
-    found = (state.get(name) for name in STATE_NAMES[kind])
-    return next((x for x in found if isinstance(x, Tensor)), None)
 
 
 def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]:

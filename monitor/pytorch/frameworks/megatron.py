@@ -15,12 +15,13 @@ from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
 from monitor.placement import Placement
-from monitor.pytorch.frameworks.framework import Framework, LocalGradients, Stepped
+from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.frameworks.megatron_gradients import MainGradients
 from monitor.pytorch.frameworks.megatron_layout import Layout
 from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, members
 from monitor.pytorch.frameworks.megatron_patches import check_version, unknown_version
 from monitor.pytorch.frameworks.megatron_steps import MegatronSteps
+from monitor.pytorch.frameworks.moments import Stepped
 
 MEAN: Final = "a rank's own sum over its micro-batches; their mean over the data- and context-parallel ranks is grad_reduced"
 PER_TOKEN: Final = (
@@ -46,7 +47,7 @@ class Megatron(Framework):
         super().__init__(chunks, None, main_grad=main_grad)
         check_version()
         self._weights = MasterWeights(optimizer)
-        self.optimizer = self._weights.optimizer
+        self.optimizers = () if self._weights.optimizer is None else (self._weights.optimizer,)
         self._wrappers = list(dict.fromkeys(_wrappers(chunks, self._weights.given)))
         if not self._wrappers:
             raise ValueError(
@@ -90,6 +91,10 @@ class Megatron(Framework):
         del optimizer  # of a chained one the first
         found = self._weights.of(parameter.tensor)
         return None if found is None or found.decoupled else Stepped(found.optimizer, found.tensor)
+
+    def held(self, optimizer: Any) -> None:
+        """Of a chained one every member steps at once; what each of them steps, ``weight`` knows."""
+        del optimizer
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
         return MegatronSteps(self._weights, listener, failures)

@@ -10,7 +10,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from monitor.pytorch.frameworks.optimizers import MAX_WRAPPERS, innermost
+from monitor.capture.arguments import MAX_WRAPPERS
+from monitor.pytorch.frameworks.optimizers import innermost
 
 GROUPS: Final = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),

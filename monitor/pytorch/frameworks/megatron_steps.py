@@ -20,11 +20,11 @@ class MegatronSteps(CallListener):
     Gradients are ready when ``prepare_grads`` has returned: reduced, divided by the loss scale, and not yet clipped.
 
     Attributes:
-        optimizer: The first torch optimizer inside it.
+        optimizers: The first torch optimizer inside it, which has the turn of all; None on a rank where nothing is stepped.
     """
 
     def __init__(self, weights: MasterWeights, listener: StepListener, failures: Failures) -> None:
-        self.optimizer: Optimizer | None = weights.optimizer
+        self.optimizers: tuple[Optimizer | None] = (weights.optimizer,)
         self._weights = weights
         self._listener = listener
         self._guarded = failures.guarded
@@ -46,7 +46,7 @@ class MegatronSteps(CallListener):
         if args[0] is not self._stepping:
             return
         if patch.name == "prepare_grads":
-            self._guarded("reading gradients", self._listener.gradients_ready)()
+            self._guarded("reading gradients", self._listener.gradients_ready)(*self.optimizers)
         else:
             self._guarded("ending the step", self._end)(result)
 
@@ -60,14 +60,14 @@ class MegatronSteps(CallListener):
             return
         self._stepping = optimizer
         if any(getattr(member, "grad_scaler", None) is not None for member in members(optimizer)):
-            self._listener.loss_scale(optimizer.get_loss_scale())
-        if self.optimizer is not None:
-            self._listener.before_step(self.optimizer)
+            self._listener.loss_scale(*self.optimizers, optimizer.get_loss_scale())
+        if self.optimizers != (None,):
+            self._listener.before_step(*self.optimizers)
 
     def _end(self, result: Any) -> None:
         """Take the result of ``step``, whose first element is whether it was done."""
         self._stepping = None
         if result[0]:
-            self._listener.after_step()
+            self._listener.after_step(*self.optimizers)
         else:
-            self._listener.step_skipped()
+            self._listener.step_skipped(*self.optimizers)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from monitor.capture.arguments import only
 from monitor.pytorch.frameworks.framework import Framework
 
 
@@ -20,6 +21,7 @@ def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool
         TypeError: The optimizer is none that can be observed.
         ValueError: The model is set up in a way that cannot be observed.
     """
+    optimizer = only(optimizer)
     if "deepspeed.runtime.engine" in sys.modules:
         from monitor.pytorch.frameworks.deepspeed.recognition import deepspeed_of
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from monitor.capture.optimizer_turns import Stepping
 from monitor.capture.parameter_series import Computed, NamedParameter
 from monitor.capture.updates import UpdateCollector
 from monitor.capture.watched_parameters import WatchedParameters
@@ -65,17 +66,18 @@ class AdamCollector(UpdateCollector):
         self._eps = eps
         self._steps: dict[NamedParameter, float | Tensor] = {}
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, stepping: Stepping) -> None:
         """Remember how many steps were made: what is not stepped now has no update."""
         groups, self._steps = Groups(), {}
-        self._update.each(lambda parameter: self._remember(parameter, optimizer, groups))
+        self._update.each(lambda parameter: self._remember(parameter, stepping.optimizer, groups), stepping.held)
 
     def _remember(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> None:
         stepped = self._framework.stepped(parameter, optimizer)
         if stepped is not None and (step := steps_made(stepped, groups.of(stepped) or {})) is not None:
             self._steps[parameter] = step
 
-    def after_step(self, optimizer: Optimizer | None) -> None:
+    def after_step(self, stepping: Stepping) -> None:
+        optimizer = stepping.optimizer
         if optimizer is None:
             return
         groups = Groups()
@@ -88,8 +90,8 @@ class AdamCollector(UpdateCollector):
             updates, counted[parameter] = self._count(moments)
             return updates
 
-        self._update.record_computed(update)
-        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None))
+        self._update.record_computed(update, stepping.held)
+        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
 
     def _moments(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Moments | None:
         stepped = self._framework.stepped(parameter, optimizer)

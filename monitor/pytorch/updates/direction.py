@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from monitor.capture.optimizer_turns import Stepping
 from monitor.capture.parameter_series import Computed, NamedParameter
 from monitor.capture.updates import UpdateCollector
 from monitor.capture.watched_parameters import WatchedParameters
 from monitor.pytorch.frameworks.dtensor import part_like
-from monitor.pytorch.frameworks.framework import Stepped
+from monitor.pytorch.frameworks.moments import Stepped
 from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.updates.stepping import made, steps_made
 from monitor.series import DIRECTION_KIND
@@ -32,14 +33,15 @@ class DirectionCollector(UpdateCollector):
         self._framework = watched.framework
         self._begins: dict[NamedParameter, Computed] = {}
 
-    def gradients_ready(self, optimizer: Optimizer) -> None:
+    def gradients_ready(self, stepping: Stepping) -> None:
         self._begins.clear()
         groups = Groups()
-        self._series.record_computed(lambda parameter: self._compared(parameter, optimizer, groups))
+        self._series.record_computed(lambda one: self._compared(one, stepping.optimizer, groups), stepping.held)
 
-    def after_step(self, optimizer: Optimizer | None) -> None:
+    def after_step(self, stepping: Stepping) -> None:
         """Of what had no momentum before the step and has one now."""
         begins, self._begins = self._begins, {}
+        optimizer = stepping.optimizer
 
         def begun(parameter: NamedParameter) -> Computed | None:
             computed = begins.get(parameter)
@@ -50,7 +52,7 @@ class DirectionCollector(UpdateCollector):
             return computed if step is None else replace(computed, numbers={**computed.numbers, WRITES: made(step)})
 
         if begins and optimizer is not None:
-            self._series.record_computed(begun)
+            self._series.record_computed(begun, stepping.held)
 
     def forget_step(self) -> None:
         self._begins.clear()

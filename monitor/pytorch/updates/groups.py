@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from monitor.pytorch.frameworks.framework import Stepped
+from monitor.pytorch.frameworks.moments import Stepped
 
 
 class Groups:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monitor.pytorch.frameworks.framework import Stepped
+from monitor.pytorch.frameworks.moments import Stepped
 
 
 def steps_made(stepped: Stepped, group: Mapping[str, Any]) -> float | Tensor | None:

@@ -9,8 +9,8 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
+from monitor.capture.arguments import MAX_WRAPPERS
 from monitor.placement import Ranks, ranks_of
-from monitor.pytorch.frameworks.optimizers import MAX_WRAPPERS
 from monitor.pytorch.place import group_ranks
 
 DEFINES_ENGINE: Final = "deepspeed.runtime.engine"

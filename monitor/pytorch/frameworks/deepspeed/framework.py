@@ -19,7 +19,8 @@ from monitor.pytorch.frameworks.deepspeed.loss_scale import is_scaled
 from monitor.pytorch.frameworks.deepspeed.patches import STEP_PATCH
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece
 from monitor.pytorch.frameworks.deepspeed.steps import EngineSteps
-from monitor.pytorch.frameworks.framework import Framework, Stepped
+from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.frameworks.moments import Stepped
 from monitor.pytorch.frameworks.optimizers import innermost
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
@@ -41,7 +42,8 @@ class DeepSpeed(Framework):
     reads_before_clipping = True
 
     def __init__(self, engine: Any, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
-        super().__init__(chunks, _torch_optimizer(engine, optimizer), main_grad=main_grad)
+        self.optimizer = _torch_optimizer(engine, optimizer)
+        super().__init__(chunks, self.optimizer, main_grad=main_grad)
         self._engine = engine
         self._wrapper: Any = engine.optimizer
         check_version(STEP_PATCH)
@@ -61,8 +63,11 @@ class DeepSpeed(Framework):
         alike = _ranks_of_expert(parameter.tensor) or ranks_in(self._engine.seq_data_parallel_group)
         return Placement(unclaimed=alike if len(alike) > 1 else (), data_parallel=alike)
 
+    def held(self, optimizer: Any) -> None:
+        """Whatever the engine trains, as it has repacked it."""
+        del optimizer
+
     def steps(self, listener: StepListener, failures: Failures) -> EngineSteps:
-        assert self.optimizer is not None
         return EngineSteps(self._engine, self.optimizer, listener, failures)
 
 

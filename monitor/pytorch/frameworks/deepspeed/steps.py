@@ -19,11 +19,11 @@ class EngineSteps(CallListener):
     """Tells a listener of the steps of one engine.
 
     Attributes:
-        optimizer: The torch optimizer inside.
+        optimizers: The torch optimizer inside.
     """
 
     def __init__(self, engine: Any, optimizer: Optimizer, listener: StepListener, failures: Failures) -> None:
-        self.optimizer: Optimizer | None = optimizer
+        self.optimizers = (optimizer,)
         self._stepped = optimizer
         self._engine = engine
         self._listener = listener
@@ -43,7 +43,7 @@ class EngineSteps(CallListener):
             self._called = False
             self._guarded("reading the loss scale", self._tell_scale)()
             self._guarded("reading before the step", self._listener.before_step)(self._stepped)
-            self._guarded("reading gradients", self._listener.gradients_ready)()
+            self._guarded("reading gradients", self._listener.gradients_ready)(self._stepped)
 
     def call_ended(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del kwargs, result
@@ -52,9 +52,9 @@ class EngineSteps(CallListener):
 
     def _ended(self) -> None:
         if self._engine.was_step_applied() and (self._called or grad_scaler_of(self._engine) is None):
-            self._listener.after_step()
+            self._listener.after_step(self._stepped)
         else:
-            self._listener.step_skipped()
+            self._listener.step_skipped(self._stepped)
 
     def _is_called(self, *_: Any) -> None:
         self._called = True
@@ -62,4 +62,4 @@ class EngineSteps(CallListener):
     def _tell_scale(self) -> None:
         scale = loss_scale_of(self._engine)
         if scale is not None:
-            self._listener.loss_scale(scale)
+            self._listener.loss_scale(self._stepped, scale)

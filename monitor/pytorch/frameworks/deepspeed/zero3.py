@@ -20,7 +20,8 @@ from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.framework import Repacked
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece, flat_shard
 from monitor.pytorch.frameworks.deepspeed.zero12 import ON_THEIR_WAY
-from monitor.pytorch.frameworks.framework import LocalGradients, Stepped
+from monitor.pytorch.frameworks.framework import LocalGradients
+from monitor.pytorch.frameworks.moments import Stepped
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
 

@@ -1,0 +1,555 @@
+"""One model, several optimizers: every parameter is measured around the step of the optimizer that has it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
+from watching import Output, assert_rows, attached, warnings_in
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(7))
+EVERYTHING_OF_STEPS: dict[str, Any] = {
+    "wg_distribution": True,
+    "param_distribution": True,
+    "mv_distribution": True,
+    "update_ratio": True,
+    "ops": ["norm", "min", "max", "mean"],
+    "ndigits": 17,
+}
+KINDS = ("grad_unreduced", "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
+MOMENTS = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
+Rows = dict[str, dict[tuple[str, int, int | None], Tensor]]
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+
+def matrices_and_rest(model: nn.Module) -> tuple[Optimizer, Optimizer]:
+    """The usual pair: Muon for matrices, AdamW for the rest."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return Muon(matrices, lr=0.1), AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.1)
+
+
+class Reference:
+    """What the rows of a loop have to be, taken down by hand around each call of an optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: Rows = defaultdict(dict)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+
+    def stepped(self, optimizer: Optimizer, step: int, *, skipped: bool = False) -> Iterator[None]:
+        """Around a step of ``optimizer`` that belongs to ``step``."""
+        held = {self._names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names}
+        for name, p in held.items():
+            self._take("param_origin", name, step, p)
+            if p.grad is not None:
+                self._take("grad_reduced", name, step, p.grad)
+            for kind, names in MOMENTS.items():
+                state = optimizer.state.get(p, {})
+                for one in names:
+                    if one in state:
+                        self._take(kind, name, step, state[one])
+        yield
+        for name, p in held.items() if not skipped else ():
+            self._take("param_updated", name, step, p)
+
+    def _take(self, kind: str, name: str, step: int, x: Tensor) -> None:
+        self.rows[kind][name, step, None] = x.detach().clone()
+
+    @contextmanager
+    def around(self, optimizer: Optimizer, step: int, *, skipped: bool = False) -> Iterator[None]:
+        yield from self.stepped(optimizer, step, skipped=skipped)
+
+    def unreduced(self, names_and_gradients: Mapping[str, Tensor], step: int) -> None:
+        for name, gradient in names_and_gradients.items():
+            self._take("grad_unreduced", name, step, gradient)
+
+    def hold(self, output: Output, *kinds: str) -> None:
+        """The files have exactly these rows of ``kinds``, and the update of each weight is that between them."""
+        for kind in kinds or KINDS:
+            assert_rows(output, kind, self.rows[kind])
+        ratios = {(row.name, row.step): row.values for row in output.rows("update_ratio")}
+        assert sorted(ratios) == sorted(place[:2] for place in self.rows["param_updated"])
+        for (name, step, _), after in self.rows["param_updated"].items():
+            before = self.rows["param_origin"][name, step, None].double()
+            assert ratios[name, step]["update_norm"] == pytest.approx((after.double() - before).norm().item(), rel=1e-6)
+
+
+class Container:
+    """Holds optimizers as torchtitan's container does that is no optimizer of torch itself."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], name: str = "optimizers") -> None:
+        setattr(self, name, list(optimizers))
+        self.all = list(optimizers)
+
+    def step(self) -> None:
+        for one in self.all:
+            one.step()
+
+
+class OptimizerContainer(Optimizer):
+    """Holds optimizers, and is an optimizer of torch that knows all their parameters, as torchtitan's is."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for one in self.optimizers:
+            one.step()
+
+
+class Wrapper:
+    """Wraps one optimizer, as accelerate, Lightning and DeepSpeed do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
+WAYS: dict[str, Callable[[Optimizer, Optimizer], Any]] = {
+    "list": lambda a, b: [a, b],
+    "tuple": lambda a, b: (b, a),
+    "dictionary": lambda a, b: {"matrices": a, "rest": b},
+    "container": lambda a, b: Container([a, b]),
+    "chained": lambda a, b: Container([a, b], "chained_optimizers"),
+    "an optimizer that holds them": lambda a, b: OptimizerContainer([a, b]),
+    "wrapped in a list": lambda a, b: [Wrapper(a), Wrapper(Wrapper(b))],
+    "a wrapped container": lambda a, b: Wrapper(Container([a, b])),
+    "nested": lambda a, b: [[a], {"rest": [b]}],
+}
+
+
+class TestHowTheyArePassed:
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first first", "second first"])
+    def test_every_parameter_is_measured_around_its_own_step(self, output: Output, way: str, order: tuple[int, int]) -> None:
+        model = small_model()
+        pair = matrices_and_rest(model)
+        reference = Reference(model)
+        with attached(output, model, WAYS[way](*pair), **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                model(X).square().sum().backward()
+                reference.unreduced({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, step)
+                for optimizer in (pair[place] for place in order):
+                    with reference.around(optimizer, step):
+                        optimizer.step()
+                model.zero_grad()
+        reference.hold(output)
+        assert output.manifest()["steps"]["written"]["count"] == 3
+
+    def test_the_step_of_a_container_is_that_of_all_it_holds(self, output: Output) -> None:
+        """Also of those that it leaves out: what it has done by then is the step."""
+        model = small_model()
+        matrices, rest = matrices_and_rest(model)
+        container = OptimizerContainer([matrices, rest])
+        with attached(output, model, container, **EVERYTHING_OF_STEPS):
+            for _ in range(2):
+                model(X).square().sum().backward()
+                container.step()
+                container.zero_grad()
+            container.optimizers = [matrices]
+            model(X).square().sum().backward()
+            container.step()
+        assert output.manifest()["steps"]["written"]["count"] == 3
+        assert {row.name for row in output.rows("param_updated") if row.step == 2} == {"0.weight", "2.weight"}
+
+    def test_something_in_it_that_is_no_optimizer_is_named(self, output: Output) -> None:
+        model = small_model()
+        with pytest.raises(TypeError, match=r"optimizer\[1\] is a str: expected a torch\.optim\.Optimizer"):
+            attached(output, model, [SGD(model.parameters()), "sgd"], **EVERYTHING_OF_STEPS)
+
+    def test_an_empty_sequence_is_refused(self, output: Output) -> None:
+        with pytest.raises(TypeError, match="optimizer is a list without an optimizer"):
+            attached(output, small_model(), [], **EVERYTHING_OF_STEPS)
+
+    def test_training_is_the_same_bit_for_bit(self, output: Output) -> None:
+        model = small_model()
+        twin = copy.deepcopy(model)
+        ours, theirs = matrices_and_rest(model), matrices_and_rest(twin)
+
+        def train(model: nn.Module, pair: Sequence[Optimizer]) -> None:
+            for _ in range(3):
+                model(X).square().sum().backward()
+                for one in pair:
+                    one.step()
+                model.zero_grad()
+
+        with attached(output, model, ours, mg_direction=True, ur_distribution=True, format="hdf5", **EVERYTHING_OF_STEPS):
+            train(model, ours)
+        train(twin, theirs)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+class Gan:
+    """A generator, a critic, an optimizer for each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)})
+        self.of_g, self.of_d = Adam(self.model["g"].parameters(), lr=0.1), Adam(self.model["d"].parameters(), lr=0.1)
+        self.reference = Reference(self.model)
+
+    def gradients(self, part: str) -> dict[str, Tensor]:
+        return {f"{part}.{name}": p.grad for name, p in self.model[part].named_parameters() if p.grad is not None}
+
+    def train_critic(self, step: int, *, unreduced: bool = True) -> None:
+        self.model.zero_grad()
+        with torch.no_grad():
+            fake = self.model["g"](X)
+        (self.model["d"](fake).mean() - self.model["d"](X).mean()).backward()
+        if unreduced:
+            self.reference.unreduced(self.gradients("d"), step)
+        with self.reference.around(self.of_d, step):
+            self.of_d.step()
+
+    def train_generator(self, step: int) -> None:
+        self.model.zero_grad()
+        (-self.model["d"](self.model["g"](X)).mean()).backward()
+        self.reference.unreduced(self.gradients("g"), step)
+        with self.reference.around(self.of_g, step):
+            self.of_g.step()
+
+
+class TestWhenAStepEnds:
+    """The table of docs/optimizers.md, row by row."""
+
+    def test_a_gan_has_one_step_for_both(self, output: Output) -> None:
+        """The gradients that the generator's backward leaves in the critic are of no step of the critic."""
+        gan = Gan()
+        with attached(output, gan.model, [gan.of_g, gan.of_d], **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                gan.train_critic(step)
+                gan.train_generator(step)
+        gan.reference.hold(output)
+        assert output.manifest()["steps"]["written"]["count"] == 3
+
+    def test_a_generator_that_comes_first_leaves_nothing_in_the_critics_rows(self, output: Output) -> None:
+        gan = Gan()
+        with attached(output, gan.model, [gan.of_g, gan.of_d], **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                gan.train_generator(step)
+                gan.train_critic(step)
+        gan.reference.hold(output)
+
+    def test_a_critic_that_steps_five_times_ends_a_step_before_each_but_the_first(self, output: Output) -> None:
+        """Its later backwards belong to the step that is then in progress, in which it has stepped: they have no rows."""
+        gan = Gan()
+        with attached(output, gan.model, [gan.of_g, gan.of_d], **EVERYTHING_OF_STEPS):
+            step = 0
+            for _ in range(2):
+                for turn in range(5):
+                    gan.train_critic(step + turn, unreduced=turn == 0)
+                step += 4
+                gan.train_generator(step)
+                step += 1
+        gan.reference.hold(output)
+        assert output.manifest()["steps"]["written"]["count"] == 10
+
+    def test_an_optimizer_that_an_if_leaves_out_has_no_rows_in_that_step(
+        self, output: Output, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = small_model()
+        matrices, rest = matrices_and_rest(model)
+        reference = Reference(model)
+        turns = [(matrices, 0), (rest, 0), (matrices, 1), (matrices, 2), (rest, 2), (matrices, 3), (rest, 3)]
+        with attached(output, model, [matrices, rest], **EVERYTHING_OF_STEPS):
+            for optimizer, step in turns:
+                if optimizer is matrices:
+                    model.zero_grad()
+                    model(X).square().sum().backward()
+                with reference.around(optimizer, step):
+                    optimizer.step()
+        reference.hold(output, "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
+        assert [said for said in warnings_in(caplog) if "AdamW" in said and "the step ended between the two" in said]
+
+    def test_one_that_the_scaler_skips_has_had_its_turn(self, output: Output) -> None:
+        model = small_model()
+        matrices, rest = matrices_and_rest(model)
+        reference, scaler = Reference(model), GradScaler("cpu", init_scale=8.0)
+        with attached(output, model, [matrices, rest], **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                scaler.scale(model(X).square().sum()).backward()
+                if step == 1:
+                    assert model[0].weight.grad is not None
+                    model[0].weight.grad[0, 0] = torch.inf
+                for optimizer in (matrices, rest):
+                    scaler.unscale_(optimizer)
+                    with reference.around(optimizer, step, skipped=step == 1 and optimizer is matrices):
+                        scaler.step(optimizer)
+                scaler.update()
+                model.zero_grad()
+        reference.hold(output, "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
+        manifest = output.manifest()
+        assert manifest["steps"]["written"]["count"] == 3
+        assert manifest["steps"]["skipped"]["count"] == 0
+        assert "skipped" in manifest["notes"]["optimizers"]
+        assert [row.values["max"] for row in output.rows("other") if row.name == "loss_scale"] == [8.0, 8.0, 4.0]
+
+    def test_a_step_in_which_the_scaler_skips_every_optimizer_is_skipped(self, output: Output) -> None:
+        model = small_model()
+        pair, scaler = matrices_and_rest(model), GradScaler("cpu", init_scale=8.0)
+        with attached(output, model, Container(pair), **EVERYTHING_OF_STEPS):
+            for step in range(2):
+                scaler.scale(model(X).square().sum()).backward()
+                for p in model.parameters() if step == 0 else ():
+                    assert p.grad is not None
+                    p.grad.fill_(torch.inf)
+                for optimizer in pair:
+                    scaler.step(optimizer)
+                scaler.update()
+                model.zero_grad()
+        steps = output.manifest()["steps"]
+        assert (steps["written"]["count"], steps["skipped"]["ranges"][0][:2]) == (2, [0, 0])
+
+    def test_scalers_of_their_own_have_rows_of_their_own(self, output: Output) -> None:
+        model = small_model()
+        pair = matrices_and_rest(model)
+        scalers = GradScaler("cpu", init_scale=2.0), GradScaler("cpu", init_scale=4.0)
+        with attached(output, model, pair, **EVERYTHING_OF_STEPS):
+            model(X).square().sum().backward()
+            for scaler, optimizer in zip(scalers, pair, strict=True):
+                scaler.scale(torch.ones(()))
+                scaler.step(optimizer)
+        assert {row.name: row.values["max"] for row in output.rows("other")} == {"loss_scale": 2.0, "loss_scale_1": 4.0}
+
+    def test_a_second_model_that_is_only_evaluated_has_no_rows_of_steps(self, output: Output) -> None:
+        model, judge = small_model(), small_model(1)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        reference = Reference(model)
+        config = {**EVERYTHING_OF_STEPS, "xy_distribution": True, "all_xy": True}
+        judge.requires_grad_(False).eval()
+        with attached(output, [model, judge], optimizer, **config):
+            for step in range(2):
+                (model(X) - judge(X)).square().sum().backward()
+                with reference.around(optimizer, step):
+                    optimizer.step()
+                optimizer.zero_grad()
+        assert {row.chunk for row in output.rows("grad_reduced")} == {0}
+        assert {row.chunk for row in output.rows("actv")} == {0}
+        assert output.manifest()["steps"]["written"]["count"] == 2
+
+
+class TestInsideBackward:
+    """One optimizer a parameter, which steps as soon as backward has accumulated its gradient."""
+
+    @staticmethod
+    def hook(model: nn.Module, optimizers: Mapping[nn.Parameter, Optimizer]) -> None:
+        def step(p: Tensor) -> None:
+            assert isinstance(p, nn.Parameter)
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+
+    def test_a_backward_is_a_step(self, output: Output) -> None:
+        model, twin = small_model(), small_model()
+        optimizers = {p: Adam([p], lr=0.1) for p in model.parameters()}
+        at_once = Adam(twin.parameters(), lr=0.1)
+        reference = Reference(twin)
+        self.hook(model, optimizers)
+        with attached(output, model, optimizers, **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                model(X).square().sum().backward()
+                twin(X).square().sum().backward()
+                with reference.around(at_once, step):
+                    at_once.step()
+                at_once.zero_grad()
+        reference.hold(output, "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
+        assert output.manifest()["steps"]["written"]["count"] == 3
+
+    def test_the_step_of_their_container_ends_the_step_of_those_that_were_reached(self, output: Output) -> None:
+        model = small_model()
+        optimizers = {p: Adam([p], lr=0.1) for p in model.parameters()}
+        container = OptimizerContainer(list(optimizers.values()))
+        self.hook(model, optimizers)
+        with attached(output, model, container, **EVERYTHING_OF_STEPS):
+            container.optimizers = []  # whose step does nothing, since all have stepped
+            for part in (model, model[:2], model):
+                part(X).square().sum().backward()
+                container.step()
+        names = {step: {row.name for row in output.rows("param_updated") if row.step == step} for step in range(3)}
+        assert names[0] == names[2] == {name for name, _ in model.named_parameters()}
+        assert names[1] == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+class TestWhatNoOptimizerHolds:
+    def test_it_has_no_rows_and_is_named_once(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
+        model = small_model()
+        matrices, rest = matrices_and_rest(model)
+        reference = Reference(model)
+        with attached(output, model, matrices, **EVERYTHING_OF_STEPS):
+            for step in range(2):
+                model(X).square().sum().backward()
+                reference.unreduced({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, step)
+                with reference.around(matrices, step):
+                    matrices.step()
+                rest.step()
+                model.zero_grad()
+        reference.hold(output)
+        said = [one for one in warnings_in(caplog) if "no optimizer that set_monitor was given" in one]
+        assert len(said) == 1
+        assert "4 of 6 parameters" in said[0]
+        assert "0.bias, 1.weight, 1.bias and 1 more" in said[0]
+        assert said[0].endswith(output.manifest()["notes"]["parameters"])
+
+    def test_a_frozen_parameter_is_read_around_the_first_optimizer(
+        self, output: Output, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """No optimizer is missing: it stays as it is."""
+        model = small_model()
+        model[0].requires_grad_(False)
+        optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            model(X).square().sum().backward()
+            optimizer.step()
+        assert len(output.rows("param_updated")) == 6
+        assert not [one for one in warnings_in(caplog) if "no optimizer" in one]
+
+    def test_a_parameter_that_a_group_takes_in_later_has_rows_from_then_on(self, output: Output) -> None:
+        model = small_model()
+        optimizer = SGD(model[0].parameters(), lr=0.1)
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for step in range(2):
+                model(X).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    optimizer.add_param_group({"params": model[2].parameters()})
+        rows = output.rows("param_updated")
+        assert [row.name for row in rows if row.step == 0] == ["0.weight", "0.bias"]
+        assert [row.name for row in rows if row.step == 1] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+    def test_a_parameter_of_two_optimizers_is_measured_around_the_first(self, output: Output) -> None:
+        model = small_model()
+        first, second = SGD(model.parameters(), lr=0.1, momentum=0.9), Adam(model[0].parameters(), lr=0.1)
+        reference = Reference(model)
+        with attached(output, model, [first, second], **EVERYTHING_OF_STEPS):
+            for step in range(2):
+                model(X).square().sum().backward()
+                with reference.around(first, step):
+                    first.step()
+                second.step()
+                model.zero_grad()
+        reference.hold(output, "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
+
+
+class Stacking(Optimizer):
+    """Keeps the momenta of a group of equal shapes in one tensor, under the group's first parameter, as nanochat's does."""
+
+    def __init__(self, parameters: Any, *, padded: int = 0) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self._padded = padded
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            parameters = group["params"]
+            state = self.state[parameters[0]]
+            gradients = torch.stack([p.grad for p in parameters])
+            if not state:
+                shape = len(parameters) + self._padded, *parameters[0].shape
+                state["momentum_buffer"] = torch.zeros(shape)
+                state["second_momentum_buffer"] = torch.zeros(shape[0], *shape[1:-1], 1)
+            momenta = state["momentum_buffer"][: len(parameters)]
+            momenta.lerp_(gradients, 0.1)
+            for p, momentum in zip(parameters, momenta, strict=True):
+                p.sub_(momentum, alpha=0.1)
+
+
+class TestStateThatIsNotTheParameters:
+    def three(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+
+    def test_stacked_momenta_are_taken_apart(self, output: Output) -> None:
+        model = self.three()
+        optimizer = Stacking(model.parameters())
+        expected: dict[tuple[str, int, int | None], Tensor] = {}
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                model(X).square().sum().backward()
+                stack = optimizer.state[model[0].weight].get("momentum_buffer") if step else ()
+                for name, momentum in zip(["0.weight", "1.weight", "2.weight"], stack, strict=False):
+                    expected[name, step, None] = momentum.clone()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_rows(output, "exp_avg", expected)
+        assert output.rows("exp_avg_sq") == []
+        assert "second_momentum_buffer" in output.manifest()["notes"]["optimizer_state"]
+
+    def test_a_stack_whose_layout_is_not_known_has_no_rows_and_a_reason(self, output: Output) -> None:
+        model = self.three()
+        optimizer = Stacking(model.parameters(), padded=1)
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for _ in range(2):
+                model(X).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert output.rows("exp_avg") == []
+        said = output.manifest()["notes"]["optimizer_state"]
+        assert "state['momentum_buffer'] of Stacking is (4, 4, 4), float32 where the parameter is (4, 4), float32" in said
+
+    def test_factored_moments_have_no_rows_and_a_reason(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
+        model = self.three()
+        optimizer = Adafactor(model.parameters())
+        with attached(output, model, optimizer, mv_distribution=True, ops=["norm"]):
+            for _ in range(3):
+                model(X).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [output.rows(kind) for kind in MOMENTS] == [[], []]
+        assert "Adafactor keeps 'row_var', 'col_var'" in output.manifest()["notes"]["optimizer_state"]
+        assert [one for one in warnings_in(caplog) if "mv_distribution" in one and "no row" in one]
+
+    def test_quantized_moments_have_no_rows_and_a_reason(self, output: Output) -> None:
+        model = self.three()
+        optimizer = Adam(model.parameters())
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            model(X).square().sum().backward()
+            optimizer.step()
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"].to(torch.int8)
+            with pytest.raises(RuntimeError):
+                optimizer.step()
+        assert output.rows("exp_avg") == []
+        assert "int8" in output.manifest()["notes"]["optimizer_state"]
+
+    def test_moments_that_are_made_before_the_first_step_are_none(self, output: Output) -> None:
+        model = self.three()
+        optimizer = Adam(model.parameters(), lr=0.1)
+        for p in model.parameters():
+            optimizer.state[p] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for _ in range(2):
+                model(X).square().sum().backward()
+                optimizer.step()
+        assert {row.step for row in output.rows("exp_avg")} == {1}
+
+    def test_moments_of_another_precision_than_the_weights_are_recorded(self, output: Output) -> None:
+        model = self.three().to(torch.bfloat16)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for _ in range(2):
+                model(X.to(torch.bfloat16)).square().sum().backward()
+                optimizer.step()
+                for p in model.parameters():
+                    optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].float()
+                    p.grad = None
+        assert len(output.rows("exp_avg")) == 3
