@@ -56,9 +56,13 @@ class Announced:
         self._steps += 1
         missing = [one for one in self._expected if not any(kind in rows.kinds for kind in one.kinds)]
         for one in missing:
-            if self._steps >= one.after:
+            if self._steps >= one.after and not self._has_failed(one):
                 self._failures.warn(f"nothing of {one.kinds[0]}", _said(one, rows.step))
         self._expected = [one for one in missing if self._steps < one.after]
+
+    def _has_failed(self, one: Expected) -> bool:
+        """Whether reading a kind has failed, which was said then."""
+        return any(kind in said for said in self._failures.counts for kind in one.kinds)
 
     def dropped(self, step: int, reason: str) -> None:
         """The step is lost, and says nothing."""

@@ -90,7 +90,12 @@ def test_a_forward_that_fails_and_is_caught_leaves_its_place_to_the_next(
             step_with(net, optimizer, number)
 
     assert recorded(output, loop) == recorded(output, plain)
-    assert warnings_in(caplog) == []
+    assert without_moments(warnings_in(caplog)) == []
+
+
+def without_moments(said: list[str]) -> list[str]:
+    """What is said of other things than the moments that plain SGD does not have."""
+    return [one for one in said if "mv_distribution is on" not in one]
 
 
 def in_evaluation(net: nn.Cell) -> None:
@@ -119,7 +124,7 @@ def test_a_call_that_nobody_differentiates_has_no_rows(
             call(net)
 
     assert recorded(output, loop) == recorded(output, plain)
-    assert warnings_in(caplog) == []
+    assert without_moments(warnings_in(caplog)) == []
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["training", "flag off"])
@@ -150,7 +155,7 @@ def test_a_step_that_is_skipped_goes_on_in_the_next_call_of_the_optimizer(
     whole_steps = {"grad_unreduced", "grad_reduced", "param_origin", "param_updated"}
     expected = recorded(output, plain)
     assert [row for row in found if row.kind in whole_steps] == [row for row in expected if row.kind in whole_steps]
-    (said,) = warnings_in(caplog)
+    (said,) = without_moments(warnings_in(caplog))
     assert said.startswith("[rank 0] grad_acc_steps is 1, but step 1 has more root forwards.")
 
 

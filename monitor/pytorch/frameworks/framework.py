@@ -19,10 +19,12 @@ from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, ranks_of
 from monitor.pytorch.frameworks.dtensor import mesh_groups, placement_of
 from monitor.pytorch.frameworks.moments import Moments, Stepped
+from monitor.pytorch.frameworks.nanochat import placement_of_moments
 from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in
 from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
+from monitor.series import MOMENT_KINDS
 
 
 class LocalGradients(Protocol):
@@ -91,6 +93,8 @@ class Framework:
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
         found = placement_of(parameter.tensor)
+        if found is None and kind in MOMENT_KINDS:
+            found = placement_of_moments(self.optimizers, parameter.tensor)
         if found is not None:
             return found
         return self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL

@@ -7,12 +7,14 @@ apart has none either: nothing else says whether a tensor is a first or a second
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from monitor.pytorch.frameworks.nanochat import Place, places_in_stacks, slice_of
 
 NAMES: Final = {
     "exp_avg": ("exp_avg", "momentum_buffer", "momentum", "first_moment", "moment1"),
@@ -51,8 +53,7 @@ class Moments:
 
     def __init__(self) -> None:
         self.unusable: list[str] = []
-        self._begun: set[int] = set()
-        self._places: dict[int, dict[int, _Place]] = {}
+        self._places: dict[int, dict[int, Place]] = {}
 
     def of(self, kind: str, stepped: Stepped) -> Tensor | None:
         """The moment that an optimizer keeps of what it steps; None where it has none, or has made no step with it."""
@@ -63,21 +64,11 @@ class Moments:
             return self._without_name(kind, state, stepped)
         found: Tensor = state[name]
         if found.shape == stepped.key.shape and (found.is_floating_point() or found.is_complex()):
-            return found if self._has_stepped(stepped, state) else None
-        stacked = self._stacked(kind, stepped)
+            return found if _has_stepped(state) else None
+        stacked = self._part(kind, name, found, stepped)
         if stacked is None:
             self._reject(kind, name, found, stepped)
         return stacked
-
-    def _has_stepped(self, stepped: Stepped, state: Mapping[str, Any]) -> bool:
-        """Whether an optimizer has made a step: some make their state before the first, full of zeros that are no moments."""
-        if id(stepped.optimizer) not in self._begun:
-            step = state.get("step")
-            on_device = isinstance(step, Tensor) and not step.is_cpu
-            if step is not None and not on_device and not float(step):
-                return False
-            self._begun.add(id(stepped.optimizer))
-        return True
 
     def _without_name(self, kind: str, state: Mapping[str, Any], stepped: Stepped) -> Tensor | None:
         stacked = self._stacked(kind, stepped)
@@ -89,19 +80,27 @@ class Moments:
         return stacked
 
     def _stacked(self, kind: str, stepped: Stepped) -> Tensor | None:
-        """The part of a stack: nanochat's ``MuonAdamW`` keeps the momenta of a group under its first parameter."""
+        """The part of a stack: nanochat's optimizers keep the momenta of a group under its first parameter."""
         place = self._place(stepped) if kind == "exp_avg" else None
         if place is None:
             return None
         stack = (stepped.optimizer.state.get(place.first) or {}).get("momentum_buffer")
-        is_stack = isinstance(stack, Tensor) and stack.shape == (place.among, *stepped.key.shape)
-        return stack[place.index] if isinstance(stack, Tensor) and is_stack else None
+        if not isinstance(stack, Tensor) or stack.shape != (place.among, *stepped.key.shape):
+            return None
+        return stack[place.index] if 0 <= place.index < place.among else None
 
-    def _place(self, stepped: Stepped) -> _Place | None:
+    def _part(self, kind: str, name: str, found: Tensor, stepped: Stepped) -> Tensor | None:
+        """What can be taken apart of state that has not the parameter's shape."""
+        if name == "momentum_buffer" and (stacked := self._stacked(kind, stepped)) is not None:
+            return stacked
+        part = slice_of(stepped.optimizer, stepped.key)
+        return found if part is not None and tuple(found.shape) == part.shape else None
+
+    def _place(self, stepped: Stepped) -> Place | None:
         optimizer = stepped.optimizer
         places = self._places.get(id(optimizer))
         if places is None:
-            places = self._places[id(optimizer)] = dict(_places(optimizer))
+            places = self._places[id(optimizer)] = dict(places_in_stacks(optimizer))
         return places.get(id(stepped.key))
 
     def _reject(self, kind: str, name: str, found: Tensor, stepped: Stepped) -> None:
@@ -116,21 +115,12 @@ class Moments:
             self.unusable.append(sentence)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter stands in a group of equal shapes."""
-
-    first: Tensor
-    index: int
-    among: int
-
-
-def _places(optimizer: Optimizer) -> Iterator[tuple[int, _Place]]:
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        if len(parameters) > 1 and all(one.shape == parameters[0].shape for one in parameters):
-            for index, one in enumerate(parameters):
-                yield id(one), _Place(parameters[0], index, len(parameters))
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether state is that of a step: some optimizers make it before the first, full of zeros that are no moments. A count on
+    an accelerator is not waited for.
+    """
+    step = state.get("step")
+    return step is None or (isinstance(step, Tensor) and not step.is_cpu) or float(step) != 0
 
 
 def _described(x: Tensor) -> str:
