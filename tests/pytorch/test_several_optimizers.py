@@ -234,6 +234,17 @@ class TestWhenAStepEnds:
         gan.reference.hold(output)
         assert output.manifest()["steps"]["written"]["count"] == 3
 
+    def test_forwards_of_a_critic_are_micro_steps_of_the_step(self, output: Output) -> None:
+        """Two before it steps, and the one of the generator: none takes the row of another."""
+        gan = Gan()
+        config = {**EVERYTHING_OF_STEPS, "xy_distribution": True, "all_xy": True}
+        with attached(output, [gan.model["g"], gan.model["d"]], [gan.of_g, gan.of_d], **config):
+            for step in range(2):
+                gan.train_critic(step)
+                gan.train_generator(step)
+        rows = [(row.step, row.micro_step) for row in output.rows("actv") if (row.chunk, row.name) == (1, ".output")]
+        assert rows == [(step, micro_step) for step in range(2) for micro_step in range(3)]
+
     def test_a_generator_that_comes_first_leaves_nothing_in_the_critics_rows(self, output: Output) -> None:
         gan = Gan()
         with attached(output, gan.model, [gan.of_g, gan.of_d], **EVERYTHING_OF_STEPS):
@@ -263,7 +274,8 @@ class TestWhenAStepEnds:
         matrices, rest = matrices_and_rest(model)
         reference = Reference(model)
         turns = [(matrices, 0), (rest, 0), (matrices, 1), (matrices, 2), (rest, 2), (matrices, 3), (rest, 3)]
-        with attached(output, model, [matrices, rest], **EVERYTHING_OF_STEPS):
+        config = {**EVERYTHING_OF_STEPS, "xy_distribution": True, "all_xy": True}
+        with attached(output, model, [matrices, rest], **config):
             for optimizer, step in turns:
                 if optimizer is matrices:
                     model.zero_grad()
@@ -272,6 +284,15 @@ class TestWhenAStepEnds:
                     optimizer.step()
         reference.hold(output, "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
         assert [said for said in warnings_in(caplog) if "AdamW" in said and "the step ended between the two" in said]
+        assert [(row.step, row.micro_step) for row in output.rows("actv") if row.name == ".output"] == [
+            (0, 0),
+            (1, 0),
+            (1, 1),
+            (3, 0),
+        ]
+        unreduced = {step: {row.name for row in output.rows("grad_unreduced") if row.step == step} for step in range(4)}
+        matrix_names = {"0.weight", "2.weight"}
+        assert [names & matrix_names for names in unreduced.values()] == [matrix_names, matrix_names, set(), matrix_names]
 
     def test_one_that_the_scaler_skips_has_had_its_turn(self, output: Output) -> None:
         model = small_model()
