@@ -48,6 +48,7 @@ class Attachment:
         begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
         collected: How many steps were to be collected so far.
         expected: The kinds that this rank is to record of what is watched: without rows of them something is amiss.
+        has_unheld: Whether a step has shown parameters that are trained by no optimizer that is known.
         last_collected: The last step that ended and was collected; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
         at_boundary: Called between two steps, with the number of the one to come: it may have it watched otherwise (``use``).
@@ -85,6 +86,7 @@ class Attachment:
         self._scaling: dict[str, Watched] = {}
         self._turns = Turns()
         self._told_unheld = False
+        self.has_unheld = False
         self._introduced = False
         self._forks = PROCESS.forks
         self._hooks = HookSet()
@@ -352,6 +354,7 @@ class Attachment:
         self._told_unheld = True
         parameters = list(self._names.parameters())
         if missing := Held(parameters, self.watch.framework).by_none(self._steps.optimizers):
+            self.has_unheld = True
             said = unheld(missing, len(parameters))
             self._failures.warn("parameters of no optimizer", said)
             self._note("parameters", said)

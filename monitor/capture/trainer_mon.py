@@ -315,6 +315,13 @@ class TrainerMon:
         return self._recordings[0].attachment.last_collected if self._recordings else None
 
     @property
+    def knows_every_optimizer(self) -> bool:
+        """Whether each parameter of the first model that is trained has an optimizer that was passed, as far as a step has
+        shown.
+        """
+        return not self._recordings or not self._recordings[0].attachment.has_unheld
+
+    @property
     def local_gradients_note(self) -> str | None:
         """Why local gradients of the first model are not those of all micro-batches of a step; None where they are."""
         return self._recordings[0].local_gradients_note if self._recordings else None

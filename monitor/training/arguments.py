@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -46,17 +47,25 @@ def flops(value: Any) -> Given:
 
 
 def weakly(name: str, x: Any) -> Callable[[], Any]:
-    """A reference that does not let it live on.
+    """A reference that does not let it live on; of several optimizers one of each, in a list until one of them is gone.
 
     Raises:
         TypeError: It can be no model and no optimizer.
     """
     if x is None:
         return nothing
+    if isinstance(x, (list, tuple, Mapping)):
+        each = [weakly(name, one) for one in (x.values() if isinstance(x, Mapping) else x)]
+        return partial(_all_of, each)
     try:
         return weakref.ref(x)
     except TypeError:
         raise TypeError(f"{name} is a {type(x).__name__}: expected the {name} itself.") from None
+
+
+def _all_of(references: Sequence[Callable[[], Any]]) -> list[Any] | None:
+    found = [reference() for reference in references]
+    return None if any(one is None for one in found) else found
 
 
 def nothing() -> None:

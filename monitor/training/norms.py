@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -21,6 +22,7 @@ REDUCED: Final = "grad_reduced"
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 WEIGHT: Final = "param_updated"
 
+OF_SOME: Final = "grad-norm and weight_norm are not shown: some parameters are stepped by no optimizer that was passed."
 NOT_WHOLE: Final = "weight_norm is not shown: this rank has only parts of the weights."
 
 
@@ -67,14 +69,24 @@ class NormReader:
 
     Args:
         world: Ranks of the job.
+        of_all: Whether the rows of a step are of all parameters that are trained.
     """
 
-    def __init__(self, series: SeriesTable, world: int, takes: Takes, failures: Failures, whose: Whose) -> None:
+    def __init__(
+        self,
+        series: SeriesTable,
+        world: int,
+        takes: Takes,
+        failures: Failures,
+        whose: Whose,
+        of_all: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._series = series
         self._world = world
         self._takes = takes
         self._failures = failures
         self._whose = whose
+        self._of_all = of_all
 
     def look(self, rows: StepRows) -> None:
         """Look at a step."""
@@ -97,7 +109,7 @@ class NormReader:
         scale = 1.0 if known is None else known
         local = self._whole_steps(rows, LOCAL)
         weights, reduced = self._whole_steps(rows, WEIGHT), self._whole_steps(rows, REDUCED)
-        here = self._is_here(reduced, local, rows)
+        here, whole = self._is_here(reduced, local, rows), self._is_whole()
         return StepNorms(
             rows.step,
             self._by_name(local, scale),
@@ -105,11 +117,16 @@ class NormReader:
             self._by_name(self._whole_steps(rows, FIRST)),
             self._by_name(self._whole_steps(rows, SECOND)),
             self._weight(weights),
-            _total(reduced) if here and not self._whose.grad_norm_is_told else None,
+            _total(reduced) if here and whole and not self._whose.grad_norm_is_told else None,
             here,
             known,
             rows.status == "skipped",
         )
+
+    def _is_whole(self) -> bool:
+        if not (whole := self._of_all()):
+            self._failures.warn("norms of some parameters", OF_SOME)
+        return whole
 
     def _is_here(self, reduced: KindRows | None, local: KindRows | None, rows: StepRows) -> bool:
         """Whether this rank has the whole gradient; so it is said, too, of a step that nobody gave a gradient."""
@@ -140,7 +157,9 @@ class NormReader:
         return {_name(self._series[index], several): value for index, value, there in named if there}
 
     def _weight(self, rows: KindRows | None) -> float | None:
-        if rows is None or all(map(_whole, self._places(rows))):
+        if rows is None or not self._of_all():
+            return None
+        if all(map(_whole, self._places(rows))):
             return _total(rows)
         self._failures.warn("no weight_norm", NOT_WHOLE)
         return None

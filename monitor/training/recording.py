@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from monitor.capture.trainer_mon import TrainerMon
@@ -63,7 +65,8 @@ class NormRecording:
             self._monitor = make(wanted)
         whose, failures = self._whose, self._failures
         writing.expect_norms()
-        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, whose))
+        of_all = partial(_of_all, weakref.ref(self._monitor))  # the writer must not keep the monitor, and the model with it
+        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, whose, of_all))
         if self._is_ours:
             self._monitor.set_monitor(model, self._micro_steps, optimizer, start_iteration=begun)
         elif wanted is not None:
@@ -111,3 +114,9 @@ class NormRecording:
             self._monitor.close()
         else:
             self._monitor.flush(FLUSH_SECONDS)
+
+
+def _of_all(monitor: weakref.ref[TrainerMon]) -> bool:
+    """Whether every parameter that is trained is stepped by an optimizer that was passed, as far as a step has shown."""
+    alive = monitor()
+    return alive is None or alive.knows_every_optimizer

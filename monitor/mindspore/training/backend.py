@@ -29,7 +29,11 @@ def trainable_names(model: Any) -> list[str]:
 
 
 def learning_rate(optimizer: Any) -> Number | None:
-    """That of a schedule is computed for the step to come, as the optimizer is going to do itself."""
+    """Of the first group of the first optimizer. That of a schedule is computed for the step to come, as the optimizer is going
+    to do itself.
+    """
+    if isinstance(optimizer, list):
+        optimizer = optimizer[0] if optimizer else None
     if groups := getattr(optimizer, "param_groups", None):
         return kept(groups[0]["lr"])
     found = optimizer.get_lr() if hasattr(optimizer, "get_lr") else None

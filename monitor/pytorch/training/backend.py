@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.names import clean_name, without_module
-from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.pytorch.frameworks.optimizers import optimizers_in
 from monitor.pytorch.place import place
 from monitor.pytorch.trainer_mon import TrainerMon
 from monitor.pytorch.training.gradient_scale import GradientScale
@@ -35,10 +35,10 @@ def monitor_of(config: MonitorConfig, base: Path) -> TrainerMon:
 def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
     """Fused optimizers divide by the scale of a GradScaler themselves; others are given gradients that it has divided."""
     try:
-        found = innermost(optimizer)
+        found, *others = optimizers_in(optimizer)
     except TypeError:  # a framework's own, whose steps are its own
         return None
-    return GradientScale(found, failures)
+    return None if others else GradientScale(found, failures)
 
 
 def routers(model: Any, names: Iterable[str], failures: Failures) -> Routers:
@@ -50,6 +50,9 @@ def trainable_names(model: Any) -> list[str]:
 
 
 def learning_rate(optimizer: Any) -> Number | None:
+    """Of the first group of the first optimizer."""
+    if isinstance(optimizer, list):
+        optimizer = optimizer[0] if optimizer else None
     while optimizer is not None and not hasattr(optimizer, "param_groups"):
         optimizer = getattr(optimizer, "optimizer", None)  # of an engine, which stands in its optimizer's place
     return kept(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from monitor.capture.arguments import only
 from monitor.pytorch.patches import CallPatch
 from monitor.pytorch.training.calls import NormOfOptimizer, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
@@ -51,7 +52,7 @@ class TrainingMetricsCallback(Callback):
         self.metrics: TrainingMetrics | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the model as the strategy has wrapped it, and to its first optimizer."""
+        """Attach to the model as the strategy has wrapped it, and to its optimizers."""
         self._let_go()  # of a training before, which has failed
         micro_steps = int(trainer.accumulate_grad_batches)
         rows = getattr(trainer.train_dataloader, "batch_size", None) or 0
@@ -60,7 +61,7 @@ class TrainingMetricsCallback(Callback):
         self.metrics = TrainingMetrics(
             self._config,
             trainer.strategy.model,
-            trainer.optimizers[0],
+            only(trainer.optimizers),
             **{
                 "grad_acc_steps": micro_steps,
                 "start_step": self._steps,
