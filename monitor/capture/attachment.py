@@ -176,6 +176,7 @@ class Attachment:
             self._failures,
             self._owned_series(),
             self.watch.framework,
+            self.watch.ownership,
             self._note,
             each_micro_step=self.watch.config.monitor_mbs_grad,
         )
@@ -186,6 +187,7 @@ class Attachment:
         self.begun = self.begun or trains
         self._updates.forget_step()  # of a step that raised
         if trains and self._recorder.active and self._gradients is not None:
+            self._gradients.forward_begins(root)
             self._check_aggregation(root)
 
     def _check_aggregation(self, root: Any) -> None:
@@ -195,6 +197,7 @@ class Attachment:
 
     def _forward_ends(self, *_: Any) -> None:
         if self._recorder.active and self._gradients is not None:
+            self._gradients.forward_ends()
             self._gradients.hook_thawed()
 
     def _note(self, key: str, said: str) -> None:

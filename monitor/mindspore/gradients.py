@@ -19,6 +19,7 @@ from monitor.mindspore import tensors
 from monitor.mindspore.frameworks.framework import Framework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
+from monitor.ranks.ownership import Ownership
 
 NOT_SUMMED: Final = (
     "each backward hands out a gradient of its own, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "
@@ -37,14 +38,30 @@ class GradientCollector(gradients.GradientCollector):
         failures: Failures,
         series_of: SeriesOf,
         framework: Framework,
+        ownership: Ownership,
         note: Callable[[str, str], None],
         *,
         each_micro_step: bool,
     ) -> None:
         super().__init__(
-            parameters, recorder, clock, failures, series_of, framework, note, tensors, each_micro_step=each_micro_step
+            parameters,
+            recorder,
+            clock,
+            failures,
+            series_of,
+            framework,
+            ownership,
+            note,
+            tensors,
+            each_micro_step=each_micro_step,
         )
         self.hook_thawed()
+
+    def forward_begins(self, root: Any) -> None:
+        """What reduces is called after the backward."""
+
+    def forward_ends(self) -> None:
+        """As it begins."""
 
     def may_be_unscaled(self) -> None:
         """Loss scales are divided out by whoever calls the optimizer, before this is told of anything."""
@@ -54,9 +71,12 @@ class GradientCollector(gradients.GradientCollector):
 
     def before_step(self) -> None:
         """Read what the optimizer is given."""
-        self._reduced.record_all(self._framework.reduced)
+        self._read_reduced()
         if not self._each_micro_step and self._clock.micro_steps > 1:
             self._note("grad_unreduced", NOT_SUMMED)
+
+    def _is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
+        return True
 
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
         return on_gradient(parameter.tensor, read)

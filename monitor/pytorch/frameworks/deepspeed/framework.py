@@ -61,6 +61,11 @@ class DeepSpeed(Framework):
         alike = _ranks_of_expert(parameter.tensor) or ranks_in(self._engine.seq_data_parallel_group)
         return Placement(unclaimed=alike if len(alike) > 1 else (), data_parallel=alike)
 
+    def reduces(self, parameter: NamedParameter) -> bool | None:
+        """The engine does, before its step."""
+        del parameter
+        return True
+
     def steps(self, listener: StepListener, failures: Failures) -> EngineSteps:
         assert self.optimizer is not None
         return EngineSteps(self._engine, self.optimizer, listener, failures)
