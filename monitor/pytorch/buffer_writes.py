@@ -34,11 +34,13 @@ class BufferWrites(TorchFunctionMode):
     """Follows what is written from reduced memory, and hands every call on as it came.
 
     Args:
+        take_in: Has ``memory`` know of every sum that is there by now.
         failed: Told of an error of ours.
     """
 
-    def __init__(self, memory: ReducedMemory, failed: Callable[[Exception], object]) -> None:
+    def __init__(self, memory: ReducedMemory, take_in: Callable[[], object], failed: Callable[[Exception], object]) -> None:
         self._memory = memory
+        self._take_in = take_in
         self._failed = failed
         self._entered = False
 
@@ -81,6 +83,7 @@ class BufferWrites(TorchFunctionMode):
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         try:
+            self._take_in()
             self._look(getattr(func, "__name__", ""), args, kwargs, result)
         except Exception as error:
             self._failed(error)

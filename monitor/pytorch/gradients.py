@@ -17,6 +17,7 @@ from monitor.failures import Failures
 from monitor.pytorch import tensors
 from monitor.pytorch.after_backward import AfterBackward, LeftGradient
 from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.hooks import first_after_accumulation
 from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.reductions import Reductions
@@ -127,8 +128,7 @@ class GradientCollector(gradients.GradientCollector):
         return super()._can_be_hooked(parameter) and not is_lazy(parameter.tensor)
 
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(untraced(read))
-        return handle
+        return first_after_accumulation(parameter.tensor, untraced(read))
 
     def _note_changes(self) -> None:
         """Say in what the gradients just read differ from what backward has left."""

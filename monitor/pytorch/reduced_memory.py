@@ -1,4 +1,4 @@
-"""Which memory holds numbers that ranks have summed up: runs of bytes of storages, each with the groups that it was summed over."""
+"""Which memory holds sums over ranks: runs of bytes of storages, each with the groups that it was summed over."""
 
 from __future__ import annotations
 

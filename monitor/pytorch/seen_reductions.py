@@ -33,7 +33,7 @@ class SeenReductions:
         self._gradients = gradients
         self._memory = ReducedMemory()
         self._sums = SeenSums(self._memory, self._issued, failures)
-        self._writes = BufferWrites(self._memory, partial(failures.report, "following reduced buffers"))
+        self._writes = BufferWrites(self._memory, self._sums.take_in, partial(failures.report, "following reduced buffers"))
         self._storages: set[int] | None = None
         self._window = True
         self._thread = get_ident()

@@ -152,9 +152,12 @@ def _adds(args: Sequence[Any]) -> bool:
 _ADDING: Final = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 
+_resolve: Final[Any] = torch._C._distributed_c10d._resolve_process_group
+
+
 def _resolved(given: Any) -> dist.ProcessGroup:
     """From its name, or from what the dispatcher makes of it."""
     if isinstance(given, str):
-        found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(given)
+        found: dist.ProcessGroup = _resolve(given)
         return found
     return dist.ProcessGroup.unbox(given)

@@ -1,13 +1,15 @@
-"""Two data-parallel ranks that reduce their gradients in one way or another; ``reductions.py HOW``, one of those below.
+"""Two data-parallel ranks that reduce their gradients in one way after the other; ``reductions.py HOW...``, of those below.
 
-Each rank tells the norm in float64 of the mean of what the ranks had when the backward ended, by step and parameter.
+Of each way a rank tells the norms in float64 of the means of what the ranks had when backward ended, by step and parameter.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-HOW = sys.argv[1]
 STEPS = 2
-MICRO_STEPS = 2 if HOW in ("micro-steps", "early", "wrapped-in-the-end") else 1
+SEVERAL_MICRO_STEPS = ("micro-steps", "early", "wrapped-in-the-end")
 
 
 class ReducesInside(torch.optim.SGD):
@@ -139,9 +140,9 @@ def functionally(model: nn.Module) -> None:
         p.grad.copy_(functional.all_reduce(p.grad, "sum", dist.group.WORLD) / dist.get_world_size())
 
 
-def over_a_part(model: nn.Module) -> None:
+def over_a_part(group: Any, model: nn.Module) -> None:
     for gradient in gradients(model):
-        dist.all_reduce(gradient, group=ALONE)
+        dist.all_reduce(gradient, group=group)
 
 
 def greatest(model: nn.Module) -> None:
@@ -169,9 +170,9 @@ def some(model: nn.Module) -> None:
 
 
 def zeroed_and_added(model: nn.Module) -> None:
-    """What was reduced is thrown away."""
+    """What was reduced is written back, and thrown away."""
     local = [gradient.clone() for gradient in gradients(model)]
-    one_by_one(model)
+    flat(model)
     torch._foreach_zero_(gradients(model))
     torch._foreach_add_(gradients(model), local)
 
@@ -196,6 +197,7 @@ def averaged_by_hooks(model: nn.Module) -> Callable[[], None]:
 
 BETWEEN = {
     "one-by-one": one_by_one,
+    "no-group": one_by_one,
     "micro-steps": one_by_one,
     "behind-the-version": behind_the_version,
     "awaited": awaited,
@@ -208,7 +210,6 @@ BETWEEN = {
     "under-a-device": under_a_device,
     "scattered": scattered,
     "functionally": functionally,
-    "over-a-part": over_a_part,
     "greatest": greatest,
     "clipped": clipped,
     "loss-alone": loss_alone,
@@ -216,7 +217,6 @@ BETWEEN = {
     "zeroed": zeroed_and_added,
 }
 HELD: list[Tensor] = []
-ALONE: Any = None
 
 
 def whole_mean(local: list[Tensor]) -> list[float]:
@@ -226,44 +226,49 @@ def whole_mean(local: list[Tensor]) -> list[float]:
     return [float(torch.tensor(one, dtype=torch.float64).mean(0).norm()) for one in zip(*every, strict=True)]
 
 
-def wrapped(model: nn.Module) -> nn.Module:
-    if HOW not in ("wrapped", "wrapped-inside", "no-sync", "noop", "wrapped-in-the-end"):
+def wrapped(how: str, model: nn.Module) -> nn.Module:
+    if how not in ("wrapped", "wrapped-inside", "no-sync", "noop", "wrapped-in-the-end"):
         return model
     made = DistributedDataParallel(model)
-    if HOW == "noop":
+    if how == "noop":
         made.register_comm_hook(None, noop_hook)
     return made
 
 
 def train(attach: Attach) -> Any:
-    global ALONE
+    return {how: trained(how, attach) for how in sys.argv[1:]}
+
+
+def trained(how: str, attach: Attach) -> Any:
+    os.environ["MONITOR_OUTPUT_DIR"] = f"{BASE}/{how}"
     torch.manual_seed(0)
-    ALONE = dist.new_subgroups(1)[0]
     inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    model = wrapped(inner)
-    made = ReducesInside if HOW == "inside" else torch.optim.SGD
-    optimizer = made(inner.parameters(), lr=0.01)
-    wait = averaged_by_hooks(inner) if HOW == "hooks" else lambda: None
-    group = {"alone": ALONE, "no-group": None}.get(HOW, dist.group.WORLD)
-    attach(inner if HOW == "wrapped-inside" else model, optimizer, MICRO_STEPS, dp_group=group)
+    model, micro_steps = wrapped(how, inner), 2 if how in SEVERAL_MICRO_STEPS else 1
+    optimizer = (ReducesInside if how == "inside" else torch.optim.SGD)(inner.parameters(), lr=0.01)
+    wait = averaged_by_hooks(inner) if how == "hooks" else lambda: None
+    alone = dist.new_subgroups(1)[0]
+    group = {"alone": alone, "no-group": None}.get(how, dist.group.WORLD)
+    attach(inner if how == "wrapped-inside" else model, optimizer, micro_steps, dp_group=group)
     torch.manual_seed(1 + dist.get_rank())
+    reduce = partial(over_a_part, alone) if how == "over-a-part" else BETWEEN.get(how, nothing)
     told: dict[str, Any] = {"means": [], "names": [name for name, _ in inner.named_parameters()], "weights": []}
     for _ in range(STEPS):
         HELD.clear()
-        for micro_step in range(MICRO_STEPS):
-            quiet = HOW == "no-sync" or (HOW == "wrapped-in-the-end" and micro_step == 0)
+        for micro_step in range(micro_steps):
+            quiet = how == "no-sync" or (how == "wrapped-in-the-end" and micro_step == 0)
             with model.no_sync() if quiet else nullcontext():
                 model(torch.randn(4, 8)).square().sum().backward()
-            if HOW == "early" and micro_step == 0:
+            if how == "early" and micro_step == 0:
                 one_by_one(inner)
-        local = HELD[::-1] if HOW == "hooks" else [gradient.double() for gradient in gradients(inner)]
+        local = HELD[::-1] if how == "hooks" else [gradient.double() for gradient in gradients(inner)]
         told["means"].append(whole_mean(local))
-        BETWEEN.get(HOW, one_by_one if HOW == "no-group" else nothing)(inner)
+        reduce(inner)
         wait()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=HOW != "micro-steps")
-        told["weights"].append([float(p.double().norm()).hex() for p in inner.parameters()])
+        optimizer.zero_grad(set_to_none=how != "micro-steps")
+        told["weights"].append([float(p.detach().double().norm()).hex() for p in inner.parameters()])
     return told
 
 
+BASE = os.environ["MONITOR_OUTPUT_DIR"]
 run(train)
