@@ -62,7 +62,7 @@ class Framework:
     def notes(self) -> Mapping[str, str]:
         """What a reader of the numbers must know, for the manifest; by kind where it concerns one."""
         scale = getattr(self._state.optimizer, "loss_scale", 1.0)
-        return {} if scale == 1.0 else {"loss_scale": f"{scale}: {SCALED}"}
+        return dict(self._state.notes()) | ({} if scale == 1.0 else {"loss_scale": f"{scale}: {SCALED}"})
 
     def placement(self, kind: str, parameter: Holding) -> Placement:
         """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
@@ -76,6 +76,7 @@ class Framework:
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         """The optimizer was called with these."""
+        self._state.look()
         self._gradients = gradients
 
     def end_step(self) -> None:
