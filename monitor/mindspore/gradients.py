@@ -19,6 +19,7 @@ from monitor.mindspore import tensors
 from monitor.mindspore.frameworks.framework import Framework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
+from monitor.mindspore.reductions import Reductions
 from monitor.ranks.ownership import Ownership
 
 NOT_SUMMED: Final = (
@@ -43,6 +44,7 @@ class GradientCollector(gradients.GradientCollector):
         *,
         each_micro_step: bool,
     ) -> None:
+        self._framework: Framework = framework
         super().__init__(
             parameters,
             recorder,
@@ -55,7 +57,17 @@ class GradientCollector(gradients.GradientCollector):
             tensors,
             each_micro_step=each_micro_step,
         )
+        self._reductions = Reductions(ownership, failures)
         self.hook_thawed()
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        if len(self._reduced):
+            self._reductions.begin_step()
+
+    def remove(self) -> None:
+        super().remove()
+        self._reductions.remove()
 
     def forward_begins(self, root: Any) -> None:
         """What reduces is called after the backward."""
@@ -71,18 +83,24 @@ class GradientCollector(gradients.GradientCollector):
 
     def before_step(self) -> None:
         """Read what the optimizer is given."""
+        self._reductions.begin_reading(self._framework.handed)
         self._read_reduced()
+        if self._not_reduced:
+            self._note("grad_reduced", self._not_reduced)
         if not self._each_micro_step and self._clock.micro_steps > 1:
             self._note("grad_unreduced", NOT_SUMMED)
 
     def _is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
-        return True
+        del parameter
+        return self._reductions.is_reduced(gradient)
 
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
         return on_gradient(parameter.tensor, read)
 
     def _found(self, parameter: NamedParameter, told: Any) -> None:
         """A backward hands out what it has found for a parameter."""
+        if self._recorder.active:
+            self._reductions.arrived()
         if not self._recorder.active or (self._clock.micro_steps > 1 and not self._each_micro_step):
             return
         self._unreduced.record(parameter, told, self._micro_step(parameter))

@@ -84,6 +84,11 @@ class Framework:
         self._gradients = ()
         self._stepped = True
 
+    @property
+    def handed(self) -> Sequence[Tensor | None]:
+        """All gradients of the step in progress, in the order of the optimizer's parameters."""
+        return self._gradients
+
     def reduced(self, parameter: Holding) -> Tensor | None:
         """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""
         place = self._state.place(parameter.tensor)
