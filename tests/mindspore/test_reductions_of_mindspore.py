@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import Ranks, ended_job
-from watching import Output
+from attaching import Output
 
 from monitor.capture.gradients import NOT_REDUCED
 from monitor.ranks.records import read_manifest

@@ -123,6 +123,10 @@ class Completion(CallListener):
         else:
             self._expect(work, call, outputs)
 
+    def gathers(self, group: Any) -> bool:
+        """Whether calls of a group are being gathered on this thread, to be one."""
+        return group in self._of_thread.together
+
     def _expect(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
         """Whoever has ``work`` may wait for it."""
         self._pending.setdefault(work, []).append(_Outputs(call, outputs, self._read))

@@ -105,8 +105,11 @@ class SeenSums(CollectiveListener):
         if not groups or not outputs:
             return
         if type(operator) is Method:
-            waited_for = not getattr(args[-1], "asyncOp", True)
-            self._completion.issued(args[0], result, groups, outputs, waited_for=waited_for)
+            # What has options says in them whether the function that called it waits for it, whatever comes of that.
+            if getattr(args[-1], "asyncOp", True) or self._completion.gathers(args[0]):
+                self._completion.issued(args[0], result, groups, outputs, waited_for=False)
+            else:
+                self._outputs_there(groups, outputs, ())
         else:
             self._await_functional(outputs, groups)
         self._issued(outputs)
