@@ -128,7 +128,11 @@ class GradientCollector(gradients.GradientCollector):
         return super()._can_be_hooked(parameter) and not is_lazy(parameter.tensor)
 
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        return first_after_accumulation(parameter.tensor, untraced(read))
+        hook = untraced(read)
+        if hasattr(parameter.tensor, "main_grad"):  # which a hook that is there already fills
+            handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(hook)
+            return handle
+        return first_after_accumulation(parameter.tensor, hook)
 
     def _note_changes(self) -> None:
         """Say in what the gradients just read differ from what backward has left."""

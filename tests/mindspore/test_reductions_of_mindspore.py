@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import Ranks, ended_job
-from attaching import Output
+from reading_back import Output
 
 from monitor.capture.gradients import NOT_REDUCED
 from monitor.ranks.records import read_manifest
 
-REDUCED = ["in-place", "awaited", "by-primitive", "by-function", "then-clipped", "reducer"]
+REDUCED = ["in-place", "awaited", "by-primitive", "then-clipped", "reducer"]
 LOCAL = ["none", "clipped", "greatest", "loss-alone"]
 
 
@@ -23,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def job(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return ended_job("reductions.py", tmp_path_factory.mktemp("job"), base, 2)
+    return ended_job("reductions.py", tmp_path_factory.mktemp("job"), base, 1)
 
 
 def norms(base: Path, how: str, kind: str = "grad_reduced", rank: int = 0) -> dict[tuple[int, str], float]:

@@ -67,10 +67,13 @@ def names_of(framework: Framework, parameter: Named) -> dict[str, str]:
         (cloned("first", "moment1"), {"exp_avg": "moment1"}),
         (cloned("momentum_buffer", "state"), {"exp_avg": "state"}),
         (all_of(cloned("m", "m"), cloned("v", "v")), {"exp_avg": "m", "exp_avg_sq": "v"}),
-        (all_of(cloned("a", "adam_m"), cloned("b", "adam_v"), cloned("c", "vhat")), dict(zip(KINDS, ("adam_m", "adam_v", "vhat"), strict=True))),
+        (
+            all_of(cloned("a", "adam_m"), cloned("b", "adam_v"), cloned("c", "vhat")),
+            dict(zip(KINDS, ("adam_m", "adam_v", "vhat"), strict=True)),
+        ),
         (cloned("_exp_avg_sq", "second"), {"exp_avg_sq": "second"}),
     ],
-)  # fmt: skip
+)
 def test_moments_are_found_by_prefix_or_attribute_whatever_the_other_is(keep: Keep, expected: dict[str, str]) -> None:
     framework, parameters = watched(keep)
     for one in parameters:

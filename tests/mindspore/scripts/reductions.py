@@ -12,7 +12,6 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, nn, ops
-from mindspore.communication import comm_func
 from mindspore.mint import distributed
 from ranks import tell
 
@@ -41,10 +40,6 @@ def by_primitive(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return [reduce(gradient) / 2 for gradient in gradients]
 
 
-def by_function(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [comm_func.all_reduce(gradient)[0] / 2 for gradient in gradients]
-
-
 def then_clipped(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return ops.clip_by_global_norm(tuple(by_primitive(gradients)), 1e9)
 
@@ -71,7 +66,6 @@ WAYS: dict[str, Reduce | None] = {
     "in-place": in_place,
     "awaited": awaited,
     "by-primitive": by_primitive,
-    "by-function": by_function,
     "then-clipped": then_clipped,
     "reducer": None,
     "none": nothing,
