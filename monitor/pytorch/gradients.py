@@ -69,7 +69,7 @@ class GradientCollector(gradients.GradientCollector):
         self._left: dict[NamedParameter, LeftGradient] = {}
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
-        self._reductions = Reductions(framework, ownership, failures, self._given)
+        self._reductions = Reductions(framework, ownership, failures, self._reduced.parameters)
         caught = framework.catch_unreduced(self._parameters, self, failures)
         if caught is not None:
             self._hooks.add(caught)
@@ -118,10 +118,6 @@ class GradientCollector(gradients.GradientCollector):
 
     def _is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
         return self._reductions.is_reduced(parameter, gradient)
-
-    def _given(self) -> Sequence[Tensor]:
-        found = (self._framework.reduced(parameter) for parameter in self._reduced.parameters)
-        return [gradient for gradient in found if gradient is not None]
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
         """A lazy one has to have a shape, too."""

@@ -7,7 +7,7 @@ step begins. That a gradient has changed since backward tells nothing: clipping 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,17 +29,17 @@ class Reductions:
     """
 
     def __init__(
-        self, framework: Framework, ownership: Ownership, failures: Failures, gradients: Callable[[], Sequence[Tensor]]
+        self, framework: Framework, ownership: Ownership, failures: Failures, parameters: Sequence[NamedParameter]
     ) -> None:
         """Listen to nothing yet.
 
         Args:
-            gradients: Finds those that there are.
+            parameters: Those whose reduced gradients are recorded.
         """
         self._framework = framework
         self._ownership = ownership
         self._failures = failures
-        self._gradients = gradients
+        self._parameters = parameters
         self._seen: Any = None
         self._needed = True
         self._alone = True
@@ -102,10 +102,22 @@ class Reductions:
             seen.remove()
 
     def _listen(self) -> None:
-        if self._seen is None and self._needed and (has_others() or not is_settled()) and dist.is_available():
+        if self._seen is None and self._needed and self._others_may_come_in():
             from monitor.pytorch.seen_reductions import SeenReductions  # which not every torch can import
 
             self._seen = SeenReductions(self._gradients, self._failures)
+
+    def _others_may_come_in(self) -> bool:
+        """Whether a gradient lacks, or may come to lack, what other ranks have, and no framework is known to add it."""
+        if not has_others():
+            return not is_settled()
+        left = (one for one in self._parameters if self._framework.reduces(one) is None)
+        self._needed = any(not self._complete(one, ()) for one in left)
+        return self._needed
+
+    def _gradients(self) -> Sequence[Tensor]:
+        found = (self._framework.reduced(one) for one in self._parameters)
+        return [gradient for gradient in found if gradient is not None]
 
     def _complete(self, parameter: NamedParameter, groups: tuple[Any, ...]) -> bool:
         """Whether nobody is left out who shares a parameter that was summed over ``groups``."""
