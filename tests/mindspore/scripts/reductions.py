@@ -48,11 +48,6 @@ def clipped(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return ops.clip_by_global_norm(tuple(gradients), 1e9)
 
 
-def greatest(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    reduce = ops.AllReduce(ops.ReduceOp.MAX)
-    return [reduce(gradient) for gradient in gradients]
-
-
 def loss_alone(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     distributed.all_reduce(Tensor([1.0]))
     return gradients
@@ -70,7 +65,6 @@ WAYS: dict[str, Reduce | None] = {
     "reducer": None,
     "none": nothing,
     "clipped": clipped,
-    "greatest": greatest,
     "loss-alone": loss_alone,
 }
 
