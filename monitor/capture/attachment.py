@@ -146,7 +146,14 @@ class Attachment:
             self._gradients = self._attach_gradients(parameters)
         self._held = Held(parameters, watch.framework)
         watched = WatchedParameters(
-            parameters, self._recorder, self._owned_series(), self._failures, watch.framework, self._backend, self._note
+            parameters,
+            self._recorder,
+            self._owned_series(),
+            self._failures,
+            watch.framework,
+            self._backend,
+            self._note,
+            self._is_reduced,
         )
         self._weights = WeightCollector(watched) if config.param_distribution else None
         self._moments = MomentCollector(watched) if config.mv_distribution else None
@@ -182,6 +189,10 @@ class Attachment:
                 stacks.watch(_key(module), module.module)
         return stacks
 
+    def _is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
+        """As far as gradients are followed; otherwise what the optimizer is given is taken for reduced."""
+        return self._gradients is None or self._gradients.is_reduced(parameter, gradient)
+
     def _owned_series(self) -> OwnedSeries:
         return OwnedSeries(self.watch, self._recorder, self._failures, self._backend)
 
@@ -193,6 +204,7 @@ class Attachment:
             self._failures,
             self._owned_series(),
             self.watch.framework,
+            self.watch.ownership,
             self._note,
             each_micro_step=self.watch.config.monitor_mbs_grad,
         )
@@ -203,6 +215,7 @@ class Attachment:
         self.begun = self.begun or trains
         self._updates.forget_step()  # of a step that raised
         if trains and self._recorder.active and self._gradients is not None:
+            self._gradients.forward_begins(root)
             self._check_aggregation(root)
 
     def _check_aggregation(self, root: Any) -> None:
@@ -212,6 +225,7 @@ class Attachment:
 
     def _forward_ends(self, *_: Any) -> None:
         if self._recorder.active and self._gradients is not None:
+            self._gradients.forward_ends()
             self._gradients.hook_thawed()
 
     def _note(self, key: str, said: str) -> None:

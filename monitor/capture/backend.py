@@ -23,6 +23,7 @@ from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.placement import Placement
+from monitor.ranks.ownership import Ownership
 from monitor.run import Place
 from monitor.series import SeriesTable
 
@@ -286,6 +287,7 @@ class Backend(Protocol):
         failures: Failures,
         series_of: SeriesOf,
         framework: Any,
+        ownership: Ownership,
         note: Callable[[str, str], None],
         *,
         each_micro_step: bool,

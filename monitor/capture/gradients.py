@@ -12,6 +12,7 @@ from monitor.capture.clock import Clock
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.parameter_series import Among, NamedParameter, ParameterSeries, SeriesOf, Tensors
 from monitor.failures import Failures
+from monitor.ranks.ownership import Ownership
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
 EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
@@ -19,6 +20,13 @@ AGGREGATED_EARLY: Final = (
     "gradients are aggregated after every micro-batch: a row holds the mean over the ranks so far and the last micro-batch of "
     "this rank; no_sync would keep them apart"
 )
+NOT_REDUCED: Final = (
+    "missing where it did not show, when the optimizer's step began, that the data-parallel ranks had reduced a gradient: in "
+    "step {step} for {count} parameters, {names}"
+)
+SAYS_NO_MORE: Final = 3
+"""Names that a sentence lists."""
+
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
 """What is said of ``grad_unreduced`` where, of several micro-batches, it is not what this rank's make together."""
 
@@ -38,6 +46,7 @@ class GradientCollector(ABC):
         failures: Failures,
         series_of: SeriesOf,
         framework: Any,
+        ownership: Ownership,
         note: Callable[[str, str], None],
         tensors: Tensors,
         *,
@@ -49,6 +58,7 @@ class GradientCollector(ABC):
         self._failures = failures
         self._note = note
         self._framework = framework
+        self._ownership = ownership
         self._each_micro_step = each_micro_step
         micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
         self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, tensors, micro_steps)
@@ -58,6 +68,8 @@ class GradientCollector(ABC):
         self._frozen = set(self._unreduced.parameters)
         self._backwards: Counter[NamedParameter] = Counter()
         self._stepped: set[NamedParameter] = set()
+        self._local: list[str] = []
+        self._not_reduced = ""
 
     def begin_step(self) -> None:
         self._backwards.clear()
@@ -68,6 +80,14 @@ class GradientCollector(ABC):
         the next, or of none, as the gradients that a generator leaves in its critic.
         """
         self._stepped.update(self._unreduced.parameters if held is None else held)
+
+    @abstractmethod
+    def forward_begins(self, root: Any) -> None:
+        """A forward of training begins, in a step that is collected."""
+
+    @abstractmethod
+    def forward_ends(self) -> None:
+        """It has ended, or one that was no training."""
 
     def hook_thawed(self) -> None:
         """Hook what can be hooked now, and could not before: a frozen parameter can once it is thawed."""
@@ -89,6 +109,37 @@ class GradientCollector(ABC):
 
     def remove(self) -> None:
         self._hooks.remove()
+
+    @abstractmethod
+    def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
+        """Whether a gradient is known to lack no rank's part, when the optimizer's step begins."""
+
+    def _read_reduced(self, held: Among) -> None:
+        """Read the gradients of ``held`` that are reduced. Of the others the row is missing, and that is said."""
+        self._local = []
+        self._reduced.record_all(self._if_reduced, held)
+        if self._local:
+            self._say_not_reduced(self._local)
+
+    def _if_reduced(self, parameter: NamedParameter) -> Any:
+        gradient = self._framework.reduced(parameter)
+        if self.is_reduced(parameter, gradient):
+            return gradient
+        if gradient is not None:
+            self._local.append(parameter.name)
+        return None
+
+    def _say_not_reduced(self, names: Sequence[str]) -> None:
+        listed = ", ".join(names[:SAYS_NO_MORE]) + (", …" if len(names) > SAYS_NO_MORE else "")
+        if not self._not_reduced:
+            self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=len(names), names=listed)
+        self._failures.warn(
+            "gradients that are not reduced",
+            f"No reduction of {len(names)} gradients over the data-parallel ranks was seen before the optimizer's step "
+            f"{self._clock.step} ({listed}): their grad_reduced is missing. An optimizer that reduces inside its step leaves "
+            "them local. If they are complete all the same, pass the groups: dp_group (which may be of one rank) and tp_group "
+            "to set_monitor, process_group to TrainerMon.",
+        )
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
         return bool(parameter.tensor.requires_grad)

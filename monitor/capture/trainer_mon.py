@@ -354,8 +354,8 @@ class TrainerMon:
 
     def _ownership(self, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
         here, group_ranks = self._backend.place(), self._backend.group_ranks
-        members = group_ranks("dp_group", dp_group), group_ranks("tp_group", tp_group)
-        group_ranks("process_group", self._process_group)
+        given = {"dp_group": dp_group, "tp_group": tp_group, "process_group": self._process_group}
+        members = (group_ranks(role, group) for role, group in given.items())
         return Ownership(here.rank, here.world_size, module_ranks, *members)
 
     def _say_if_nobody(self, ownership: Ownership) -> None:

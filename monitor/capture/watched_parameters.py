@@ -15,6 +15,7 @@ class WatchedParameters:
     """The parameters of one attachment, where their numbers are, and where these go.
 
     Attributes:
+        is_reduced: Whether a gradient is known to lack no rank's part, when the optimizer's step begins.
         kinds: Those that this rank is to record of any of the parameters.
     """
 
@@ -25,6 +26,7 @@ class WatchedParameters:
     framework: Any
     tensors: Tensors
     note: Callable[[str, str], None]
+    is_reduced: Callable[[NamedParameter, Any], bool]
     kinds: set[str] = field(default_factory=set)
 
     def series(self, kind: str) -> ParameterSeries:

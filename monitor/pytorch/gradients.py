@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monitor.capture import gradients
@@ -17,9 +17,12 @@ from monitor.failures import Failures
 from monitor.pytorch import tensors
 from monitor.pytorch.after_backward import AfterBackward, LeftGradient
 from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.hooks import first_after_accumulation
 from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.reductions import Reductions
 from monitor.pytorch.untraced import untraced
+from monitor.ranks.ownership import Ownership
 
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "
@@ -44,18 +47,29 @@ class GradientCollector(gradients.GradientCollector):
         failures: Failures,
         series_of: SeriesOf,
         framework: Framework,
+        ownership: Ownership,
         note: Callable[[str, str], None],
         *,
         each_micro_step: bool,
     ) -> None:
         super().__init__(
-            parameters, recorder, clock, failures, series_of, framework, note, tensors, each_micro_step=each_micro_step
+            parameters,
+            recorder,
+            clock,
+            failures,
+            series_of,
+            framework,
+            ownership,
+            note,
+            tensors,
+            each_micro_step=each_micro_step,
         )
         self._framework: Framework = framework
         self._parameters = self._unreduced.parameters
         self._left: dict[NamedParameter, LeftGradient] = {}
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
+        self._reductions = Reductions(framework, ownership, failures, self._reduced.parameters)
         caught = framework.catch_unreduced(self._parameters, self, failures)
         if caught is not None:
             self._hooks.add(caught)
@@ -72,10 +86,19 @@ class GradientCollector(gradients.GradientCollector):
         self._left.clear()
         self._after_backward.begin_step()
         self._scaling = ""
+        if len(self._reduced):
+            self._reductions.begin_step()
+
+    def forward_begins(self, root: nn.Module) -> None:
+        self._reductions.forward_begins(root)
+
+    def forward_ends(self) -> None:
+        self._reductions.forward_ends()
 
     def end_turn(self, held: Among) -> None:
         super().end_turn(held)
         self._scaling = ""  # which was the optimizer's own
+        self._reductions.end_turn()
 
     def may_be_unscaled(self) -> None:
         """From now on gradients are no longer what backward left, even where their version says so."""
@@ -89,30 +112,43 @@ class GradientCollector(gradients.GradientCollector):
         """The step pre-hook: aggregation is done, clipping by the optimizer's owner may be."""
         if not self._each_micro_step:
             self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)(held)
-        self._reduced.record_all(self._framework.reduced, held)
+        self._reductions.begin_reading()
+        self._read_reduced(held)
+        self._reductions.end_reading(held is None)
         self._note_changes(held)
+
+    def remove(self) -> None:
+        super().remove()
+        self._reductions.remove()
+
+    def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
+        return self._reductions.is_reduced(parameter, gradient)
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
         """A lazy one has to have a shape, too."""
         return super()._can_be_hooked(parameter) and not is_lazy(parameter.tensor)
 
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(untraced(read))
-        return handle
+        hook = untraced(read)
+        if hasattr(parameter.tensor, "main_grad"):  # which a hook that is there already fills
+            handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(hook)
+            return handle
+        return first_after_accumulation(parameter.tensor, hook)
 
     def _note_changes(self, held: Among) -> None:
         """Say in what the gradients just read differ from what backward has left."""
         may_be_clipped = len(self._reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._after_backward.changed(self._framework.reduced, held)
-        if changed or self._scaling == STILL_SCALED:
-            self._note("grad_reduced", "; ".join(filter(None, [self._scaling, CHANGED if changed else ""])))
+        if changed or self._scaling == STILL_SCALED or self._not_reduced:
+            said = [self._scaling, CHANGED if changed else "", self._not_reduced]
+            self._note("grad_reduced", "; ".join(filter(None, said)))
 
     def _found(self, parameter: NamedParameter, told: Tensor) -> None:
         """Backward has accumulated into a parameter."""
         gradient = self._framework.local_gradient(told) if self._recorder.active else None
         if gradient is None or parameter in self._stepped:
             return
-        self._after_backward.arrived(parameter)
+        self._arrives(parameter, gradient)
         if self._clock.micro_steps == 1 and not self._each_micro_step:  # nothing to count or to follow
             self._unreduced.record(parameter, gradient)
         else:
@@ -122,12 +158,16 @@ class GradientCollector(gradients.GradientCollector):
         """A framework has told of a gradient."""
         if parameter in self._stepped or (self._framework.tells_twice and complete is self._each_micro_step):
             return
-        self._after_backward.arrived(parameter)
+        self._arrives(parameter, gradient)
         if complete and not self._each_micro_step:
             self._unreduced.record(parameter, gradient)
             self._left.pop(parameter, None)
         else:
             self._accumulated(parameter, gradient)
+
+    def _arrives(self, parameter: NamedParameter, gradient: Tensor) -> None:
+        self._after_backward.arrived(parameter)
+        self._reductions.arrived(parameter, gradient)
 
     def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
         micro_step = self._micro_step(parameter)

@@ -70,6 +70,18 @@ def after_forward(
     return handle
 
 
+def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Removable:
+    """Have ``call(parameter)`` called when a backward has added to its gradient, ahead of every other such hook that there is:
+    those of frameworks and of training loops reduce the gradient, or take it away.
+    """
+    handle: Any = parameter.register_post_accumulate_grad_hook(call)
+    hooks = parameter._post_accumulate_grad_hooks
+    for earlier in [key for key in hooks if key != handle.id]:
+        hooks[earlier] = hooks.pop(earlier)  # torch calls them in the order of the dictionary underneath
+    removable: Removable = handle
+    return removable
+
+
 def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
     """Give a hook a number that the same hook has in every module: torch counts them, and a compiler compiles code for each
     number of a hook that is always called, so that layers could not share theirs.

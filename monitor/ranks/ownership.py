@@ -24,6 +24,7 @@ class Ownership:
         module_ranks: The ranks to be monitored, in any order; empty for all.
         dp_group: Ranks of this rank's data-parallel group; None where the user passed none, and then every rank writes.
         tp_group: The same for tensor parallelism.
+        pp_group: The same for pipeline parallelism.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Ownership:
     module_ranks: Collection[int] = ()
     dp_group: Collection[int] | None = None
     tp_group: Collection[int] | None = None
+    pp_group: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "module_ranks", frozenset(self.module_ranks))  # asked for thousands of ranks a series
@@ -80,6 +82,22 @@ def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | No
         f"module_ranks {sorted(module_ranks)} names no rank of this job, whose ranks are 0 to {world_size - 1}: "
         "nothing will be recorded"
     )
+
+
+def reaches(ownership: Ownership, rank: int, world_size: int, groups: Sequence[Iterable[int]]) -> bool:
+    """Whether a gradient that was summed over ``groups`` lacks no rank's term.
+
+    The ranks whose terms belong to it are those of the data-parallel group. Where the user passed none, they are all ranks of
+    the job, but for those that ``tp_group`` and ``pp_group`` stand for, which hold other parts of the model: a job without data
+    parallelism shows by these two.
+
+    Args:
+        rank, world_size: As they are now; the ownership may have been made before they were known.
+        groups: That the gradient was summed over, or whose members hold other parts of the same tensor.
+    """
+    model_parallel = [group for group in (ownership.tp_group, ownership.pp_group) if group and ownership.dp_group is None]
+    reached = alike_over(rank, [group for group in (*model_parallel, *groups) if group])
+    return {*(range(world_size) if ownership.dp_group is None else ownership.dp_group)} <= {rank, *reached}
 
 
 def alike_over(rank: int, groups: Sequence[Iterable[int]]) -> Ranks:

@@ -523,6 +523,8 @@ def test_a_short_step_among_several_ranks_has_no_unreduced_rows(output: Output, 
         for micro_batches in (2, 1):
             for micro_step in range(micro_batches):
                 backward(model, 0, micro_step)
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
             optimizer.step()
             optimizer.zero_grad()
     assert names(output, "grad_unreduced").keys() == {0}

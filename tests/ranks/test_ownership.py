@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.placement import LOCAL, Placement, Shard
-from monitor.ranks.ownership import Ownership, alike_over, nobody_monitored
+from monitor.ranks.ownership import Ownership, alike_over, nobody_monitored, reaches
 from monitor.series import KINDS
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -200,3 +200,28 @@ def test_of_a_thousand_monitored_ranks_the_owner_is_found_without_going_through_
     Compared.times = 0
     assert ownership.owner(Placement(replicas=tuple(range(1024)))) == 512
     assert Compared.times <= 1024
+
+
+@pytest.mark.parametrize(
+    ("groups", "summed_over", "expected"),
+    [
+        ({}, [], False),
+        ({}, [range(8)], True),
+        ({}, [(0, 1, 2, 3), (0, 4)], True),
+        ({}, [(0, 1, 2, 3)], False),
+        ({"dp_group": (0,)}, [], True),
+        ({"dp_group": (0, 4)}, [(0, 4)], True),
+        ({"dp_group": (0, 4)}, [(0, 1)], False),
+        ({"pp_group": range(8)}, [], True),
+        ({"pp_group": (0, 4), "tp_group": (0, 1, 2, 3)}, [], True),
+        ({"pp_group": (0, 4)}, [], False),
+        ({"pp_group": (0, 4)}, [(0, 1, 2, 3)], True),
+        ({"dp_group": (0, 2), "tp_group": (0, 1)}, [], False),
+    ],
+)
+def test_a_sum_reaches_all_who_share_a_parameter_or_it_does_not(groups, summed_over, expected):
+    assert reaches(Ownership(0, 8, **groups), 0, 8, summed_over) is expected
+
+
+def test_of_one_rank_alone_nothing_has_to_be_summed():
+    assert reaches(Ownership(0), 0, 1, [])

@@ -9,15 +9,21 @@ from typing import Final
 from monitor.anomalies.ranking.job import Job
 from monitor.anomalies.ranking.subjects import Role, modules_around, parent
 from monitor.anomalies.ranking.sweep import IN_PASSES, StageChunk, Weights
-from monitor.ranks.records import StepsRecord
+from monitor.ranks.records import ManifestRecord, StepsRecord
 
 CHANGED_NOTE: Final = "grad_reduced"
-"""The note of a manifest that gradients had been clipped, or changed in another way, before they were read."""
+CHANGED: Final = "changed in place"
+"""Where, and in which words, a manifest notes that gradients were clipped, or changed in another way, before they were read."""
 
 _WEIGHTS: Final = ("param_origin", "param_updated")
 
 Parameter = tuple[int, int, int, str]
 """Recording, stage, chunk and name."""
+
+
+def notes_a_change(manifest: ManifestRecord | None) -> bool:
+    """Whether gradients were read after they had been changed together. The same note may say other things of gradients."""
+    return manifest is not None and CHANGED in str(manifest.notes.get(CHANGED_NOTE, ""))
 
 
 def _sets() -> defaultdict[Role, set[Parameter]]:
@@ -135,7 +141,7 @@ class _Recorded:
         kinds = {(one.recording, one.stage, id(wiring)): wiring.kinds for one, wiring in wired}
         self._kinds = {(recording, stage, chunk, kind) for (recording, stage, _), own in kinds.items() for kind, chunk in own}
         self._anywhere = {(recording, kind) for recording, _, _, kind in self._kinds}
-        self._changed = {one.recording for one in job.members if one.manifest and CHANGED_NOTE in one.manifest.notes}
+        self._changed = {one.recording for one in job.members if notes_a_change(one.manifest)}
 
     @property
     def weights(self) -> frozenset[StageChunk]:

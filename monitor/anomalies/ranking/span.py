@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-from monitor.anomalies.ranking.history import CHANGED_NOTE
+from monitor.anomalies.ranking.history import notes_a_change
 from monitor.anomalies.ranking.job import Job, Member
 from monitor.anomalies.ranking.subjects import ROOT, Role, Subject, parent
 from monitor.anomalies.ranking.sweep import seam
@@ -171,7 +171,7 @@ def _aggregation(job: Job, member: Member, subject: Subject, step: int) -> Span:
     ranks = member.ranks("dp")
     among = f"in the aggregation of gradients over {listed(ranks)}" if len(ranks) > 1 else ""
     after = among or "between the backward and the optimizer's step"
-    if member.manifest is not None and CHANGED_NOTE in member.manifest.notes:
+    if notes_a_change(member.manifest):
         told = f"{after}, where all were changed together, as by clipping: any of them may have brought it in"
         return Span(Where.CHANGED_GRADIENTS, told)
     unseen = [

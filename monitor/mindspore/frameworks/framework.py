@@ -33,6 +33,7 @@ class Stepped:
         state: Where it keeps what it knows of a parameter.
         adams: What it makes of its moments, if it is an Adam.
         has_stepped: Whether its moments are those of a step.
+        gradients: What it was handed, from its call to the end of its step.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -41,21 +42,22 @@ class Stepped:
         self.state = State(optimizer)
         self.adams = Adams(self.state)
         self.has_stepped = self.state.has_stepped()
-        self._gradients: Sequence[Tensor | None] = ()
+        self.gradients: Sequence[Tensor | None] = ()
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         """The optimizer was called with these."""
-        self._gradients = gradients
+        self.state.look()
+        self.gradients = gradients
 
     def end_step(self) -> None:
         """Forget the gradients of the step."""
-        self._gradients = ()
+        self.gradients = ()
         self.has_stepped = True
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""
         place = self.state.place(parameter)
-        return None if place is None or place >= len(self._gradients) else self._gradients[place]
+        return None if place is None or place >= len(self.gradients) else self.gradients[place]
 
 
 class Framework:
@@ -95,8 +97,10 @@ class Framework:
 
     def notes(self) -> Mapping[str, str]:
         """What a reader of the numbers must know, for the manifest; by kind where it concerns one."""
-        scales = {getattr(one.state.optimizer, "loss_scale", 1.0) for one in self.stepped.values()} - {1.0}
-        return {"loss_scale": f"{', '.join(map(str, sorted(scales)))}: {SCALED}"} if scales else {}
+        found = [one.state for one in self.stepped.values()]
+        scales = {getattr(one.optimizer, "loss_scale", 1.0) for one in found} - {1.0}
+        notes = {kind: said for one in found for kind, said in one.notes().items()}
+        return notes | ({"loss_scale": f"{', '.join(map(str, sorted(scales)))}: {SCALED}"} if scales else {})
 
     def placement(self, kind: str, parameter: Holding) -> Placement:
         """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
@@ -111,6 +115,11 @@ class Framework:
     def held(self, optimizer: Any) -> Collection[int]:
         """The ids of the parameters that an optimizer steps: the same object as long as they are the same."""
         return self.stepped[id(optimizer)].state.places
+
+    @property
+    def handed(self) -> Sequence[Tensor | None]:
+        """What the optimizer was handed that is about to step, in the order of its parameters."""
+        return [one for stepped in self.stepped.values() for one in stepped.gradients]
 
     def reduced(self, parameter: Holding) -> Tensor | None:
         """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""

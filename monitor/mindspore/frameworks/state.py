@@ -1,16 +1,18 @@
 """Where MindSpore's optimizers keep what they know of a parameter.
 
-Each kind of state is an attribute, a tuple in the order of ``optimizer.parameters``. The names of the parameters in it tell
-nothing: prefixes differ, and a user's parameter may be called ``moment1``.
+Each kind of state is an attribute, a tuple in the order of ``optimizer.parameters``. Of MindSpore's own classes the attribute
+tells which kind it is. The names of its members tell nothing there: prefixes differ, and a user's parameter may be called
+``moment1``. In other classes state is looked for by these names first (``clones``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mindspore import Parameter, Tensor, nn
 
+from monitor.mindspore.frameworks.clones import Clones, clones_in, fits, roles_of, told
 from monitor.mindspore.frameworks.optimizers import innermost, is_a
 from monitor.stats.mindspore_tensors import has_data, on_host
 
@@ -32,6 +34,10 @@ MOMENTUM_NAMES: Final = {
 """What classes that step along a momentum call it: it counts as ``exp_avg``. Elsewhere these are names of other things."""
 
 
+UNKNOWN: Final = "missing: it is not certain which moment the optimizer keeps in {kept}"
+UNLIKE: Final = "missing where the optimizer's state is not of the parameter's shape, or holds no numbers with decimals: {kept}"
+
+
 class State:
     """The state of one optimizer.
 
@@ -44,7 +50,11 @@ class State:
         self.optimizer = innermost(optimizer)
         self._momentum = _number(getattr(self.optimizer, "momentum", None))
         self._names = next((name for known, name in MOMENTUM_NAMES.items() if is_a(self.optimizer, known)), None)
+        self._is_mindspores = _is_mindspores(self.optimizer)
+        self._clones: Sequence[Clones] = ()
+        self._roles: Mapping[str, Clones] = {}
         self._known: Any = None
+        self.look()
         self._places: dict[int, int] = {}
 
     def moment(self, kind: str, parameter: Parameter) -> Parameter | None:
@@ -52,20 +62,40 @@ class State:
         place = self.place(parameter)
         if place is None or not self._steps_here(place) or not self._uses(kind, self.group(place)):
             return None
+        if kind in self._roles:
+            return self._roles[kind].of(parameter)
         names = (self._names,) if kind == "exp_avg" and self._names is not None else STATE_NAMES[kind]
+        cloned = {one.attribute for one in self._clones}  # of which it is known that they are no such moment
         for name in names:
-            kept = getattr(self.optimizer, name, None)
+            kept = None if name in cloned else getattr(self.optimizer, name, None)
             # Where a moment is not used, or is kept in factors, something small stands in its place.
-            if isinstance(kept, tuple) and place < len(kept) and kept[place].shape == parameter.shape:
+            if isinstance(kept, tuple) and self._is_place_in(kept, place) and fits(kept[place], parameter):
                 found: Parameter = kept[place]
                 return found
         return None
+
+    def look(self) -> None:
+        """See what the optimizer keeps by now. Classes of MindSpore's have made it when they were made."""
+        if not self._is_mindspores:
+            self._clones = clones_in(self.optimizer)
+            self._roles = roles_of(self._clones, has_momentum=self._momentum is not None)
+
+    def notes(self) -> Mapping[str, str]:
+        """Why there are no moments, or not of all parameters, by kind. Of classes that are known there is nothing to say."""
+        clones, parameters = self._clones, self.optimizer.parameters
+        unlike = [one for one in self._roles.values() if any(one.of(p) is None for p in parameters if p.name in one.members)]
+        if unlike:
+            return {"exp_avg": UNLIKE.format(kept=told(unlike))}
+        has_any = any(self.moment(kind, p) is not None for kind in STATE_NAMES for p in parameters)
+        return {} if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=told(clones))}
 
     def has_stepped(self) -> bool:
         """Whether a moment is other than what every optimizer begins with, which is 0. Waits."""
         names = {self._names or "", *(name for names in STATE_NAMES.values() for name in names)}
         kept = (getattr(self.optimizer, name, None) for name in names)
-        return any(on_host(one).any() for every in kept if isinstance(every, tuple) for one in every if has_data(one))
+        known = [every for every in kept if isinstance(every, tuple)]
+        known += [tuple(one.members.values()) for one in self._roles.values()]
+        return any(on_host(one).any() for every in known for one in every if has_data(one))
 
     @property
     def places(self) -> Mapping[int, int]:
@@ -86,6 +116,10 @@ class State:
         found: Mapping[str, Any] = next((group for group, end in zip(groups, ends, strict=False) if place < end), {})
         return found
 
+    def _is_place_in(self, kept: Sequence[Parameter], place: int) -> bool:
+        """Whether a tuple has its members in the places of their parameters: of other classes it may be of some of them."""
+        return place < len(kept) and (self._is_mindspores or len(kept) == len(self.optimizer.parameters))
+
     def _steps_here(self, place: int) -> bool:
         """Ranks may share the work: then each steps some of the parameters."""
         here = getattr(self.optimizer, "optim_filter", None)
@@ -95,11 +129,21 @@ class State:
         if kind == "exp_avg_sq":
             return not is_a(self.optimizer, "AdaMax")  # whose second moment is another norm
         if kind == "max_exp_avg_sq":
+            if kind in self._roles:
+                return True
             # Adam of mindspore.experimental makes it, and does not use it.
             return bool(group.get("amsgrad")) and is_a(self.optimizer, "AdamW") if group else hasattr(self.optimizer, "vhat")
         if self._names is not None:
             return bool(group.get("momentum", self._momentum) != 0)
         return getattr(self.optimizer, "use_first_moment", True) is not False
+
+
+def _is_mindspores(optimizer: nn.Cell) -> bool:
+    """Whether it is, or is made from, an optimizer of MindSpore's that has a rule of its own."""
+    return any(
+        base.__module__.startswith("mindspore.") and base.__name__ not in ("Optimizer", "Cell") and issubclass(base, nn.Cell)
+        for base in type(optimizer).__mro__
+    )
 
 
 def _number(hyperparameter: Any) -> float | None:

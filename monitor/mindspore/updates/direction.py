@@ -24,12 +24,15 @@ class DirectionCollector(UpdateCollector):
     def __init__(self, watched: WatchedParameters) -> None:
         self._series = watched.series(DIRECTION_KIND)
         self._framework = watched.framework
+        self._is_reduced = watched.is_reduced
 
     def gradients_ready(self, stepping: Stepping) -> None:
         self._series.record_computed(lambda parameter: self._compared(parameter, stepping.optimizer), stepping.held)
 
     def _compared(self, parameter: NamedParameter, optimizer: Any) -> Computed | None:
         gradient = self._framework.reduced(parameter)
+        if not self._is_reduced(parameter, gradient):
+            return None
         if not is_floating_point(gradient) or not has_data(gradient) or not gradient.size:
             return None
         if not self._framework.keeps("exp_avg", parameter):

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monitor.capture import patches
-from monitor.capture.operator_calls import Call
 from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.pytorch.backward_end import when_backward_ends
 from monitor.pytorch.patches import CallPatch
+
+Call = Any
+"""What a listener knows a call by."""
 
 Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool]
 """Told of a call, of its outputs that are there, and of their versions where another thread may change them meanwhile. Says
@@ -120,6 +122,10 @@ class Completion(CallListener):
             mine.latest = work, call, outputs
         else:
             self._expect(work, call, outputs)
+
+    def gathers(self, group: Any) -> bool:
+        """Whether calls of a group are being gathered on this thread, to be one."""
+        return group in self._of_thread.together
 
     def _expect(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
         """Whoever has ``work`` may wait for it."""

@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,13 @@ Function = Callable[..., Any]
 
 
 class CollectiveListener:
-    """Whoever wants to know of communication. Must not raise."""
+    """Whoever wants to know of communication. Must not raise.
+
+    Attributes:
+        hears_below: Whether it wants to know what C++ issues. Without such a listener calls of Python's pass no kernel of ours.
+    """
+
+    hears_below: ClassVar[bool] = True
 
     def call_begins(self, _operator: Operator, _args: Sequence[Any]) -> bool:
         """An operator is about to be called.
@@ -90,7 +96,9 @@ class Interception(CallListener):
     def add(self, listener: CollectiveListener) -> None:
         """Tell ``listener`` of every call from now on, as long as it lives."""
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
-        self._steps[listener] = 0
+        if listener.hears_below:
+            self._steps[listener] = 0
+            self._watch_below()
         self._install()
 
     def remove(self, listener: CollectiveListener) -> None:
@@ -116,17 +124,19 @@ class Interception(CallListener):
     def call_begins(self, _patch: patches.CallPatch, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """A DistributedDataParallel is made, which communicates as soon as it is."""
         self._reducers = self._issued_below = True
-        self._watch_below()
+        if self._steps:
+            self._watch_below()
 
     def _forget(self, gone: weakref.ref[CollectiveListener]) -> None:
         self._listeners = tuple(known for known in self._listeners if known is not gone and known() is not None)
+        if not self._steps and not self._issued_below:
+            self._take_away(self._below)
         if self._listeners:
             return
         self._reducer_made.remove(self)
         if not self._functional_called:
             self._take_away(self._functional)
         if not self._issued_below:
-            self._take_away(self._below)
             self._reducers = False
         for name, (original, ours) in self._replaced.items():
             if vars(dist.ProcessGroup)[name] is ours:  # somebody may have patched it since
@@ -134,7 +144,6 @@ class Interception(CallListener):
         self._replaced.clear()
 
     def _install(self) -> None:
-        self._watch_below()
         if self._replaced:
             return
         self._reducer_made.add(self)
@@ -183,7 +192,8 @@ class Interception(CallListener):
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             self._functional_called = self._issued_below = True
-            self._watch_below()
+            if self._steps:
+                self._watch_below()
             return overload.redispatch(keys & _BELOW, *args, **kwargs)
 
         return kernel

@@ -98,6 +98,12 @@ def mesh_groups(tensors: Iterable[Tensor]) -> Mapping[str, Sequence[int]]:
     return found
 
 
+def mesh_ranks(tensor: Any) -> Ranks:
+    """The ranks of the mesh that a DTensor is on; empty for any other tensor."""
+    layout = layout_of(tensor)
+    return () if layout is None else ranks_of(layout[0].mesh.flatten().tolist())
+
+
 def _is_cut(placement: Any) -> bool:
     return not (placement.is_replicate() or placement.is_partial())
 

@@ -16,11 +16,12 @@ from monitor.capture.backend import StepListener, Steps
 from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement, ranks_of
-from monitor.pytorch.frameworks.dtensor import mesh_groups, placement_of
+from monitor.placement import LOCAL, Placement, Ranks, ranks_of
+from monitor.pytorch.frameworks.dtensor import mesh_groups, mesh_ranks, placement_of
 from monitor.pytorch.frameworks.moments import Moments, Stepped
 from monitor.pytorch.frameworks.nanochat import placement_of_moments
 from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in
+from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
@@ -79,6 +80,8 @@ class Framework:
         self._groups: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._main_grad = main_grad
         self._data_parallel = {id(p): alike for chunk in chunks for p, alike in _data_parallel(chunk)}
+        self._reducers = Reducers(chunks)
+        self._spread: dict[int, Ranks] = {}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that show in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's own
@@ -123,6 +126,41 @@ class Framework:
         # The one in whose forward this is: who trains with Lightning or accelerate may have passed what it wraps.
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         return any(getattr(one, "require_backward_grad_sync", False) for one in (root, around))
+
+    def forward_begins(self, root: nn.Module) -> None:
+        """A forward of training begins: what reduces the gradients of its backward shows now."""
+        del root
+        self._reducers.forward_begins()
+
+    def backward_reaches(self, parameter: NamedParameter) -> None:
+        """A backward has added to a gradient, and before it is reduced."""
+        self._reducers.backward_reaches(parameter.tensor)
+
+    def reduces(self, parameter: NamedParameter) -> bool | None:
+        """Whether, when the optimizer's step begins, the gradient is what all ranks make together that share the parameter.
+
+        Returns:
+            None where this framework does not reduce it: then somebody else may have, and be seen.
+        """
+        placed = self._data_parallel.get(id(parameter.tensor))
+        if placed is not None and placed.differing:
+            return True  # of a parameter that each rank has for itself
+        return self._reducers.reduced(parameter.tensor)
+
+    def spread_over(self, parameter: NamedParameter) -> Ranks:
+        """Ranks that hold parts of the same model, as DTensors say: of a plain parameter those of its largest mesh.
+
+        The gradient of a DTensor says itself what of it is a term of a sum over these.
+        """
+        found = self._spread.get(id(parameter.tensor))
+        if found is None:
+            own = mesh_ranks(parameter.tensor)
+            found = self._spread[id(parameter.tensor)] = own or self._beside_meshes()
+        return found
+
+    def _beside_meshes(self) -> Ranks:
+        found = (mesh_ranks(p) for chunk in self.chunks for p in chunk.parameters())
+        return max(found, key=len, default=())
 
     def local_gradient(self, tensor: Any) -> Tensor | None:
         """Where the hook of a parameter finds what backward has left."""

@@ -45,6 +45,7 @@ class _Unit:
         ranks: Those that hold the parts of the flat parameter, or under NO_SHARD the whole of it.
         replicas: Under HYBRID_SHARD, those that hold the same part; otherwise empty.
         parameters: The original ones, in the order in which they are flattened.
+        reduces: Whether the last backward has reduced the gradient: ``no_sync`` leaves it local.
     """
 
     def __init__(self, module: Any) -> None:
@@ -52,6 +53,7 @@ class _Unit:
         _check(self.handle)
         self.ranks, self.replicas = _groups_of(module)
         self.parameters: Sequence[nn.Parameter] = tuple(self.handle.flat_param._params)
+        self.reduces = True
 
     @property
     def is_sharded(self) -> bool:
@@ -133,8 +135,14 @@ class Fsdp1(Framework):
         members = {*found.unit.ranks, *found.unit.replicas}
         return replace(found.unit.part(found.index), differing=tuple(rank for rank in self._ranks if rank not in members))
 
+    def reduces(self, parameter: NamedParameter) -> bool | None:
+        """What no unit manages differs between ranks, and lacks nothing of theirs."""
+        found = self._flattened.get(id(parameter.tensor))
+        return True if found is None else found.unit.reduces
+
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
-        return _Catch(self._wanted(parameters), gradients, failures)
+        units = {id(unit.handle): unit for unit in self._units}
+        return _Catch(units, self._wanted(parameters), gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._flattened
@@ -209,7 +217,8 @@ def _check(handle: Any) -> None:
 class _Catch(CallListener):
     """Tells of the gradients of the parameters that are watched, when a unit's backward ends."""
 
-    def __init__(self, wanted: _Wanted, gradients: LocalGradients, failures: Failures) -> None:
+    def __init__(self, units: Mapping[int, _Unit], wanted: _Wanted, gradients: LocalGradients, failures: Failures) -> None:
+        self._units = units
         self._wanted = wanted
         self._gradients = gradients
         # What FSDP does at this point is left out of compiled code, and so is this.
@@ -223,7 +232,9 @@ class _Catch(CallListener):
         if self._gradients.wanted:
             self._told(*args, **kwargs)
 
-    def _tell(self, _state: Any, handle: Any, *_: Any, **__: Any) -> None:
+    def _tell(self, state: Any, handle: Any, *_: Any, **__: Any) -> None:
+        if (unit := self._units.get(id(handle))) is not None:
+            unit.reduces = bool(state._sync_gradients)
         wanted, gradient = self._wanted.get(id(handle)), handle.flat_param.grad
         if wanted is None or gradient is None:
             return

@@ -20,7 +20,7 @@ from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.patches import CallListener
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement
+from monitor.placement import LOCAL, Placement, Ranks
 from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.patches import CallPatch
@@ -62,6 +62,14 @@ class Fsdp2(Framework):
             return super().placement(kind, parameter)
         spec = _tensor_parallel(managed)
         return LOCAL if spec is None else placed(spec.mesh, spec.placements, tuple(spec.shape), _data_parallel(managed))
+
+    def reduces(self, parameter: NamedParameter) -> bool | None:
+        """What FSDP manages has no gradient before it was reduced."""
+        return True if self.catches(parameter) else super().reduces(parameter)
+
+    def _beside_meshes(self) -> Ranks:
+        """The mesh is that of data parallelism, too: it does not tell what becomes of a plain parameter's gradient."""
+        return ()
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
         return _Catch([one for one in parameters if self.catches(one)], gradients, failures)

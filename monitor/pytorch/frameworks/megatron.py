@@ -80,6 +80,11 @@ class Megatron(Framework):
         stepped = self._weights.of(parameter.tensor)
         return None if stepped is None else stepped.gradient
 
+    def reduces(self, parameter: NamedParameter) -> bool | None:
+        """Its schedules do, before the step."""
+        del parameter
+        return True
+
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         stepped = self._weights.of(parameter.tensor)
         if stepped is not None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import sys
 from types import CodeType, FrameType
 
+from monitor.placement import Ranks
+from monitor.pytorch.place import group_ranks
+
 
 def rehearsing() -> bool:
     """Whether the forward that begins is a stage's rehearsal. Costs nothing where there are no stages."""
@@ -17,6 +20,20 @@ def rehearsing() -> bool:
     while frame is not None and frame.f_code is not rehearsal:
         frame = frame.f_back
     return frame is not None
+
+
+def stage_ranks() -> Ranks | None:
+    """The ranks that hold the stages of the pipeline in whose forward this is; None where it is in none."""
+    frame: FrameType | None = sys._getframe(1) if (called := _forward_of_a_stage()) is not None else None
+    while frame is not None and frame.f_code is not called:
+        frame = frame.f_back
+    group = None if frame is None else getattr(frame.f_locals.get("self"), "group", None)
+    return group_ranks("the group of the pipeline's stages", group)
+
+
+def _forward_of_a_stage() -> CodeType | None:
+    stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    return getattr(getattr(stage, "forward_one_chunk", None), "__code__", None)
 
 
 def _rehearsal() -> CodeType | None:

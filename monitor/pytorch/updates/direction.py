@@ -31,6 +31,7 @@ class DirectionCollector(UpdateCollector):
     def __init__(self, watched: WatchedParameters) -> None:
         self._series = watched.series(DIRECTION_KIND)
         self._framework = watched.framework
+        self._is_reduced = watched.is_reduced
         self._begins: dict[NamedParameter, Computed] = {}
 
     def gradients_ready(self, stepping: Stepping) -> None:
@@ -59,6 +60,8 @@ class DirectionCollector(UpdateCollector):
 
     def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Computed | None:
         gradient = self._framework.reduced(parameter)
+        if not self._is_reduced(parameter, gradient):
+            return None
         held = None if gradient is None else part_like(gradient, parameter.tensor)
         if held is None or held.layout is not torch.strided or not held.is_floating_point() or not held.numel():
             return None

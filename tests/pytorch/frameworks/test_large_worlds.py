@@ -188,6 +188,8 @@ def play(
                 monitor.set_monitor(model, 1, optimizer, dp_group=groups["dp"], tp_group=groups["tp"])
                 for _ in range(steps):
                     model(torch.ones(2, WIDTH)).square().sum().backward()
+                    for p in model.parameters():
+                        dist.all_reduce(p.grad, group=groups["dp"])
                     optimizer.step()
                     trained(monitor, rank)
                     optimizer.zero_grad()

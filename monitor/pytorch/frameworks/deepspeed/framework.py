@@ -67,6 +67,11 @@ class DeepSpeed(Framework):
         """Whatever the engine trains, as it has repacked it."""
         del optimizer
 
+    def reduces(self, parameter: NamedParameter) -> bool | None:
+        """The engine does, before its step."""
+        del parameter
+        return True
+
     def steps(self, listener: StepListener, failures: Failures) -> EngineSteps:
         return EngineSteps(self._engine, self.optimizer, listener, failures)
 

@@ -22,6 +22,7 @@ from monitor.pytorch.frameworks.deepspeed.pieces import Piece, flat_shard
 from monitor.pytorch.frameworks.deepspeed.zero12 import ON_THEIR_WAY
 from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.frameworks.moments import Stepped
+from monitor.pytorch.hooks import first_after_accumulation
 from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
 
@@ -118,12 +119,7 @@ class _BeforeZero:
                 living(watched, tensor)
 
         uncompiled = torch.compiler.disable(failures.guarded("reading the gradient", read, of=parameter.name))
-        handle: Any = parameter.tensor.register_post_accumulate_grad_hook(uncompiled)
-        hooks: Any = parameter.tensor._post_accumulate_grad_hooks
-        for earlier in [key for key in hooks if key != handle.id]:
-            hooks[earlier] = hooks.pop(earlier)  # torch calls them in the order of the dictionary underneath
-        removable: Removable = handle
-        return removable
+        return first_after_accumulation(parameter.tensor, uncompiled)
 
     def _tell(self, parameter: NamedParameter, tensor: Tensor) -> None:
         if self._gradients.wanted and tensor.grad is not None:

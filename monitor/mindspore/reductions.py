@@ -1,0 +1,163 @@
+"""Whether the gradients that an optimizer is handed are reduced: seen between the last backward and the optimizer's call.
+
+MindSpore's functions make new tensors, so that nothing leads from what a collective gave to what the optimizer is handed. What
+shows is that there was a sum over ranks for each gradient: of its shape, after the last backward. ``DistributedGradReducer`` is
+compiled; that it was called with as many gradients as the optimizer has shows, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from mindspore import Tensor, communication, nn
+
+from monitor.capture.patches import CallListener, CallPatch
+from monitor.failures import Failures
+from monitor.mindspore.collectives.completion import Handle
+from monitor.mindspore.collectives.interception import INTERCEPTION, CollectiveListener
+from monitor.mindspore.collectives.operators import Kernel, Operator
+from monitor.mindspore.place import has_others, is_settled
+from monitor.placement import Ranks
+from monitor.ranks.ownership import Ownership, reaches
+
+SUMS: Final = frozenset({"all_reduce"})
+Shape = tuple[int, ...]
+
+
+class _InheritedPatch(CallPatch):
+    """Of a method that a class inherits: it has one of its own as long as somebody listens."""
+
+    def _now(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def _forget(self, gone: weakref.ref[CallListener]) -> None:
+        super()._forget(gone)
+        if not self._listeners and vars(self.owner).get(self.name) is self._original is not None:
+            delattr(self.owner, self.name)
+
+
+REDUCER_CALLED: Final = _InheritedPatch(nn.DistributedGradReducer, "__call__")
+"""Not its ``construct``, which compilers read."""
+
+
+class _ReducerListener(CallListener):
+    def __init__(self, told: Callable[[Any, Any], object]) -> None:
+        self._told = told
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del patch, kwargs
+        self._told(args[0], result)
+
+
+class Reductions(CollectiveListener):
+    """Listens where there are other ranks that gradients have to be summed over, and nowhere else."""
+
+    def __init__(self, ownership: Ownership, failures: Failures) -> None:
+        self._ownership = ownership
+        self._failures = failures
+        self._listening = False
+        self._wanted = False
+        self._reducer_listener = _ReducerListener(failures.guarded("following a reducer of gradients", self._reducer_called))
+        self._sums: dict[Ranks, Counter[Shape]] = {}
+        self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
+        self._reduced: Mapping[Shape, bool] = {}
+
+    def begin_step(self) -> None:
+        self._forget()
+        self._wanted = False
+        if not self._listening and (has_others() or not is_settled()):
+            self._listening = True
+            INTERCEPTION.add(self)
+            REDUCER_CALLED.add(self._reducer_listener)
+
+    def arrived(self) -> None:
+        """A backward has handed out a gradient: what was summed before is of another micro-batch."""
+        self._wanted = True
+        self._forget()
+
+    def begin_reading(self, gradients: Sequence[Tensor | None], waiting: Sequence[Shape] = ()) -> None:
+        """The optimizer is handed these.
+
+        Args:
+            waiting: The shapes of gradients that other optimizers are still to be handed: sums may be of those.
+        """
+        self._wanted = False
+        if not has_others():
+            return
+        shapes = Counter(tuple(one.shape) for one in gradients if one is not None)
+        later = Counter(waiting)
+        self._reduced = {shape: self._covers(shape, count + later[shape], gradients) for shape, count in shapes.items()}
+        for sums in self._sums.values():
+            sums -= shapes  # which serve no later optimizer
+
+    def end_turn(self) -> None:
+        """An optimizer has stepped, and others have not: their gradients may be reduced now."""
+        self._wanted = True
+
+    def is_reduced(self, gradient: Tensor | None) -> bool:
+        """Whether each gradient of this one's shape is a sum over all ranks that it has to be summed over."""
+        return gradient is not None and (not has_others() or self._reduced.get(tuple(gradient.shape), False))
+
+    def remove(self) -> None:
+        """Listen no longer."""
+        if self._listening:
+            self._listening = False
+            INTERCEPTION.remove(self)
+            REDUCER_CALLED.remove(self._reducer_listener)
+
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+        del args
+        return self._wanted and operator.name in SUMS
+
+    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+        try:
+            if not _adds(operator, args):
+                return
+            ranks = _ranks_of(operator.group_of(args))
+            shapes = [tuple(one.shape) for one in operator.given(args, result)]
+        except Exception as error:
+            self._failures.report("following the reduction of gradients", error)
+            return
+        if handle is None:
+            self._summed(ranks, shapes)
+        else:
+            handle.tell(partial(self._summed, ranks, shapes))
+
+    def _reducer_called(self, reducer: Any, result: Any) -> None:
+        shapes = tuple(tuple(one.shape) for one in result) if self._wanted and isinstance(result, (tuple, list)) else ()
+        if shapes and all(reducer.allreduce_filter):
+            self._reducers.append((_ranks_of(_group_of(reducer)), shapes))
+
+    def _summed(self, ranks: Ranks, shapes: Sequence[Shape]) -> None:
+        self._sums.setdefault(ranks, Counter()).update(shapes)
+
+    def _covers(self, shape: Shape, count: int, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether all ``count`` gradients of a shape were summed over groups that leave no rank out."""
+        handed = tuple(tuple(one.shape) for one in gradients if one is not None)
+        groups = [ranks for ranks, sums in self._sums.items() if sums[shape] >= count]
+        groups += [ranks for ranks, shapes in self._reducers if shapes == handed]
+        rank, world_size = int(communication.get_rank()), int(communication.get_group_size())
+        return reaches(self._ownership, rank, world_size, groups)
+
+    def _forget(self) -> None:
+        self._sums.clear()
+        self._reducers.clear()
+
+
+def _adds(operator: Operator, args: Sequence[Any]) -> bool:
+    if isinstance(operator, Kernel):
+        return str(args[operator.places["op_type"]]).lower() in ("sum", "avg")
+    return str(getattr(args[0], "op", "")).lower() == "sum"
+
+
+def _group_of(reducer: Any) -> str:
+    allreduce = getattr(reducer, "allreduce", None) or reducer.op_list[0]
+    return str(allreduce.group)
+
+
+def _ranks_of(group: str) -> Ranks:
+    return tuple(sorted(int(rank) for rank in communication.get_process_group_ranks(group)))

@@ -1,0 +1,98 @@
+"""Two data-parallel ranks that reduce their gradients in one way after the other; ``reductions.py BASE``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, communication, nn, ops
+from mindspore.mint import distributed
+from ranks import tell
+
+from monitor.mindspore import TrainerMon
+
+CONFIG: dict[str, Any] = {"wg_distribution": True, "replica_check": True, "ops": ["norm"], "ndigits": 17}
+STEPS = 2
+Reduce = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def in_place(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    for gradient in gradients:
+        distributed.all_reduce(gradient)
+    return [gradient / 2 for gradient in gradients]
+
+
+def awaited(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    handles = [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
+    for handle in handles:
+        handle.wait()
+    return [gradient / 2 for gradient in gradients]
+
+
+def by_primitive(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    reduce = ops.AllReduce()
+    return [reduce(gradient) / 2 for gradient in gradients]
+
+
+def then_clipped(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    return ops.clip_by_global_norm(tuple(by_primitive(gradients)), 1e9)
+
+
+def clipped(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    return ops.clip_by_global_norm(tuple(gradients), 1e9)
+
+
+def loss_alone(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    distributed.all_reduce(Tensor([1.0]))
+    return gradients
+
+
+def nothing(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    return gradients
+
+
+WAYS: dict[str, Reduce | None] = {
+    "in-place": in_place,
+    "awaited": awaited,
+    "by-primitive": by_primitive,
+    "then-clipped": then_clipped,
+    "reducer": None,
+    "none": nothing,
+    "clipped": clipped,
+    "loss-alone": loss_alone,
+}
+
+
+def train(base: Path, how: str, rank: int) -> list[dict[str, float]]:
+    """Of each step and parameter the norm in float64 of what this rank's backward handed out, added to what the other had."""
+    net = nn.SequentialCell(nn.Dense(4, 5), nn.Tanh(), nn.Dense(5, 2)).set_train()
+    for seed, parameter in enumerate(net.trainable_params()):
+        parameter.set_data(Tensor(np.random.default_rng(seed).normal(size=parameter.shape).astype(np.float32)))
+    optimizer = nn.SGD(net.trainable_params(), 0.01)
+    reduce = WAYS[how] or nn.DistributedGradReducer(optimizer.parameters, mean=True, degree=2)
+    (base / how).mkdir(exist_ok=True)
+    config = base / how / f"config{rank}.json"
+    config.write_text(json.dumps(CONFIG))
+    os.environ["MONITOR_OUTPUT_DIR"] = str(base / how / "output")
+    monitor = TrainerMon(config)
+    monitor.set_monitor(net, 1, optimizer, dp_group="mccl_world_group")
+    losses_of = ms.value_and_grad(lambda x: ops.square(net(x)).mean(), None, optimizer.parameters)
+    found = []
+    for step in range(STEPS):
+        x = Tensor(np.random.default_rng([step, rank]).normal(size=(3, 4)).astype(np.float32))
+        _, gradients = losses_of(x)
+        found.append({p.name: g.asnumpy().tolist() for p, g in zip(optimizer.parameters, gradients, strict=True)})
+        optimizer(tuple(reduce(gradients)))
+    monitor.close()
+    return found
+
+
+ms.set_device("CPU")
+communication.init("mccl")
+tell({how: train(Path(sys.argv[1]), how, communication.get_rank()) for how in WAYS})

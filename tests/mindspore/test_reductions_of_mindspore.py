@@ -1,0 +1,54 @@
+"""A row of ``grad_reduced`` of MindSpore is the mean over the data-parallel ranks, or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Ranks, ended_job
+from reading_back import Output
+
+from monitor.capture.gradients import NOT_REDUCED
+from monitor.ranks.records import read_manifest
+
+REDUCED = ["in-place", "awaited", "by-primitive", "then-clipped", "reducer"]
+LOCAL = ["none", "clipped", "loss-alone"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reductions")
+
+
+@pytest.fixture(scope="module")
+def job(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return ended_job("reductions.py", tmp_path_factory.mktemp("job"), base, 1)
+
+
+def norms(base: Path, how: str, kind: str = "grad_reduced", rank: int = 0) -> dict[tuple[int, str], float]:
+    output = Output(base / how / "output")
+    return {(row.step, row.name): row.values["norm"] for row in output.rows(kind, output.directories()[rank])}
+
+
+def means(job: Ranks, how: str) -> dict[tuple[int, str], float]:
+    one, other = (rank.told[0][how] for rank in job.ranks)
+    return {
+        (step, name): float(np.linalg.norm((np.array(one[step][name]) + np.array(other[step][name])) / 2))
+        for step in range(len(one))
+        for name in one[step]
+    }
+
+
+@pytest.mark.parametrize("how", REDUCED)
+def test_gradients_that_were_seen_to_be_reduced_have_the_mean_over_the_ranks(job: Ranks, base: Path, how: str) -> None:
+    assert norms(base, how) == pytest.approx(means(job, how), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", LOCAL)
+def test_gradients_that_nobody_reduced_have_no_row_and_that_is_said(job: Ranks, base: Path, how: str) -> None:  # noqa: ARG001
+    assert norms(base, how) == {}
+    assert norms(base, how, "replica", 1) == {}
+    for directory in Output(base / how / "output").directories():
+        note = str(read_manifest(directory / "manifest.json").notes["grad_reduced"])
+        assert note.startswith(NOT_REDUCED.partition(":")[0])

@@ -1,0 +1,84 @@
+"""A row of ``grad_reduced`` is the mean over the data-parallel ranks, or absent: each way against the gathered mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from jobs import Job
+
+from monitor.capture.gradients import NOT_REDUCED
+
+RunJob = Callable[..., Job]
+REDUCED = [
+    "one-by-one", "micro-steps", "behind-the-version", "awaited", "futures", "coalesced", "flat", "flat-at-once", "views",
+    "in-slices", "under-a-device", "scattered", "functionally", "hooks", "no-group", "wrapped", "wrapped-inside",
+    "wrapped-in-the-end",
+]  # fmt: skip
+LOCAL = ["inside", "none", "clipped", "loss-alone", "greatest", "over-a-part", "zeroed", "early", "no-sync", "noop"]
+SAID = NOT_REDUCED.partition(":")[0]
+
+
+@pytest.fixture(scope="module")
+def jobs(run_job: RunJob) -> dict[str, Job]:
+    """By the way of reducing. Two jobs try one way after the other."""
+    config = {"wg_distribution": True, "param_distribution": False, "mv_distribution": False, "replica_check": True}
+    found: dict[str, Job] = {}
+    for ways in ([*REDUCED, "alone"], [*LOCAL, "some"]):
+        job = run_job("reductions.py", 2, *ways, **config)
+        for how in ways:
+            plain, monitored = ([of[how] for of in told] for told in (job.plain, job.monitored))
+            found[how] = Job(job.base / how, plain, monitored, job.said)
+    return found
+
+
+def norms(job: Job, kind: str = "grad_reduced", rank: int = 0) -> dict[tuple[int, str], float]:
+    return {(row.step, row.name.removeprefix("module.")): row.values["norm"] for row in job.rows(kind, rank)}
+
+
+def means(job: Job) -> dict[tuple[int, str], float]:
+    told = job.monitored[0]
+    return {(step, name): norm for step, of in enumerate(told["means"]) for name, norm in zip(told["names"], of, strict=True)}
+
+
+@pytest.mark.parametrize("how", REDUCED)
+def test_a_gradient_that_was_seen_to_be_reduced_has_the_mean_over_the_ranks(jobs: dict[str, Job], how: str) -> None:
+    job = jobs[how]
+    assert norms(job) == pytest.approx(means(job), rel=1e-5)
+    assert "grad_reduced" not in job.manifest(0).notes or SAID not in str(job.manifest(0).notes["grad_reduced"])
+
+
+@pytest.mark.parametrize("how", LOCAL)
+def test_a_gradient_that_nobody_reduced_before_the_step_has_no_row_and_that_is_said(jobs: dict[str, Job], how: str) -> None:
+    job = jobs[how]
+    assert norms(job) == {}
+    assert norms(job, "replica", 1) == {}
+    assert all(SAID in str(job.manifest(rank).notes["grad_reduced"]) for rank in range(2))
+
+
+def test_each_rank_warns_once_of_gradients_that_are_not_reduced(jobs: dict[str, Job]) -> None:
+    counts = {how: sum("grad_reduced is missing" in line for line in jobs[how].warnings) for how in (REDUCED[0], LOCAL[0])}
+    assert counts == {REDUCED[0]: 0, LOCAL[0]: 2 * len([*LOCAL, "some"])}
+
+
+def test_of_gradients_some_of_which_are_reduced_these_have_rows(jobs: dict[str, Job]) -> None:
+    job = jobs["some"]
+    assert norms(job) == pytest.approx({key: norm for key, norm in means(job).items() if key[1] == "0.weight"}, rel=1e-5)
+    assert "3 parameters, 0.bias, 2.weight, 2.bias" in str(job.manifest(0).notes["grad_reduced"])
+
+
+def test_a_rank_that_is_its_whole_data_parallel_group_has_nothing_to_reduce(jobs: dict[str, Job]) -> None:
+    job = jobs["alone"]
+    for rank in range(2):
+        assert norms(job, rank=rank) == norms(job, "grad_unreduced", rank) != {}
+
+
+@pytest.mark.parametrize("how", [*REDUCED, *LOCAL, "some", "alone"])
+def test_training_has_the_same_bits_with_the_monitor(jobs: dict[str, Job], how: str) -> None:
+    job = jobs[how]
+    assert job.plain == job.monitored
+
+
+def test_what_hooks_of_the_loops_own_reduce_is_read_before_them_as_it_was(jobs: dict[str, Job]) -> None:
+    job = jobs["hooks"]
+    assert norms(job, "grad_unreduced") != pytest.approx(norms(job), rel=1e-3)
