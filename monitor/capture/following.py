@@ -80,3 +80,9 @@ def joint_name(places: Sequence[str], prefix: str, taken: Collection[str]) -> st
     while joint in taken:
         joint += "~"
     return joint
+
+
+def places_of(name: str, prefix: str) -> list[str]:
+    """The places that ``joint_name`` has made a name of."""
+    first, *others = name.rstrip("~").split("+")
+    return [first, *(prefix + other for other in others)]
