@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -106,8 +106,9 @@ class Wiring:
     def entries_like(self, series: Series) -> Sequence[str]:
         """Of a container's output the modules whose own it is: its gradient is first seen as theirs, and may change after."""
         if series not in self._likes:
-            subjects = map(subject_of, self.sources(series))
-            self._likes[series] = [one.module for one in subjects if one.is_entry]
+            backward = [one.module for one in map(subject_of, self.sources(series)) if one.is_entry]
+            forward = map(subject_of, self.sources(replace(series, kind="actv")))
+            self._likes[series] = list(dict.fromkeys([*backward, *(one.module for one in forward if not one.is_input)]))
         return self._likes[series]
 
     def uses_itself(self, subject: Subject) -> bool:
