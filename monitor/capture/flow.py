@@ -43,7 +43,7 @@ class Slot(NamedTuple):
         return self.name.startswith("input")
 
     def seen_forward(self, seen: Container[Slot]) -> list[Slot]:
-        """Of a gradient: where its tensor was seen in forward. One that was given in several places is called by all of them."""
+        """Of a gradient: the slots in which its tensor was seen in forward. One given in several places has all their names."""
         own = self._replace(kind="actv")
         places = [own] if own in seen else [own._replace(name=place) for place in places_of(self.name, "input_")]
         return [place for place in places if place in seen]

@@ -12,7 +12,6 @@ from attaching import attached
 from mindspore import Tensor, nn
 from reading_back import Output
 
-
 CONFIG: dict[str, Any] = {"xy_distribution": True, "all_xy": True, "ops": ["max"], "ndigits": 15}
 
 
@@ -69,8 +68,7 @@ CASES: dict[str, tuple[nn.Cell, Callable[[nn.Cell, Tensor, Tensor], Tensor], dic
 
 def step(model: nn.Cell) -> tuple[Any, Any]:
     x = Tensor(np.sin(np.arange(12) * 1.7).reshape(3, 4).astype(np.float32))
-    gradients_of = ms.value_and_grad(lambda x: model(x), None, model.trainable_params())
-    return gradients_of(x)
+    return ms.value_and_grad(model, None, model.trainable_params())(x)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,5 +81,3 @@ def test_a_row_holds_what_the_cell_hands_back_and_nothing_else(case: str, output
         optimizer(gradients)
     found = {row.name: row.values["max"] for row in output.rows("actv_grad") if ".input" in row.name}
     assert {name: value for name, value in found.items() if name.startswith("inner")} == expected
-
-

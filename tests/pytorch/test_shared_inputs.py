@@ -110,9 +110,7 @@ class Uses(nn.Module):
 
 @EAGER_AND_COMPILED
 @pytest.mark.parametrize("how", GIVEN_BACK)
-def test_an_input_that_is_given_back_has_the_gradient_of_the_modules_own_uses(
-    how: str, compiled: bool, output: Output
-) -> None:
+def test_an_input_that_is_given_back_has_the_gradient_of_the_modules_own_uses(how: str, compiled: bool, output: Output) -> None:
     found = gradients(output, seeded(lambda: Uses(Passing(how))), compiled=compiled)
     assert of_inputs(found, "inner") == statistics("inner.input_1", torch.full((3, 4), 3.0))
 

@@ -69,15 +69,16 @@ def spoil_attention(module: nn.Module, bad: Callable[[], bool], monkeypatch: pyt
 
 def first_event(output: Output, monkeypatch: pytest.MonkeyPatch, seed: int, where: str, what: str) -> tuple[Ranked, int]:
     """The first event, and how many origins there are."""
-    model, step = small_t5(seed), 0
-    spoil_attention(model.get_submodule(where), lambda: step == STEP, monkeypatch, what)
+    model, done = small_t5(seed), []
+    spoil_attention(model.get_submodule(where), lambda: len(done) == STEP, monkeypatch, what)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attached(output, model, optimizer, **WATCHED):
-        for step in range(STEP + 1):
+        while len(done) <= STEP:
             ids, labels = torch.randint(1, 32, (2, 7)), torch.randint(1, 32, (2, 5))
             model(input_ids=ids, labels=labels).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            done.append(model)
     ranking = ranking_of(output.base / EVENTS_FOLDER, 1)
     return ranking.ranked[0], ranking.origins
 
