@@ -50,6 +50,7 @@ class Call:
         self.parameters: Mapping[str, Value] = {}
         self.inner: Sequence[Call] = ()
         self.back: Back | None = None
+        self.gives_back = False
 
     @property
     def given(self) -> list[Any]:
@@ -72,7 +73,7 @@ class Call:
         if not isinstance(x, Value) or not x.trained:
             return None
         if not self.inner:
-            return self.gradients[place]
+            return None if self.gives_back else self.gradients[place]
         parts = [one.gradients[k] for one in self.inner for k, y in enumerate(one.given) if y is x and k in one.gradients]
         return sum(part for part in parts if part is not None)
 
@@ -92,6 +93,7 @@ class Tape:
         arrays = [one.array if isinstance(one, Value) else one for one in args]
         named = {key: one.array if isinstance(one, Value) else one for key, one in kwargs.items()}
         result, call.back = formula(*arrays, **named)
+        call.gives_back = formula is unchanged
         trained = any(isinstance(one, Value) and one.trained for one in call.given)
         several = result if isinstance(result, tuple) else (result,)
         call.results = tuple(

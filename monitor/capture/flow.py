@@ -7,13 +7,14 @@ one call of a module is known from naming them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import islice, product
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.capture.following import places_of
 from monitor.capture.recorder import Watched
 from monitor.ranks.flow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
 from monitor.series import KINDS
@@ -40,6 +41,12 @@ class Slot(NamedTuple):
     @property
     def is_input(self) -> bool:
         return self.name.startswith("input")
+
+    def seen_forward(self, seen: Container[Slot]) -> list[Slot]:
+        """Of a gradient: the slots in which its tensor was seen in forward. One given in several places has all their names."""
+        own = self._replace(kind="actv")
+        places = [own] if own in seen else [own._replace(name=place) for place in places_of(self.name, "input_")]
+        return [place for place in places if place in seen]
 
 
 class SeenModule(NamedTuple):
@@ -102,10 +109,11 @@ class _Seen:
     def _handed_back(self, same: Iterable[Edge]) -> Iterator[Edge]:
         """The gradient of what was seen twice comes back the other way: from the consumer's input to the producer's output."""
         gradient = {
-            number: slots[slot._replace(kind="actv_grad")]
+            slots[forward]: number
             for _, slots in self._modules
             for slot, number in slots.items()
-            if slot.kind == "actv" and slot._replace(kind="actv_grad") in slots
+            if slot.kind == "actv_grad"
+            for forward in slot.seen_forward(slots)
         }
         for source, target in same:
             if source in gradient and target in gradient:

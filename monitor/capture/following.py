@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from monitor.capture.backend import Graph, Target, Write
@@ -25,41 +25,64 @@ def follow_result(graph: Graph, x: Any, start: int, write: Write) -> list[Remova
 
 
 def follow_inputs(
-    graph: Graph,
-    targets: Mapping[Target, Sequence[Slot]],
-    start: int,
-    results: Sequence[Any],
-    writer: Callable[[Sequence[Slot]], Write],
+    graph: Graph, targets: Mapping[Target, Slot], start: int, results: Sequence[Any], writer: Callable[[Slot], Write]
 ) -> list[Removable]:
-    """Have the gradients taken that the call hands back to its inputs.
+    """Have the gradients taken that nodes made during the call hand to its inputs.
+
+    An input that no such node uses has none, also where the call gives it back: what others do with it is not the call's.
 
     Args:
-        targets: Where they go, and the slots that each input stands in.
+        targets: Where they go, and the slot of each.
         results: Those of the call that have a gradient.
-        writer: Makes what takes the gradient of an input, for all of its slots; asked only where there will be one.
+        writer: Makes what takes the gradient of a slot; asked only where there will be one.
 
     Returns:
         Handles of hooks that may outlive the graph.
     """
-    passed = {graph.gradient_target(x): x for x in results}
-    inside = [target for target in targets if target not in passed]
-    edges = graph.producers(results, inside, start) if inside else {}
     handles: list[Removable] = []
-    for target, slots in targets.items():
-        if target in passed:  # passed through, it has one gradient, the total
-            handles += follow_result(graph, passed[target], start, writer(slots))
-        elif edges[target]:
-            handles += graph.watch(target, edges[target], writer(slots))
+    for target, edges in graph.producers(results, targets, start).items():
+        if edges:
+            handles += graph.watch(target, edges, writer(targets[target]))
     return handles
 
 
-def together(writes: Sequence[Write]) -> Write:
-    """What gives a gradient to each of these."""
-    if len(writes) == 1:
-        return writes[0]
+def slots_of(graph: Graph, inputs: Sequence[tuple[Any, str, bool]], prefix: str) -> dict[Target, str]:
+    """Where the gradients of a call's inputs go, and what these gradients are called.
 
-    def write(gradient: Any) -> None:
-        for each in writes:
-            each(gradient)
+    A tensor that was given in several places has one gradient. Nothing in the graph says which part of it belongs to which
+    place. So it has one name, made of all of its places (``input_0+1``), and it is wanted if any of them is.
 
-    return write
+    Args:
+        inputs: Every tensor of the call, the name of its place, and whether its gradient is wanted.
+        prefix: What each name begins with. It is not repeated within a name.
+    """
+    places: dict[Target, list[str]] = {}
+    chosen: set[Target] = set()
+    for x, name, wanted in inputs:
+        if graph.requires_grad(x):
+            target = graph.gradient_target(x)
+            places.setdefault(target, []).append(name)
+            if wanted:
+                chosen.add(target)
+    taken = [name for _, name, _ in inputs] if len(places) < len(inputs) else ()
+    return {target: joint_name(names, prefix, taken) for target, names in places.items() if target in chosen}
+
+
+def joint_name(places: Sequence[str], prefix: str, taken: Collection[str]) -> str:
+    """The name of a tensor that was given in these places, and a name that no other place has.
+
+    Args:
+        taken: The names of all places.
+    """
+    if len(places) == 1:
+        return places[0]
+    joint = places[0] + "".join(f"+{name.removeprefix(prefix)}" for name in places[1:])
+    while joint in taken:
+        joint += "~"
+    return joint
+
+
+def places_of(name: str, prefix: str) -> list[str]:
+    """The places that ``joint_name`` has made a name of."""
+    first, *others = name.rstrip("~").split("+")
+    return [first, *(prefix + other for other in others)]

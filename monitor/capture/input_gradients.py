@@ -1,7 +1,8 @@
 """The gradient that one module hands back to one of its inputs, found in the graph that a framework recorded.
 
 A hook on the input tensor would see the sum over all its consumers, and blame a clean module for a NaN on its residual. So the
-edges are found instead: walking back from the outputs, over the nodes made during the call, to each input.
+edges are found instead: walking back from the outputs, over the nodes made during the call, to each input. A module that gives
+an input back as it is does nothing to it: what comes through that output flows past the module, on no edge of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def walk(ends: Iterable[N], targets: Iterable[tuple[N, int]], start: int) -> dic
     """The edges into each target from nodes with sequence number ``start`` or later.
 
     Args:
-        ends: The nodes that made the outputs.
+        ends: The nodes that made the outputs. Those that made the targets were there before: they are not gone into.
         targets: Nodes, each with the index of its input.
 
     Returns:
@@ -46,7 +47,7 @@ def walk(ends: Iterable[N], targets: Iterable[tuple[N, int]], start: int) -> dic
     """
     found: dict[tuple[N, int], list[tuple[N, int]]] = {target: [] for target in targets}
     nodes = {node for node, _ in found}
-    stack = list(ends)
+    stack = [node for node in ends if node not in nodes]
     visited: set[N] = set()
     while stack:
         node = stack.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from monitor.capture.backend import Backend, Target
 from monitor.capture.calls import Calls, Place
 from monitor.capture.clock import Clock
 from monitor.capture.flow import SeenModule
-from monitor.capture.following import follow_inputs, follow_result, together
+from monitor.capture.following import follow_inputs, follow_result, slots_of
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.leaves import Leaf
 from monitor.capture.recorder import Recorder, Watched
@@ -29,14 +29,13 @@ class Call:
 
     Attributes:
         start: Autograd sequence number before the call: nodes made during the call have it or a later one.
-        targets: The gradient edges of the inputs that are watched, and what these are called: by several names where one
-            tensor was given more than once. It has one gradient, in each of their rows.
+        targets: The gradient edges of the inputs that are watched, and what their rows are called.
     """
 
     place: Place
     records_forward: bool
     start: int = 0
-    targets: dict[Target, list[str]] = field(default_factory=dict)
+    targets: Mapping[Target, str] = field(default_factory=dict)
 
 
 class OpenRoot(NamedTuple):
@@ -123,8 +122,9 @@ class ModuleWatcher:
             self._record_forward("input", self._fitting("input", self._wanted.input, found), leaves, call)
         if self._wants_grads and self._graph.recording():
             if self._wanted.input_grad.wanted:
-                for leaf in self._differentiable(self._fitting("input_grad", self._wanted.input_grad, found), leaves):
-                    call.targets.setdefault(self._graph.gradient_target(leaf.tensor), []).append("input" + leaf.suffix)
+                choice = self._fitting("input_grad", self._wanted.input_grad, found)
+                inputs = [(leaf.tensor, "input" + leaf.suffix, choice.takes(leaf.position)) for leaf in leaves]
+                call.targets = slots_of(self._graph, inputs, "input_")
             call.start = self._graph.sequence_nr()
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
@@ -167,12 +167,9 @@ class ModuleWatcher:
                 write = self._writer("output" + leaf.suffix, call.place)
                 handles += follow_result(self._graph, leaf.tensor, call.start, write)
         if call.targets:
-            writer = partial(self._writers, call.place)
+            writer = partial(self._writer, place=call.place)
             handles += follow_inputs(self._graph, call.targets, call.start, [leaf.tensor for leaf in outputs], writer)
         self._collector.until_step_ends(handles)
-
-    def _writers(self, place: Place, slots: Sequence[str]) -> Callable[[Any], None]:
-        return together([self._writer(slot, place) for slot in slots])
 
     def _writer(self, slot: str, place: Place) -> Callable[[Any], None]:
         step, (micro_step, number) = self._clock.step, place

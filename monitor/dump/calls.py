@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from monitor.capture.following import follow_inputs, follow_result, together
+from monitor.capture.backend import Target
+from monitor.capture.following import follow_inputs, follow_result, joint_name
 from monitor.capture.hooks import Removable
 from monitor.dump.backend import DumpBackend
 from monitor.dump.measured import Slot
@@ -56,7 +57,7 @@ class Call:
         self._trees = recorded.trees
         self._content: dict[str, Any] | None = None
         self._backward: Backward | None = None
-        self._inputs: dict[Any, list[Slot]] = {}
+        self._inputs: dict[Target, list[Slot]] = {}
         self._start = 0
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -100,6 +101,7 @@ class Call:
         if self._session.wants(self.name, "backward", "output"):
             slots = [self._trees.slots(value, f"{name}.output.{i}", self._note) for i, value in enumerate(values)]
             self._backward.content["output"] = self._without_end(slots, values)
+            self._join(self._backward, f"{name}.output.")
         self._start = self._graph.sequence_nr()
 
     def _without_end(self, slots: list[Any], values: Sequence[Any]) -> list[Any]:
@@ -114,6 +116,15 @@ class Call:
             return False
         self._inputs.setdefault(self._graph.gradient_target(x), []).append(slot)
         return True
+
+    def _join(self, backward: Backward, prefix: str) -> None:
+        """A tensor that was given in several places has one gradient, and one slot beside theirs, which stay empty."""
+        several = [(target, slots) for target, slots in self._inputs.items() if len(slots) > 1]
+        if several:
+            taken = [slot.name for slots in self._inputs.values() for slot in slots]
+            joint = [Slot(joint_name([slot.name for slot in slots], prefix, taken)) for _, slots in several]
+            backward.content["output_shared"] = {slot.name.removeprefix(prefix): slot for slot in joint}
+            self._inputs |= {target: [slot] for (target, _), slot in zip(several, joint, strict=True)}
 
     def _watch(self, backward: Backward, outputs: Sequence[Any]) -> None:
         """Have the gradients of what it gave and of what it was given come in."""
@@ -131,17 +142,18 @@ class Call:
         if self._session.wants(self.name, "backward", "input"):
             backward.content = {"input": slots, **backward.content}
             for x, slot in given:
-                self._keep(follow_result(self._graph, x, self._start, self._taking(backward, [slot])))
+                self._keep(follow_result(self._graph, x, self._start, self._taking(backward, slot)))
         if self._inputs:
             given_back = [x for x, _ in given]
-            self._keep(follow_inputs(self._graph, self._inputs, self._start, given_back, partial(self._taking, backward)))
+            targets = {target: slots[0] for target, slots in self._inputs.items()}
+            self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
 
     def _keep(self, handles: Iterable[Removable]) -> None:
         """Until the dump ends: hooks on what may outlive the graph."""
         for handle in handles:
             self._session.until_end.add(handle)
 
-    def _taking(self, backward: Backward, slots: Sequence[Slot]) -> Callable[[Any], None]:
-        take = together([self._session.expect(backward, slot) for slot in slots])
+    def _taking(self, backward: Backward, slot: Slot) -> Callable[[Any], None]:
+        take = self._session.expect(backward, slot)
         guarded: Callable[[Any], None] = self._recorded.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
         return guarded

@@ -134,6 +134,21 @@ def test_several_inputs_flow_into_several_outputs(output: Output) -> None:
     assert of_kind("actv", *ends) <= edges
 
 
+def test_the_gradient_of_a_tensor_given_in_several_places_flows_to_where_it_was_made(output: Output) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.join = nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return self.join(y, y)
+
+    edges = recorded(output, Model())
+    assert of_kind("actv_grad", "join.output > join.input_0+1", "join.input_0+1 > linear.output") <= edges
+    assert of_kind("actv", "linear.output > join.input_0", "linear.output > join.input_1") <= edges
+
+
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_no_way_leads_from_a_series_back_to_itself(output: Output, micro_steps: int) -> None:
     """Not even where one tensor is handed from each micro-batch to the next."""

@@ -60,7 +60,7 @@ def span_of(job: Job, member: Member, subject: Subject, step: int) -> Span:
 def _forward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
     clean = _last_clean(wiring, subject)
     if clean is not None:
-        return _within(clean, subject, "")
+        return _within(clean, subject, _own_module(subject), "")
     other = seam(job, member, subject.series.vpp_stage, subject.role, step)
     if other is not None:
         return _handed_over(member, other, subject, "output", "input")
@@ -74,7 +74,8 @@ def _forward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: i
 def _backward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
     clean = _last_clean(wiring, subject)
     if clean is not None:
-        return _within(clean, subject, "the gradients of ")
+        around = subject.module if wiring.uses_itself(subject) else _own_module(subject)
+        return _within(wiring.innermost(clean), subject, around, "the gradients of ")
     other = seam(job, member, subject.series.vpp_stage, subject.role, step)
     if other is not None:
         return _handed_over(member, other, subject, "input gradient", "output gradient")
@@ -110,17 +111,22 @@ def _last_clean(wiring: Wiring, subject: Subject) -> Subject | None:
     return None if own_entry else next((one for one in wiring.before(subject) if around in one.around), None)
 
 
-def _within(clean: Subject, subject: Subject, of: str) -> Span:
-    module = _holding(clean, subject)
-    inside = not subject.is_entry and module == subject.module
+def _within(clean: Subject, subject: Subject, own: str, of: str) -> Span:
+    """``own``: the smallest module that the tensor may have been made in."""
+    module = _holding(clean, own)
+    inside = module == subject.module == own
     place = f"{'inside' if inside else 'in'} {module or 'the model'}"
     told = f"{place}, between {of}{_relative(clean, module)} and {_relative(subject, module)}"
     return Span(Where.INSIDE if inside else Where.BETWEEN, told)
 
 
-def _holding(clean: Subject, subject: Subject) -> str:
-    """The smallest module that holds both."""
-    module = parent(subject.module) if subject.is_entry else subject.module
+def _own_module(subject: Subject) -> str:
+    """What comes into a module was made in the one around it."""
+    return parent(subject.module) if subject.is_entry else subject.module
+
+
+def _holding(clean: Subject, module: str) -> str:
+    """The smallest module around this one that holds the clean tensor, too."""
     while module not in clean.around:
         module = parent(module)
     return module

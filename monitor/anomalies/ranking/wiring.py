@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -106,9 +106,31 @@ class Wiring:
     def entries_like(self, series: Series) -> Sequence[str]:
         """Of a container's output the modules whose own it is: its gradient is first seen as theirs, and may change after."""
         if series not in self._likes:
-            subjects = map(subject_of, self.sources(series))
-            self._likes[series] = [one.module for one in subjects if one.is_entry]
+            backward = [one.module for one in map(subject_of, self.sources(series)) if one.is_entry]
+            forward = map(subject_of, self.sources(replace(series, kind="actv")))
+            self._likes[series] = list(dict.fromkeys([*backward, *(one.module for one in forward if not one.is_input)]))
         return self._likes[series]
+
+    def uses_itself(self, subject: Subject) -> bool:
+        """Of the gradient of a module's output: whether the module itself uses that output, as attention does a position bias
+        that it computes and returns. Such a gradient is made inside the module, too.
+
+        Autograd runs what was computed last first. So if the gradient came after the backward of the module had begun, either
+        the module uses the output, or the output was there before the call: then an input's gradient is complete by then.
+        Where the module was called several times nothing says which call the backward was of.
+        """
+        side = subject.role, subject.series.vpp_stage, subject.module
+        number, exits = self.numbers.get(subject.series, NOT_MEASURED), self._exits.get(side, ())
+        if subject.role != Role.BACKWARD or not subject.is_entry or len({one.call for one in self._entries[side]}) > 1:
+            return False
+        if not exits or any(one.number < number for one in exits):
+            return False
+        return any(not one.is_entry and subject.module in one.around for one in self.before(subject))
+
+    def innermost(self, subject: Subject) -> Subject:
+        """The same side of the innermost module within that the tensor was seen at: a container takes what its parts take."""
+        found = [one for one in map(subject_of, self.sources(subject.series)) if _is_within(one, subject)]
+        return self.innermost(max(found, key=lambda one: self.numbers[one.series])) if found else subject
 
     def shows_entry(self, role: Role, chunk: int, module: str) -> bool:
         """Whether what comes into the module was measured."""
@@ -213,6 +235,11 @@ class Wiring:
             if one is not None and other is not None and one.kind == other.kind and one.vpp_stage == other.vpp_stage:
                 found.setdefault(target, []).append(one)
         return found
+
+
+def _is_within(one: Subject, other: Subject) -> bool:
+    """Whether the one is on the same side of a module within the other's."""
+    return one.is_entry == other.is_entry and one.module != other.module and other.module in one.around
 
 
 class Wirings:

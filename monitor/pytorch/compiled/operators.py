@@ -148,7 +148,7 @@ def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wante
     call = None
     try:
         tag = _traced(handle, False, inputs, slots, wanted, found)
-        call = OpenCall.of(tag, _named(inputs, slots, wanted, FOLLOW))
+        call = OpenCall.of(tag, [(x, slot, bool(each & FOLLOW)) for x, slot, each in zip(inputs, slots, wanted, strict=True)])
     except Exception as error:  # nothing that fails here may fail the compiler
         FAILURES.report("observing compiled code", error, ADVICE)
     _OPEN.push(handle, call)

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monitor.capture.backend import Graph
-from monitor.capture.following import follow_inputs, follow_result, together
+from monitor.capture.following import follow_inputs, follow_result, slots_of
 from monitor.capture.hooks import Removable
 from monitor.pytorch import input_gradients
-from monitor.pytorch.input_gradients import Target, gradient_target, sequence_nr
+from monitor.pytorch.input_gradients import Target, sequence_nr
 
 GRAPH: Final[Graph] = input_gradients
 
@@ -39,21 +39,18 @@ class OpenCall:
 
     Attributes:
         tag: The tensor that stands for it.
-        targets: Where the gradients of its inputs will go, and what these are called.
+        targets: Where the gradients of its inputs will go, and the slots of these.
         start: What autograd had counted to.
     """
 
     tag: Tensor
-    targets: dict[Target, list[str]]
+    targets: dict[Target, str]
     start: int
 
     @classmethod
-    def of(cls, tag: Tensor, inputs: Iterable[Named]) -> OpenCall:
-        targets: dict[Target, list[str]] = {}
-        if torch.is_grad_enabled():
-            for x, slot in inputs:
-                if x.requires_grad:
-                    targets.setdefault(gradient_target(x), []).append(slot)
+    def of(cls, tag: Tensor, inputs: Sequence[tuple[Tensor, str, bool]]) -> OpenCall:
+        """Of all inputs, each with its slot and whether its gradient is wanted."""
+        targets = slots_of(GRAPH, inputs, "input_") if torch.is_grad_enabled() else {}
         return cls(tag, targets, sequence_nr())
 
 
@@ -96,8 +93,5 @@ def follow(
             handles += follow_result(GRAPH, x, start, read(tag, slot))
     if call is not None and call.targets:
         differentiable = [x for x in results if x.requires_grad]
-        tagged = partial(read, call.tag)
-        handles += follow_inputs(
-            GRAPH, call.targets, start, differentiable, lambda slots: together([tagged(slot) for slot in slots])
-        )
+        handles += follow_inputs(GRAPH, call.targets, start, differentiable, partial(read, call.tag))
     return handles

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config
-from compiling import WAYS, Compile, Make, Ways, batch, recorded, trained
+from compiling import WAYS, Compile, Make, Place, Ways, batch, recorded, trained
 from networks import Attention, Checkpointed, Forked, InPlace, Interrupted, Shared
 from observing import seeded
 from watching import EVERYTHING, Output, attached, train
@@ -40,9 +40,17 @@ def assert_rows_are_those_of_eager_code(make: Make, way: Compile, output: Output
     trained(make, way, output, **options)
     compiled = recorded(output)
 
-    assert compiled.keys() == eager.keys()
-    for place, row in compiled.items():
-        assert row.values == pytest.approx(eager[place].values, rel=1e-9, abs=1e-12), place
+    assert {place for place in compiled if not copies_in_compiled_code(place)} == eager.keys()
+    for place, row in eager.items():
+        assert compiled[place].values == pytest.approx(row.values, rel=1e-9, abs=1e-12), place
+
+
+def copies_in_compiled_code(place: Place) -> bool:
+    """Whether a row is of the input of a dropout that drops nothing. In eager code it gives its input back, so that there is
+    none.
+    """
+    kind, name, *_ = place
+    return kind == "actv_grad" and ".dropout" in name and name.endswith(".input")
 
 
 # Not Shared layer by layer: a layer there returns a tensor that it uses itself, and what is within its graph is no part of that

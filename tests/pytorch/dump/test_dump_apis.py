@@ -68,13 +68,23 @@ def test_each_input_of_an_operation_has_its_own_gradient(tmp_path: Path) -> None
     assert [dump.tensor(one).tolist() for one in gradients] == [[3.0, 5.0], [1.0, 2.0]]
 
 
-def test_a_tensor_that_is_given_twice_has_one_gradient_in_both_places(tmp_path: Path) -> None:
+def test_a_tensor_that_is_given_twice_has_one_gradient_under_a_name_of_both_places(tmp_path: Path) -> None:
     a = torch.tensor([1.0, 2.0], requires_grad=True)
     with dumping(tmp_path, task="tensor"):
         torch.sum(torch.mul(a, a)).backward()
     dump = Dump(tmp_path)
-    gradients = dump.data["Torch.mul.0.backward"]["output"]
-    assert [dump.tensor(one).tolist() for one in gradients] == [[2.0, 4.0], [2.0, 4.0]]
+    entry = dump.data["Torch.mul.0.backward"]
+    assert entry["output"] == [None, None]
+    assert {name: dump.tensor(one).tolist() for name, one in entry["output_shared"].items()} == {"0+1": [2.0, 4.0]}
+    assert entry["output_shared"]["0+1"]["data_name"] == "Torch.mul.0.backward.output.0+1.npy"
+
+
+def test_a_function_that_returns_its_argument_hands_it_no_gradient_of_its_own(tmp_path: Path) -> None:
+    a = torch.tensor([1.0, 2.0], requires_grad=True)
+    with dumping(tmp_path, task="tensor"):
+        (torch.nn.functional.dropout(a, 0.0) * 3 + a).sum().backward()
+    entry = Dump(tmp_path).data["Functional.dropout.0.backward"]
+    assert entry["output"] == [None]
 
 
 def test_gradients_of_keyword_arguments_come_behind_those_of_the_others(tmp_path: Path) -> None:

@@ -251,3 +251,48 @@ def test_two_threads_that_call_a_module_have_each_their_own_values(tmp_path: Pat
         other.join()
     pairs = {(entry["input_args"][0]["Max"], entry["output"][0]["Max"]) for entry in Dump(tmp_path).data.values()}
     assert pairs == {(1.0, 10.0), (2.0, 20.0)}
+
+
+class Passing(nn.Module):
+    """Uses ``b`` three times over, and gives it back."""
+
+    def forward(self, x: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 3 * b, b
+
+
+class Weighs(nn.Module):
+    """Two of the first and half of the second."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return 2 * a + 0.5 * b
+
+
+class Shares(nn.Module):
+    """Gives one tensor to all, and uses it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.passing, self.weighs, self.same = nn.Linear(2, 2), Passing(), Weighs(), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.make(x)
+        passed, b = self.passing(x, y)
+        return (passed + 10 * b + self.weighs(y, y) + self.weighs(y, y.view(2)) + self.same(y)).sum()
+
+
+def test_a_module_hands_an_input_what_its_own_uses_bring(tmp_path: Path) -> None:
+    model = Shares()
+    with dumping(tmp_path, model, level="L0", task="tensor"):
+        model(torch.ones(2)).backward()
+    dump = Dump(tmp_path)
+
+    def gradients(name: str) -> list[float | None]:
+        return [None if one is None else dump.tensor(one).tolist()[0] for one in dump.data[name]["output"]]
+
+    assert gradients("Module.passing.Passing.backward.0") == [None, 3.0]
+    assert gradients("Module.same.Identity.backward.0") == [None]
+    assert gradients("Module.weighs.Weighs.backward.0") == [None, None]
+    shared = dump.data["Module.weighs.Weighs.backward.0"]["output_shared"]
+    assert {name: dump.tensor(one).tolist()[0] for name, one in shared.items()} == {"0+1": 2.5}
+    assert gradients("Module.weighs.Weighs.backward.1") == [2.0, 0.5]
+    assert "output_shared" not in dump.data["Module.weighs.Weighs.backward.1"]
