@@ -184,6 +184,11 @@ class Run:
             listeners.append(Alarm(weakref.WeakMethod(self._alerted)))  # the writer thread must not keep the run
         return Scanner(rules, [*listeners, files] if files else listeners)
 
+    def trained(self, first: int, last: int) -> None:
+        """Training has ended: these were the steps that were watched, collected or not. Any thread."""
+        if self._events is not None:
+            self._events.trained = first, last
+
     def _alerted(self) -> None:
         if self._listener is not None and (tell := self._listener()) is not None:
             tell()
