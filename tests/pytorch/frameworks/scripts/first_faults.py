@@ -279,14 +279,25 @@ ALONE = {
     "interval": Case(ATTENTION, config={"step_interval": 3}),
     "long": Case(ATTENTION, steps=30),
 }
+INF = math.inf
+ON_A_REPLICA = {
+    **{f"weight {value:g}": Case(between=weight_becomes(LINEAR, value), build=in_ddp) for value in (NAN, INF, 1e6)},
+    **{
+        f"{moment} {value:g}": Case(between=moment_becomes(LINEAR, moment, value), build=in_ddp)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for value in (NAN, INF, 1e6)
+    },
+    **{f"aggregate {value:g}": Case(before_step=aggregate_becomes(LINEAR, value), build=in_ddp) for value in (NAN, INF, 1e6)},
+}
+"""Faults of a rank that leaves its parameters to the other one: nothing of them is written there."""
+
 DDP = {
+    **ON_A_REPLICA,
     "attention": Case(ATTENTION, build=in_ddp),
-    "aggregate": Case(before_step=aggregate_becomes(LINEAR, NAN), build=in_ddp, config={"replica_check": True}),
     "clipped": Case(ATTENTION, clip, build=in_ddp),
     "gradients": Case(ATTENTION, build=in_ddp, config=GRADIENTS),
     "other rank": Case(ATTENTION, build=in_ddp, config={"module_ranks": [0]}),
-    "weight": Case(between=weight_becomes(LINEAR, NAN), build=in_ddp),
-    "replica": Case(between=weight_becomes(LINEAR, 1e6), build=in_ddp, config={"replica_check": True}),
+    "weight, unseen": Case(between=weight_becomes(LINEAR, NAN), build=in_ddp, config={"replica_check": False}),
 }
 FSDP2 = {
     "attention": Case(ATTENTION, build=in_fsdp),
