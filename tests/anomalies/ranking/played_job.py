@@ -208,6 +208,7 @@ class PlayedRank:
             events=len(entries),
             not_kept=dict(self.not_kept),
             steps=StepsRecord.of(StepRanges(self.steps)),
+            rows=len(call_ids) * len(self.steps),
             not_judged={},
             closed=self.closed,
         )
