@@ -129,7 +129,9 @@ class Alerts:
 def _ranking(where: Path | None) -> str:
     """How to find out which tensor of which rank was first. Most alerts are of what another tensor, or rank, has passed on."""
     if where is None:
-        return ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
+        return (
+            ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
+        )
     return f" It may come from another tensor or rank. To find the first: {RANKING} -d {shlex.quote(str(where.parent))}"
 
 

@@ -9,10 +9,7 @@ from rule_parts import NAN, Watched
 
 from monitor.anomalies.alerts import Alerts
 
-
-UNRANKED = (
-    ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
-)
+UNRANKED = ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
 
 
 class Clock:
@@ -85,7 +82,9 @@ def test_of_very_many_the_earliest_ten_are_said_and_how_many_more_there_were(sai
 
 
 def test_it_is_said_where_they_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    assert Said(caplog, Path("out/anomaly_detected/rank3")).step(nans=11)[-1].endswith("not shown. See out/anomaly_detected/rank3")
+    assert (
+        Said(caplog, Path("out/anomaly_detected/rank3")).step(nans=11)[-1].endswith("not shown. See out/anomaly_detected/rank3")
+    )
 
 
 def test_lines_of_a_cause_that_are_left_are_said_in_the_steps_that_follow_and_then_no_more(said: Said) -> None:

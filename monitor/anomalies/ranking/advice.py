@@ -37,7 +37,7 @@ _NEXT: Final = {
 
 _SHARED: Final = {
     Where.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
-    Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and compute its backward again on the CPU.",
+    Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward again on the CPU.",
 }
 """Instead, where all replicas have the event: then it is no fault of one device."""
 
@@ -92,7 +92,9 @@ def _next(one: Ranked) -> list[str]:
     elif where == Where.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
         told.append("An infinity there is most often a loss scale that is too high.")
     if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is everywhere, whoever spoiled it
-        told.append(f"All {one.shared} replicas have it: suspect what they share, as the software, the learning rate or weights.")
+        told.append(
+            f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights."
+        )
     deviates = one.around is not None and one.is_finite and one.subject.role in IN_PASSES
     if one.alone is not None and not (deviates and one.around is not None and one.around.all_ranks):
         told.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}, or its data.")
@@ -110,8 +112,8 @@ def _turbulence(one: Ranked, around: Surroundings) -> str:
     if around.tensors == 1:
         again = f" It deviates in {around.steps:,} steps." if around.steps > 1 else ""
         return (
-            f"No other tensor deviates in step {one.step}.{again} Look at its norm in the steps before: one that grows over many "
-            "steps is an instability, one that jumps once is often the data of that step."
+            f"No other tensor deviates in step {one.step}.{again} Look at its norm in the steps before: growth over many steps "
+            "is an instability, a single jump is often the data of the step."
         )
     on = f" on {'all ' if around.all_ranks else ''}{around.ranks:,} ranks" if around.ranks > 1 else ""
     return (
@@ -123,11 +125,11 @@ def _turbulence(one: Ranked, around: Surroundings) -> str:
 def _no_event(coverage: Coverage, *, whole: bool) -> str:
     """What was looked at without a rule firing."""
     if coverage.is_empty:
-        return "Not looked at: the rules had nothing to judge, so that there is no event says nothing."
+        return "Nothing was judged: that there is no event does not mean that training is healthy."
     on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
     steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
     looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
-    return f"No event in {looked}." + ("" if whole else " Above stands what was not looked at.")
+    return f"No event in {looked}." + ("" if whole else " The lines above say what was not looked at.")
 
 
 def _because(one: Ranked) -> str:

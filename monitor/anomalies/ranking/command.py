@@ -23,7 +23,7 @@ from monitor.ranks.output import write_whole
 from monitor.terminal import say
 
 WELL, NOT_WELL, NOTHING = 0, 1, 2
-"""Exit statuses: everything was looked at and no rule has fired; a rule has, or something was not looked at; nothing was read."""
+"""Exit statuses: all was looked at and no rule has fired; a rule has, or something was not looked at; nothing was read."""
 
 ANALYSIS_FILE: Final = "anomaly_analyse.json"
 
@@ -48,7 +48,9 @@ def monitor_rank_anomalies(
     topk: Annotated[int, typer.Option("-k", "--topk", min=1, help="How many events to list.")] = 8,
     step_list: Annotated[
         str | None,
-        typer.Option("-s", "--step_list", metavar="STEPS", help="Only these: [1,2] or 1,2 or 10:20, both included, or 10: or 0::5"),
+        typer.Option(
+            "-s", "--step_list", metavar="STEPS", help="Only these: [1,2] or 1,2 or 10:20, both included, or 10: or 0::5"
+        ),
     ] = None,
 ) -> None:
     """Put the events of all ranks in order, and say which of them came of nothing before.
@@ -101,8 +103,8 @@ def _chosen(spelled: str | None) -> Wanted | None:
     ranges = [(int(one[1]), _end(one), int(one[4] or 1)) for one in matches if one is not None]
     if len(ranges) < len(matches) or any(last < first for first, last, _ in ranges):
         raise NothingReadError(
-            f"--step_list is {spelled!r}. Write steps as in [1,2], or ranges as in 10:20, both included, 10: without an end, or "
-            "0::5 for every fifth."
+            f"--step_list is {spelled!r}. Write steps as in [1,2], or ranges as in 10:20, both included, 10: without an end, "
+            "0::5 for every fifth step."
         )
     return lambda steps: np.logical_or.reduce(
         [(steps >= first) & (steps <= last) & ((steps - first) % every == 0) for first, last, every in ranges]

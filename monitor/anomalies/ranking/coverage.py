@@ -13,8 +13,8 @@ from monitor.anomalies.ranking.evidence import Columns, Flags
 from monitor.anomalies.ranking.job import Job, Member
 from monitor.ranks.records import StepsRecord
 
-MOST_STEPS: Final = 20_000_000
-"""Of a run. More than a file claims to have are not gone through one by one."""
+MOST_STEPS: Final = 5_000_000
+"""Of a run. Of more steps, which a damaged file may claim, the first are gone through."""
 
 Wanted = Callable[[Columns], Flags]
 """Which of a column of steps are to be looked at."""
@@ -66,32 +66,47 @@ class Coverage:
 
 def coverage_of(job: Job, wanted: Wanted | None) -> Coverage:
     """What the ranks of a job have judged of the chosen steps; None: of all."""
-    spans = _spans(job.members)
-    looked: dict[int, Flags] = {}
+    chosen = {recording: _Chosen(*span, wanted) for recording, span in _spans(job.members).items()}
     found: dict[str, dict[int, Columns]] = defaultdict(dict)
     for one in job.members:
-        steps = np.arange(*spans[one.recording])
-        chosen = np.ones(len(steps), np.bool_) if wanted is None else wanted(steps)
-        judged = _held(steps, one.events.judged.steps) & chosen
-        known = looked.get(one.recording)
-        looked[one.recording] = judged if known is None else known | judged
-        for reason, left in _reasons(one, steps, chosen & ~judged):
-            found[reason][one.rank] = steps[left]
+        for reason, steps in chosen[one.recording].left_by(one):
+            found[reason][one.rank] = steps
     rows = [one.events.judged.rows for one in job.members]
     idle = {one.rank for one in job.members if one.events.judged.rows == 0}
     busy = {one.rank for one in job.members} - idle
     return Coverage(
         sum(one or 0 for one in rows) if wanted is None and None not in rows else None,
-        sum(int(one.sum()) for one in looked.values()) or _listed(job.members, wanted),
+        sum(int(one.judged.sum()) for one in chosen.values()),
         tuple(sorted(busy)),
         tuple(sorted(idle)) if busy else (),
         tuple(_gaps(found)),
     )
 
 
-def _listed(members: Sequence[Member], wanted: Wanted | None) -> int:
-    """Steps judged, where there are too many to go through them."""
-    return max((one.events.judged.steps.count for one in members), default=0) if wanted is None else 0
+class _Chosen:
+    """The chosen steps of a recording, from ``first`` to before ``end``.
+
+    Attributes:
+        judged: Which of the steps some rank has judged.
+    """
+
+    def __init__(self, first: int, end: int, wanted: Wanted | None) -> None:
+        self._steps = np.arange(first, end)
+        self._chosen = np.ones(len(self._steps), np.bool_) if wanted is None else wanted(self._steps)
+        self._known: dict[object, list[tuple[str, Columns]]] = {}
+        self.judged = np.zeros(len(self._steps), np.bool_)
+
+    def left_by(self, member: Member) -> list[tuple[str, Columns]]:
+        """The steps that a rank has not judged, by reason. Most ranks have judged the same."""
+        judged, manifest = member.events.judged, member.manifest
+        dropped = () if manifest is None else (manifest.steps.written, *manifest.dropped.items())
+        key = (judged.steps, *judged.not_judged.items(), judged.closed, *dropped)
+        if key not in self._known:
+            here = _held(self._steps, judged.steps) & self._chosen
+            self.judged |= here
+            left = _reasons(member, self._steps, self._chosen & ~here)
+            self._known[key] = [(reason, self._steps[steps]) for reason, steps in left]
+        return self._known[key]
 
 
 def _spans(members: Sequence[Member]) -> Mapping[int, tuple[int, int]]:
@@ -106,8 +121,9 @@ def _spans(members: Sequence[Member]) -> Mapping[int, tuple[int, int]]:
         if ends:
             first, last = spans.get(one.recording, (min(ends), max(ends)))
             spans[one.recording] = min(first, *ends), max(last, *ends)
-    whole = {recording: (first, last + 1) for recording, (first, last) in spans.items() if last - first < MOST_STEPS}
-    return {one.recording: whole.get(one.recording, (0, 0)) for one in members}
+    none = (0, -1)
+    found = {one.recording: spans.get(one.recording, none) for one in members}
+    return {recording: (first, min(last, first + MOST_STEPS) + 1) for recording, (first, last) in found.items()}
 
 
 def _ends(steps: StepsRecord) -> list[int]:

@@ -51,7 +51,15 @@ def _table(ranking: Ranking) -> Table:
         found.add_column(name)
     for one in ranking.ranked:
         micro_step = [] if not with_micro_steps else ["" if one.micro_step == NO_MICRO_STEP else str(one.micro_step)]
-        cells = [str(one.member.rank), one.member.host, str(one.step), *micro_step, tensor(one), one.op, f"{one.value:.6g}{_mean(one)}"]
+        cells = [
+            str(one.member.rank),
+            one.member.host,
+            str(one.step),
+            *micro_step,
+            tensor(one),
+            one.op,
+            f"{one.value:.6g}{_mean(one)}",
+        ]
         cells += [one.rule, _origin(one), remark(one)]
         found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: what looks like markup in a name is none
     return found
@@ -86,6 +94,23 @@ def counts(ranking: Ranking) -> str:
 def notes(ranking: Ranking) -> Iterator[str]:
     """What a reader must know of the order and of what is missing."""
     job = ranking.job
+    if ranking.events:
+        yield from _of_the_order(ranking)
+    if job.missing:
+        origins = ": what is called an origin may have come from there" if ranking.events else ""
+        yield f"{listed(job.missing)} left no events and judged no step{origins}."
+    open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
+    if open_ranks:
+        yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
+    yield from _not_looked_at(ranking)
+    for flaw in job.flaws[:SHOWN]:
+        yield f"{flaw.path}: {flaw.reason}"
+    if len(job.flaws) > SHOWN:
+        yield f"and {len(job.flaws) - SHOWN} more files"
+
+
+def _of_the_order(ranking: Ranking) -> Iterator[str]:
+    job = ranking.job
     yield from (
         f"Forwards and backwards are in order of micro-steps and stages alone: {reason}."
         for reason in dict.fromkeys(ranking.unordered.values())
@@ -95,18 +120,8 @@ def notes(ranking: Ranking) -> Iterator[str]:
             f"Of {listed(job.without_manifest)} nothing is known but the order of calls: there the first event of each step "
             "and pipeline counts as an origin."
         )
-    if job.missing:
-        yield f"{listed(job.missing)} left no events and judged no step: what is called an origin may have come from there."
     if len({one.recording for one in job.members}) > 1:
         yield "The ranks have several recordings each. What one passes to another is not known: each has origins of its own."
-    open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
-    if open_ranks:
-        yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
-    yield from _not_looked_at(ranking)
-    for flaw in job.flaws[:SHOWN]:
-        yield f"{flaw.path}: {flaw.reason}"
-    if len(job.flaws) > SHOWN:
-        yield f"and {len(job.flaws) - SHOWN} more files"
 
 
 def _not_looked_at(ranking: Ranking) -> Iterator[str]:
