@@ -6,21 +6,25 @@ import importlib
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("sinks", "merge", "anomalies/ranking")]
+sys.path.append(str(Path(__file__).resolve().parent / "sinks"))
+sys.path.append(str(Path(__file__).resolve().parent / "merge"))
+sys.path.append(str(Path(__file__).resolve().parent / "anomalies" / "ranking"))
 
 from played_job import PlayedRank
 from recorded_job import RecordedRank
 from sink_rows import Measured
 
-SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+SCRIPTS = dict(
+    re.findall(r'^(monitor-\S+) = "(.*)"$', PROJECT.partition("[project.scripts]")[2].partition("\n[")[0], flags=re.MULTILINE)
+)
 Make = Callable[[Path], object]
 
 
@@ -77,7 +81,9 @@ def later(base: Path) -> None:
     one.close()
 
 
-TENSOR = {"output": [{"type": "torch.Tensor", "dtype": "torch.float32", "shape": [1], "Max": 1, "Min": 1, "Mean": 1, "Norm": 1}]}
+TENSOR = {
+    "output": [{"type": "torch.Tensor", "dtype": "torch.float32", "shape": [1], "Max": 1, "Min": 1, "Mean": 1, "Norm": 1}]
+}
 CONVERSION: list[tuple[int, Make]] = [
     (0, recorded(0)),
     (1, recorded(0, world=2)),

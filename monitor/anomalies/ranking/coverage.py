@@ -171,10 +171,12 @@ def _not_collected(member: Member, steps: Columns, left: Flags) -> Iterator[tupl
         after = left & (steps > max(_ends(judged.steps), default=-1))
         yield from _if_any(f"collect_times is {times}", after)
         left = left & ~after
-    if isinstance(start, int):
+    if isinstance(start, int) and not (member.manifest and member.manifest.configurations):
         yield from _if_any(f"start_step is {start}", left & (steps < start))
         left = left & (steps >= start)
-    yield from _if_any(f"step_interval is {interval}" if interval not in (None, 1) else "they were not collected", left)
+    dynamic = member.manifest is not None and member.manifest.configurations
+    plain = "monitoring was switched off, or had not begun" if dynamic else "they were not collected"
+    yield from _if_any(plain if dynamic or interval in (None, 1) else f"step_interval is {interval}", left)
 
 
 def _if_any(reason: str, left: Flags) -> Iterator[tuple[str, Flags]]:
