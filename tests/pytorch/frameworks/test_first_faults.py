@@ -85,6 +85,8 @@ OF_RANKS = {
         "attention": ("1: 3.1 actv h.1.attn.output", ALONE_OF_TWO),
         "weight": (f"1: 3 param_origin {LINEAR}.weight", "in the weights before step 3"),
         "weight 1e6": (f"1: 3 param_origin {LINEAR}.weight", "in the weights before step 3"),
+        "replica": (f"1: 3 replica param_origin/{LINEAR}.weight", "in the weights before step 3"),
+        "moment of a replica": (f"1: 3 replica exp_avg_sq/{LINEAR}.weight", "in the optimizer's state, before step 3"),
     },
     "tp": {
         "before all-reduce": ("1: 3.1 actv act.output", "inside act, between its input and its output"),
@@ -93,6 +95,8 @@ OF_RANKS = {
             "in the model, between the gradients of down.input and act.output",
         ),
         "weight": ("1: 3 param_origin down.weight", "in the weights before step 3"),
+        "replica": ("1: 3 replica param_origin/head.weight", "in the weights before step 3"),
+        "moment of a replica": ("1: 3 replica exp_avg/head.weight", "in the optimizer's state, before step 3"),
     },
 }
 

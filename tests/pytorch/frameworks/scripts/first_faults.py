@@ -237,6 +237,12 @@ def in_fsdp() -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def in_hsdp() -> nn.Module:
+    """Two replicas of one shard each."""
+    model = GPT(SIZES)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
 def cut() -> nn.Module:
     return parallelize_module(Wide(), init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
@@ -303,11 +309,15 @@ FSDP2 = {
     "attention": Case(ATTENTION, build=in_fsdp),
     "weight": Case(between=weight_becomes(LINEAR, NAN), build=in_fsdp),
     "weight 1e6": Case(between=weight_becomes(LINEAR, 1e6), build=in_fsdp),
+    "replica": Case(between=weight_becomes(LINEAR, NAN), build=in_hsdp),
+    "moment of a replica": Case(between=moment_becomes(LINEAR, "exp_avg_sq", INF), build=in_hsdp),
 }
 TP = {
     "before all-reduce": Case(output_of("act"), build=cut),
     "before all-reduce, back": Case(gradient_of_output_of("act"), build=cut),
     "weight": Case(between=weight_becomes("down", NAN), build=cut),
+    "replica": Case(between=weight_becomes("head", NAN), build=cut),
+    "moment of a replica": Case(between=moment_becomes("head", "exp_avg", 1e6), build=cut),
 }
 CASES: dict[str, Mapping[str, Case]] = {"alone": ALONE, "ddp": DDP, "fsdp2": FSDP2, "tp": TP}
 
