@@ -118,8 +118,17 @@ def _turbulence(one: Ranked, around: Surroundings) -> str:
     on = f" on {'all ' if around.all_ranks else ''}{around.ranks:,} ranks" if around.ranks > 1 else ""
     return (
         f"{around.tensors:,} tensors deviate in step {one.step}{on}: look at the loss, at the learning rate and at the data of "
-        "this step. If they are as usual, the threshold of the rule is too low."
+        f"this step. If they are as usual, the threshold of the rule is too low.{_weights_unseen(one)}"
     )
+
+
+def _weights_unseen(one: Ranked) -> str:
+    """A step of the optimizer that was too large shows in weights first."""
+    wiring, subject = one.member.wiring, one.subject
+    chunk, module = subject.series.vpp_stage, subject.module
+    if wiring is None or not wiring.has_weights(chunk, module) or wiring.records_weights(chunk, module):
+        return ""
+    return " Weights are not recorded (param_distribution): the update before this step may have been too large."
 
 
 def _no_event(coverage: Coverage, *, whole: bool) -> str:

@@ -153,7 +153,7 @@ def _reasons(member: Member, steps: Columns, left: Flags) -> Iterator[tuple[str,
     known = dict(judged.not_judged)
     if manifest is not None:
         known |= {reason: lost for reason, lost in manifest.dropped.items() if reason not in known}
-        known["they were recorded while no alert rule was on"] = manifest.steps.written
+        known["they were recorded, but no alert rule was on or could judge them"] = manifest.steps.written
     for reason, listed in known.items():
         here = left & _held(steps, listed)
         if here.any():

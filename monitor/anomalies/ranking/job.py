@@ -149,14 +149,14 @@ def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> Job:
     """Put what was read beside the manifests that lie around ``folder``."""
     every = list(read)
     flaws = [one for one in every if isinstance(one, Flaw)]
-    torn = {one.rank for one in flaws}
     found = _manifests(folder.absolute().parent)
     matching = _Matching(found, flaws)
     members = [matching.member(one) for one in _of_one_job([one for one in every if isinstance(one, RecordingEvents)], flaws)]
     job = Job(members, flaws, without_manifest=sorted({one.rank for one in members if one.wiring is None}))
     ranks, chosen = _ranks(members, found)
-    job.missing = sorted(chosen - {one.rank for one in members} - torn)
-    job.not_monitored = sorted(ranks - chosen)
+    known = {one.rank for one in members}
+    job.missing = sorted(chosen - known - {one.rank for one in flaws})
+    job.not_monitored = sorted(ranks - chosen - known)
     return job
 
 

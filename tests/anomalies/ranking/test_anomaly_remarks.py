@@ -257,6 +257,14 @@ def test_turbulence_of_many_tensors_on_all_ranks_is_no_matter_of_one_device(tmp_
     assert "device" not in told
 
 
+def test_where_weights_are_not_recorded_the_update_before_may_have_been_too_large(tmp_path):
+    told = []
+    for without in ([], ["param_origin", "param_updated"]):
+        ranks = deviating(replicas(without=without), "a.x.output", "b.output")
+        told.append(advice(ranked(tmp_path / str(len(told)), *ranks)))
+    assert ["Weights are not recorded (param_distribution)" in one for one in told] == [False, True]
+
+
 def test_so_it_is_where_the_first_tensor_deviates_on_one_rank_alone_and_others_on_all(tmp_path):
     ranks = deviating(replicas(), "b.output", kind="actv_grad")
     told = advice(ranked(tmp_path, *deviating(ranks[:1], "a.x.output"), ranks[1]))

@@ -52,7 +52,10 @@ def test_a_rank_without_a_row_beside_others_is_named(tmp_path):
             {"steps": (0, 10, 20), "trained": (0, 29), "config": {"step_interval": 10, "start_step": 0}},
             "27 of the steps 1 to 29: step_interval is 10",
         ),
-        ({"written": range(5), "trained": (0, 4)}, "steps 3 to 4: they were recorded while no alert rule was on"),
+        (
+            {"written": range(5), "trained": (0, 4)},
+            "steps 3 to 4: they were recorded, but no alert rule was on or could judge them",
+        ),
         ({"not_judged": {"the rules failed: ValueError": [3]}}, "step 3: the rules failed: ValueError"),
         ({"not_judged": {"queue full": [3, 4]}}, "steps 3 to 4: queue full"),
         ({"steps": (0, 2)}, "step 1: they were not collected"),
