@@ -179,10 +179,15 @@ class Run:
         if config.alert.dump and self._events is None:
             self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
         files = self._events if config.alert.dump else None
-        listeners: list[Listener] = [Alerts(self._facts.rank, self._series, str(files.folder) if files else "")]
+        listeners: list[Listener] = [Alerts(self._facts.rank, self._series, files.folder if files else None)]
         if config.on_alert is not None:
             listeners.append(Alarm(weakref.WeakMethod(self._alerted)))  # the writer thread must not keep the run
         return Scanner(rules, [*listeners, files] if files else listeners)
+
+    def trained(self, first: int, last: int) -> None:
+        """Training has ended: these were the steps that were watched, collected or not. Any thread."""
+        if self._events is not None:
+            self._events.trained = first, last
 
     def _alerted(self) -> None:
         if self._listener is not None and (tell := self._listener()) is not None:

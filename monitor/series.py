@@ -6,7 +6,7 @@ measurement of it, at one step and, for some kinds, one micro-step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from monitor.placement import LOCAL, Placement, Ranks
@@ -106,6 +106,11 @@ class SeriesTable:
     def placement(self, series: Series) -> Placement:
         """``LOCAL`` where nobody has said anything."""
         return self._placements.get(series, LOCAL)
+
+    @property
+    def placements(self) -> Mapping[Series, Placement]:
+        """Of the series that are not ``LOCAL``, recorded already or not."""
+        return self._placements
 
     def _sharing_ranks(self, placement: Placement) -> Placement:
         """With each set of ranks held once: one for every series would come to gigabytes in a job of thousands of ranks."""

@@ -99,7 +99,7 @@ class TestDefaults:
             "warn_rows_per_step": 10_000_000,
             "warn_bytes_per_step": 1024 * MIB,
             "warn_files_per_step": 10_000,
-            "replica_check": False,
+            "replica_check": None,
             "on_alert": None,
         }
         assert load("{}").step_count_per_record == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 from time import monotonic
 from typing import Final
 
@@ -16,9 +18,14 @@ from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 from monitor.terminal import plain
 
+RANKING: Final = "monitor-rank-anomalies"
+"""The command that puts the events of all ranks in order."""
+
 LINES: Final = 10
 WINDOW_S: Final = 60.0
-"""Of each cause (a rule and a statistic) ``LINES`` lines are shown within this time, and of each step the earliest."""
+"""Of each cause (a rule and a statistic) ``LINES`` lines are shown within this time, and of each step the earliest. The first
+line names the command that ranks.
+"""
 
 
 @dataclass(slots=True)
@@ -46,12 +53,15 @@ class Alerts:
     """Says what the rules found, through the monitor's logger.
 
     Args:
-        where: Where all of it can be read; empty if nowhere.
+        where: The directory of this rank's event files; None if events are not written.
     """
 
-    def __init__(self, rank: int, series: SeriesTable, where: str = "", clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, rank: int, series: SeriesTable, where: Path | None = None, clock: Callable[[], float] = monotonic
+    ) -> None:
         self._rank, self._series, self._clock = rank, series, clock
         self._see = f" See {where}" if where else ""
+        self._ranking = _ranking(where)
         self._causes: dict[tuple[str, str], _Cause] = {}
 
     def judged(self, findings: Findings) -> None:
@@ -59,9 +69,11 @@ class Alerts:
         by_cause: dict[tuple[str, str], list[Group]] = defaultdict(list)
         for group in findings.groups:
             by_cause[group.cause].append(group)
+        begun = [cause for cause in by_cause if cause not in self._causes or self._past(self._causes[cause])]
         shown = {cause: self._shown(cause, groups) for cause, groups in by_cause.items()}
+        firsts = {id(shown[cause][0]) for cause in begun}
         for finding in sorted(chain.from_iterable(shown.values()), key=attrgetter("call_id")):
-            self._say(self._line(findings.step, finding))
+            self._say(self._line(findings.step, finding) + (self._ranking if id(finding) in firsts else ""))
         for cause, groups in by_cause.items():
             self._rest(cause, findings.step, sum(map(len, groups)) - len(shown[cause]), said=bool(shown[cause]))
 
@@ -112,6 +124,15 @@ class Alerts:
 
     def _say(self, line: str) -> None:
         LOGGER.warning("[rank %d] %s", self._rank, plain(line))
+
+
+def _ranking(where: Path | None) -> str:
+    """How to find out which tensor of which rank was first. Most alerts are of what another tensor, or rank, has passed on."""
+    if where is None:
+        return (
+            ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
+        )
+    return f" It may come from another tensor or rank. To find the first: {RANKING} -d {shlex.quote(str(where.parent))}"
 
 
 def _spelled(cause: tuple[str, str]) -> str:

@@ -58,10 +58,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Of one step. For each row and statistic there is one, by the first rule that fired."""
+    """Of one step. The findings of a row are those of the first rule that fired on it: one for each statistic.
+
+    Attributes:
+        rows: How many rows the rules judged.
+    """
 
     step: int
     groups: tuple[Group, ...]
+    rows: int
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))

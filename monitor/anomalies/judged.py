@@ -25,6 +25,8 @@ class Judged(Record):
         events: How many stand in the file.
         not_kept: How many more there were, beyond the bound, by rule.
         steps: Judged.
+        rows: How many rows were judged in these steps; None in files of earlier versions.
+        trained: The first and the last step of the training that was watched, collected or not; None before the end of the run.
         not_judged: Steps that no rule saw, by reason.
         closed: True once the run has ended and everything was written.
     """
@@ -38,6 +40,8 @@ class Judged(Record):
     events: Natural
     not_kept: dict[str, Natural]
     steps: StepsRecord
+    rows: Natural | None = None
+    trained: tuple[Natural, Natural] | None = None
     not_judged: dict[str, StepsRecord]
     closed: bool
 

@@ -38,7 +38,12 @@ class EventFiles:
     Args:
         base: The directory of all ranks and runs.
         directory: Name of the rank's own directory.
+
+    Attributes:
+        trained: The first and the last step of the training that was watched; None while it goes on. Any thread sets it.
     """
+
+    trained: tuple[int, int] | None = None
 
     def __init__(
         self, base: Path, directory: str, facts: RankFacts, series: SeriesTable, clock: Callable[[], float] = monotonic
@@ -51,6 +56,7 @@ class EventFiles:
         self._kept = {False: Kept(), True: Kept()}
         self._found: Counter[str] = Counter()
         self._steps, self._not_judged = StepRanges(), StepsByCause()
+        self._rows = 0
         self._changed = self._more_events = self._closed = False
         self._not_before = -float("inf")
 
@@ -64,6 +70,7 @@ class EventFiles:
         if findings.groups:
             self._keep(findings)
             self._more_events = True
+        self._rows += findings.rows
         self._steps.add(findings.step)  # last: of a step that stands among those judged every event is there
         if self._more_events and self._clock() >= self._not_before:
             self.save()
@@ -131,6 +138,8 @@ class EventFiles:
             events=kept.total(),
             not_kept=dict(self._found - kept),
             steps=StepsRecord.of(self._steps),
+            rows=self._rows,
+            trained=self.trained,
             not_judged={reason: StepsRecord.of(steps) for reason, steps in self._not_judged.items()},
             closed=self._closed,
         )

@@ -35,7 +35,7 @@ class Scanner:
     """Looks at the rows of each step on the writer thread, all but those of features, which are no statistics of a tensor.
 
     Args:
-        rules: The most important first: for each row and statistic the first that fires counts.
+        rules: The most important first: the events of a row in a step are those of the first rule that fires on it.
         listeners: Told in this order. One that fails keeps none of the others from being told.
     """
 
@@ -47,12 +47,13 @@ class Scanner:
     def look(self, rows: StepRows) -> None:
         """Judge the step."""
         try:
-            judged = ((kind, part) for kind, part in rows.kinds.items() if len(part) and not own_columns(kind))
-            groups = tuple(group for kind, part in judged for group in self._groups(kind, part))
+            judged = {kind: part for kind, part in rows.kinds.items() if len(part) and not own_columns(kind)}
+            groups = tuple(group for kind, part in judged.items() for group in self._groups(kind, part))
         except Exception as error:
             self.dropped(rows.step, f"the rules failed: {error!r}")
             raise
-        self._tell(lambda listener: listener.judged(Findings(rows.step, groups)))
+        findings = Findings(rows.step, groups, sum(map(len, judged.values())))
+        self._tell(lambda listener: listener.judged(findings))
 
     def dropped(self, step: int, reason: str) -> None:
         """The step was lost before it could be looked at."""
@@ -78,7 +79,7 @@ class Scanner:
 
     def _groups(self, kind: str, rows: KindRows) -> Iterator[Group]:
         columns, known = Columns(rows.partials), self._known[kind].with_rows(rows)
-        claims, begin = _Claims(columns), 0
+        claims, begin = _Claims(len(rows)), 0
         for rule in self._rules:
             state = known[begin : begin + rule.fields]
             begin += rule.fields
@@ -87,22 +88,19 @@ class Scanner:
 
 
 class _Claims:
-    """Which rows an earlier rule has fired on: by statistic, and for a row with a NaN or an Inf as a whole."""
+    """Which rows an earlier rule has fired on. A later rule may still fire on the other rows of the step."""
 
-    def __init__(self, columns: Columns) -> None:
-        self._columns = columns
-        self._claimed: dict[str, Flags] = {}
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._claimed: Flags | None = None
 
     def of(self, fired: Sequence[Fired]) -> list[Fired]:
-        """What is left to a rule of what it fired on, which is then claimed."""
-        left = [self._left(one) for one in fired if len(one.rows)]
-        for one in left:
-            rows = np.zeros(len(self._columns.partials), np.bool_)
-            rows[one.rows] = True
-            what = "" if one.nonfinite else one.op
-            self._claimed[what] = rows | self._claimed.get(what, False)
-        return [one for one in left if len(one.rows)]
-
-    def _left(self, fired: Fired) -> Fired:
-        claimed = self._claimed.get("" if fired.nonfinite else fired.op)
-        return fired if claimed is None else fired.among(~claimed[fired.rows])
+        """What is left to a rule of what it fired on. Its rows are then claimed."""
+        claimed = self._claimed
+        left = [one if claimed is None else one.among(~claimed[one.rows]) for one in fired if len(one.rows)]
+        left = [one for one in left if len(one.rows)]
+        if left:
+            self._claimed = np.zeros(self._rows, np.bool_) if claimed is None else claimed
+            for one in left:
+                self._claimed[one.rows] = True
+        return left

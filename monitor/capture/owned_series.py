@@ -28,7 +28,7 @@ class OwnedSeries:
         ownership, placement = self._watch.ownership, self._placement(kind, parameter, seen)
         if ownership.writes(placement):
             series = Series(kind, parameter.chunk, parameter.name)
-        elif self._watch.config.replica_check and ownership.monitored and not own_columns(kind):
+        elif self._watch.config.checks_replicas and ownership.monitored and not own_columns(kind):
             series = Series(REPLICA_KIND, parameter.chunk, f"{kind}/{parameter.name}")
         else:
             return None

@@ -233,6 +233,8 @@ class Recording:
         """Take every hook away; the step in progress goes to the pipeline."""
         if hasattr(self, "attachment"):
             self._failures.guarded("detaching", self.attachment.detach)()
+            if self.run is not None and self.attachment.clock.step > self._start_step:
+                self.run.trained(self._start_step, self.attachment.clock.step - 1)
 
     def flush(self, seconds: float) -> bool:
         """Whether within ``seconds`` every step that has ended was written."""

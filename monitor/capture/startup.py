@@ -1,4 +1,4 @@
-"""The start-up line: what the whole job will write in a collected step."""
+"""The start-up line: what the whole job will write in a collected step, and warnings of what will be missing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 
 from monitor.capture.backend import Backend
 from monitor.capture.features.choosing import chosen
+from monitor.capture.gaps import gaps_of
 from monitor.capture.names import ModelNames
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.watch import Watch
@@ -23,7 +24,7 @@ from monitor.stats.ops import is_of
 
 
 def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: Backend) -> None:
-    """Log what a step will come to, once for the job; as a warning above the configured bounds.
+    """Log what a step will come to and what will be missing, once for the job; as a warning above the configured bounds.
 
     How many tensors a module takes and gives shows only in its first call: one of each is reckoned. So is a gradient and
     moments for each parameter that is not frozen, and on every other rank what there is on this one.
@@ -36,6 +37,8 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
     )
     if not monitored or watch.ownership.rank != min(monitored):
         return
+    for gap in gaps_of(config, series, monitored):
+        LOGGER.warning("%s", gap)
     reckoned = estimate(
         _Job(monitored, list(names.parameters()), series, backend).loads(names, config, watch.grad_acc_steps),
         config.formats,
@@ -75,7 +78,7 @@ class _Job:
         if config.mv_distribution:
             loads.update({kind: self._of_parameters(kind) for kind in ("exp_avg", "exp_avg_sq")})
         loads |= self._of_updates(config)
-        if config.replica_check:
+        if config.checks_replicas:
             kept = sum(self._kept(kind) for kind in loads if not own_columns(kind))
             loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
         if config.xy_distribution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -15,7 +16,7 @@ from monitor.compare.report import EVERY, described, largest, table, write_csv
 from monitor.terminal import say
 
 SAME, DIFFERENT, NOTHING = 0, 1, 2
-"""Exit statuses."""
+"""Exit statuses: all is the same; something differs, or there was no tensor to compare; nothing was compared."""
 
 app: Final = typer.Typer(add_completion=False)
 
@@ -30,7 +31,7 @@ def monitor_compare(
     """Compare two precision dumps, or two monitored runs (what they recorded as CSV): the first tensor in execution order that
     is not the same, and those that differ most.
 
-    Exit status: 0 they are the same, 1 they differ, 2 nothing was compared.
+    Exit status: 0 they are the same, 1 they differ, or there is no tensor to compare, 2 nothing was compared.
     """
     try:
         found = within(compare(left, right), tolerance)
@@ -40,7 +41,7 @@ def monitor_compare(
         say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _show(found)
-    raise typer.Exit(DIFFERENT if found.findings else SAME)
+    raise typer.Exit(DIFFERENT if found.findings or found.is_empty else SAME)
 
 
 def compare(left: Path, right: Path) -> Compared:
@@ -58,11 +59,14 @@ def compare(left: Path, right: Path) -> Compared:
 def within(compared: Compared, tolerance: float) -> Compared:
     """Without the differences that are no larger. One that is no number is larger than any."""
     kept = [one for one in compared.findings if one.difference is None or one.difference.size > tolerance or not tolerance]
-    return Compared(compared.tensors, kept)
+    return replace(compared, findings=kept)
 
 
 def _show(found: Compared) -> None:
     console = Console()
+    if found.is_empty:
+        say(console, "Not looked at: there is no tensor that both sides have in the same step.")
+        return
     if not found.findings:
         say(console, f"the same: {found.tensors:,} tensors")
         return

@@ -48,13 +48,14 @@ def compare(left: Path, right: Path) -> Compared:
     pairs = _aligned(sides[left], sides[right])
     if not pairs:
         raise ComparisonError(f"{left} and {right} have no step and rank in common.")
-    tensors, findings = 0, _places_missing(sides[left], sides[right], pairs)
+    tensors, arguments, findings = 0, 0, _places_missing(sides[left], sides[right], pairs)
     for (step, rank), one, other in pairs:
         found = _Pair(step, rank, one, other)
         findings += found.findings()
         tensors += found.tensors
+        arguments += found.arguments
     findings.sort(key=lambda finding: (finding.step, finding.rank_order, finding.order))
-    return Compared(tensors, findings)
+    return Compared(tensors, findings, arguments)
 
 
 class _Pair:
@@ -63,7 +64,7 @@ class _Pair:
     def __init__(self, step: int, rank: str, left: Path, right: Path) -> None:
         self._step, self._rank = step, rank
         self._left, self._right = left, right
-        self.tensors = 0
+        self.tensors = self.arguments = 0
 
     def findings(self) -> list[Finding]:
         left, right = _data(self._left), _data(self._right)
@@ -89,6 +90,7 @@ class _Pair:
 
     def _values(self, order: int, path: str, left: Any, right: Any) -> Iterator[Finding]:
         if not (_is_tensor(left) and _is_tensor(right)):
+            self.arguments += 1
             if json.dumps(left, sort_keys=True) != json.dumps(right, sort_keys=True):  # where NaN is NaN
                 yield self._finding(order, path, "argument", _shown(left), _shown(right))
             return

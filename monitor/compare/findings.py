@@ -42,8 +42,15 @@ class Compared:
 
     Attributes:
         tensors: How many were on both sides.
+        arguments: How many values that are no tensors were on both sides.
         findings: In execution order: by step, then by rank, then as the left side ran, what the right alone has in between.
     """
 
     tensors: int
     findings: list[Finding]
+    arguments: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was nothing to compare."""
+        return not (self.tensors or self.arguments or self.findings)

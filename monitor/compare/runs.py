@@ -32,6 +32,8 @@ def compare(left: Path, right: Path) -> Compared:
     """
     sides = [_courses(side) for side in (left, right)]
     shared = [key for key in sides[0] if key in sides[1]]
+    if not any(sides):  # both can be read, and neither has rows
+        return Compared(0, [])
     if not shared:
         raise ComparisonError(f"{left} and {right} have no kind of rows and no rank in common.")
     rows, findings = 0, []

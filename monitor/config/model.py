@@ -132,7 +132,7 @@ class Alert(_Strict):
     """Alert rules, and what becomes of their events."""
 
     rules: Annotated[tuple[AlertRule, ...], Field(strict=False)] = ()
-    """The rules, the most important first: for each tensor and statistic the first that fires counts."""
+    """The rules, the most important first: where several fire on a tensor in a step, the events of the first one count."""
     dump: bool = False
     """Write the events into `anomaly_detected/`."""
 
@@ -240,8 +240,14 @@ class Settings(_Strict):
     """The same for bytes."""
     warn_files_per_step: Annotated[Step, LIMITS] = 10_000
     """The same for files."""
-    replica_check: Annotated[bool, RANKS] = False
-    """Keep the norm of every replica that is not written, so that replicas that differ are found afterwards."""
+    replica_check: Annotated[bool | None, RANKS] = None
+    """Measure the replicas that another rank writes, too: alert rules judge them, and their norms are kept, so that replicas
+    that differ are found afterwards. Null: only where there are alert rules."""
+
+    @property
+    def checks_replicas(self) -> bool:
+        """Whether a rank measures a replica that another rank writes."""
+        return bool(self.alert.rules) if self.replica_check is None else self.replica_check
 
     @property
     def counts_magnitudes(self) -> bool:
@@ -295,7 +301,7 @@ class MonitorConfig(Settings):
 
     @field_validator("replica_check")
     @classmethod
-    def _has_what_to_compare(cls, wanted: bool, fields: ValidationInfo) -> bool:
+    def _has_what_to_compare(cls, wanted: bool | None, fields: ValidationInfo) -> bool | None:
         ops = fields.data.get("ops", ())
         if wanted and ops and "norm" not in ops:
             raise ValueError('replica_check compares norms and needs "norm" among the ops')

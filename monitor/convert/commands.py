@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 
 from monitor.convert import database, events
-from monitor.convert.errors import ConversionError
+from monitor.convert.errors import ConversionError, NothingRecordedError
 from monitor.convert.outcome import MOST_SAID, Converted
 from monitor.convert.request import DATA_TYPES, Request
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: all was converted; converted, with files set aside; nothing was converted."""
+"""Exit statuses: all was converted; something is missing or was set aside, or there was no row; nothing was converted."""
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")]
 TimeStart = Annotated[str | None, typer.Option(help="Only directories from this timestamp on: Dec03_21-34-40.")]
@@ -46,7 +46,8 @@ def monitor_csv2tensorboard(
 
     Then: tensorboard --logdir OUTPUT
 
-    Exit status: 0 all was converted, 1 converted, but files were set aside, 2 nothing was converted.
+    Exit status: 0 all was converted, 1 files were set aside, ranks or steps are missing, or there are no rows, 2 nothing was
+    converted.
     """
     asked = _listed(kinds)
     _run(lambda: events.to_events(Request.of(directory, time_start, time_end, workers, asked, output, job, events.ENDING)))
@@ -69,7 +70,8 @@ def monitor_csv2db(
 
     Then: sqlite3 OUTPUT/monitor_metrics.db "SELECT step, norm FROM grad_reduced WHERE name = '0.weight' AND rank = 0"
 
-    Exit status: 0 all was converted, 1 converted, but files were set aside, 2 nothing was converted.
+    Exit status: 0 all was converted, 1 files were set aside, ranks or steps are missing, or there are no rows, 2 nothing was
+    converted.
     """
     asked = _listed(kinds)
     _run(
@@ -87,6 +89,9 @@ def _run(convert: Callable[[], Converted]) -> NoReturn:
     errors = Console(stderr=True)
     try:
         converted = convert()
+    except NothingRecordedError as error:
+        say(errors, f"Nothing was converted and not looked at: {error}", style="yellow")
+        raise typer.Exit(FLAWED) from error
     except (ConversionError, OSError) as error:
         say(errors, f"Nothing was converted: {error}", style="red")
         raise typer.Exit(NOTHING) from error
@@ -94,6 +99,10 @@ def _run(convert: Callable[[], Converted]) -> NoReturn:
         say(errors, f"set aside: {one.path}: {one.reason}")
     if len(converted.set_aside) > MOST_SAID:
         say(errors, f"set aside: {len(converted.set_aside) - MOST_SAID} more")
+    for absent in converted.absent[:MOST_SAID]:
+        say(errors, f"missing: {absent}")
+    if len(converted.absent) > MOST_SAID:
+        say(errors, f"missing: {len(converted.absent) - MOST_SAID} more")
     ranks = "1 rank" if len(converted.ranks) == 1 else f"{len(converted.ranks)} ranks"
     say(Console(), f"{converted.rows:,} rows of {ranks} written to {converted.output}")
-    raise typer.Exit(FLAWED if converted.set_aside else CLEAN)
+    raise typer.Exit(FLAWED if converted.set_aside or converted.absent else CLEAN)

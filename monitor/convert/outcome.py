@@ -13,7 +13,8 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from monitor.convert.errors import ConversionError
+from monitor.convert.absent import absent_from
+from monitor.convert.errors import ConversionError, NothingRecordedError
 from monitor.convert.request import Request
 from monitor.failures import LOGGER
 from monitor.merge.discovery import SetAside
@@ -37,19 +38,23 @@ class Converted:
         rows: How many of the ranks' rows are in it.
         ranks: Those that rows are of.
         set_aside: Files and directories that are torn, unfinished or not ours.
+        absent: What the manifests say is missing, a sentence each: ranks, and steps that were dropped.
     """
 
     output: Path
     rows: int
     ranks: tuple[int, ...]
     set_aside: tuple[SetAside, ...]
+    absent: tuple[str, ...] = ()
 
     def log(self) -> Converted:
-        """Name what was set aside."""
+        """Name what was set aside, and what is missing."""
         for one in self.set_aside[:MOST_SAID]:
             LOGGER.warning("%s was not converted: %s", one.path, one.reason)
         if len(self.set_aside) > MOST_SAID:
             LOGGER.warning("%d more were not converted.", len(self.set_aside) - MOST_SAID)
+        for absent in self.absent[:MOST_SAID]:
+            LOGGER.warning("%s", absent)
         return self
 
 
@@ -79,8 +84,9 @@ class Gathered:
         """
         aside = sorted(set(self.set_aside), key=lambda one: (one.path, one.reason))
         if not self.rows:
-            raise ConversionError(_nothing(request, aside))
-        return Converted(output, self.rows, tuple(sorted(self.ranks)), tuple(aside))
+            nothing = ConversionError if aside or request.kinds else NothingRecordedError
+            raise nothing(_nothing(request, aside))
+        return Converted(output, self.rows, tuple(sorted(self.ranks)), tuple(aside), tuple(absent_from(request)))
 
 
 def _nothing(request: Request, aside: Sequence[SetAside]) -> str:

@@ -12,7 +12,10 @@ from monitor.dump.recovery import recover
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses."""
+"""Exit statuses: every dump is complete; one could not be completed, or there is none; no such directory."""
+
+COMPLETE: Final = ("dump.json", "debug.json")
+"""Of which a dump that was completed has one."""
 
 app: Final = typer.Typer(add_completion=False)
 
@@ -23,7 +26,8 @@ def monitor_dump_recover(
 ) -> None:
     """Make dump.json and its companions of what a process had recorded when it was killed.
 
-    Exit status: 0 everything is complete now, 1 something could not be completed, 2 there is no such directory.
+    Exit status: 0 everything is complete now, 1 something could not be completed, or there is no dump, 2 there is no such
+    directory.
     """
     errors = Console(stderr=True)
     if not directory.is_dir():
@@ -38,6 +42,9 @@ def monitor_dump_recover(
             say(errors, f"left as it is: {one.directory}: {one.reason}", style="yellow")
         else:
             say(Console(), f"{one.entries:,} entries in {one.directory}")
+    if not found and not any(True for name in COMPLETE for _ in directory.rglob(name)):
+        say(errors, f"Not looked at: {directory} holds no precision dump.", style="yellow")
+        raise typer.Exit(FLAWED)
     if not found:
         say(Console(), "nothing is left to recover")
     raise typer.Exit(FLAWED if failed else CLEAN)

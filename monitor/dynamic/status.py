@@ -14,6 +14,9 @@ from monitor.ranks.records import ConfigurationRecord, ManifestRecord
 
 MOST_REMARKS: Final = 20
 
+MOST_RANKS: Final = 1_000_000
+"""Of a job. A damaged number must not have us count for hours."""
+
 
 class ControlError(ValueError):
     """Nothing was done. The message says why, and what to change."""
@@ -82,9 +85,20 @@ def disagreements(job: WatchedJob) -> list[str]:
 
     Manifests are rewritten from time to time, not all at once: a rank that has not written something yet does not disagree.
     """
-    said = [*_different(job), *_undecided(job), *_late(job)]
+    said = [*_missing(job), *_different(job), *_undecided(job), *_late(job)]
     more = [f"and {len(said) - MOST_REMARKS} others"] if len(said) > MOST_REMARKS else []
     return said[:MOST_REMARKS] + more
+
+
+def _missing(job: WatchedJob) -> Iterator[str]:
+    """A rank that is to be monitored has a manifest from the first step on."""
+    first = job.ranks[0]
+    ranks = range(min(first.world_size, MOST_RANKS))
+    expected = set(first.config.get("module_ranks") or ranks) & set(ranks)
+    if missing := sorted(expected - {one.rank for one in job.ranks}):
+        shown = ", ".join(map(str, missing[:MOST_REMARKS]))
+        more = f" and {len(missing) - MOST_REMARKS} more" if len(missing) > MOST_REMARKS else ""
+        yield f"no manifest of rank {shown}{more}: it has not begun, or its directory is gone"
 
 
 def _different(job: WatchedJob) -> Iterator[str]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from monitor.merge.errors import MergeError
+from monitor.merge.errors import MergeError, NothingRecordedError
 from monitor.merge.merging import Wanted, merge
 from monitor.merge.report import Report, summary
 from monitor.ranks.resume import Span, span_between
@@ -20,7 +20,7 @@ from monitor.sinks.shard_names import Steps
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: all is there and agrees; merged, with something missing or at odds; nothing was merged."""
+"""Exit statuses: all is there and agrees; something is missing or disagrees, or there was no row; nothing was merged."""
 
 
 class FormatName(str, Enum):
@@ -51,7 +51,7 @@ def monitor_merge(
 ) -> None:
     """Make one data set of what the ranks of a job recorded.
 
-    Exit status: 0 all is there and agrees, 1 merged, but something is missing or disagrees, 2 nothing was merged.
+    Exit status: 0 all is there and agrees, 1 something is missing or disagrees, or the job has no rows, 2 nothing was merged.
     """
     console = Console(stderr=True)
     try:
@@ -67,6 +67,9 @@ def monitor_merge(
             dask,
         )
         report = _shown(wanted, console)
+    except NothingRecordedError as error:
+        say(console, f"Nothing was merged and not looked at: {error}", style="yellow")
+        raise typer.Exit(FLAWED) from error
     except (MergeError, OSError) as error:
         say(console, f"Nothing was merged: {error}", style="red")
         raise typer.Exit(NOTHING) from error

@@ -13,7 +13,7 @@ from typing import Final, Protocol, TypeVar
 from monitor.merge.discovery import RankRun, SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.drafts import draft_of
 from monitor.merge.engines import engine, run
-from monitor.merge.errors import MergeError
+from monitor.merge.errors import MergeError, NothingRecordedError
 from monitor.merge.output import SUFFIXES, Format
 from monitor.merge.planning import Window, in_groups
 from monitor.merge.reading import put_in_order
@@ -93,13 +93,14 @@ def _merged(
     work = draft / "work"
     for directory in (work, draft / "per_rank", draft / "global"):
         directory.mkdir()
-    report = Report(job, runs[0].manifest.world_size, runs, _missing_ranks(runs), [*aside, *unmerged_formats(runs)])
+    report = Report(job, runs[0].manifest.world_size, runs, missing_ranks(runs), [*aside, *unmerged_formats(runs)])
     with engine(wanted.workers, wanted.dask) as (executor, workers):
         do = partial(run, executor, workers)
         plan = _planned(wanted, runs, draft, report, do)
         _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
     if not report.steps:
-        raise MergeError(_why_nothing(job, report))
+        whole = wanted.kinds is None and wanted.steps == ALL_STEPS and not report.set_aside
+        raise NothingRecordedError(_no_rows(job)) if whole else MergeError(_why_nothing(job, report))
     shutil.rmtree(work)
     (draft / REPORT_FILE).write_text(report.spelled())
     return report
@@ -130,13 +131,17 @@ def _carry_out(plan: Plan, windows: Sequence[Window], workers: int, report: Repo
             plan.clear_up(window)
 
 
+def _no_rows(job: str) -> str:
+    return f'job {job} has no rows: its ranks have recorded nothing. Switch a kind on, such as "wg_distribution": true.'
+
+
 def _why_nothing(job: str, report: Report) -> str:
     why = [f"job {job} has no rows of what was asked for", *(f"{one.path}: {one.reason}" for one in report.set_aside[:5])]
     more = [f"and {len(report.set_aside) - 5} more"] if len(report.set_aside) > 5 else []
     return "\n  ".join([*why, *more])
 
 
-def _missing_ranks(runs: Sequence[RankRun]) -> list[int]:
+def missing_ranks(runs: Sequence[RankRun]) -> list[int]:
     """Of those that were to be monitored."""
     first = runs[0].manifest
     only = first.config.get("module_ranks") or range(first.world_size)

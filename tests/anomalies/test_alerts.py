@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from rule_parts import NAN, Watched
 
 from monitor.anomalies.alerts import Alerts
+
+UNRANKED = ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
 
 
 class Clock:
@@ -24,7 +28,7 @@ class Said:
         alerts: Who says it.
     """
 
-    def __init__(self, caplog: pytest.LogCaptureFixture, where: str = "") -> None:
+    def __init__(self, caplog: pytest.LogCaptureFixture, where: Path | None = None) -> None:
         self._caplog = caplog
         self.clock = Clock()
         self.watched = Watched(("AnomalyNan", None), ("AnomalyTurbulence", 0.5))
@@ -38,6 +42,10 @@ class Said:
         return self.lines()
 
     def lines(self) -> list[str]:
+        """What was said since the last step, without how to rank it; each is a warning."""
+        return [line.removesuffix(UNRANKED) for line in self.whole_lines()]
+
+    def whole_lines(self) -> list[str]:
         """What was said since the last step; each is a warning."""
         said = [record.getMessage() for record in self._caplog.records if record.levelname == "WARNING"]
         assert len(said) == len(self._caplog.records)
@@ -74,7 +82,9 @@ def test_of_very_many_the_earliest_ten_are_said_and_how_many_more_there_were(sai
 
 
 def test_it_is_said_where_they_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    assert Said(caplog, "out/anomaly_detected/rank3").step(nans=11)[-1].endswith("not shown. See out/anomaly_detected/rank3")
+    assert (
+        Said(caplog, Path("out/anomaly_detected/rank3")).step(nans=11)[-1].endswith("not shown. See out/anomaly_detected/rank3")
+    )
 
 
 def test_lines_of_a_cause_that_are_left_are_said_in_the_steps_that_follow_and_then_no_more(said: Said) -> None:
@@ -119,3 +129,31 @@ def test_an_alert_is_one_line_whatever_the_name_of_the_tensor(said: Said) -> Non
     [line] = said.step(**{"new\nline\x1b[2J": [NAN]})
     assert "'0:new\\nline\\x1b[2J/rank3/actv'" in line
     assert line.isprintable()
+
+
+def rankings(said: Said, nans: int = 0, **tensors: list[float]) -> list[str]:
+    """Of each line the end that says how to rank."""
+    said.watched.step(**{f"n{i}": [NAN] for i in range(nans)}, **tensors)
+    return [line.partition(" To find the first: ")[2] for line in said.whole_lines()]
+
+
+def test_the_first_line_of_each_cause_names_the_command_that_ranks_and_its_directory(caplog: pytest.LogCaptureFixture) -> None:
+    said = Said(caplog, Path("out/anomaly_detected/rank3"))
+    command = "monitor-rank-anomalies -d out/anomaly_detected"
+    assert rankings(said, nans=2, a=[1.0]) == [command, ""]
+    assert rankings(said, nans=1, a=[9.0]) == ["", command, command]  # of the norm and of the mean
+    assert rankings(said, nans=1) == [""]
+    said.clock.now += 60
+    assert rankings(said, nans=2) == [command, ""]
+
+
+def test_the_directory_is_quoted_as_a_shell_wants_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert rankings(Said(caplog, Path("my runs/anomaly_detected/rank3")), nans=1) == [
+        "monitor-rank-anomalies -d 'my runs/anomaly_detected'"
+    ]
+
+
+def test_where_events_are_not_written_the_first_line_says_what_to_switch_on(said: Said) -> None:
+    said.watched.step(n=[NAN])
+    [line] = said.whole_lines()
+    assert line.endswith(UNRANKED)

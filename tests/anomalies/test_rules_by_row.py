@@ -90,13 +90,10 @@ class ByRow:
 
     def _events(self, key: Any, row: Row) -> list[Event]:
         made = [TurbulenceByRow(t) if name == "AnomalyTurbulence" else NanByRow(t) for name, t in self._rules]
-        claimed: set[str] = set()
-        found = []
-        for (name, _), rule in zip(self._rules, self._known.setdefault(key, made), strict=True):
-            said = [one for one in rule.judge(row) if ("" if nonfinite(row) else one[0]) not in claimed]
-            claimed |= {"" if nonfinite(row) else op for op, _, _ in said}
-            found += [Event(*key, name, op, value, mean) for op, value, mean in said]
-        return found
+        judged = [rule.judge(row) for rule in self._known.setdefault(key, made)]  # each of them remembers the row
+        said = ((name, found) for (name, _), found in zip(self._rules, judged, strict=True) if found)
+        name, first = next(said, ("", []))
+        return [Event(*key, name, op, value, mean) for op, value, mean in first]
 
 
 def spelled(events: Any) -> list[str]:

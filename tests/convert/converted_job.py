@@ -35,9 +35,11 @@ def job(base: Path, ranks: int = 2, steps: Sequence[int] = range(7), **options: 
         one.close()
 
 
-def plain(base: Path, rank: int = 0, steps: Sequence[int] = range(3), value: float = 1.0, **options: object) -> Path:
+def plain(
+    base: Path, rank: int = 0, steps: Sequence[int] = range(3), value: float = 1.0, world: int = 8, **options: object
+) -> Path:
     """A rank with one tensor, ``w``. Its directory."""
-    one = RecordedRank(base, rank, 8, **{"format": "csv", **options})  # type: ignore[arg-type]
+    one = RecordedRank(base, rank, world, **{"format": "csv", **options})  # type: ignore[arg-type]
     for step in steps:
         one.write(step, {"grad_reduced": [Measured("w", [value])]})
     one.close()

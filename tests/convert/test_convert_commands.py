@@ -15,7 +15,7 @@ APPS = pytest.mark.parametrize("app", [tensorboard_app, database_app], ids=["ten
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    plain(tmp_path, steps=range(10))
+    plain(tmp_path, steps=range(10), world=1)
     return tmp_path
 
 
@@ -33,6 +33,23 @@ def test_one_with_files_set_aside_ends_with_1_and_names_them(job: Path, app: Typ
     result = CliRunner().invoke(app, [str(job)])
     assert result.exit_code == 1
     assert f"set aside: {torn}" in result.output
+
+
+@APPS
+def test_one_of_a_job_whose_other_ranks_left_no_directory_ends_with_1_and_names_them(tmp_path: Path, app: Typer) -> None:
+    plain(tmp_path, rank=1, world=3)
+    result = CliRunner().invoke(app, [str(tmp_path), "-o", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "missing: no directory of rank 0, 2, of 3 ranks" in result.output
+
+
+@APPS
+def test_ranks_that_recorded_no_row_end_with_1_as_not_looked_at(tmp_path: Path, app: Typer) -> None:
+    plain(tmp_path, steps=(), world=1)
+    result = CliRunner().invoke(app, [str(tmp_path), "-o", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert result.output.startswith("Nothing was converted and not looked at: ")
+    assert not (tmp_path / "out").exists()
 
 
 @APPS
@@ -66,7 +83,7 @@ def test_the_help_says_what_to_do_with_the_result(app: Typer) -> None:
 
 
 def test_all_options_reach_the_database(job: Path) -> None:
-    plain(job, job="f" * 32, suffix="f" * 8, value=2.0)
+    plain(job, job="f" * 32, suffix="f" * 8, value=2.0, world=1)
     options = ["--job", "f", "--time-start", "Dec03_21-34-40", "--time-end", "Dec03_21-34-40", "--kinds", "grad_reduced, other"]
     output = job / "new" / "out"
     result = CliRunner().invoke(
@@ -77,7 +94,7 @@ def test_all_options_reach_the_database(job: Path) -> None:
 
 
 def test_all_options_reach_the_curves(job: Path) -> None:
-    plain(job, job="f" * 32, suffix="f" * 8, value=2.0)
+    plain(job, job="f" * 32, suffix="f" * 8, value=2.0, world=1)
     options = ["--job", "f", "--time-start", "Dec03_21-34-40", "--time-end", "Dec03_21-34-40", "--kinds", "grad_reduced"]
     result = CliRunner().invoke(tensorboard_app, [str(job), "-o", str(job / "out"), "--workers", "2", *options])
     assert result.exit_code == 0, result.output

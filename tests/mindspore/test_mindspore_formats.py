@@ -148,7 +148,7 @@ def test_a_nan_in_a_gradient_sets_off_an_alert_and_is_named_as_the_first(output:
     found = list(json.loads(events.read_text()).values())
     assert min(event["step"] for event in found) == FAULT
     result = CliRunner().invoke(app, ["-d", str(output.base / "anomaly_detected"), "-k", "1"], env={"COLUMNS": "400"})
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     assert "a.weight" in result.output
     assert "grad_reduced" in result.output
 

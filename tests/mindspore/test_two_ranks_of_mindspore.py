@@ -190,7 +190,7 @@ def test_files_in_csv_alone_merge_too(fault: Output, tmp_path: Path) -> None:
 def test_of_a_nan_in_the_data_of_one_rank_the_ranking_names_tensor_rank_and_step(fault: Output, tmp_path: Path) -> None:
     found = tmp_path / "first.json"
     result = CliRunner().invoke(rank_anomalies, ["-d", str(fault.base), "-k", "1", "-o", str(found)], env={"COLUMNS": "300"})
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     (first,) = json.loads(found.read_text()).values()
     assert (first["tag_name"], first["step"]) == (f"0:.input:0/rank{FAULTY_RANK}/actv", FAULTY_STEP)
     assert "only on rank 1 of its 2 data-parallel replicas" in " ".join(result.output.split())

@@ -133,7 +133,7 @@ def test_weights_of_both_stages_are_those_of_unmonitored_ones_in_every_bit(job: 
 def test_of_a_fault_in_the_first_stage_the_ranking_names_its_output_first(outputs: dict[str, Output], tmp_path: Path) -> None:
     found = tmp_path / "first.json"
     result = CliRunner().invoke(rank_anomalies, ["-d", str(outputs["stages"].base), "-k", "2", "-o", str(found)])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     first, second = json.loads(found.read_text()).values()
     assert (first["tag_name"], first["step"], first["pp_stage"]) == ("0:.output:0/rank0/actv", FAULTY_STEP, 0)
     assert (second["tag_name"], second["step"], second["pp_stage"]) == ("0:.input:0/rank1/actv", FAULTY_STEP, 1)

@@ -125,14 +125,14 @@ class TestOps:
 
     def test_an_unknown_one_is_named_in_a_warning_and_left_out(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
         model = small_model()
-        with attached(output, model, SGD(model.parameters(), lr=0.1), ops=["median", "max"]) as monitor:
+        with attached(output, model, SGD(model.parameters(), lr=0.1), ops=["median", "max"], wg_distribution=True) as monitor:
             assert monitor.ops == ("max",)
         (said,) = warnings_in(caplog)
         assert "median" in said
 
     def test_with_none_left_it_is_norm_and_a_warning_says_so(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
         model = small_model()
-        with attached(output, model, SGD(model.parameters(), lr=0.1), ops=["max"]) as monitor:
+        with attached(output, model, SGD(model.parameters(), lr=0.1), ops=["max"], wg_distribution=True) as monitor:
             monitor.ops = ["median"]
             assert monitor.ops == ("norm",)
         (said,) = warnings_in(caplog)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from monitor.anomalies.ranking.coverage import Coverage
 from monitor.anomalies.ranking.ranking import Ranked, Ranking
 from monitor.anomalies.ranking.report import told_value
 from monitor.anomalies.ranking.span import Where, name_of
 from monitor.anomalies.ranking.subjects import Role
+from monitor.anomalies.ranking.surroundings import Surroundings
+from monitor.anomalies.ranking.sweep import IN_PASSES
 from monitor.series import NO_MICRO_STEP
 
 _NEXT: Final = {
@@ -32,6 +35,12 @@ _NEXT: Final = {
 }
 
 
+_SHARED: Final = {
+    Where.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
+    Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward again on the CPU.",
+}
+"""Instead, where all replicas have the event: then it is no fault of one device."""
+
 _SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
 """What a loss scale multiplies."""
 
@@ -39,7 +48,7 @@ _SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
 def advice(ranking: Ranking) -> str:
     """One paragraph."""
     if not ranking.events:
-        return "No event: no rule has fired in these steps."
+        return _no_event(ranking.coverage, whole=ranking.is_well)
     first = ranking.first_origin
     if first is None:
         return (
@@ -82,12 +91,54 @@ def _next(one: Ranked) -> list[str]:
         told.append(f"The optimizer skipped step {one.step}{because}.")
     elif where == Where.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
         told.append("An infinity there is most often a loss scale that is too high.")
-    if one.alone is not None:
+    if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is everywhere, whoever spoiled it
+        told.append(
+            f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights."
+        )
+    deviates = one.around is not None and one.is_finite and one.subject.role in IN_PASSES
+    if one.alone is not None and not (deviates and one.around is not None and one.around.all_ranks):
         told.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}, or its data.")
+    elif deviates and one.around is not None:
+        return [*told, _turbulence(one, one.around)]
     module = one.subject.module or "the model"
     which = "which is in no module that is watched" if one.subject.is_entry else f"{module} among it"
-    told.append(_NEXT[where].format(module=module, which=which, rank=one.member.rank, step=one.step, because=_because(one)))
+    next_step = _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
+    told.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, because=_because(one)))
     return told
+
+
+def _turbulence(one: Ranked, around: Surroundings) -> str:
+    """A deviation that is not known to be of one device."""
+    if around.tensors == 1:
+        again = f" It deviates in {around.steps:,} steps." if around.steps > 1 else ""
+        return (
+            f"No other tensor deviates in step {one.step}.{again} Look at its norm in the steps before: growth over many steps "
+            "is an instability, a single jump is often the data of the step."
+        )
+    on = f" on {'all ' if around.all_ranks else ''}{around.ranks:,} ranks" if around.ranks > 1 else ""
+    return (
+        f"{around.tensors:,} tensors deviate in step {one.step}{on}: look at the loss, at the learning rate and at the data of "
+        f"this step. If they are as usual, the threshold of the rule is too low.{_weights_unseen(one)}"
+    )
+
+
+def _weights_unseen(one: Ranked) -> str:
+    """A step of the optimizer that was too large shows in weights first."""
+    wiring, subject = one.member.wiring, one.subject
+    chunk, module = subject.series.vpp_stage, subject.module
+    if wiring is None or not wiring.has_weights(chunk, module) or wiring.records_weights(chunk, module):
+        return ""
+    return " Weights are not recorded (param_distribution): the update before this step may have been too large."
+
+
+def _no_event(coverage: Coverage, *, whole: bool) -> str:
+    """What was looked at without a rule firing."""
+    if coverage.is_empty:
+        return "Nothing was judged: that there is no event does not mean that training is healthy."
+    on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
+    steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
+    looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
+    return f"No event in {looked}." + ("" if whole else " The lines above say what was not looked at.")
 
 
 def _because(one: Ranked) -> str:

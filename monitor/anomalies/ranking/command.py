@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -15,7 +14,7 @@ import typer
 from rich.console import Console
 
 from monitor.anomalies.ranking.advice import advice
-from monitor.anomalies.ranking.evidence import Columns
+from monitor.anomalies.ranking.coverage import Wanted
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.reading import NothingReadError, folder_of
 from monitor.anomalies.ranking.report import counts, listing, notes
@@ -23,12 +22,12 @@ from monitor.merge.errors import MergeError
 from monitor.ranks.output import write_whole
 from monitor.terminal import say
 
-RANKED, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: all was ranked; ranked, but files are missing or torn; nothing was read."""
+WELL, NOT_WELL, NOTHING = 0, 1, 2
+"""Exit statuses: all was looked at and no rule has fired; a rule has, or something was not looked at; nothing was read."""
 
 ANALYSIS_FILE: Final = "anomaly_analyse.json"
 
-_RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?)?")
+_RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?(?::([1-9]\d{0,17}))?)?")
 
 _WIDTH: Final = 240
 """Characters of a line where nobody says how wide the terminal is, or there is none."""
@@ -49,12 +48,15 @@ def monitor_rank_anomalies(
     topk: Annotated[int, typer.Option("-k", "--topk", min=1, help="How many events to list.")] = 8,
     step_list: Annotated[
         str | None,
-        typer.Option("-s", "--step_list", metavar="STEPS", help="Only these: [1,2] or 1,2 or 10:20, both included, or 10:"),
+        typer.Option(
+            "-s", "--step_list", metavar="STEPS", help="Only these: [1,2] or 1,2 or 10:20, both included, or 10: or 0::5"
+        ),
     ] = None,
 ) -> None:
     """Put the events of all ranks in order, and say which of them came of nothing before.
 
-    Exit status: 0 ranked, 1 ranked, but files are torn or missing, 2 nothing was read.
+    Exit status: 0 no rule has fired, and every step of every rank was judged, 1 a rule has fired, or steps, ranks or files are
+    missing, 2 nothing was read.
     """
     try:
         folder = folder_of(data_path)
@@ -65,7 +67,7 @@ def monitor_rank_anomalies(
         say(Console(stderr=True), f"Nothing was ranked: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _print(ranking, output, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH))
-    raise typer.Exit(FLAWED if ranking.job.flaws or ranking.job.missing else RANKED)
+    raise typer.Exit(WELL if ranking.is_well else NOT_WELL)
 
 
 def _write(ranking: Ranking, output: Path) -> None:
@@ -77,7 +79,7 @@ def _write(ranking: Ranking, output: Path) -> None:
 def _print(ranking: Ranking, output: Path, console: Console) -> None:
     if ranking.ranked:
         console.print(listing(ranking, console), soft_wrap=True)
-    say(console, counts(ranking))
+        say(console, counts(ranking))
     for note in notes(ranking):
         say(console, note)
     say(console, f"written to {output}")
@@ -90,7 +92,7 @@ def _output(folder: Path, given: Path | None) -> Path:
     return given if given.suffix == ".json" else given / ANALYSIS_FILE
 
 
-def _chosen(spelled: str | None) -> Callable[[Columns], Columns] | None:
+def _chosen(spelled: str | None) -> Wanted | None:
     """Which of a column of steps are meant; None: all."""
     listed = re.sub(r"\s", "", spelled or "")
     if listed.startswith("[") and listed.endswith("]"):
@@ -98,12 +100,15 @@ def _chosen(spelled: str | None) -> Callable[[Columns], Columns] | None:
     if not listed:
         return None
     matches = [_RANGE.fullmatch(one) for one in listed.split(",")]
-    ranges = [(int(one[1]), _end(one)) for one in matches if one is not None]
-    if len(ranges) < len(matches) or any(last < first for first, last in ranges):
+    ranges = [(int(one[1]), _end(one), int(one[4] or 1)) for one in matches if one is not None]
+    if len(ranges) < len(matches) or any(last < first for first, last, _ in ranges):
         raise NothingReadError(
-            f"--step_list is {spelled!r}. Write steps as in [1,2], or ranges as in 10:20, both included, or 10: without an end."
+            f"--step_list is {spelled!r}. Write steps as in [1,2], or ranges as in 10:20, both included, 10: without an end, "
+            "0::5 for every fifth step."
         )
-    return lambda steps: np.logical_or.reduce([(steps >= first) & (steps <= last) for first, last in ranges])
+    return lambda steps: np.logical_or.reduce(
+        [(steps >= first) & (steps <= last) & ((steps - first) % every == 0) for first, last, every in ranges]
+    )
 
 
 def _end(match: re.Match[str]) -> int:

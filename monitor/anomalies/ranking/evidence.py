@@ -26,6 +26,7 @@ class Evidence:
     Attributes:
         members: Who wrote the events, in the order of ranks.
         member: Index into ``members``; likewise ``subject``, ``op`` and ``rule`` into what they stand for.
+        mean: The running mean that a value was compared with; NaN where there is none.
     """
 
     members: Sequence[Member]
@@ -40,6 +41,7 @@ class Evidence:
     op: Columns
     rule: Columns
     value: NDArray[np.float64]
+    mean: NDArray[np.float64]
 
     @classmethod
     def of(cls, members: Sequence[Member]) -> Evidence:
@@ -65,6 +67,7 @@ class Evidence:
             _joined(op),
             _joined(rule),
             values,
+            np.concatenate([np.empty(0), *(one.mean for one in every)]),
         )
 
     def __len__(self) -> int:

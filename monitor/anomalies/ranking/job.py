@@ -17,6 +17,9 @@ from monitor.merge.errors import MergeError
 from monitor.ranks.names import RankDirectory
 from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 
+MOST_RANKS: Final = 1_000_000
+"""Of a job. A damaged number must not have us count for hours."""
+
 ONE_BY_ONE: Final = frozenset({"dp", "pp"})
 """Roles of groups whose ranks do not exchange activations inside a module. Those of all others do."""
 
@@ -97,12 +100,14 @@ class Job:
 
     Attributes:
         missing: Ranks of the job's groups that have judged nothing.
+        not_monitored: Ranks of the job that ``module_ranks`` leaves out.
         without_manifest: Ranks whose manifest, or series, could not be read.
     """
 
     members: Sequence[Member]
     flaws: list[Flaw] = field(default_factory=list)
     missing: Sequence[int] = ()
+    not_monitored: Sequence[int] = ()
     without_manifest: Sequence[int] = ()
 
     @cached_property
@@ -144,12 +149,14 @@ def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> Job:
     """Put what was read beside the manifests that lie around ``folder``."""
     every = list(read)
     flaws = [one for one in every if isinstance(one, Flaw)]
-    torn = {one.rank for one in flaws}
     found = _manifests(folder.absolute().parent)
     matching = _Matching(found, flaws)
     members = [matching.member(one) for one in _of_one_job([one for one in every if isinstance(one, RecordingEvents)], flaws)]
     job = Job(members, flaws, without_manifest=sorted({one.rank for one in members if one.wiring is None}))
-    job.missing = sorted(_expected(members, found) - {one.rank for one in members} - torn)
+    ranks, chosen = _ranks(members, found)
+    known = {one.rank for one in members}
+    job.missing = sorted(chosen - known - {one.rank for one in flaws})
+    job.not_monitored = sorted(ranks - chosen - known)
     return job
 
 
@@ -228,15 +235,16 @@ def _manifest(run: RankRun, events: RecordingEvents) -> ManifestRecord:
     raise ManifestError(f"{run.directory.name} is of job {manifest.job_id}, the events of {judged.job_id}")
 
 
-def _expected(members: Sequence[Member], found: Found) -> set[int]:
-    """Ranks that should have judged."""
+def _ranks(members: Sequence[Member], found: Found) -> tuple[set[int], set[int]]:
+    """All ranks of the job, and those of them that should have judged."""
     ranks = {rank for member in members for rank in member.group.mates}
     manifests = [member.manifest for member in members if member.manifest is not None]
     ranks.update(rank for manifest in manifests for group in manifest.groups.values() for rank in group)
+    ranks.update(range(min(max((one.world_size for one in manifests), default=0), MOST_RANKS)))
     for job in {manifest.job_id for manifest in manifests}:
         ranks.update(run.rank for run in found.jobs.get(job, ()))
     chosen = {rank for manifest in manifests for rank in manifest.config.get("module_ranks") or ()}
-    return ranks & chosen if chosen else ranks
+    return ranks, ranks & chosen if chosen else ranks
 
 
 def _first(number: list[int], one: int) -> int:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from monitor.anomalies.events import Event
+from monitor.anomalies.ranking.coverage import Coverage, Wanted, coverage_of
 from monitor.anomalies.ranking.dependence import origins
-from monitor.anomalies.ranking.evidence import Columns, Evidence
+from monitor.anomalies.ranking.evidence import Evidence
 from monitor.anomalies.ranking.job import Job, Member, job_of
 from monitor.anomalies.ranking.ordering import order_of
 from monitor.anomalies.ranking.reading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
-from monitor.anomalies.ranking.replicas import Alone, alone
+from monitor.anomalies.ranking.replicas import Alone, alone, shared
 from monitor.anomalies.ranking.span import Span, span_of
 from monitor.anomalies.ranking.subjects import Subject
+from monitor.anomalies.ranking.surroundings import Surroundings, surroundings
 from monitor.ranks.records import ManifestError
 
 
@@ -28,6 +31,9 @@ class Ranked:
         span: Of an origin; None for what was propagated.
         is_finite: Whether the tensor had neither NaN nor Inf in it.
         alone: Where no other data-parallel rank has it.
+        mean: The running mean that the value was compared with.
+        shared: How many data-parallel ranks there are, where all have it.
+        around: What else deviates in the step; of the first origin alone.
     """
 
     member: Member
@@ -41,6 +47,9 @@ class Ranked:
     is_finite: bool
     span: Span | None
     alone: Alone | None
+    mean: float | None = None
+    shared: int | None = None
+    around: Surroundings | None = None
 
     @property
     def is_origin(self) -> bool:
@@ -56,6 +65,7 @@ class Ranking:
         first_origin: The earliest of all chosen events that is an origin.
         first_not_finite: The earliest of all chosen events that is of a tensor with a NaN or an Inf.
         events: How many there are of the chosen steps; ``origins`` among them.
+        coverage: How much was judged.
         unordered: Why the order of micro-batches is not known, by recording.
     """
 
@@ -66,10 +76,18 @@ class Ranking:
     events: int
     origins: int
     ranks: int
+    coverage: Coverage
     unordered: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def is_well(self) -> bool:
+        """Whether no rule has fired, and everything was looked at."""
+        job = self.job
+        ended = all(one.events.judged.closed for one in job.members)
+        return not (self.events or job.flaws or job.missing) and ended and self.coverage.is_whole
 
-def ranking_of(folder: Path, most: int, wanted: Callable[[Columns], Columns] | None = None) -> Ranking:
+
+def ranking_of(folder: Path, most: int, wanted: Wanted | None = None) -> Ranking:
     """Read, order and judge the events of all ranks.
 
     Args:
@@ -92,14 +110,16 @@ def ranking_of(folder: Path, most: int, wanted: Callable[[Columns], Columns] | N
         number: _described(job, evidence, number, is_origin=bool(are_origins[number]))
         for number in [*listed[:most].tolist(), *first, *not_finite]
     }
+    origin = replace(described[first[0]], around=surroundings(job, evidence, first[0])) if first else None
     return Ranking(
         job,
         [described[number] for number in listed[:most].tolist()],
-        described[first[0]] if first else None,
+        origin,
         described[not_finite[0]] if not_finite else None,
         len(listed),
         int(are_origins[listed].sum()),
         len(np.unique(evidence.rank[listed])),
+        coverage_of(job, wanted),
         order.unknown,
     )
 
@@ -118,6 +138,8 @@ def _described(job: Job, of: Evidence, number: int, *, is_origin: bool) -> Ranke
         bool(of.finite[number]),
         span_of(job, member, subject, step) if is_origin else None,
         alone(job, of, number),
+        None if math.isnan(of.mean[number]) else float(of.mean[number]),
+        shared(job, of, number),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,6 +73,7 @@ class RecordingEvents:
         mates: Ranks of its pipeline group; empty where there is no event to tell.
         step, micro_step, call_id: A number an event.
         series: Index into ``all_series``; likewise ``op`` and ``rule``.
+        mean: The running mean that the value was compared with; NaN where there is none.
     """
 
     files: RecordingFiles
@@ -84,6 +86,7 @@ class RecordingEvents:
     op: Columns
     rule: Columns
     value: NDArray[np.float64]
+    mean: NDArray[np.float64]
     all_series: tuple[Series, ...]
     all_ops: tuple[str, ...]
     all_rules: tuple[str, ...]
@@ -204,9 +207,8 @@ def _columns(files: RecordingFiles, judged: Judged, found: dict[str, Event]) -> 
     step, micro_step, call_id = numbers.T.copy()
     series, op, rule = (np.array(pointers, dtype=np.int64) for pointers in (parts.series, parts.ops, parts.rules))
     texts = tuple(parts.all_series), tuple(parts.all_ops), tuple(parts.all_rules)
-    return RecordingEvents(
-        files, judged, mates, step, micro_step, call_id, series, op, rule, np.array(parts.values, dtype=np.float64), *texts
-    )
+    value, mean = (np.array(numbers, dtype=np.float64) for numbers in (parts.values, parts.means))
+    return RecordingEvents(files, judged, mates, step, micro_step, call_id, series, op, rule, value, mean, *texts)
 
 
 def _mates(files: RecordingFiles, every: Iterable[Event]) -> tuple[int, ...]:
@@ -227,6 +229,7 @@ class _Parts:
         self.ops: list[int] = []
         self.rules: list[int] = []
         self.values: list[float] = []
+        self.means: list[float] = []
         self.all_series: dict[Series, int] = {}
         self.all_ops: dict[str, int] = {}
         self.all_rules: dict[str, int] = {}
@@ -248,3 +251,4 @@ class _Parts:
         self.ops.append(self.all_ops.setdefault(signal.op, len(self.all_ops)))
         self.rules.append(self.all_rules.setdefault(signal.rule, len(self.all_rules)))
         self.values.append(signal.value)
+        self.means.append(math.nan if signal.mean is None else signal.mean)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -11,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from monitor.anomalies.ranking.coverage import Gap
 from monitor.anomalies.ranking.ranking import Ranked, Ranking
 from monitor.anomalies.wording import SHOWN, listed
 from monitor.series import NO_MICRO_STEP
@@ -33,7 +33,7 @@ def _lines(one: Ranked) -> Iterator[str]:
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
     yield f"{_origin(one)}: rank {one.member.rank} ({one.member.host}), step {one.step}{micro_step}"
     yield f"  {tensor(one)}"
-    yield f"  {one.op} {one.value:.6g}, {one.rule}"
+    yield f"  {one.op} {one.value:.6g}{_mean(one)}, {one.rule}"
     if remark(one):
         yield f"  {remark(one)}"
 
@@ -51,7 +51,15 @@ def _table(ranking: Ranking) -> Table:
         found.add_column(name)
     for one in ranking.ranked:
         micro_step = [] if not with_micro_steps else ["" if one.micro_step == NO_MICRO_STEP else str(one.micro_step)]
-        cells = [str(one.member.rank), one.member.host, str(one.step), *micro_step, tensor(one), one.op, f"{one.value:.6g}"]
+        cells = [
+            str(one.member.rank),
+            one.member.host,
+            str(one.step),
+            *micro_step,
+            tensor(one),
+            one.op,
+            f"{one.value:.6g}{_mean(one)}",
+        ]
         cells += [one.rule, _origin(one), remark(one)]
         found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: what looks like markup in a name is none
     return found
@@ -74,21 +82,34 @@ def counts(ranking: Ranking) -> str:
     """How much there is, in a line."""
     judged = [one.events.judged for one in ranking.job.members]
     not_kept = sum(sum(one.not_kept.values()) for one in judged)
-    not_judged: Counter[str] = Counter()
-    for one in judged:
-        not_judged.update({reason: steps.count for reason, steps in one.not_judged.items()})
     parts = [
         f"{ranking.events:,} events of {ranking.ranks:,} of {len({one.rank for one in judged}):,} ranks",
         f"{ranking.origins:,} origin{'' if ranking.origins == 1 else 's'}",
     ]
     if not_kept:
         parts.append(f"{not_kept:,} more were not kept")
-    parts += [f"{count:,} steps of ranks were not judged ({reason})" for reason, count in not_judged.most_common(SHOWN)]
     return "; ".join(parts)
 
 
 def notes(ranking: Ranking) -> Iterator[str]:
     """What a reader must know of the order and of what is missing."""
+    job = ranking.job
+    if ranking.events:
+        yield from _of_the_order(ranking)
+    if job.missing:
+        origins = ": what is called an origin may have come from there" if ranking.events else ""
+        yield f"{listed(job.missing)} left no events and judged no step{origins}."
+    open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
+    if open_ranks:
+        yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
+    yield from _not_looked_at(ranking)
+    for flaw in job.flaws[:SHOWN]:
+        yield f"{flaw.path}: {flaw.reason}"
+    if len(job.flaws) > SHOWN:
+        yield f"and {len(job.flaws) - SHOWN} more files"
+
+
+def _of_the_order(ranking: Ranking) -> Iterator[str]:
     job = ranking.job
     yield from (
         f"Forwards and backwards are in order of micro-steps and stages alone: {reason}."
@@ -99,21 +120,47 @@ def notes(ranking: Ranking) -> Iterator[str]:
             f"Of {listed(job.without_manifest)} nothing is known but the order of calls: there the first event of each step "
             "and pipeline counts as an origin."
         )
-    if job.missing:
-        yield f"{listed(job.missing)} left no events and judged no step: what is called an origin may have come from there."
     if len({one.recording for one in job.members}) > 1:
         yield "The ranks have several recordings each. What one passes to another is not known: each has origins of its own."
-    open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
-    if open_ranks:
-        yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
-    for flaw in job.flaws[:SHOWN]:
-        yield f"{flaw.path}: {flaw.reason}"
-    if len(job.flaws) > SHOWN:
-        yield f"and {len(job.flaws) - SHOWN} more files"
+
+
+def _not_looked_at(ranking: Ranking) -> Iterator[str]:
+    """Steps, ranks and replicas that no rule has judged."""
+    coverage, job = ranking.coverage, ranking.job
+    everybody = {one.rank for one in job.members}
+    if coverage.is_empty and coverage.steps:
+        yield (
+            'Not looked at: no rank recorded a row that alert rules judge. Switch a kind on, such as "wg_distribution": true '
+            'for gradients or "xy_distribution" for activations.'
+        )
+    elif coverage.is_empty:
+        yield "Not looked at: no rank has judged any of these steps."
+    for gap in coverage.gaps[:SHOWN]:
+        on = "" if set(gap.ranks) == everybody else f" of {listed(gap.ranks)}"
+        yield f"Not looked at: {_spelled(gap)}{on}: {gap.reason}."
+    if len(coverage.gaps) > SHOWN:
+        yield f"Not looked at: more steps, for {len(coverage.gaps) - SHOWN} other reasons."
+    if coverage.idle:
+        yield f"Not looked at: {listed(coverage.idle)} recorded no row that alert rules judge."
+    if job.not_monitored:
+        yield f"Not monitored, as module_ranks says: {listed(job.not_monitored)}."
+    if any(one.manifest is not None and one.manifest.config.get("replica_check") is False for one in job.members):
+        yield "replica_check is false: of tensors that several ranks hold, only the replica of the rank that writes was judged."
+
+
+def _spelled(gap: Gap) -> str:
+    if gap.count == 1:
+        return f"step {gap.first}"
+    between = f"{gap.first} to {gap.last}"
+    return f"steps {between}" if gap.count == gap.last - gap.first + 1 else f"{gap.count:,} of the steps {between}"
 
 
 def told_value(one: Ranked) -> str:
     """What became of the statistic, in words."""
     if one.op in _COUNTED:
         return f"{one.value:g} elements are {_COUNTED[one.op]}" if one.value > 1 else f"an element is {_COUNTED[one.op]}"
-    return f"{one.op} is {one.value:.6g}"
+    return f"{one.op} is {one.value:.6g}{_mean(one)}"
+
+
+def _mean(one: Ranked) -> str:
+    return "" if one.mean is None else f", running mean {one.mean:.6g}"

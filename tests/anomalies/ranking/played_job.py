@@ -67,6 +67,11 @@ class PlayedRank:
         without: Kinds, or ``kind/name``, that are not measured.
         odd: Names of further activations.
         shards: ``kind/name`` of which the rank has a part.
+        written: Steps that its manifest has; None: those that were judged.
+        trained: The first and the last step of its training.
+        not_judged: Steps by reason.
+        rows_judged: In all; None: as many as its steps have.
+        config: What the manifest says of the configuration, beside ``module_ranks``.
         passes: In which the rank goes through its chunks; None: nobody has seen.
         recorded_passes: What the manifest says of them, if something else.
     """
@@ -94,7 +99,12 @@ class PlayedRank:
     odd: Sequence[str] = ()
     shards: Sequence[str] = ()
     recorded_passes: Sequence[Pass] | None = None
-    fired: list[tuple[str, str, int, int, int, str, float, str]] = field(default_factory=list)
+    written: Sequence[int] | None = None
+    trained: tuple[int, int] | None = None
+    not_judged: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    rows_judged: int | None = None
+    config: Mapping[str, object] = field(default_factory=dict)
+    fired: list[tuple[str, str, int, int, int, str, float, str, float | None]] = field(default_factory=list)
 
     def fire(
         self,
@@ -106,11 +116,12 @@ class PlayedRank:
         op: str = "nans",
         value: float = NAN,
         rule: str = "AnomalyNan",
+        mean: float | None = None,
     ) -> PlayedRank:
         """Let a rule fire on a row; it is said of which micro-step where there are several."""
         if micro_step is None:
             micro_step = 0 if kind in ROWS and not self.combined else NO_MICRO_STEP
-        self.fired.append((kind, name, step, micro_step, chunk, op, value, rule))
+        self.fired.append((kind, name, step, micro_step, chunk, op, value, rule, mean))
         return self
 
     @property
@@ -158,14 +169,14 @@ class PlayedRank:
                     shard = Shard(tuple(self.groups["dp"]), (8,), (4 * self.rank,))
                     table.place(Series(kind, chunk, name), Placement(shard=shard))
         world = 1 + max([self.rank, *(rank for ranks in self.groups.values() for rank in ranks)])
-        config = {"module_ranks": list(self.module_ranks)}
+        config = {"module_ranks": list(self.module_ranks), **self.config}
         job = JobIdentity(self.job, TIMESTAMP)
         facts = RankFacts(job, self.rank, world, self.groups, {}, config, "", ["csv"], self.chunks, self.recording)
         manifest = Manifest(base / self.directory, facts, table, Failures(self.rank))
         manifest.flows(Flow(tuple(self._edges(table)), tuple(self.recorded_passes or self.passes or ())))
         for key, note in self.notes.items():
             manifest.note(key, note)
-        for step in self.steps:
+        for step in self.steps if self.written is None else self.written:
             manifest.written(step_rows(step, table, "skipped" if step in self.skipped else "complete"))
         manifest.close()
 
@@ -181,7 +192,7 @@ class PlayedRank:
         folder.mkdir(parents=True, exist_ok=True)
         call_ids = {row: call_id for call_id, row in enumerate(self.rows())}
         entries: dict[str, object] = {}
-        for kind, name, step, micro_step, chunk, op, value, rule in sorted(
+        for kind, name, step, micro_step, chunk, op, value, rule, mean in sorted(
             self.fired, key=lambda one: (one[2], call_ids[one[0], one[1], one[4], one[3]])
         ):
             tag = Series(kind, chunk, name).tag(self.rank, micro_step)
@@ -193,7 +204,7 @@ class PlayedRank:
                 vpp_stage=chunk,
                 call_id=call_ids[kind, name, chunk, micro_step],
                 tag_name=tag,
-                message=message(Signal(rule, op, value), tag, step),
+                message=message(Signal(rule, op, value, mean), tag, step),
                 group_mates=self.mates,
             )
             entries[f"{event.key}_{op}" if event.key in entries else event.key] = event.model_dump(mode="json")
@@ -208,7 +219,9 @@ class PlayedRank:
             events=len(entries),
             not_kept=dict(self.not_kept),
             steps=StepsRecord.of(StepRanges(self.steps)),
-            not_judged={},
+            rows=len(call_ids) * len(self.steps) if self.rows_judged is None else self.rows_judged,
+            trained=self.trained,
+            not_judged={reason: StepsRecord.of(StepRanges(steps)) for reason, steps in self.not_judged.items()},
             closed=self.closed,
         )
         (folder / judged_file(self.recording)).write_text(judged.model_dump_json())

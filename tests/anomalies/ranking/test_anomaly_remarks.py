@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 from played_job import PlayedRank, pipeline, ranked, replicas
+from rich.console import Console
 
 from monitor.anomalies.ranking.advice import advice
-from monitor.anomalies.ranking.report import counts
+from monitor.anomalies.ranking.report import counts, listing
 
 ALONE = "only on rank 1 of its 3 data-parallel replicas"
 
@@ -236,3 +239,77 @@ def test_a_nan_that_may_follow_from_a_deviation_is_told_to(tmp_path):
 def test_a_nan_of_the_forward_in_a_step_that_was_skipped_is_not_blamed_on_the_loss_scale(tmp_path):
     told = advice(ranked(tmp_path, PlayedRank(skipped=[1]).fire("actv", "b.output")))
     assert "The optimizer skipped step 1: weights did not take it in." in told
+
+
+def deviating(ranks, *names, step=1, kind="actv"):
+    for rank in ranks:
+        for name in names:
+            rank.fire(kind, name, step=step, op="norm", value=36.5, rule="AnomalyTurbulence", mean=2.25)
+    return ranks
+
+
+def test_turbulence_of_many_tensors_on_all_ranks_is_no_matter_of_one_device(tmp_path):
+    """By the table of the docs: the data of this step, or a threshold that is too low. Look at the loss."""
+    ranks = deviating(replicas(), "b.weight", "a.x.weight", kind="grad_unreduced")
+    told = advice(ranked(tmp_path, *ranks))
+    assert "2 tensors deviate in step 1 on all 2 ranks: look at the loss" in told
+    assert "the threshold of the rule is too low" in told
+    assert "device" not in told
+
+
+def test_where_weights_are_not_recorded_the_update_before_may_have_been_too_large(tmp_path):
+    told = []
+    for without in ([], ["param_origin", "param_updated"]):
+        ranks = deviating(replicas(without=without), "a.x.output", "b.output")
+        told.append(advice(ranked(tmp_path / str(len(told)), *ranks)))
+    assert ["Weights are not recorded (param_distribution)" in one for one in told] == [False, True]
+
+
+def test_so_it_is_where_the_first_tensor_deviates_on_one_rank_alone_and_others_on_all(tmp_path):
+    ranks = deviating(replicas(), "b.output", kind="actv_grad")
+    told = advice(ranked(tmp_path, *deviating(ranks[:1], "a.x.output"), ranks[1]))
+    assert told.startswith("First came a.x.output on rank 0")
+    assert "2 tensors deviate in step 1 on all 2 ranks" in told
+    assert "device" not in told
+
+
+def test_turbulence_of_one_rank_that_the_others_do_not_have_is_its_device_or_its_data(tmp_path):
+    one, other = replicas()
+    told = advice(ranked(tmp_path, *deviating([one], "b.output"), other))
+    assert "No other replica has it: suspect the device of rank 0 on node0, or its data." in told
+
+
+def test_of_one_tensor_that_deviates_over_many_steps_its_history_is_asked_for(tmp_path):
+    rank = PlayedRank(steps=range(9))
+    for step in range(2, 7):
+        deviating([rank], "b.output", step=step)
+    told = advice(ranked(tmp_path, rank))
+    assert "No other tensor deviates in step 2. It deviates in 5 steps." in told
+    assert "growth over many steps is an instability" in told
+    assert "device" not in told
+
+
+def test_a_deviation_is_told_with_the_running_mean_in_the_advice_and_in_the_table(tmp_path):
+    """As a spike of the learning rate: without it nobody sees how large the step was."""
+    found = ranked(tmp_path, *deviating(replicas(), "a.x.weight", "b.weight", kind="param_updated"))
+    assert "norm is 36.5, running mean 2.25, in the optimizer's step 1" in advice(found)
+    assert "look at the learning rate" in advice(found)
+    console = Console(file=StringIO(), width=400)
+    console.print(listing(found, console))
+    assert "36.5, running mean 2.25" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("actv", "b.output"), ("grad_unreduced", "b.weight"), ("param_updated", "b.weight"), ("exp_avg", "b.weight")],
+)
+def test_a_nan_that_all_replicas_have_is_not_blamed_on_a_device(kind, name, tmp_path):
+    """By the table of the docs: software, the learning rate, the weights they share."""
+    told = advice(ranked(tmp_path, *(rank.fire(kind, name) for rank in replicas(3))))
+    assert "All 3 replicas have it: suspect what they share: the software, the learning rate, the weights." in told
+    assert "on another device" not in told
+
+
+def test_an_aggregated_gradient_that_all_replicas_have_tells_nothing_of_where_it_began(tmp_path):
+    told = advice(ranked(tmp_path, *(rank.fire("grad_reduced", "b.weight") for rank in replicas(3))))
+    assert "replicas have it" not in told

@@ -27,7 +27,7 @@ EVERYTHING: dict[str, Any] = {
     "wg_distribution": True,
     "param_distribution": True,
     "mv_distribution": True,
-    "replica_check": True,
+    "alert": {"rules": [{"rule_name": "AnomalyNan"}]},  # with which replicas are measured
     "cc_distribution": {"enable": True, "cc_pre_hook": True},
     "ops": ["min", "max", "mean", "norm", "nans", "shape", "dtype"],
     "ndigits": 17,

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from jobs import Job
+from typer.testing import CliRunner
 
+from monitor.anomalies.ranking.command import app
 from monitor.capture.gradients import AGGREGATED_EARLY
 from monitor.pytorch.gradients import CHANGED
 
@@ -172,3 +174,17 @@ def test_the_replica_check_keeps_the_norm_of_what_is_not_written(run_job: Callab
     written = {(f"{kind}/{row.name}", row.step): row.values["norm"] for kind in SAME_ON_BOTH for row in job.rows(kind, 0)}
     kept = {(row.name, row.step): row.values for row in job.rows("replica", 1)}
     assert kept == {place: {"norm": norm} for place, norm in written.items()}
+
+
+def test_two_healthy_ranks_are_told_with_the_rows_that_both_have_judged(run_job: Callable[..., Job]) -> None:
+    alert = {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}
+    job = run_job("data_parallel.py", 2, "plain", alert=alert)
+    kinds = (*SAME_ON_BOTH, "grad_unreduced", "replica")
+    rows = [sum(len(job.rows(kind, rank)) for kind in kinds) for rank in (0, 1)]
+    assert min(rows) > 0
+    assert rows[0] == rows[1]
+    result = CliRunner().invoke(app, ["-d", str(job.base)])
+    assert (result.exit_code, result.output.splitlines()[-1]) == (
+        0,
+        f"No event in {sum(rows):,} rows of 2 ranks in {STEPS} steps.",
+    )

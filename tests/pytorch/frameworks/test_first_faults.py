@@ -62,23 +62,31 @@ ALL_AT_ONCE = {"aggregate, clipped", "late"}
 
 BOTH = "in the aggregation of gradients over ranks 0, 1"
 ALONE_OF_TWO = "No other replica has it"
+ON_A_REPLICA = {"weight": "param_origin", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "aggregate": "grad_reduced"}
+"""Of a rank that leaves its parameters to the other one."""
+
 OF_RANKS = {
     "ddp": {
         "attention": ("1: 3.1 actv module.h.1.attn.output", ALONE_OF_TWO),
-        "aggregate": (f"1: 3 replica grad_reduced/module.{LINEAR}.weight", f"{BOTH}. {ALONE_OF_TWO}"),
+        **{
+            f"{fault} {value}": (f"1: 3 replica {kind}/module.{LINEAR}.weight", ALONE_OF_TWO)
+            for fault, kind in ON_A_REPLICA.items()
+            for value in ("nan", "inf", "1e+06")
+        },
         "clipped": ("1: 3.1 actv module.h.1.attn.output", ALONE_OF_TWO),
         "gradients": ("1: 3 grad_unreduced module.head.weight", ALONE_OF_TWO),
         "other rank": (
             "0: 3 grad_reduced module.tokens.weight",
             f"in the backward of rank 1, whose own gradient is not known, or {BOTH}",
         ),
-        "weight": (f"1: 3.0 actv module.{LINEAR}.output", "Its weights on rank 1 are not recorded"),
-        "replica": (f"1: 3 replica param_origin/module.{LINEAR}.weight", ALONE_OF_TWO),
+        "weight, unseen": (f"1: 3.0 actv module.{LINEAR}.output", "Its weights on rank 1 are not recorded"),
     },
     "fsdp2": {
         "attention": ("1: 3.1 actv h.1.attn.output", ALONE_OF_TWO),
         "weight": (f"1: 3 param_origin {LINEAR}.weight", "in the weights before step 3"),
         "weight 1e6": (f"1: 3 param_origin {LINEAR}.weight", "in the weights before step 3"),
+        "replica": (f"1: 3 replica param_origin/{LINEAR}.weight", "in the weights before step 3"),
+        "moment of a replica": (f"1: 3 replica exp_avg_sq/{LINEAR}.weight", "in the optimizer's state, before step 3"),
     },
     "tp": {
         "before all-reduce": ("1: 3.1 actv act.output", "inside act, between its input and its output"),
@@ -87,6 +95,8 @@ OF_RANKS = {
             "in the model, between the gradients of down.input and act.output",
         ),
         "weight": ("1: 3 param_origin down.weight", "in the weights before step 3"),
+        "replica": ("1: 3 replica param_origin/head.weight", "in the weights before step 3"),
+        "moment of a replica": ("1: 3 replica exp_avg/head.weight", "in the optimizer's state, before step 3"),
     },
 }
 

@@ -237,6 +237,12 @@ def in_fsdp() -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def in_hsdp() -> nn.Module:
+    """Two replicas of one shard each."""
+    model = GPT(SIZES)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
 def cut() -> nn.Module:
     return parallelize_module(Wide(), init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
@@ -279,24 +285,39 @@ ALONE = {
     "interval": Case(ATTENTION, config={"step_interval": 3}),
     "long": Case(ATTENTION, steps=30),
 }
+INF = math.inf
+ON_A_REPLICA = {
+    **{f"weight {value:g}": Case(between=weight_becomes(LINEAR, value), build=in_ddp) for value in (NAN, INF, 1e6)},
+    **{
+        f"{moment} {value:g}": Case(between=moment_becomes(LINEAR, moment, value), build=in_ddp)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for value in (NAN, INF, 1e6)
+    },
+    **{f"aggregate {value:g}": Case(before_step=aggregate_becomes(LINEAR, value), build=in_ddp) for value in (NAN, INF, 1e6)},
+}
+"""Faults of a rank that leaves its parameters to the other one: nothing of them is written there."""
+
 DDP = {
+    **ON_A_REPLICA,
     "attention": Case(ATTENTION, build=in_ddp),
-    "aggregate": Case(before_step=aggregate_becomes(LINEAR, NAN), build=in_ddp, config={"replica_check": True}),
     "clipped": Case(ATTENTION, clip, build=in_ddp),
     "gradients": Case(ATTENTION, build=in_ddp, config=GRADIENTS),
     "other rank": Case(ATTENTION, build=in_ddp, config={"module_ranks": [0]}),
-    "weight": Case(between=weight_becomes(LINEAR, NAN), build=in_ddp),
-    "replica": Case(between=weight_becomes(LINEAR, 1e6), build=in_ddp, config={"replica_check": True}),
+    "weight, unseen": Case(between=weight_becomes(LINEAR, NAN), build=in_ddp, config={"replica_check": False}),
 }
 FSDP2 = {
     "attention": Case(ATTENTION, build=in_fsdp),
     "weight": Case(between=weight_becomes(LINEAR, NAN), build=in_fsdp),
     "weight 1e6": Case(between=weight_becomes(LINEAR, 1e6), build=in_fsdp),
+    "replica": Case(between=weight_becomes(LINEAR, NAN), build=in_hsdp),
+    "moment of a replica": Case(between=moment_becomes(LINEAR, "exp_avg_sq", INF), build=in_hsdp),
 }
 TP = {
     "before all-reduce": Case(output_of("act"), build=cut),
     "before all-reduce, back": Case(gradient_of_output_of("act"), build=cut),
     "weight": Case(between=weight_becomes("down", NAN), build=cut),
+    "replica": Case(between=weight_becomes("head", NAN), build=cut),
+    "moment of a replica": Case(between=moment_becomes("head", "exp_avg", 1e6), build=cut),
 }
 CASES: dict[str, Mapping[str, Case]] = {"alone": ALONE, "ddp": DDP, "fsdp2": FSDP2, "tp": TP}
 

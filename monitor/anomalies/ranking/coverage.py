@@ -1,0 +1,190 @@
+"""How much of training the rules have judged: rows, ranks and steps, and which steps nobody has looked at."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from monitor.anomalies.ranking.evidence import Columns, Flags
+from monitor.anomalies.ranking.job import Job, Member
+from monitor.ranks.records import StepsRecord
+
+MOST_STEPS: Final = 5_000_000
+"""Of a run. Of more steps, which a damaged file may claim, the first are gone through."""
+
+Wanted = Callable[[Columns], Flags]
+"""Which of a column of steps are to be looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Steps of training that were not judged.
+
+    Attributes:
+        ranks: Of which they are.
+    """
+
+    reason: str
+    ranks: tuple[int, ...]
+    count: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was judged of the chosen steps.
+
+    Attributes:
+        rows: How many; None where that is not known: of a choice of steps, and in files of earlier versions.
+        steps: How many steps were judged on some rank.
+        ranks: Those that have judged rows.
+        idle: Those whose rules had no row to judge, although others had.
+        gaps: Steps that were not judged.
+    """
+
+    rows: int | None
+    steps: int
+    ranks: tuple[int, ...]
+    idle: tuple[int, ...]
+    gaps: tuple[Gap, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was nothing to judge."""
+        return not self.ranks or not self.steps
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every step of every rank was judged."""
+        return not (self.is_empty or self.idle or self.gaps)
+
+
+def coverage_of(job: Job, wanted: Wanted | None) -> Coverage:
+    """What the ranks of a job have judged of the chosen steps; None: of all."""
+    chosen = {recording: _Chosen(*span, wanted) for recording, span in _spans(job.members).items()}
+    found: dict[str, dict[int, Columns]] = defaultdict(dict)
+    for one in job.members:
+        for reason, steps in chosen[one.recording].left_by(one):
+            found[reason][one.rank] = steps
+    rows = [one.events.judged.rows for one in job.members]
+    idle = {one.rank for one in job.members if one.events.judged.rows == 0}
+    busy = {one.rank for one in job.members} - idle
+    return Coverage(
+        sum(one or 0 for one in rows) if wanted is None and None not in rows else None,
+        sum(int(one.judged.sum()) for one in chosen.values()),
+        tuple(sorted(busy)),
+        tuple(sorted(idle)) if busy else (),
+        tuple(_gaps(found)),
+    )
+
+
+class _Chosen:
+    """The chosen steps of a recording, from ``first`` to before ``end``.
+
+    Attributes:
+        judged: Which of the steps some rank has judged.
+    """
+
+    def __init__(self, first: int, end: int, wanted: Wanted | None) -> None:
+        self._steps = np.arange(first, end)
+        self._chosen = np.ones(len(self._steps), np.bool_) if wanted is None else wanted(self._steps)
+        self._known: dict[object, list[tuple[str, Columns]]] = {}
+        self.judged = np.zeros(len(self._steps), np.bool_)
+
+    def left_by(self, member: Member) -> list[tuple[str, Columns]]:
+        """The steps that a rank has not judged, by reason. Most ranks have judged the same."""
+        judged, manifest = member.events.judged, member.manifest
+        dropped = () if manifest is None else (manifest.steps.written, *manifest.dropped.items())
+        key = (judged.steps, *judged.not_judged.items(), judged.closed, *dropped)
+        if key not in self._known:
+            here = _held(self._steps, judged.steps) & self._chosen
+            self.judged |= here
+            left = _reasons(member, self._steps, self._chosen & ~here)
+            self._known[key] = [(reason, self._steps[steps]) for reason, steps in left]
+        return self._known[key]
+
+
+def _spans(members: Sequence[Member]) -> Mapping[int, tuple[int, int]]:
+    """By recording, the first step of training that its ranks know of, and the one after the last."""
+    spans: dict[int, tuple[int, int]] = {}
+    for one in members:
+        judged = one.events.judged
+        ends = [*_ends(judged.steps), *(end for steps in judged.not_judged.values() for end in _ends(steps))]
+        ends += judged.trained or ()
+        if not judged.closed and one.manifest is not None:  # of which the files of events may not know yet
+            ends += [end for end in _ends(one.manifest.steps.written) if ends and end > max(ends)]
+        if ends:
+            first, last = spans.get(one.recording, (min(ends), max(ends)))
+            spans[one.recording] = min(first, *ends), max(last, *ends)
+    none = (0, -1)
+    found = {one.recording: spans.get(one.recording, none) for one in members}
+    return {recording: (first, min(last, first + MOST_STEPS) + 1) for recording, (first, last) in found.items()}
+
+
+def _ends(steps: StepsRecord) -> list[int]:
+    listed = [end for first, last, _ in (*steps.ranges[:1], *steps.ranges[-1:]) for end in (first, last)]
+    return [*listed, steps.rest.first, steps.rest.last] if steps.rest else listed
+
+
+def _held(steps: Columns, record: StepsRecord) -> Flags:
+    """Which of ``steps``, which follow each other, the record holds. Those between what it only counts may all be meant."""
+    held = np.zeros(len(steps), np.bool_)
+    if not len(steps):
+        return held
+    begin, rest = int(steps[0]), record.rest
+    for first, last, interval in (*record.ranges, *(((rest.first, rest.last, 1),) if rest else ())):
+        skipped = max(0, -(-(begin - first) // interval)) * interval
+        held[max(first + skipped - begin, 0) : max(last + 1 - begin, 0) : interval] = True
+    return held
+
+
+def _reasons(member: Member, steps: Columns, left: Flags) -> Iterator[tuple[str, Flags]]:
+    """Why steps were not judged, and those of which each reason is true."""
+    manifest, judged = member.manifest, member.events.judged
+    if not judged.closed:
+        after = left & (steps > max(_ends(judged.steps), default=-1))
+        yield from _if_any("the rank did not end cleanly, or still runs", after)
+        left = left & ~after
+    known = dict(judged.not_judged)
+    if manifest is not None:
+        known |= {reason: lost for reason, lost in manifest.dropped.items() if reason not in known}
+        known["they were recorded, but no alert rule was on or could judge them"] = manifest.steps.written
+    for reason, listed in known.items():
+        here = left & _held(steps, listed)
+        if here.any():
+            yield reason, here
+            left = left & ~here
+    if left.any():
+        yield from _not_collected(member, steps, left)
+
+
+def _not_collected(member: Member, steps: Columns, left: Flags) -> Iterator[tuple[str, Flags]]:
+    judged = member.events.judged
+    config = {} if member.manifest is None else member.manifest.config
+    start, interval, times = (config.get(name) for name in ("start_step", "step_interval", "collect_times"))
+    if isinstance(times, int) and judged.steps.count >= times:
+        after = left & (steps > max(_ends(judged.steps), default=-1))
+        yield from _if_any(f"collect_times is {times}", after)
+        left = left & ~after
+    if isinstance(start, int) and not (member.manifest and member.manifest.configurations):
+        yield from _if_any(f"start_step is {start}", left & (steps < start))
+        left = left & (steps >= start)
+    dynamic = member.manifest is not None and member.manifest.configurations
+    plain = "monitoring was switched off, or had not begun" if dynamic else "they were not collected"
+    yield from _if_any(plain if dynamic or interval in (None, 1) else f"step_interval is {interval}", left)
+
+
+def _if_any(reason: str, left: Flags) -> Iterator[tuple[str, Flags]]:
+    if left.any():
+        yield reason, left
+
+
+def _gaps(found: Mapping[str, Mapping[int, Columns]]) -> Iterator[Gap]:
+    for reason, by_rank in found.items():
+        steps = np.unique(np.concatenate(list(by_rank.values())))
+        yield Gap(reason, tuple(sorted(by_rank)), len(steps), int(steps[0]), int(steps[-1]))

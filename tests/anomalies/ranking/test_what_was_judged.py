@@ -1,0 +1,114 @@
+"""How much was looked at: a ranking is green only where the rules have judged every step of every rank."""
+
+from __future__ import annotations
+
+import pytest
+from played_job import PlayedRank, ranked, replicas
+from typer.testing import CliRunner
+
+from monitor.anomalies.ranking.advice import advice
+from monitor.anomalies.ranking.command import app
+from monitor.anomalies.ranking.report import notes
+
+ROWS = len(list(PlayedRank().rows()))
+
+
+def ran(base, *options):
+    """Exit status and what was said, in one line."""
+    result = CliRunner().invoke(app, ["-d", str(base), *options], env={"COLUMNS": "400"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_without_an_event_the_rows_ranks_and_steps_are_counted_that_were_judged(tmp_path):
+    found = ranked(tmp_path, *replicas(4))
+    assert (advice(found), found.is_well) == (f"No event in {4 * 3 * ROWS:,} rows of 4 ranks in 3 steps.", True)
+    assert list(notes(found)) == []
+
+
+def test_rules_without_a_row_to_judge_have_looked_at_nothing(tmp_path):
+    found = ranked(tmp_path, PlayedRank(rows_judged=0))
+    assert not found.is_well
+    assert advice(found) == "Nothing was judged: that there is no event does not mean that training is healthy."
+    [note] = notes(found)
+    assert note.startswith("Not looked at: no rank recorded a row that alert rules judge.")
+    assert '"wg_distribution": true' in note
+
+
+def test_a_rank_without_a_row_beside_others_is_named(tmp_path):
+    one, other = replicas()
+    other.rows_judged = 0
+    found = ranked(tmp_path, one, other)
+    assert (advice(found).partition(".")[0], found.is_well) == (f"No event in {3 * ROWS:,} rows of 1 rank in 3 steps", False)
+    assert list(notes(found)) == ["Not looked at: rank 1 recorded no row that alert rules judge."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trained": (0, 9)}, "steps 3 to 9: they were not collected"),
+        ({"trained": (0, 9), "config": {"collect_times": 3, "start_step": 0}}, "steps 3 to 9: collect_times is 3"),
+        ({"steps": (5, 6), "trained": (0, 6), "config": {"start_step": 5}}, "steps 0 to 4: start_step is 5"),
+        (
+            {"steps": (0, 10, 20), "trained": (0, 29), "config": {"step_interval": 10, "start_step": 0}},
+            "27 of the steps 1 to 29: step_interval is 10",
+        ),
+        (
+            {"written": range(5), "trained": (0, 4)},
+            "steps 3 to 4: they were recorded, but no alert rule was on or could judge them",
+        ),
+        ({"not_judged": {"the rules failed: ValueError": [3]}}, "step 3: the rules failed: ValueError"),
+        ({"not_judged": {"queue full": [3, 4]}}, "steps 3 to 4: queue full"),
+        ({"steps": (0, 2)}, "step 1: they were not collected"),
+        ({"closed": False, "written": range(5)}, "steps 3 to 4: the rank did not end cleanly, or still runs"),
+    ],
+)
+def test_steps_that_no_rule_has_judged_are_said_with_the_reason_and_the_status_is_1(changes, said, tmp_path):
+    PlayedRank(**changes).write(tmp_path)
+    status, told = ran(tmp_path)
+    assert (status, f"Not looked at: {said}." in told) == (1, True), told
+    assert told.endswith("The lines above say what was not looked at.")
+
+
+def test_steps_that_one_rank_alone_has_not_judged_are_said_to_be_its_own(tmp_path):
+    one, other = replicas(steps=range(10))
+    other.steps = range(6)
+    found = ranked(tmp_path, one, other)
+    assert list(notes(found)) == ["Not looked at: steps 6 to 9 of rank 1: they were not collected."]
+
+
+def test_of_chosen_steps_only_those_count(tmp_path):
+    PlayedRank(steps=range(0, 30, 10), trained=(0, 29), config={"step_interval": 10}).write(tmp_path)
+    assert ran(tmp_path, "-s", "0::10") == (0, ran(tmp_path, "-s", "0::10")[1])
+    assert ran(tmp_path, "-s", "0::10")[1].endswith("No event in 3 steps of 1 rank.")
+    assert ran(tmp_path, "-s", "0:10")[0] == 1
+
+
+def test_chosen_steps_that_nobody_has_judged_are_not_called_clean(tmp_path):
+    PlayedRank().write(tmp_path)
+    status, said = ran(tmp_path, "-s", "100:200")
+    assert (status, "Not looked at: no rank has judged any of these steps." in said) == (1, True)
+    assert "No event" not in said
+
+
+def test_a_rank_of_the_job_that_left_no_file_is_missing_whatever_groups_are_known(tmp_path):
+    PlayedRank(1, {"mp": (1, 2)}).write(tmp_path)
+    status, said = ran(tmp_path)
+    assert (status, "ranks 0, 2 left no events and judged no step." in said) == (1, True)
+
+
+def test_replicas_that_the_configuration_leaves_out_are_said(tmp_path):
+    found = ranked(tmp_path, *replicas(config={"replica_check": False}))
+    [note] = notes(found)
+    assert note.startswith(
+        "replica_check is false: of tensors that several ranks hold, only the replica of the rank that writes"
+    )
+
+
+def test_events_are_not_well_even_where_all_was_looked_at(tmp_path):
+    PlayedRank().fire("actv", "b.output").write(tmp_path)
+    assert ran(tmp_path)[0] == 1
+
+
+def test_a_number_of_steps_that_no_run_has_is_not_gone_through_to_its_end(tmp_path):
+    PlayedRank(trained=(0, 10**17)).write(tmp_path)
+    assert ran(tmp_path)[0] == 1

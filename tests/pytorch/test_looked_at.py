@@ -1,0 +1,84 @@
+"""From training to the ranking: what the rules have judged is counted, and what nobody has looked at is never called well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from switched import GRADIENTS, training
+from torch.optim import SGD
+from typer.testing import CliRunner
+from watching import Output, attached, train, warnings_in
+
+from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.anomalies.ranking.command import app
+
+RULES: dict[str, Any] = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
+WEIGHTS: dict[str, Any] = {"wg_distribution": True, "param_distribution": True, "ops": ["norm"], **RULES}
+
+
+def ranked(output: Output) -> tuple[int, str]:
+    """Exit status and what was said, in one line."""
+    result = CliRunner().invoke(app, ["-d", str(output.base / EVENTS_FOLDER)], env={"COLUMNS": "400"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def trained(output: Output, steps: int = 3, start: int = 0, **config: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with attached(output, model, optimizer, start_iteration=start, **config):
+        train(model, optimizer, steps, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("config", [RULES, {**RULES, "targets": {"0": {}}}, {**RULES, "update_ratio": True}])
+def test_rules_without_a_kind_to_judge_are_a_warning_and_a_ranking_that_has_not_looked(
+    output: Output, caplog: pytest.LogCaptureFixture, config: dict[str, Any]
+) -> None:
+    trained(output, **config)
+    assert any('"wg_distribution": true' in said for said in warnings_in(caplog))
+    status, said = ranked(output)
+    assert (status, "Not looked at: no rank recorded a row" in said, "No event in" in said) == (1, True, False)
+
+
+def test_a_healthy_run_is_told_with_the_rows_that_were_recorded(output: Output) -> None:
+    trained(output, steps=5, **WEIGHTS)
+    kinds = {path.stem.rpartition("_")[0] for path in output.directory().glob("*.csv")}
+    rows = sum(len(output.rows(kind)) for kind in kinds)
+    assert rows == 5 * 4 * 4  # gradients before and after aggregation, weights before and after the step
+    assert ranked(output) == (0, ranked(output)[1])
+    assert ranked(output)[1].endswith(f"No event in {rows} rows of 1 rank in 5 steps.")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"collect_times": 2}, "steps 12 to 16: collect_times is 2"),
+        ({"start_step": 12}, "steps 10 to 11: start_step is 12"),
+        ({"step_interval": 5}, "5 of the steps 11 to 16: step_interval is 5"),
+    ],
+)
+def test_steps_that_the_schedule_leaves_out_are_said(output: Output, config: dict[str, Any], said: str) -> None:
+    trained(output, steps=7, start=10, **WEIGHTS, **config)
+    status, told = ranked(output)
+    assert (status, f"Not looked at: {said}." in told) == (1, True), told
+
+
+def test_a_step_in_which_the_rules_fail_is_said(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monitor.anomalies.scanner.own_columns", lambda _kind: 1 / 0)
+    trained(output, steps=2, **WEIGHTS)
+    status, told = ranked(output)
+    assert (status, "Not looked at: steps 0 to 1: the rules failed: ZeroDivisionError" in told) == (1, True), told
+
+
+def test_steps_that_were_recorded_before_rules_were_switched_on_are_said(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    with training(output, **GRADIENTS) as one:
+        one.train(4)
+        one.edit(**GRADIENTS, **RULES)
+        one.train(4)
+    status, told = ranked(output)
+    assert (status, "steps 1 to 4: they were recorded, but no alert rule was on or could judge them" in told) == (1, True), told
+    assert "Not looked at: step 0: monitoring was switched off, or had not begun." in told
