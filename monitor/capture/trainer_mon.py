@@ -178,8 +178,9 @@ class TrainerMon:
 
     def _names(self, watch: Watch) -> ModelNames:
         names = ModelNames([self._backend.parts(chunk) for chunk in watch.chunks], watch.config)
-        if (unmatched := names.selection.warning()) is not None:
-            LOGGER.warning("[rank %d] %s", watch.ownership.rank, unmatched)
+        for said in (names.selection.warning(), names.selection.notice()):
+            if said is not None:
+                LOGGER.warning("[rank %d] %s", watch.ownership.rank, said)
         return names
 
     def _begin(

@@ -1,6 +1,6 @@
 """What the documents of the tool this one replaces write into a configuration, and the strict model does not take.
 
-Each of these has one meaning, so it is accepted, with a warning that names the line, the field and what is used instead. Whatever
+Each of these has one meaning, so it is accepted, with a warning that names the line, the field and what is used instead. What
 could have been a slip of the hand stays an error.
 """
 
@@ -37,7 +37,7 @@ among them: ``"wg_distribution": null`` does not say whether to record.
 """
 
 WHOLE_NUMBERS: Final = tuple(name for name, field in MonitorConfig.model_fields.items() if field.annotation is int)
-"""Fields that hold an integer. ``1e8`` is one, though JSON reads it as a number with decimals; ``1.0`` and ``"1"`` stay errors."""
+"""Fields that hold an integer. ``1e8`` is one, though JSON reads it as a number with decimals. ``1.0`` and ``"1"`` are errors."""
 
 Warn = Callable[[Path, str], None]
 
