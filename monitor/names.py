@@ -57,8 +57,8 @@ def squashed(names: Collection[str]) -> dict[str, str]:
 def short_name(name: str) -> str:
     """What stands for a name as far as it alone is concerned.
 
-    That is what follows its first ``layer(s).`` or ``embedding(s).``: ``63.mlp`` for ``module.encoder.layers.63.mlp``. In a name
-    without these it is the part from the first ``final…``, ``output…`` or ``norm…`` on.
+    That is what follows its first ``layer(s).`` or ``embedding(s).``: ``63.mlp`` for ``module.encoder.layers.63.mlp``. In a
+    name without these it is the part from the first ``final…``, ``output…`` or ``norm…`` on.
     """
     match = _CONTAINER.search(name)
     return telling_part(name) if match is None else name[match.end() :]

@@ -214,7 +214,7 @@ class _Spellings:
         if spelling in self._names:
             return (spelling,)
         bare = without_module(spelling)
-        return self._bare.get(bare) or self._short.get(bare) or self._telling.get(bare, ())
+        return self._bare.get(bare) or self._short.get(bare) or self._telling.get(bare, [])
 
 
 def _places(names: Iterable[str]) -> set[str]:

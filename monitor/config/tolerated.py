@@ -37,7 +37,7 @@ among them: ``"wg_distribution": null`` does not say whether to record.
 """
 
 WHOLE_NUMBERS: Final = tuple(name for name, field in MonitorConfig.model_fields.items() if field.annotation is int)
-"""Fields that hold an integer. ``1e8`` is one, though JSON reads it as a number with decimals. ``1.0`` and ``"1"`` are errors."""
+"""Fields that hold an integer. ``1e8`` is one, though JSON reads it as a number with decimals; ``1.0`` is an error."""
 
 Warn = Callable[[Path, str], None]
 
