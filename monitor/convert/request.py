@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from monitor.convert.errors import ConversionError
-from monitor.failures import LOGGER
 from monitor.ranks.names import timestamp_of
 from monitor.ranks.resume import Span, span_between
 from monitor.series import KINDS, shown_kind
@@ -58,26 +57,12 @@ class Request:
         Raises:
             ConversionError: one of them cannot be what was meant.
         """
-        base = _directory(monitor_path)
+        base = Path(monitor_path).expanduser()
         output = (
             base / f"{timestamp_of(datetime.now())}_{ending}" if output_dirpath is None else Path(output_dirpath).expanduser()
         )
         span, kinds = _span(time_start, time_end), _kinds(data_type_list)
         return cls(base, span, job, kinds, natural("process_num", process_num), output)
-
-
-def _directory(path: str | PathLike[str]) -> Path:
-    base = Path(path).expanduser()
-    if isinstance(path, str) and path.endswith(",") and not base.exists():
-        base = Path(_without_comma("monitor_path", path)).expanduser()
-    return base
-
-
-def _without_comma(name: str, value: str) -> str:
-    """The documents of the original have calls in which the comma behind an argument stands inside its quotes."""
-    meant = value.rstrip(", ")
-    LOGGER.warning("%s: %r is read as %r.", name, value, meant)
-    return meant
 
 
 def natural(name: str, value: int) -> int:
@@ -95,10 +80,6 @@ def _span(start: str | None, end: str | None) -> Span | None:
     for name, value in (("time_start", start), ("time_end", end)):
         if value is not None and not isinstance(value, str):
             raise ConversionError(f"{name} is {value!r}. Give a timestamp like 'Dec03_21-34-40', or None.")
-    if start is not None and start.endswith(","):
-        start = _without_comma("time_start", start)
-    if end is not None and end.endswith(","):
-        end = _without_comma("time_end", end)
     try:
         return span_between(start, end)
     except ValueError as error:

@@ -87,16 +87,19 @@ class PrecisionDebugger:
                 kind._latest = self
 
     @classmethod
+    def made_last(cls) -> PrecisionDebugger | None:
+        """The debugger of this class that was made last."""
+        return cls._latest
+
+    @classmethod
     def latest(cls, asked_for: str) -> PrecisionDebugger:
-        """The debugger that was made last of this class, for a method that was called on the class.
+        """The same, for a method that was called on the class.
 
         Raises:
             RuntimeError: None was made.
         """
         if cls._latest is None:
-            raise RuntimeError(
-                f"PrecisionDebugger.{asked_for}() needs a debugger: make one first, PrecisionDebugger(config_path)."
-            )
+            raise RuntimeError(f"PrecisionDebugger.{asked_for}() needs a debugger: make one first, PrecisionDebugger(config_path).")
         return cls._latest
 
     # what users call

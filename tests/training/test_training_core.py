@@ -200,7 +200,11 @@ class TestRecorded:
 
     @pytest.mark.parametrize(
         "text",
-        ["{}", "monitor_config: null", "monitor_config: {monitor_on: false, local_norm_format: log, optimizer_state_format: log}"],
+        [
+            "{}",
+            "monitor_config: null",
+            "monitor_config: {monitor_on: false, local_norm_format: log, optimizer_state_format: log}",
+        ],
     )
     def test_nothing_is_recorded_while_the_monitor_is_off(self, text: str) -> None:
         assert recorded(training_config_in("train.yaml", text), grad_norm_is_told=False) is None
