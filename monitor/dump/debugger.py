@@ -99,7 +99,8 @@ class PrecisionDebugger:
             RuntimeError: None was made.
         """
         if cls._latest is None:
-            raise RuntimeError(f"PrecisionDebugger.{asked_for}() needs a debugger: make one first, PrecisionDebugger(config_path).")
+            said = f"PrecisionDebugger.{asked_for}() needs a debugger"
+            raise RuntimeError(f"{said}: make one first, PrecisionDebugger(config_path).")
         return cls._latest
 
     # what users call
