@@ -36,7 +36,7 @@ FRAGMENT = re.compile(r'^"[a-z_0-9]+": \{')
 
 
 def text_of(name: str) -> str:
-    return (REFERENCE / name).read_text(encoding="utf-8") if REFERENCE.is_dir() else ""
+    return (REFERENCE / f"{name}.md").read_text(encoding="utf-8") if REFERENCE.is_dir() else ""
 
 
 def objects_in(text: str) -> Iterator[str]:
@@ -137,11 +137,11 @@ def trained(config: str, steps: int = 2) -> TrainerMon:
     return monitor
 
 
-ALL = [(name, one) for name in ("training-monitor.en.md", "training-monitor.zh.md") for one in configurations(name)]
+ALL = [(name, one) for name in ("training-monitor.en", "training-monitor.zh") for one in configurations(name)]
 
 
 def test_the_configurations_were_found() -> None:
-    for name in ("training-monitor.en.md", "training-monitor.zh.md"):
+    for name in ("training-monitor.en", "training-monitor.zh"):
         found = [parse(one).value for one in configurations(name)]
         assert len(found) >= 13
         assert sum(len(one) > 20 for one in found) == 1
@@ -192,7 +192,7 @@ def test_a_field_that_nobody_knows_stays_an_error(tmp_path: Path) -> None:
 
 
 def test_every_import_of_the_documents_has_a_place_here() -> None:
-    for name in os.listdir(REFERENCE):
+    for name in (path.stem for path in REFERENCE.glob("*.*")):
         for module, names in re.findall(r"^\s*\+?\s*from (msprobe[\w.]*) import ([\w, ]+)", text_of(name), re.M):
             for one in names.split(","):
                 assert f"{module}.{one.strip()}" in MOVED
@@ -212,7 +212,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("call", ["csv2tensorboard_by_step", "csv2db"])
 def test_the_conversions_run_as_they_stand(recorded: Path, call: str) -> None:
-    (code,) = [one for one in snippets("training-monitor.zh.md", "python") if f"{call}(" in one and "import" in one]
+    (code,) = [one for one in snippets("training-monitor.zh", "python") if f"{call}(" in one and "import" in one]
     in_one_process = moved(code).replace("process_num=8", "process_num=1")
     exec(compile(in_one_process, call, "exec"), {"__name__": "script"})
     made = recorded.glob("*_csv2tensorboard_by_step") if call.startswith("csv2t") else recorded.glob("monitor_metrics.db")
@@ -222,7 +222,7 @@ def test_the_conversions_run_as_they_stand(recorded: Path, call: str) -> None:
 @pytest.mark.usefixtures("_here")
 def test_metrics_are_handed_over_as_the_documents_ask_for_them() -> None:
     monitor = trained(json.dumps({"wg_distribution": True, "xy_distribution": True, "format": "api"}))
-    asked = [one for one in snippets("training-monitor.zh.md", "python") if re.search(r"= *monitor\.generate_\w+\(\)", one)]
+    asked = [one for one in snippets("training-monitor.zh", "python") if re.search(r"= *monitor\.generate_\w+\(\)", one)]
     assert len(asked) == 2
     for code in asked:
         found: dict[str, Any] = {"monitor": monitor}
@@ -232,7 +232,7 @@ def test_metrics_are_handed_over_as_the_documents_ask_for_them() -> None:
 
 
 def test_the_yaml_of_the_training_metrics_is_read() -> None:
-    whole, experts = snippets("training-metrics-mindspore-transformers.zh.md", "yaml")
+    whole, experts = snippets("training-metrics-mindspore-transformers.zh", "yaml")
     config = training_config_in("train.yaml", whole)
     assert config.monitor_config.monitor_on
     added = experts.replace("tensorboard:\n", "tensorboard:\n    tensorboard_dir: 'worker/tensorboard'\n")
@@ -241,7 +241,7 @@ def test_the_yaml_of_the_training_metrics_is_read() -> None:
 
 def test_the_examples_of_a_dump_are_no_configurations_and_its_configuration_is_the_default(tmp_path: Path) -> None:
     """The page shows no ``config.json``: the fields that it names are those of the default file."""
-    named = set(re.findall(r"\b(task|level|dump_path|step|rank|summary_mode)\b", text_of("precision-dump-mindspore.en.md")))
+    named = set(re.findall(r"\b(task|level|dump_path|step|rank|summary_mode)\b", text_of("precision-dump-mindspore.en")))
     assert named == {"task", "level", "dump_path", "step", "rank", "summary_mode"}
     fields = {"task": "tensor", "level": "mix", "dump_path": "./dump_path", "step": [], "rank": []}
     (tmp_path / "config.json").write_text(json.dumps({**fields, "statistics": {"summary_mode": "md5"}}))
