@@ -1,7 +1,7 @@
 """The documents of the tool this one replaces, taken literally: what they show is read from them and run.
 
-They lie in a directory beside the project's where it is developed (``MONITOR_REFERENCE`` names another one), and nowhere else. Only
-import paths are changed, by the table of ``docs/migrating-from-msprobe.md``.
+They lie in a directory beside the project's where it is developed (``MONITOR_REFERENCE`` names another one), and nowhere else.
+Only import paths are changed, by the table of ``docs/migrating-from-msprobe.md``.
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ class TrainerMon:
         """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
 
         The current step is the one in progress or, until the next one begins with a forward, the one just ended. What is not
-        known yet is absent, and so is all of a step that is not collected. In one process, which has nothing to reduce, the reduced
-        gradients before the optimizer's step are those that backward has left. May wait for the device.
+        known yet is absent, and so is all of a step that is not collected. In one process, which has nothing to reduce, the
+        reduced gradients before the optimizer's step are those that backward has left. May wait for the device.
         """
         reduced, unreduced = self._metrics(GRADIENT_KINDS)
         return reduced, unreduced

@@ -1,7 +1,7 @@
 """Fields that MindSpore Transformers has in these sections, and training metrics have no use for.
 
-Source: its page about monitoring (1.6 to 1.9) and the arguments of its callbacks, which a training YAML may set. A name that is in
-neither is a typo, and an error.
+Source: its page about monitoring (1.6 to 1.9) and the arguments of its callbacks, which a training YAML may set. A name that
+is in neither is a typo, and an error.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_the_default_file_of_the_original_is_accepted_and_what_is_not_used_is_na
 @pytest.mark.parametrize("task", ["statistics", "tensor"])
 def test_so_are_the_fields_that_its_other_versions_have(tmp_path: Path, caplog: pytest.LogCaptureFixture, task: str) -> None:
     others = {name: {"anything": [1]} for name in OTHER_TASKS} | dict.fromkeys(SWITCHES, False)
-    sections = {section: dict.fromkeys(names, []) for section, names in OF_SECTIONS.items()}
+    sections = {section: dict.fromkeys(names, False) for section, names in OF_SECTIONS.items()}
     assert load(written(tmp_path, task=task, **others, **sections), {}) == DumpConfig(task=task)  # type: ignore[arg-type]
     (said,) = [one.getMessage() for one in caplog.records]
     assert all(name in said for name in (*OTHER_TASKS, *SWITCHES, "statistics.tensor_list", "tensor.summary_mode"))

@@ -1,9 +1,9 @@
 """What a function of torch's was called with.
 
-Functions that torch writes in Python (``embedding``, ``dropout``, ``split``) hand a call on to a ``TorchFunctionMode`` in words of their
-own: every argument, defaults too, and most by keyword. What the caller wrote is read from where it still stands: the values in the
-function's frame, and which of them were given, and how, in the instruction that calls it. Where the two do not agree to the letter
-(a ``functools.partial``, a decorator), the call stays as it was handed on.
+Functions that torch writes in Python (``embedding``, ``dropout``, ``split``) hand a call on to a ``TorchFunctionMode`` in words
+of their own: every argument, defaults too, and most by keyword. What the caller wrote is read from where it still stands: the
+values in the function's frame, and which of them were given, and how, in the instruction that calls it. Where the two do not
+agree to the letter (a ``functools.partial``, a decorator), the call stays as it was handed on.
 """
 
 from __future__ import annotations

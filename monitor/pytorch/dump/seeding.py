@@ -96,7 +96,7 @@ def _functional_without(function: Function) -> Function:
     """With the arguments as they are, since ``torch.jit.script`` compiles functions without ``*args`` only."""
     trains = bool(inspect.signature(function).parameters["training"].default)
 
-    def without(input: Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False) -> Tensor:  # noqa: A002
+    def without(input: Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001
         dropped_nothing: Tensor = function(input, 0.0, training, inplace)
         return dropped_nothing
 

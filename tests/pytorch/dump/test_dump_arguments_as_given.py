@@ -66,7 +66,7 @@ def recorded(tmp_path: Path, name: str, call: Callable[[], object]) -> tuple[lis
         (
             "Functional.cross_entropy",
             lambda: F.cross_entropy(T, I, reduction="sum"),
-            ["tensor 2"] + ["tensor 1"],
+            ["tensor 2", "tensor 1"],
             {"reduction": "sum"},
         ),
         ("Functional.relu", lambda: F.relu(X), ["tensor 4"], {}),
@@ -98,9 +98,9 @@ def test_of_a_module_as_its_forward_gives_them(tmp_path: Path) -> None:
         lambda: functools.partial(F.dropout, p=0.7)(X),
         lambda: functools.partial(F.dropout, X)(0.7),
         lambda: F.dropout(*(X, 0.7)),
-        lambda: F.dropout(X, **{"p": 0.7}),
+        lambda: F.dropout(X, **dict([("p", 0.7)])),  # noqa: C406
         lambda: Passing().with_one_of_its_own(X),
-        lambda: [*map(lambda x: F.dropout(x, 0.7), [X])],
+        lambda: [*map(F.dropout, [X], [0.7])],
     ],
 )
 def test_where_nothing_says_how_they_were_given_they_are_all_there(tmp_path: Path, call: Callable[[], object]) -> None:
