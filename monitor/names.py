@@ -5,15 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final
 
 WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Path components that ``torch.compile``, FSDP and activation checkpointing add to a name."""
 
-_TELLING: Final = re.compile(r"(?<![^.])(?:(?:layers?|embeddings?)\.|final|output|norm)")
-"""Where the telling part of a name begins: always with a whole path component."""
+_CONTAINER: Final = re.compile(r"(?<![^.])(?:layers?|embeddings?)\.(?=.)", re.DOTALL)
+"""A path component that lists things: the short name is what follows it."""
+
+_TELLING: Final = re.compile(r"(?<![^.])(?:final|output|norm)")
+"""Where the short name of anything else begins: always with a whole path component."""
 
 _LEADING_MODULES: Final = re.compile(r"(?:module(?:\.|\Z))+")
 
@@ -39,21 +42,40 @@ def parents(name: str) -> Iterator[str]:
         yield name
 
 
-def squashed(names: Sequence[str]) -> dict[str, str]:
-    """Each name, and the shorter one that stands for it.
+def squashed(names: Collection[str]) -> dict[str, str]:
+    """Each name, and the short one that rows have in its place under ``squash_name``.
 
-    A short name begins at the first component that tells what a thing is: ``module.encoder.layers.63.mlp`` becomes
-    ``layers.63.mlp``. Names that would share one stay as they are, so the result tells apart whatever ``names`` does.
+    Names that would share a short one stay as they are, and so does a name whose short one is another's full name: the result
+    tells apart whatever ``names`` does.
     """
-    # A short name keeps its own beginning, so it can only be equal to a whole name that is counted here under itself.
-    short = {name: _telling_part(name) for name in names}
+    short = {name: short_name(name) for name in names}
     shared = Counter(short.values())
-    return {name: part if shared[part] == 1 else name for name, part in short.items()}
+    bare = Counter(without_module(name) for name in short)
+    return {name: part if _is_its_own(name, part, shared, short, bare) else name for name, part in short.items()}
 
 
-def _telling_part(name: str) -> str:
-    match = _TELLING.search(name)
+def short_name(name: str) -> str:
+    """What stands for a name as far as it alone is concerned.
+
+    That is what follows its first ``layer(s).`` or ``embedding(s).``: ``63.mlp`` for ``module.encoder.layers.63.mlp``. In a
+    name without these it is the part from the first ``final…``, ``output…`` or ``norm…`` on.
+    """
+    match = _CONTAINER.search(name)
+    return telling_part(name) if match is None else name[match.end() :]
+
+
+def telling_part(name: str) -> str:
+    """The same with the ``layers.`` in front, which people write, too: ``layers.63.mlp``."""
+    match = _CONTAINER.search(name) or _TELLING.search(name)
     return name[match.start() :] if match else name
+
+
+def _is_its_own(name: str, part: str, shared: Mapping[str, int], full: Collection[str], bare: Mapping[str, int]) -> bool:
+    """Whether no other name is found by the short one of this, with or without a leading ``module.``."""
+    if part == name:
+        return True
+    alone = shared[part] == 1 and part not in full and bare[part] == (without_module(name) == part)
+    return alone and without_module(part) == part
 
 
 class NearestNames:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from monitor.config import Target, TensorSpec
-from monitor.names import NearestNames, clean_name, parents, squashed, without_module
+from monitor.names import NearestNames, clean_name, parents, short_name, telling_part, without_module
 
 FORWARD_SIDES: Final = ("input", "output")
 BACKWARD_SIDES: Final = ("input_grad", "output_grad")
@@ -69,15 +69,25 @@ class Unmatched:
     nearest: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Ambiguous:
+    """A target whose short spelling fits several names, all of which it takes."""
+
+    target: str
+    names: tuple[str, ...]
+
+
 class Selection:
     """What the ``targets`` of a configuration select in the chunks of a model.
 
     A module's target selects its own tensors and every parameter below it. Names are found with or without their leading
-    ``module.``, and in full or in their short spelling. A name that is met exactly is never taken for another one.
+    ``module.``, and in full or in their short spelling, whatever rows call them. A name that is met exactly is never taken for
+    another one; a short spelling that fits several names takes all of them.
     Where several targets name one module, one with a chunk's number has precedence, and among equals the later one.
 
     Attributes:
         unmatched: The targets that name nothing, in the order of the configuration.
+        ambiguous: The targets whose short spelling fits several names of a chunk.
     """
 
     def __init__(
@@ -101,6 +111,7 @@ class Selection:
         self._targeted = bool(config_targets)
         self._others = None if self._targeted and not all_xy else _wanted(Target(), sides)
         self._chunks = [_Chunk(names) for names in chunks] if self._targeted else []
+        self.ambiguous: list[Ambiguous] = []
         missed = self._match(config_targets, sides)
         self.unmatched = self._explained([target for target in config_targets if target in missed])
 
@@ -119,6 +130,10 @@ class Selection:
         named = ", ".join(told(one) for one in self.unmatched)
         return f"Targets that match nothing in this model (of a pipeline, in this rank's part of it): {named}."
 
+    def notice(self) -> str | None:
+        """One message that names every target that fits several names, None if there is none."""
+        return noticed("Targets", self.ambiguous)
+
     def _match(self, targets: Mapping[str, Target], sides: Collection[str]) -> set[str]:
         """Apply every target, the general ones first; those that matched nothing are returned."""
         missed = set()
@@ -128,6 +143,7 @@ class Selection:
             matched = [chunk.select(name, wanted) for chunk in self._addressed(number)]
             if not any(matched):
                 missed.add(target)
+            self.ambiguous += [Ambiguous(target, tuple(found)) for found in matched if _differ(found)]
         return missed
 
     def _addressed(self, number: int | None) -> Sequence[_Chunk]:
@@ -166,12 +182,12 @@ class _Chunk:
         # Some frameworks name parameters by paths that are no modules.
         self._places = _Spellings(tuple(_places(chunk.parameters) - self._module_names))
 
-    def select(self, name: str, wanted: ModuleSelection | None) -> bool:
-        """Take in a target, whose name may be spelled in any way. Whether there is such a thing here."""
+    def select(self, name: str, wanted: ModuleSelection | None) -> Sequence[str]:
+        """Take in a target, whose name may be spelled in any way. The full names of what it selects here."""
         found = (*self._spellings.find(name), *self._places.find(name))
         self._selected.update(found)
         self.modules.update((one, wanted) for one in found if one in self._module_names)
-        return bool(found)
+        return found
 
     def covers(self, parameter: str) -> bool:
         """Whether a parameter or anything above it is selected."""
@@ -183,19 +199,22 @@ class _Spellings:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
-        self._short = {short: name for name, short in squashed(names).items()}
+        self._short: dict[str, list[str]] = {}
+        self._telling: dict[str, list[str]] = {}
         self._bare: dict[str, list[str]] = {}
         for name in names:
+            self._short.setdefault(short_name(name), []).append(name)
+            self._telling.setdefault(telling_part(name), []).append(name)
             self._bare.setdefault(without_module(name), []).append(name)
 
     def find(self, spelling: str) -> Sequence[str]:
-        """The full names; several only if they differ in nothing but their leading ``module.``."""
+        """The full names: the one that is met exactly, else those that differ in nothing but their leading ``module.``, else
+        all that have this short spelling.
+        """
         if spelling in self._names:
             return (spelling,)
         bare = without_module(spelling)
-        if bare in self._bare:
-            return self._bare[bare]
-        return (self._short[bare],) if bare in self._short else ()
+        return self._bare.get(bare) or self._short.get(bare) or self._telling.get(bare, [])
 
 
 def _places(names: Iterable[str]) -> set[str]:
@@ -231,6 +250,24 @@ def _choice(spec: TensorSpec) -> TensorChoice:
     if spec.length is None:
         return TensorChoice(wanted=True, length=1)
     return TensorChoice(wanted=True, length=spec.length, index=spec.index or 0)
+
+
+def _differ(names: Sequence[str]) -> bool:
+    """Whether they are names of several things, and not of one that wrappers have listed twice."""
+    return len({without_module(name) for name in names}) > 1
+
+
+def noticed(what: str, ambiguous: Sequence[Ambiguous]) -> str | None:
+    """What to say of short spellings that fit several names."""
+    if not ambiguous:
+        return None
+    named = "; ".join(f"{one.target!r} ({len(one.names)}: {_first(one.names)})" for one in ambiguous[:MAX_EXPLAINED])
+    rest = f"; and {len(ambiguous) - MAX_EXPLAINED} others" if len(ambiguous) > MAX_EXPLAINED else ""
+    return f"{what} whose short name fits several names, all of which are taken: {named}{rest}."
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join([*map(repr, names[:3]), *(["…"] if len(names) > 3 else [])])
 
 
 def told(one: Unmatched) -> str:

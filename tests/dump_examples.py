@@ -60,7 +60,8 @@ class Example:
 
     def _tensor(self, name: str, shape: list[int]) -> dict[str, Any]:
         described = {"type": self._kind, "dtype": self._dtype, "shape": shape}
-        return {**described, **dict.fromkeys(NUMBERS, "a number"), "data_name": f"{name}.npy"}
+        trained = {"requires_grad": "true or false"} if self._framework == "pytorch" else {}
+        return {**described, **dict.fromkeys(NUMBERS, "a number"), **trained, "data_name": f"{name}.npy"}
 
 
 def without_numbers(base: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def directory_of(base: Path) -> str:
 
 
 def _blank(told: dict[str, Any]) -> dict[str, Any]:
-    return {key: "a number" if key in NUMBERS and isinstance(one, float) else one for key, one in told.items()}
+    blank = {key: "a number" if key in NUMBERS and isinstance(one, float) else one for key, one in told.items()}
+    return {**blank, "requires_grad": "true or false"} if isinstance(blank.get("requires_grad"), bool) else blank
 
 
 def same_to_the_letter(told: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:

@@ -20,11 +20,16 @@ SUMS: Final = 1e-6
 
 
 class Spelling(NamedTuple):
-    """What a framework writes of a tensor."""
+    """What a framework writes of a tensor.
+
+    Attributes:
+        more: Keys behind the statistics.
+    """
 
     type: str
     floats: str
     integers: str
+    more: tuple[str, ...] = ()
 
 
 class Spelled(str):
@@ -121,7 +126,7 @@ class ByHand:
         return [] if told == plainly else [f"{place}: {told} for {expected}"]
 
     def _of_tensor(self, place: str, told: Any, expected: np.ndarray) -> list[str]:
-        keys = ["type", "dtype", "shape", *STATISTICS]
+        keys = ["type", "dtype", "shape", *STATISTICS, *self._spelling.more]
         keys += ["data_name"] if self._whole["task"] == "tensor" else ["md5"] if self._checksums else []
         if not isinstance(told, dict) or list(told) != keys:
             return [f"{place}: {told} for a tensor of {expected.shape}"]

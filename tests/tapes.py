@@ -214,7 +214,7 @@ def causal_attention(q: Array, k: Array, v: Array, **_: Any) -> tuple[Array, Bac
     return weights @ v, back
 
 
-def looked_up(tokens: Array, table: Array, **_: Any) -> tuple[Array, Back]:
+def looked_up(tokens: Array, table: Array, *_: Any, **__: Any) -> tuple[Array, Back]:
     def back(g: Array) -> list[Array | None]:
         of_table = np.zeros_like(table)
         np.add.at(of_table, tokens, g)

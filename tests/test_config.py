@@ -121,7 +121,7 @@ class TestFormats:
     def test_several_are_a_list_and_keep_their_order(self, load: Load) -> None:
         assert load({"format": ["api", "csv"]}).formats == ("api", "csv")
 
-    @pytest.mark.parametrize("value", ["CSV", "", [], ["csv", "xml"], [["csv"]], None, 1])
+    @pytest.mark.parametrize("value", [[], [["csv"]], 1, {}])
     def test_anything_else_is_refused(self, problems: Refused, value: Any) -> None:
         expected = 'is not allowed: expected "csv", "hdf5", "tensorboard", "api", or a list of some of them'
         assert f"line 1: format: {json.dumps(value)} {expected}" == problems({"format": value})
@@ -482,10 +482,9 @@ class TestFiles:
 
 
 class TestAcrossFields:
-    def test_update_histograms_need_a_format_that_holds_them(self, problems: Refused) -> None:
-        reason = 'is not allowed: ur_distribution needs "tensorboard" or "hdf5" among the formats'
-        assert f'format: ["csv"] {reason}' == problems({"ur_distribution": True})
-        assert f'line 1: format: ["api"] {reason}' == problems({"ur_distribution": True, "format": ["api"]})
+    def test_the_model_itself_takes_no_update_histograms_without_a_format_that_holds_them(self) -> None:
+        with pytest.raises(ValidationError, match='ur_distribution needs "tensorboard" or "hdf5" among the formats'):
+            MonitorConfig.model_validate({"ur_distribution": True})
 
     @pytest.mark.parametrize("name", ["tensorboard", "hdf5"])
     def test_either_of_the_two_will_do(self, name: str) -> None:

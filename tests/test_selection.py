@@ -178,7 +178,15 @@ class TestSpellings:
         assert modules(select(["module.h"], names), names=names) == ["module.h"]
 
     @pytest.mark.parametrize(
-        "target", ["layers.63.mlp", "module.layers.63.mlp", "module.encoder.layers.63.mlp", "encoder.layers.63.mlp"]
+        "target",
+        [
+            "63.mlp",
+            "layers.63.mlp",
+            "module.layers.63.mlp",
+            "module.encoder.layers.63.mlp",
+            "encoder.layers.63.mlp",
+            "0:63.mlp",
+        ],
     )
     def test_the_short_and_the_full_spelling_both_match(self, target: str) -> None:
         mlp = "module.encoder.layers.63.mlp"
@@ -191,11 +199,25 @@ class TestSpellings:
         names = ChunkNames(("", "model", "model.norm"), ("model.norm.weight", "model.norm.bias"))
         assert parameters(select(["norm.bias"], names), names=names) == ["model.norm.bias"]
 
-    def test_a_short_spelling_that_would_fit_two_names_matches_neither(self) -> None:
-        names = ChunkNames(("", "text", "text.layers.0", "vision", "vision.layers.0"), ())
-        selection = select(["layers.0"], names)
-        assert modules(selection, names=names) == []
-        assert set(selection.unmatched[0].nearest) == {"text.layers.0", "vision.layers.0"}
+    def test_a_short_spelling_that_fits_several_names_takes_all_of_them_and_says_so(self) -> None:
+        names = ChunkNames(("", "text", "text.layers.0", "vision", "vision.layers.0"), ("text.layers.0.w", "vision.layers.0.w"))
+        selection = select(["0", "text.layers.0.w"], names)
+        assert modules(selection, names=names) == ["text.layers.0", "vision.layers.0"]
+        assert parameters(selection, names=names) == ["text.layers.0.w", "vision.layers.0.w"]
+        assert selection.warning() is None
+        assert selection.notice() == (
+            "Targets whose short name fits several names, all of which are taken: '0' (2: 'text.layers.0', 'vision.layers.0')."
+        )
+
+    def test_one_thing_that_wrappers_list_twice_is_not_several(self) -> None:
+        names = ChunkNames(("", "module", "module.layers.0", "layers.0"), ())
+        assert select(["0"], names).notice() is None
+
+    def test_a_full_name_is_not_taken_for_the_short_one_of_another(self) -> None:
+        names = ChunkNames(("", "norm", "block", "block.norm"), ())
+        selection = select(["norm"], names)
+        assert modules(selection, names=names) == ["norm"]
+        assert selection.notice() is None
 
 
 class TestChunks:

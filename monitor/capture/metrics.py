@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from monitor.series import SeriesTable
 from monitor.stats.histograms import MAGNITUDES, spelled
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, counted, derive
 from monitor.stats.rows import KindRows, Layout
+
+REDUCED: Final = "grad_reduced"
+UNREDUCED: Final = "grad_unreduced"
+GRADIENT_KINDS: Final = (REDUCED, UNREDUCED)
 
 Value = float | int | str
 Metrics = dict[str, dict[str, Value]]
@@ -42,6 +47,11 @@ def of_kinds(
     """
     ops_of = {kind: (*ops, CALLS) if kind in counted else ops for kind in kinds}
     return [metrics_of(measured.get(kind), ops_of[kind], series, layouts, rank) for kind in kinds]
+
+
+def reduced_by_nobody(unreduced: Metrics) -> Metrics:
+    """``grad_reduced`` before the optimizer's step, where there are no other ranks: what backward has left."""
+    return {f"{tag.removesuffix(UNREDUCED)}{REDUCED}": dict(values) for tag, values in unreduced.items()}
 
 
 def _column(op: str, rows: KindRows, layouts: Sequence[Layout]) -> list[Value | None]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig, Target
 from monitor.names import clean_name, squashed
-from monitor.selection import ChunkNames, ModuleSelection, Selection, Unmatched
+from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, Selection, Unmatched
 
 T = TypeVar("T")
 
@@ -31,6 +31,20 @@ class NamedParts(NamedTuple):
     parameters: Iterable[tuple[str, Any]]
 
 
+class Targeted(NamedTuple):
+    """What some names stand for.
+
+    Attributes:
+        modules: In the order of the model.
+        unmatched: The names that no module has.
+        ambiguous: The names that several modules have.
+    """
+
+    modules: Sequence[NamedModule]
+    unmatched: Sequence[Unmatched]
+    ambiguous: Sequence[Ambiguous]
+
+
 class ModelNames:
     """Every module and parameter of a model's chunks.
 
@@ -49,29 +63,30 @@ class ModelNames:
             forward_only=config.forward_only,
             backward_only=config.backward_only,
         )
-        self._spelled = [squashed([*c.modules, *c.parameters]) if config.squash_name else {} for c in names]
+        every = dict.fromkeys(name for chunk in names for name in (*chunk.modules, *chunk.parameters))
+        self._spelled = squashed(every) if config.squash_name else {}
 
     def modules(self) -> Iterator[NamedModule]:
         """Every module, children after their parents."""
         for chunk, modules in enumerate(self._modules):
             for name, module in modules.items():
-                yield NamedModule(chunk, self._spelled[chunk].get(name, name), module, self.selection.module(chunk, name))
+                yield NamedModule(chunk, self._spelled.get(name, name), module, self.selection.module(chunk, name))
 
-    def targeted(self, targets: Sequence[str]) -> tuple[list[NamedModule], tuple[Unmatched, ...]]:
-        """The modules that some names stand for, spelled in any way that ``targets`` may be, and the names that none has."""
+    def targeted(self, targets: Sequence[str]) -> Targeted:
+        """The modules that some names stand for, spelled in any way that ``targets`` may be."""
         names = [ChunkNames(tuple(modules), ()) for modules in self._modules]
         every = dict.fromkeys(targets, Target())
         selection = Selection(every, names, all_xy=False, forward_only=False, backward_only=False)
         full = [(chunk, name) for chunk, modules in enumerate(self._modules) for name in modules]
         found = [module for place, module in zip(full, self.modules(), strict=True) if selection.module(*place) is not None]
-        return found, selection.unmatched
+        return Targeted(found, selection.unmatched, selection.ambiguous)
 
     def parameters(self) -> Iterator[NamedParameter]:
         """The parameters that are watched, in the order of the framework."""
         for chunk, parameters in enumerate(self._parameters):
             for name, parameter in parameters.items():
                 if self.selection.parameter(chunk, name):
-                    yield NamedParameter(chunk, self._spelled[chunk].get(name, name), parameter)
+                    yield NamedParameter(chunk, self._spelled.get(name, name), parameter)
 
 
 def _first_of_each_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:

@@ -218,6 +218,16 @@ class Recording:
             run.manifest.note(key, said)
 
     @property
+    def backward_leaves_what_is_given(self) -> bool:
+        """Whether the optimizer of the step in progress is given what backward has left: one process reduces nothing, and no
+        framework stands between. Loss scales and clipping come later.
+        """
+        watch = self.attachment.watch
+        plain = watch.framework.name in ("torch", "mindspore") and not self._backend.has_others()
+        rows_are_of_steps = not watch.config.monitor_mbs_grad and self.local_gradients_note is None
+        return self._recorder.has_rows and plain and rows_are_of_steps
+
+    @property
     def local_gradients_note(self) -> str | None:
         """Why ``grad_unreduced`` is not what the micro-batches of a step make together; None where it is."""
         said = None if self.run is None else self.run.manifest.notes.get("grad_unreduced")

@@ -12,7 +12,7 @@ from monitor.capture.arguments import count, given
 from monitor.capture.backend import Backend, Framework
 from monitor.capture.clock import Schedule
 from monitor.capture.errors import RunEnded
-from monitor.capture.metrics import Metrics, of_kinds
+from monitor.capture.metrics import GRADIENT_KINDS, Metrics, of_kinds, reduced_by_nobody
 from monitor.capture.names import ModelNames
 from monitor.capture.recording import ORDINALS, Listening, Recording
 from monitor.capture.startup import announce
@@ -179,8 +179,9 @@ class TrainerMon:
 
     def _names(self, watch: Watch) -> ModelNames:
         names = ModelNames([self._backend.parts(chunk) for chunk in watch.chunks], watch.config)
-        if (unmatched := names.selection.warning()) is not None:
-            LOGGER.warning("[rank %d] %s", watch.ownership.rank, unmatched)
+        for said in (names.selection.warning(), names.selection.notice()):
+            if said is not None:
+                LOGGER.warning("[rank %d] %s", watch.ownership.rank, said)
         return names
 
     def _begin(
@@ -279,9 +280,10 @@ class TrainerMon:
         """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
 
         The current step is the one in progress or, until the next one begins with a forward, the one just ended. What is not
-        known yet is absent, and so is all of a step that is not collected. May wait for the device.
+        known yet is absent, and so is all of a step that is not collected. In one process, which has nothing to reduce, the
+        reduced gradients before the optimizer's step are those that backward has left. May wait for the device.
         """
-        reduced, unreduced = self._metrics(("grad_reduced", "grad_unreduced"))
+        reduced, unreduced = self._metrics(GRADIENT_KINDS)
         return reduced, unreduced
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
@@ -407,6 +409,8 @@ class TrainerMon:
         measured, layouts = recording.current()
         rank, counted = recording.attachment.watch.ownership.rank, recording.attachment.counted_kinds
         rows = of_kinds(kinds, measured, self._ops, recording.series, layouts, rank, counted)
+        if kinds == GRADIENT_KINDS and not rows[0] and recording.backward_leaves_what_is_given:
+            rows[0] = reduced_by_nobody(rows[1])
         for into, found in zip(merged, rows, strict=True):
             into.update(found)
 

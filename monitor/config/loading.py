@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from monitor.config.explain import explain, shown
-from monitor.config.jsonc import Document, JsonError, parse
+from monitor.config.jsonc import Document, JsonError, Path, parse
 from monitor.config.model import MonitorConfig, OnAlert
+from monitor.config.tolerated import tolerated
+from monitor.failures import LOGGER
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 
@@ -31,7 +34,8 @@ def load_config(path: str | os.PathLike[str]) -> MonitorConfig:
         path: A leading ``~`` is the home directory.
 
     Raises:
-        ConfigError: The file cannot be read, is not JSON, does not fit the model, or asks for what is not built yet.
+        ConfigError: The file cannot be read, is not JSON, does not fit the model, or asks for what is not built yet. What the
+            documents of the original write, and the model does not take, is accepted with a warning (``tolerated``).
     """
     name = os.path.expanduser(os.fsdecode(path))
     return config_in(name, content_of(name), dynamic=is_dynamic(name))
@@ -47,9 +51,14 @@ def config_in(name: str, content: bytes, *, dynamic: bool) -> MonitorConfig:
     Raises:
         ConfigError: As ``load_config``, except that the file was read.
     """
-    config = _validated(name, _parsed(name, decoded(name, content)))
+    text = decoded(name, content)
+    document = _parsed(name, text)
+    fields, warnings = tolerated(document, text)
+    config = _validated(name, fields, document.lines)
     if problems := _unfit(config, dynamic=dynamic):
         raise unusable(name, *problems)
+    if warnings:
+        LOGGER.warning("%s", _listed(name, warnings))
     return config
 
 
@@ -90,11 +99,11 @@ def _parsed(name: str, text: str) -> Document:
     return document
 
 
-def _validated(name: str, document: Document) -> MonitorConfig:
+def _validated(name: str, fields: Mapping[str, Any], lines: Mapping[Path, int]) -> MonitorConfig:
     try:
-        return MonitorConfig.model_validate(document.value)
+        return MonitorConfig.model_validate(fields)
     except ValidationError as error:
-        raise unusable(name, *explain(MonitorConfig, error, document.lines)) from None
+        raise unusable(name, *explain(MonitorConfig, error, lines)) from None
 
 
 def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
@@ -137,6 +146,10 @@ def is_dynamic(name: str) -> bool:
 
 def unusable(name: str, *problems: str) -> ConfigError:
     """What to raise: one problem makes one line, several are listed below the file's name."""
-    text = problems[0] if len(problems) == 1 else "\n  ".join(["several problems", *problems])
+    return ConfigError(_listed(name, problems, "several problems"))
+
+
+def _listed(name: str, sentences: Sequence[str], heading: str = "accepted, but look at this") -> str:
+    text = sentences[0] if len(sentences) == 1 else "\n  ".join([heading, *sentences])
     # A file name may hold bytes that are not text, a message may not.
-    return ConfigError(f"{name.encode('utf-8', 'backslashreplace').decode()}: {text}")
+    return f"{name.encode('utf-8', 'backslashreplace').decode()}: {text}"

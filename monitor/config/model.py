@@ -141,13 +141,13 @@ class L2Targets(_Strict):
     """Modules of the features of a higher order, by the hook that computes them."""
 
     attention_hook: Strings = ()
-    """Attention modules, by full name. Empty: none."""
+    """Attention modules, by full or short name. Empty: none."""
     linear_hook: Strings | None = None
-    """Modules with a weight matrix, by full name. Empty: every module that has one; null or left out: none."""
+    """Modules with a weight matrix, by full or short name. Empty: every module that has one; null or left out: none."""
     moe_router_weight_hook: Strings = ()
-    """Routers whose weights are compared, by full name. Empty: none."""
+    """Routers whose weights are compared, by full or short name. Empty: none."""
     moe_router_logit_hook: Strings = ()
-    """Routers whose logits are looked at, by full name. Empty: none."""
+    """Routers whose logits are looked at, by full or short name. Empty: none."""
 
 
 class Settings(_Strict):
@@ -169,7 +169,8 @@ class Settings(_Strict):
     module_ranks: Annotated[Ranks, SELECTION] = ()
     """The ranks to monitor. Empty or null: all."""
     ur_distribution: Annotated[bool, UPDATES] = False
-    """Record histograms of Adam's update and ratio vectors. Needs `tensorboard` or `hdf5` among the formats."""
+    """Record histograms of Adam's update and ratio vectors. Without `tensorboard` or `hdf5` among the formats they are left out
+    with a warning."""
     xy_distribution: Annotated[bool, ACTIVATIONS] = False
     """Record the activations of the targets and their gradients."""
     all_xy: Annotated[bool, ACTIVATIONS] = False
@@ -211,7 +212,7 @@ class Settings(_Strict):
     append_output: Annotated[TimestampRange, OUTPUT] = ()
     """Continue in the rank directories whose timestamps lie in this range, ends included. Empty: start new ones."""
     squash_name: Annotated[bool, OUTPUT] = False
-    """Shorten names to their telling part."""
+    """Record short names: `63.mlp` for `module.encoder.layers.63.mlp`. Names that would share a short one stay full."""
     stack_info: Annotated[bool, STRUCTURE] = False
     """Write the call stack of every watched module in the first step to `stack_info.csv`."""
     recording_l2_features: Annotated[bool, FEATURES] = False

@@ -36,8 +36,8 @@ class EventTask:
 
 def csv2tensorboard_by_step(
     monitor_path: str | PathLike[str],
-    time_start: str | None,
-    time_end: str | None,
+    time_start: str | None = None,
+    time_end: str | None = None,
     process_num: int = 1,
     data_type_list: Sequence[str] | None = None,
     output_dirpath: str | PathLike[str] | None = None,

@@ -9,9 +9,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from monitor.config.explain import explain, shown
+from monitor.config.explain import explain, shown, spelled
 from monitor.config.jsonc import JsonError, Path, parse
 from monitor.config.loading import ConfigError, content_of
+from monitor.config.unused import said_of, without
+from monitor.dump.unused_fields import UNUSED
+from monitor.failures import LOGGER
 
 TASKS: Final = ("statistics", "tensor")
 LEVELS: Final = ("L0", "L1", "mix", "debug")
@@ -112,6 +115,8 @@ class DumpConfig(_Strict):
 def load(path: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> DumpConfig:
     """The file's fields, or the defaults where there is no file, overridden by the arguments that are not None.
 
+    Fields of the original that have no effect here are left out with a warning.
+
     Raises:
         ConfigError: The file cannot be read, or something in it or in the arguments is not allowed.
     """
@@ -121,6 +126,7 @@ def load(path: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> D
             raise ConfigError(f"config_path is a {type(path).__name__}: expected the path of a file")
         name = os.path.expanduser(os.fsdecode(path))
         fields, lines = _read(name)
+        fields = _in_use(name, fields)
     given = {field: value for field, value in arguments.items() if value is not None}
     if "dump_path" in given and isinstance(given["dump_path"], os.PathLike):
         given["dump_path"] = os.fsdecode(given["dump_path"])
@@ -129,6 +135,25 @@ def load(path: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> D
     except ValidationError as error:
         own = {place: line for place, line in lines.items() if place[0] not in given}
         raise ConfigError(_listed(name, explain(DumpConfig, error, own))) from None
+
+
+def _in_use(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that this dump knows what to do with. What else the original has, and what is null, is warned of."""
+    used, unused = without(fields, UNUSED)
+    if unused:
+        LOGGER.warning("%s: %s", name, said_of(unused))
+    used, null = without(used, _nulls(used))
+    if null:
+        LOGGER.warning("%s: %s: null is taken as not set, and the default is used.", name, ", ".join(map(spelled, null)))
+    return used
+
+
+def _nulls(fields: Mapping[str, Any]) -> list[Path]:
+    sections: dict[Path, Any] = {(name,): one for name, one in fields.items()}
+    inner = {
+        (*path, name): one for path, section in sections.items() if isinstance(section, dict) for name, one in section.items()
+    }
+    return [path for path, value in (sections | inner).items() if value is None and path != ("api_list",)]
 
 
 def _read(name: str) -> tuple[dict[str, Any], Mapping[Path, int]]:

@@ -16,6 +16,7 @@ from monitor.dump.calls import Recorded
 from monitor.dump.config import load
 from monitor.dump.errors import DumpFailures
 from monitor.dump.modules import ModuleDump, Tokens
+from monitor.dump.on_class import OnClassToo
 from monitor.dump.parameter_gradients import ParameterGradients
 from monitor.dump.session import Session
 from monitor.dump.turn import TURN
@@ -38,6 +39,9 @@ class PrecisionDebugger:
     ...     debugger.stop()
     ...     debugger.step()
 
+    Every method may be called on the class, too, and is then for the debugger that was made last:
+    ``PrecisionDebugger.start(model)``.
+
     Args:
         config_path: JSON, comments welcome. Without it the defaults hold.
         task: ``statistics`` or ``tensor``. This and the following win over the file.
@@ -50,6 +54,7 @@ class PrecisionDebugger:
     """
 
     _backend: ClassVar[DumpBackend]
+    _latest: ClassVar[PrecisionDebugger | None] = None
 
     def __init__(
         self,
@@ -77,9 +82,30 @@ class PrecisionDebugger:
         self._rank_id: int | None = None
         self._passed: Callable[[], Any] = _nothing
         self._at_exit()
+        for kind in type(self).__mro__:
+            if issubclass(kind, PrecisionDebugger) and kind is not PrecisionDebugger:  # which is of no framework
+                kind._latest = self
+
+    @classmethod
+    def made_last(cls) -> PrecisionDebugger | None:
+        """The debugger of this class that was made last."""
+        return cls._latest
+
+    @classmethod
+    def latest(cls, asked_for: str) -> PrecisionDebugger:
+        """The same, for a method that was called on the class.
+
+        Raises:
+            RuntimeError: None was made.
+        """
+        if cls._latest is None:
+            said = f"PrecisionDebugger.{asked_for}() needs a debugger"
+            raise RuntimeError(f"{said}: make one first, PrecisionDebugger(config_path).")
+        return cls._latest
 
     # what users call
 
+    @OnClassToo
     def start(self, model: Any = None, token_range: Sequence[int] | None = None, rank_id: int | None = None) -> None:
         """Record from here on, if this step and this rank are chosen.
 
@@ -120,6 +146,7 @@ class PrecisionDebugger:
             self._apis = apis
             apis.install()
 
+    @OnClassToo
     def stop(self) -> None:
         """Record no call that begins from here on, take away what stood in the way, and make the files of what was recorded.
 
@@ -131,6 +158,7 @@ class PrecisionDebugger:
             assemble = self._session.assemble
             self._failures.guarded("making the files of a dump", assemble, _recovery(self._session.directory))()
 
+    @OnClassToo
     def step(self) -> None:
         """The step is over: its files are complete."""
         self._leave_to_the_parent()
@@ -142,6 +170,7 @@ class PrecisionDebugger:
         self._tokens, self._token_range = Tokens(None), None
         self._step += 1
 
+    @OnClassToo
     def save(self, variable: Any, name: str, save_backward: bool = True) -> None:
         """Save a value of the program, and its gradient, at level ``debug``.
 
@@ -165,6 +194,7 @@ class PrecisionDebugger:
             recorded = Recorded(session, self._backend, self._failures)
             self._failures.guarded("saving a value", points.save, of=name)(recorded, variable, name, backward=save_backward)
 
+    @OnClassToo
     def set_init_step(self, step: int) -> None:
         """Count steps from ``step``, before the first of them.
 
@@ -175,6 +205,7 @@ class PrecisionDebugger:
             raise ValueError(f"step is {step!r}: expected a whole number from 0 on.")
         self._step = step
 
+    @OnClassToo
     def register_custom_api(self, module: Any, api: str, api_prefix: str | None = None) -> None:
         """Record calls of ``module.api``, too, at L1 and mix, under ``{api_prefix}.{api}``.
 
@@ -188,6 +219,7 @@ class PrecisionDebugger:
         if self._apis is not None:
             self._apis.register(module, api, prefix)
 
+    @OnClassToo
     def restore_custom_api(self, module: Any, api: str) -> None:
         """Record it no more, and leave it as it was."""
         self._custom.pop((id(module), api), None)

@@ -44,7 +44,7 @@ class Leaf:
     """A tensor of a call.
 
     Attributes:
-        described: ``type``, ``dtype`` and ``shape``.
+        described: ``type``, ``dtype`` and ``shape``, and in PyTorch ``requires_grad``.
         reading: None where the tensor has no elements that could be read.
         copy: None where none is wanted.
         file: The name of the file that the elements are kept in; None where they are not.
@@ -63,6 +63,8 @@ class Leaf:
     def told(self) -> dict[str, Any]:
         """As the files have it."""
         told: dict[str, Any] = {**self.described, **self.statistics}
+        if "requires_grad" in told:
+            told["requires_grad"] = told.pop("requires_grad")  # behind the statistics, where the original has it
         if self.checksum is not None:
             told["md5"] = self.checksum
         if self.file is not None:

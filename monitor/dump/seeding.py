@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from typing import Any
 
 import numpy as np
 
@@ -22,3 +24,13 @@ def seed_python(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     os.environ["PYTHONHASHSEED"] = str(seed)
+
+
+def replace_everywhere(package: str, name: str, original: Any, replacement: Any) -> None:
+    """Let ``name`` stand for ``replacement`` in each module of a package where it stands for ``original``.
+
+    A framework's modules import functions from each other, and each holds a reference of its own.
+    """
+    for path, module in list(sys.modules.items()):
+        if (path == package or path.startswith(f"{package}.")) and vars(module).get(name) is original:
+            setattr(module, name, replacement)

@@ -11,7 +11,10 @@ from pydantic import ValidationError
 from monitor.config.explain import explain, nearest, shown
 from monitor.config.jsonc import Path
 from monitor.config.loading import content_of, decoded, unusable
+from monitor.config.unused import said_of, without
+from monitor.failures import LOGGER
 from monitor.training.model import Callbacks, TrainingConfig
+from monitor.training.unused_fields import UNUSED
 from monitor.training.yaml_document import YamlDocument, YamlError, parse
 
 SECTIONS: Final = ("monitor_config", "tensorboard", "callbacks")
@@ -20,6 +23,8 @@ CALLBACKS: Final = tuple(Callbacks.model_fields)
 
 def load_training_config(path: str | os.PathLike[str]) -> TrainingConfig:
     """Read a training YAML. What it says of other things than metrics is left to others.
+
+    Fields of MindSpore Transformers that have no effect here are left out with a warning.
 
     Args:
         path: A leading ``~`` is the home directory.
@@ -53,12 +58,15 @@ def training_config_in(name: str, text: str) -> TrainingConfig:
 
 def _validated(name: str, document: YamlDocument) -> TrainingConfig:
     sections, lines, problems = _sections(document)
+    sections, unused = without(sections, UNUSED)
     try:
         config = TrainingConfig.model_validate(sections)
     except ValidationError as error:
         raise unusable(name, *problems, *explain(TrainingConfig, error, lines)) from None
     if problems:
         raise unusable(name, *problems)
+    if unused:
+        LOGGER.warning("%s: %s", name, said_of(unused))
     return config.model_copy(update={"document": {**document.value, **_with_defaults(config)}})
 
 

@@ -15,7 +15,7 @@ def norms_of_state(config: TrainingConfig) -> bool:
 
 
 def recorded(config: TrainingConfig, *, grad_norm_is_told: bool) -> MonitorConfig | None:
-    """The tensor monitor's configuration; None where no norm is wanted.
+    """The tensor monitor's configuration; None where no norm is wanted, and always while ``monitor_on`` is false.
 
     Args:
         grad_norm_is_told: Whether ``grad-norm`` comes from whoever clips gradients.
@@ -23,7 +23,7 @@ def recorded(config: TrainingConfig, *, grad_norm_is_told: bool) -> MonitorConfi
     run, state = config.callbacks.MFLossMonitor, config.monitor_config
     local = bool(config.wants("local_norm_format") or config.wants("device_local_norm_format"))
     moments, weights = bool(config.wants("optimizer_state_format")), bool(config.wants("weight_state_format"))
-    grad_norm = run is not None and not grad_norm_is_told
+    grad_norm = state.monitor_on and run is not None and not grad_norm_is_told
     if not (local or moments or weights or grad_norm):
         return None
     intervals = [state.step_interval] if local or moments or weights else []

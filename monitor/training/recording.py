@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from monitor.capture.trainer_mon import TrainerMon
 from monitor.config import MonitorConfig
-from monitor.failures import Failures
+from monitor.failures import LOGGER, Failures
 from monitor.training.model import TrainingConfig
 from monitor.training.norms import NormReader, Whose
 from monitor.training.recorded import norms_of_state, recorded
@@ -19,6 +19,9 @@ LISTENER: Final = "the training metrics"
 FLUSH_SECONDS: Final = 30.0
 
 NO_OPTIMIZER: Final = "Norms that training metrics ask for are not shown: they need the model and its optimizer."
+NOT_RECORDED: Final = (
+    "No gradient is recorded, since monitor_config.monitor_on is false: grad-norm is shown of steps whose grad_norm is set."
+)
 NOT_SET: Final = "Norms that training metrics ask for are not shown: the monitor that was passed has not set"
 
 FIELDS: Final = ("wg_distribution", "mv_distribution", "param_distribution")
@@ -60,7 +63,7 @@ class NormRecording:
         wanted = recorded(self._config, grad_norm_is_told=self._whose.grad_norm_is_told)
         if self._monitor is None:
             if wanted is None or optimizer is None:
-                self._say_that_there_are_none()
+                self._say_that_there_are_none(optimizer)
                 return
             self._monitor = make(wanted)
         whose, failures = self._whose, self._failures
@@ -72,9 +75,11 @@ class NormRecording:
         elif wanted is not None:
             self._say_what_is_missing(wanted, self._monitor.config)
 
-    def _say_that_there_are_none(self) -> None:
+    def _say_that_there_are_none(self, optimizer: Any) -> None:
         if norms_of_state(self._config):
             self._failures.warn("no optimizer", NO_OPTIMIZER)
+        elif optimizer is not None and self._config.callbacks.MFLossMonitor is not None and not self._whose.grad_norm_is_told:
+            LOGGER.info(NOT_RECORDED)
 
     def _say_what_is_missing(self, wanted: MonitorConfig, there: MonitorConfig) -> None:
         """Of a monitor that records what its own configuration asks for."""

@@ -10,6 +10,7 @@ import pytest
 
 from monitor.config import ConfigError
 from monitor.dump.config import DumpConfig, load
+from monitor.dump.unused_fields import OF_SECTIONS, OTHER_TASKS, SWITCHES
 
 
 def written(tmp_path: Path, **fields: Any) -> Path:
@@ -60,7 +61,9 @@ def test_a_lone_number_is_a_list_of_itself() -> None:
         ({"step": ["6-4"]}, '"6-4" is neither a number from 0 on nor a range like "4-6"'),
         ({"statistics": {"scope": ["a"]}}, "expected [] or two names, where to begin and where to end, both included"),
         ({"statistics": {"data_mode": ["gradients"]}}, '"gradients" is not allowed'),
-        ({"tensor": {"summary_mode": "md5"}}, "tensor.summary_mode: unknown field"),
+        ({"statistics": {"summary_mod": "md5"}}, "statistics.summary_mod: unknown field, did you mean `summary_mode`?"),
+        ({"async_dmp": False}, "async_dmp: unknown field"),
+        ({"tensor": {"lst": []}}, "tensor.lst: unknown field, did you mean `list`?"),
     ],
 )
 def test_what_is_not_allowed_is_said_with_the_field_and_the_value(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
@@ -90,3 +93,43 @@ def test_checksums_belong_to_statistics_alone(tmp_path: Path) -> None:
     path = written(tmp_path, statistics={"summary_mode": "md5"})
     assert load(path, {}).checksums
     assert not load(path, {"task": "tensor"}).checksums
+
+
+DEFAULTS_OF_THE_ORIGINAL: dict[str, Any] = {
+    "task": "statistics",
+    "dump_path": "./dump_path",
+    "rank": [],
+    "step": [],
+    "level": "L1",
+    "extra_info": True,
+    "async_dump": False,
+    "statistics": {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"},
+    "tensor": {"scope": [], "list": [], "data_mode": ["all"]},
+    "acc_check": {"white_list": [], "black_list": [], "error_data_path": "./"},
+}
+
+
+def test_the_default_file_of_the_original_is_accepted_and_what_is_not_used_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, **DEFAULTS_OF_THE_ORIGINAL)
+    assert load(path, {}) == DumpConfig()
+    assert [one.getMessage() for one in caplog.records] == [
+        f"{path}: extra_info, async_dump, acc_check: known and not used here, so without effect."
+    ]
+
+
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+def test_so_are_the_fields_that_its_other_versions_have(tmp_path: Path, caplog: pytest.LogCaptureFixture, task: str) -> None:
+    others = {name: {"anything": [1]} for name in OTHER_TASKS} | dict.fromkeys(SWITCHES, False)
+    sections = {section: dict.fromkeys(names, False) for section, names in OF_SECTIONS.items()}
+    assert load(written(tmp_path, task=task, **others, **sections), {}) == DumpConfig(task=task)  # type: ignore[arg-type]
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert all(name in said for name in (*OTHER_TASKS, *SWITCHES, "statistics.tensor_list", "tensor.summary_mode"))
+
+
+def test_null_is_not_set_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path, step=None, tensor=None, statistics={"scope": None, "list": ["relu"]})
+    assert load(path, {}).statistics.names == ["relu"]
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "step, tensor, statistics.scope: null is taken as not set" in said

@@ -175,7 +175,7 @@ def test_squashed_names_begin_at_their_telling_part(output: Output) -> None:
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])})})
     found = observed(output, model, lambda: model["encoder"]["layers"][0](torch.ones(2, 4)), squash_name=True)
 
-    assert found.names("actv") == ["layers.0.input", "layers.0.output"]
+    assert found.names("actv") == ["0.input", "0.output"]
 
 
 # Numbers.

@@ -48,13 +48,35 @@ def test_they_give_what_is_known_of_the_current_step_wherever_they_are_called(ou
             forward = {".input:0", ".output:0"}
             assert parts(monitor) == (forward, nothing, nothing, nothing)
             loss.backward()
-            assert parts(monitor) == (forward, {".output:0"}, nothing, weights)
+            assert parts(monitor) == (forward, {".output:0"}, weights, weights)  # one process has nothing to reduce
             optimizer.step()
             assert parts(monitor) == (forward, {".output:0"}, weights, weights)
             optimizer.zero_grad()
             assert parts(monitor) == (forward, {".output:0"}, weights, weights)
     assert parts(monitor) == (forward, {".output:0"}, weights, weights)
     assert bool(list(output.directory().glob("*.csv"))) == ("csv" in form)
+
+
+def test_before_the_step_of_one_process_reduced_gradients_are_what_backward_has_left(output: Output) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, grad_acc_steps=2, wg_distribution=True, format="api", ops=[*OPS]) as monitor:
+        for last in (False, True):
+            model(X).square().sum().backward()
+            reduced, unreduced = monitor.generate_wgrad_metrics()
+            assert bool(reduced) == bool(unreduced) == last
+        assert_statistics(reduced["0:weight/rank0/grad_reduced"], model.weight.grad)
+        optimizer.step()
+        assert monitor.generate_wgrad_metrics()[0] == reduced
+
+
+def test_they_are_absent_where_rows_are_of_micro_batches(output: Output) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, wg_distribution=True, monitor_mbs_grad=True, format="api") as monitor:
+        model(X).square().sum().backward()
+        reduced, unreduced = monitor.generate_wgrad_metrics()
+        assert (bool(reduced), bool(unreduced)) == (False, True)
 
 
 def test_their_values_are_those_of_the_tensors(output: Output) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from monitor.config import ConfigError
 from monitor.training import load_training_config
 from monitor.training.loading import training_config_in
 from monitor.training.model import LossMonitor, MonitorSection, TensorBoardSection, TrainingConfig
+from monitor.training.unused_fields import OF_SECTIONS, UNUSED
 
 REFERENCE = """
 seed: 0
@@ -191,6 +194,22 @@ def test_the_whole_document_is_kept() -> None:
 )
 def test_what_is_wrong_is_said_with_its_line(text: str, said: str) -> None:
     assert problem(text) == said
+
+
+def test_fields_of_the_original_that_have_no_effect_are_accepted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    sections: dict[str, Any] = {"monitor_config": {}, "callbacks": []}
+    for (section, *kind), names in OF_SECTIONS.items():
+        fields = dict.fromkeys(names, 3)
+        if kind:
+            sections[section].append({"type": kind[0], **fields})
+        else:
+            sections[section].update(fields)
+    config = read(json.dumps(sections))
+    assert config.monitor_config == MonitorSection()
+    assert config.callbacks.MFLossMonitor == LossMonitor()
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert said.endswith(": known and not used here, so without effect.")
+    assert all(".".join(path) in said for path in UNUSED)
 
 
 def test_a_target_that_is_no_regular_expression_is_refused() -> None:

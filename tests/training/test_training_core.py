@@ -194,9 +194,20 @@ class TestRecorded:
         assert recorded(config(), grad_norm_is_told=True) is None
 
     def test_the_norm_of_gradients_is_recorded_where_nobody_tells_it(self) -> None:
-        wanted = recorded(config(), grad_norm_is_told=False)
+        wanted = recorded(state("local_loss_format: log"), grad_norm_is_told=False)
         assert wanted is not None
         assert (wanted.wg_distribution, wanted.mv_distribution, wanted.param_distribution) == (True, False, False)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "{}",
+            "monitor_config: null",
+            "monitor_config: {monitor_on: false, local_norm_format: log, optimizer_state_format: log}",
+        ],
+    )
+    def test_nothing_is_recorded_while_the_monitor_is_off(self, text: str) -> None:
+        assert recorded(training_config_in("train.yaml", text), grad_norm_is_told=False) is None
 
     def test_only_steps_that_are_shown_are_recorded(self) -> None:
         wanted = recorded(state("step_interval: 10, weight_state_format: log"), grad_norm_is_told=True)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from monitor.capture.features.reading import Reading
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.config import MonitorConfig
-from monitor.selection import Unmatched, told
+from monitor.selection import Ambiguous, Unmatched, noticed, told
 
 SUFFIXES: Final = {
     "attention_hook": "attention",
@@ -19,17 +19,22 @@ SUFFIXES: Final = {
 """What a series of each hook is called, behind its module."""
 
 
+_MISSED: Final = "l2_targets that name no module of this model (of a pipeline, of this rank's part of it)"
+
+
 class Chosen(NamedTuple):
     """The modules of a hook.
 
     Attributes:
         named: Whether the configuration names them, and did not leave the choice to the monitor.
         unmatched: What it names and the model does not have.
+        ambiguous: What it names and several modules have.
     """
 
     modules: Sequence[NamedModule]
     named: bool = True
     unmatched: Sequence[Unmatched] = ()
+    ambiguous: Sequence[Ambiguous] = ()
 
 
 def chosen(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mapping[str, Chosen]:
@@ -49,14 +54,14 @@ def warning(found: Mapping[str, Chosen]) -> str | None:
     if not found:
         return "recording_l2_features is true and l2_targets names no module: there will be no features."
     missed = [f"{hook}: {', '.join(map(told, one.unmatched))}" for hook, one in found.items() if one.unmatched]
-    if not missed:
-        return None
-    return f"l2_targets that name no module of this model (of a pipeline, of this rank's part of it): {'; '.join(missed)}."
+    said = [f"{_MISSED}: {'; '.join(missed)}."] if missed else []
+    several = noticed("l2_targets", [one for hook in found.values() for one in hook.ambiguous])
+    return " ".join([*said, *([several] if several else [])]) or None
 
 
 def _named(names: ModelNames, targets: Sequence[str], reading: Reading) -> Chosen:
-    modules, unmatched = names.targeted(targets)
-    return Chosen([_unwrapped(module, reading) for module in modules], unmatched=unmatched)
+    modules, unmatched, ambiguous = names.targeted(targets)
+    return Chosen([_unwrapped(module, reading) for module in modules], unmatched=unmatched, ambiguous=ambiguous)
 
 
 def _has_matrix(module: NamedModule, reading: Reading) -> bool:

@@ -72,8 +72,10 @@ class Interception:
 
     def __init__(self, listener: ApiListener, api_list: str | None, primitives_of: Sequence[nn.Cell]) -> None:
         self._listener = _Muted(listener)
+        self._custom: dict[tuple[int, str], str] = {}
         listed = read_list(packaged_list(__file__) if api_list is None else api_list, tuple(PLACES))
         self._patches = {(id(owner), name): self._patch(owner, name, prefix) for owner, name, prefix in _found(listed)}
+        self._listed = frozenset(self._patches)
         self._primitives = _primitives(primitives_of)
         for kind in {type(one): None for one, _ in self._primitives.values()}:
             self._patches[id(kind), "__call__"] = Patch(kind, "__call__", self._named_primitive, self._listener, first=1)
@@ -89,18 +91,26 @@ class Interception:
             patch.remove()
 
     def register(self, module: Any, api: str, prefix: str) -> None:
-        patch = self._patches.setdefault((id(module), api), self._patch(module, api, prefix))
+        key = id(module), api
+        self._custom[key] = prefix
+        if key in self._patches:
+            return
+        self._patches[key] = self._patch(module, api, prefix)
         if not self._listener.muted:
-            patch.install()
+            self._patches[key].install()
 
     def restore(self, module: Any, api: str) -> None:
-        patch = self._patches.pop((id(module), api), None)
+        """What the list has goes on being seen, under the prefix that it has there."""
+        key = id(module), api
+        self._custom.pop(key, None)
+        patch = None if key in self._listed else self._patches.pop(key, None)
         if patch is not None:
             patch.remove()
 
     def _patch(self, owner: Any, name: str, prefix: str) -> Patch:
-        called = prefix, name
-        return Patch(owner, name, lambda _: called, self._listener)
+        """A prefix that a user has named goes before that of the list."""
+        key = id(owner), name
+        return Patch(owner, name, lambda _: (self._custom.get(key, prefix), name), self._listener)
 
     def _named_primitive(self, args: Sequence[Any]) -> tuple[str, str] | None:
         _, name = self._primitives.get(id(args[0]), (None, None))

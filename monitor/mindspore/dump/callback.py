@@ -35,7 +35,7 @@ class MsprobeInitStep(Callback):  # type: ignore[misc]
     """Has steps counted from where a training goes on.
 
     Args:
-        debugger: Whose steps.
+        debugger: Whose steps; None: those of the debugger that was made last.
     """
 
     def __init__(self, debugger: PrecisionDebugger | None = None) -> None:
@@ -44,5 +44,6 @@ class MsprobeInitStep(Callback):  # type: ignore[misc]
 
     def on_train_begin(self, run_context: RunContext) -> None:
         done = getattr(run_context.original_args(), "cur_step_num", 0) or 0
-        if self._debugger is not None:
-            self._debugger.set_init_step(int(done))
+        debugger = PrecisionDebugger.made_last() if self._debugger is None else self._debugger
+        if debugger is not None:
+            debugger.set_init_step(int(done))

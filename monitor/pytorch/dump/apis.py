@@ -22,11 +22,13 @@ from monitor.capture.patches import CallListener
 from monitor.dump.apis import api_list as read_list
 from monitor.dump.apis import packaged_list
 from monitor.dump.backend import ApiListener
+from monitor.pytorch.dump.given import as_given
 from monitor.pytorch.patches import CallPatch
 
 DISTRIBUTED: Final = "Distributed"
 
-OVERRIDABLE: Final = {"Functional": torch.nn.functional, "Torch": torch, "Tensor": Tensor}
+TENSOR: Final = "Tensor"
+OVERRIDABLE: Final = {"Functional": torch.nn.functional, "Torch": torch, TENSOR: Tensor}
 """Where names of a prefix are looked up. A function that stands in several places has the first one's name."""
 
 PREFIXES: Final = (*OVERRIDABLE, DISTRIBUTED)
@@ -46,7 +48,9 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         listener = self.listener
         known = None if torch.compiler.is_compiling() or traced() else self._names.get(function)
-        call = None if known is None or listener is None else listener.begins(*known, args, kwargs)
+        call = None
+        if known is not None and listener is not None:
+            call = listener.begins(*known, *as_given(function, known[0] == TENSOR, args, kwargs))
         if call is None or listener is None:
             return function(*args, **kwargs)
         try:
@@ -89,19 +93,34 @@ class PatchedCalls(CallListener):
     def __init__(self, listener: ApiListener) -> None:
         self._listener = listener
         self._patches: dict[tuple[int, str], tuple[CallPatch, str]] = {}
+        self._listed: dict[tuple[int, str], str] = {}
         self._threads = OpenCalls()
         self._listening = False
 
-    def add(self, module: Any, api: str, prefix: str) -> None:
+    def add(self, module: Any, api: str, prefix: str, *, listed: bool = False) -> None:
+        """See calls of ``module.api`` under a prefix.
+
+        Args:
+            listed: Whether the list of APIs has it; a prefix that a user names later goes before that of the list.
+        """
         key = id(module), api
-        if key not in self._patches:
-            self._patches[key] = CallPatch(module, api), prefix
-            if self._listening:
-                self._patches[key][0].add(self)
+        known = self._patches.get(key)
+        patch = CallPatch(module, api) if known is None else known[0]
+        self._patches[key] = patch, prefix
+        if listed:
+            self._listed[key] = prefix
+        if self._listening and known is None:
+            patch.add(self)
 
     def discard(self, module: Any, api: str) -> None:
-        patch, _ = self._patches.pop((id(module), api), (None, ""))
-        if patch is not None:
+        """What the user has named is seen no more, or under the prefix of the list again."""
+        key = id(module), api
+        patch, _ = self._patches.pop(key, (None, ""))
+        if patch is None:
+            return
+        if key in self._listed:
+            self._patches[key] = patch, self._listed[key]
+        else:
             patch.remove(self)
 
     def listen(self) -> None:
@@ -142,7 +161,7 @@ class Interception:
         if torch.distributed.is_available():
             for name in listed.get(DISTRIBUTED, ()):
                 if callable(getattr(torch.distributed, name, None)):
-                    self._patched.add(torch.distributed, name, DISTRIBUTED)
+                    self._patched.add(torch.distributed, name, DISTRIBUTED, listed=True)
         self._undo: Function | None = None
 
     def register(self, module: Any, api: str, prefix: str) -> None:

@@ -72,7 +72,7 @@ def _is_transformed(x: Tensor) -> bool:
 
 
 def _described(x: Tensor) -> dict[str, Any]:
-    return {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": list(x.shape)}
+    return {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": list(x.shape), "requires_grad": x.requires_grad}
 
 
 class _HostRow:

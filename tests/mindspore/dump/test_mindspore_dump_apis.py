@@ -199,12 +199,31 @@ def test_model_dumps_each_of_its_steps_by_a_callback(tmp_path: Path, passed: boo
         assert {"Cell.conv1.Conv2d.forward.0", "Cell.conv1.Conv2d.parameters_grad.0"} <= names
 
 
-def test_dropout_that_is_made_afterwards_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout):
-        monkeypatch.setattr(kind, "__init__", kind.__init__)
-    seed_all(rm_dropout=True)
-    x = ops.ones((50,))
-    assert np.array_equal(nn.Dropout(p=0.9).set_train(True)(x).asnumpy(), x.asnumpy())
+def test_a_prefix_of_the_users_goes_before_that_of_the_list_until_it_is_restored(tmp_path: Path) -> None:
+    x = ops.ones((2, 2))
+    original = ops.matmul
+    debugger = PrecisionDebugger(dump_path=tmp_path)
+    debugger.register_custom_api(ops, "matmul", "Mine")
+    debugger.start()
+    ops.matmul(x, x)
+    debugger.restore_custom_api(ops, "matmul")
+    ops.matmul(x, x)
+    debugger.register_custom_api(ops, "matmul", "Again")
+    ops.matmul(x, x)
+    debugger.stop()
+    debugger.step()
+    debugger.close()
+    assert ops.matmul is original
+    assert list(Dump(tmp_path).data) == ["Mine.matmul.0.forward", "Functional.matmul.0.forward", "Again.matmul.0.forward"]
+
+
+def test_the_class_stands_for_the_debugger_that_was_made_last(tmp_path: Path) -> None:
+    PrecisionDebugger(dump_path=tmp_path)
+    PrecisionDebugger.start()
+    ops.abs(ops.ones((2,)))
+    PrecisionDebugger.stop()
+    PrecisionDebugger.step()
+    assert "Functional.abs.0.forward" in Dump(tmp_path).data
 
 
 def test_a_seed_repeats_random_numbers() -> None:

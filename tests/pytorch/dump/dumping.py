@@ -114,7 +114,7 @@ def described(x: Tensor) -> dict[str, Any]:
     wide = x.detach().double()
     numbers = {"Max": wide.max(), "Min": wide.min(), "Mean": wide.mean(), "Norm": wide.norm()}
     told = {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": list(x.shape)}
-    return {**told, **{key: number.item() for key, number in numbers.items()}}
+    return {**told, **{key: number.item() for key, number in numbers.items()}, "requires_grad": x.requires_grad}
 
 
 def same(told: Any, expected: Any) -> bool:

@@ -395,3 +395,32 @@ def test_files_that_cannot_be_made_can_be_made_later(tmp_path: Path) -> None:
     assert f"run monitor-dump-recover {place}" in (place / "dump_error_info.log").read_text()
     (place / "dump.json").rmdir()
     assert [one.entries for one in recover(tmp_path)] == [1]
+
+
+def test_the_class_stands_for_the_debugger_that_was_made_last(tmp_path: Path) -> None:
+    PrecisionDebugger(dump_path=tmp_path / "first", level="L0")
+    PrecisionDebugger(dump_path=tmp_path, level="mix")
+    model = seeded(Convolutional)
+    PrecisionDebugger.set_init_step(3)
+    PrecisionDebugger.register_custom_api(torch, "matmul", api_prefix="Mine")
+    PrecisionDebugger.start(model=model)
+    loss_of(model).backward()
+    torch.matmul(torch.ones(2, 2), torch.ones(2, 2))
+    PrecisionDebugger.stop()
+    PrecisionDebugger.step()
+    assert steps_in(tmp_path) == ["step3"]
+    assert {"Module.conv1.Conv2d.backward.0", "Mine.matmul.0.forward"} <= Dump(tmp_path, 3).data.keys()
+
+
+def test_on_the_class_before_any_debugger_is_made_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrecisionDebugger, "_latest", None)
+    with pytest.raises(RuntimeError, match=r"PrecisionDebugger.start\(\) needs a debugger: make one first"):
+        PrecisionDebugger.start()
+
+
+def test_saving_a_value_may_be_asked_of_the_class(tmp_path: Path) -> None:
+    PrecisionDebugger(dump_path=tmp_path, level="debug")
+    PrecisionDebugger.save(torch.ones(2), "ones")
+    PrecisionDebugger.step()
+    (path,) = tmp_path.glob("step0/*/debug.json")
+    assert list(json.loads(path.read_text())["data"]) == ["ones.0.debug"]

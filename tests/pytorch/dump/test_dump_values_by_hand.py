@@ -17,16 +17,8 @@ from torch import Tensor, nn
 
 from monitor.pytorch import PrecisionDebugger
 
-SPELLING = Spelling("torch.Tensor", "torch.float32", "torch.int64")
+SPELLING = Spelling("torch.Tensor", "torch.float32", "torch.int64", ("requires_grad",))
 LABELS = torch.tensor([0, 2])
-PLAIN_LOSS = {
-    "weight": None,
-    "size_average": None,
-    "ignore_index": -100,
-    "reduce": None,
-    "reduction": "mean",
-    "label_smoothing": 0.0,
-}
 
 Parameters = dict[str, Value]
 Kind = type[nn.Module]
@@ -66,10 +58,10 @@ def convolutional(tape: Tape, p: Parameters) -> Value:
     x = convolved(tape, x, "conv2", p)
     x = tape.call("Tensor.flatten", tapes.reshaped((2, 32)), x, 1)
     x = projected(tape, x, "fc", p)
-    return tape.call("Functional.cross_entropy", tapes.cross_entropy, x, Value(LABELS.numpy()), **PLAIN_LOSS)
+    return tape.call("Functional.cross_entropy", tapes.cross_entropy, x, Value(LABELS.numpy()))
 
 
-def normalized(x: np.ndarray, _: Any, *, weight: np.ndarray, bias: np.ndarray, eps: float) -> Any:
+def normalized(x: np.ndarray, _: Any, weight: np.ndarray, bias: np.ndarray, eps: float) -> Any:
     (y, _, _), back = tapes.normalized(x, weight, bias, eps)
     return y, back
 
@@ -78,12 +70,12 @@ def block(tape: Tape, x: Value, name: str, p: Parameters) -> Value:
     with tape.module(f"Module.{name}.Block", x, scale=0.5) as module:
         own = below(p, f"{name}.norm")
         with tape.module(f"Module.{name}.norm.LayerNorm", x, parameters=own) as norm:
-            y = tape.call("Functional.layer_norm", normalized, x, (8,), **own, eps=1e-5)
+            y = tape.call("Functional.layer_norm", normalized, x, (8,), own["weight"], own["bias"], 1e-5)
             norm.results = (y,)
         y = projected(tape, y, f"{name}.qkv", p)
         q, k, v = tape.call("Tensor.chunk", tapes.in_thirds, y, 3, dim=-1)
         y = tape.call("Functional.scaled_dot_product_attention", tapes.causal_attention, q, k, v, is_causal=True)
-        y = tape.call("Functional.dropout", tapes.unchanged, y, p=0.1, training=False, inplace=False)
+        y = tape.call("Functional.dropout", tapes.unchanged, y, 0.1, False)
         y = projected(tape, y, f"{name}.out", p)
         y = tape.call("Tensor.mul", tapes.scaled, y, 0.5)
         y = tape.call("Tensor.add", tapes.added, x, y)
@@ -93,15 +85,15 @@ def block(tape: Tape, x: Value, name: str, p: Parameters) -> Value:
 
 def transformer(tape: Tape, p: Parameters) -> Value:
     text, own = Value(tokens().numpy()), below(p, "embedding")
-    settings = {"padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False}
+    settings = None, None, 2.0, False, False  # padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
     with tape.module("Module.embedding.Embedding", text, parameters=own) as module:
-        x = tape.call("Functional.embedding", tapes.looked_up, text, own["weight"], **settings)
+        x = tape.call("Functional.embedding", tapes.looked_up, text, own["weight"], *settings)
         module.results = (x,)
     for n in range(2):
         x = block(tape, x, f"blocks.{n}", p)
     x = projected(tape, x, "head", p)
     x = tape.call("Tensor.flatten", tapes.reshaped((12, 11)), x, 0, 1)
-    return tape.call("Functional.cross_entropy", tapes.cross_entropy, x, Value(tokens().flatten().numpy()), **PLAIN_LOSS)
+    return tape.call("Functional.cross_entropy", tapes.cross_entropy, x, Value(tokens().flatten().numpy()))
 
 
 BY_HAND: dict[Kind, Callable[[Tape, Parameters], Value]] = {Convolutional: convolutional, Transformer: transformer}

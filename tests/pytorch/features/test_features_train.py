@@ -405,7 +405,7 @@ def test_short_names_are_used_where_names_are_shortened(output: Output) -> None:
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8)])})})
     run = lambda: model["encoder"]["layers"][0](seeded(2, 8)).sum().backward()  # noqa: E731
     (row,) = rows(output, "linear_hook", model, run, squash_name=True, l2_targets={"linear_hook": ["encoder.layers.0"]})
-    assert row.name == "layers.0.linear"
+    assert row.name == "0.linear"
 
 
 def test_everything_is_taken_away_in_the_end(output: Output) -> None:
