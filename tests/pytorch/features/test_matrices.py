@@ -137,7 +137,7 @@ SEQUENCES = {
         torch.diag(torch.tensor([1.0, 0.3 * step, *[0.0] * 9])) for step in range(8)
     ],
     "an idle block grows": [idle_block(0.05 * step) for step in range(8)],
-    "a direction grows": [0.02 * drawn(256, 128) + s * torch.outer(torch.eye(256)[9], torch.eye(128)[7]) for step in range(4)],
+    "a direction grows": [drawn(256, 128) + 50 * step * torch.outer(torch.eye(256)[9], torch.eye(128)[7]) for step in range(4)],
     "one element flips": [0.02 * drawn(96, 80), element(0.02 * drawn(96, 80), 40.0), 0.02 * drawn(96, 80)],
     "opposite elements": [torch.block_diag(drawn(60, 60), step * torch.tensor([[1.0, -1.0], [-1.0, 1.0]])) for step in (0, 30)],
     "it was not finite once": [drawn(30, 30), drawn(30, 30) * math.nan, drawn(30, 30)],
