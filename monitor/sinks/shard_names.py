@@ -82,7 +82,9 @@ def _named(name: str, path: Path) -> Named | None:
 
 
 def _names(directory: Path) -> list[str]:
+    """Of regular files: links are not followed, and a pipe would be waited for."""
     try:
-        return sorted(os.listdir(directory))
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
     except FileNotFoundError:
         return []

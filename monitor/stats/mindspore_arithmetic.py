@@ -75,9 +75,6 @@ class Arithmetic(Protocol):
     def stack(self, parts: Sequence[Array]) -> Array:
         """Along a new first dimension."""
 
-    def with_row(self, x: Array, row: Array) -> Array:
-        """A matrix with one more row."""
-
     def swapped(self, x: Array) -> Array:
         """With the last two dimensions exchanged."""
 
@@ -141,9 +138,6 @@ class OnHost:
 
     def stack(self, parts: Sequence[Array]) -> Array:
         return np.stack(parts)
-
-    def with_row(self, x: Array, row: Array) -> Array:
-        return np.concatenate([x, row[None]])
 
     def swapped(self, x: Array) -> Array:
         return x.swapaxes(-1, -2)
@@ -225,9 +219,6 @@ class OnDevice:
 
     def stack(self, parts: Sequence[Array]) -> Array:
         return mint.cat([mint.unsqueeze(one, 0) for one in parts])
-
-    def with_row(self, x: Array, row: Array) -> Array:
-        return mint.cat([x, mint.unsqueeze(row, 0)])
 
     def swapped(self, x: Array) -> Array:
         return mint.transpose(x, -1, -2)

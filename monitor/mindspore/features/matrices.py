@@ -40,7 +40,7 @@ def _lanczos(work: _Scaled) -> tuple[float, float]:
         if found.add(float(along), float(before), float(length)) or len(basis) == min(MOST, work.columns):
             break
         vector = rest / length
-        basis = work.on.with_row(basis, vector)
+        basis = np.concatenate([basis, vector[None]])
     return found.largest, CERTAIN if found.certain or not work.finite else UNCERTAIN
 
 
@@ -48,11 +48,10 @@ def _lanczos_unread(work: _Scaled) -> tuple[Array, Array]:
     """As ``_lanczos``, by a fixed number of products."""
     on, products = work.on, min(UNREAD, work.columns)
     vector = on.constant(krylov.start(work.columns))
-    basis = on.stack([vector])
+    basis: Array = 0.0  # it has all of its rows from the first on: operations on a new shape are prepared anew
     diagonal, beside = list[Array](), list[Array]()
     for product in range(products):
-        if product:
-            basis = on.with_row(basis, vector)
+        basis = on.column(on.constant(np.eye(products)[product])) * vector + basis
         along, before, rest, length = _beyond(on, basis, vector, work.times(vector))
         diagonal.append(along)
         beside.append(on.where(length > krylov.NOISE * before, length, 0.0))
