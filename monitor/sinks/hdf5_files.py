@@ -156,10 +156,8 @@ def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path,
 
 
 def _listed(directory: Path) -> list[str]:
-    """Of regular files: links are not followed, and a pipe would be waited for."""
     try:
-        with os.scandir(directory) as entries:
-            return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+        return sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
 
