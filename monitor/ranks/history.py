@@ -194,7 +194,8 @@ def steps_between(known: int, resumed: int, interval: int) -> StepRange | None:
 
 def _was_killed(record: ManifestRecord) -> bool:
     """Whether the last run that told of steps, or one after it, did not end cleanly."""
-    for run in (record, *reversed(record.resumed)):
+    runs: list[ManifestRecord | EarlierRun] = [record, *reversed(record.resumed)]
+    for run in runs:
         if not run.closed:
             return True
         if run.first_step is not None:

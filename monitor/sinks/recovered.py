@@ -115,7 +115,7 @@ def is_regular(path: Path) -> bool:
 def checked(path: Path) -> Path:
     """Raises ``OSError`` for what is no regular file."""
     if not is_regular(path):
-        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+        raise OSError(errno.EISDIR if path.is_dir() else errno.EINVAL, "this is no regular file", str(path))
     return path
 
 

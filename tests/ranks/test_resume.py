@@ -370,8 +370,8 @@ class TestManifest:
 
 
 class TestHome:
-    def settle(self, base, *span, failures=None, recording=0):
-        return home(base, 0, "Mar01_00-00-00", recording, span, ["csv"], failures or Failures())
+    def settle(self, base, *span, failures=None, recording=0, formats=("csv",)):
+        return home(base, 0, "Mar01_00-00-00", recording, span, formats, failures or Failures())
 
     def released(self, *homes):
         for one in homes:

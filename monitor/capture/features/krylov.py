@@ -56,7 +56,8 @@ def start(columns: int) -> NDArray[np.float32]:
     """
     generator = np.random.Generator(np.random.PCG64(SEED))
     drawn = generator.uniform(0.5, 1.5, columns) * generator.choice((-1.0, 1.0), columns)
-    return (drawn / np.linalg.norm(drawn)).astype(np.float32)
+    unit: NDArray[np.float32] = (drawn / np.linalg.norm(drawn)).astype(np.float32)
+    return unit
 
 
 def growth_needed(columns: int) -> float:
