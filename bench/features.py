@@ -3,7 +3,7 @@
     python bench/features.py
 
 Every other step is collected, in one process of one thread. The CPU time of a collected step is divided by that of the next:
-the median over the rounds is reported, and beside it the first step, in which the power iteration of every matrix begins.
+the median over the rounds is reported, and beside it the first step.
 
 The memory that attention takes is measured in a process of its own for each sample: the rise of its peak while entropy and
 greatest weight of a sequence are computed, of 8 heads of 64 in bfloat16.

@@ -102,4 +102,7 @@ def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: 
         LOGGER.warning("[rank %d] %s was left by a process that was killed and is damaged: it was set aside.", rank, path)
     earlier = Earlier.of(record)
     earlier.timeline.correct(found.ranges, found.held, found.cut)
+    if record is not None and not record.closed:
+        said = "[rank %d] append_output: the run that recorded to %s did not end cleanly. The last step in its files is %d."
+        LOGGER.warning(said, rank, directory.name, earlier.timeline.newest)
     return earlier

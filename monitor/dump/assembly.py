@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from monitor.dump.records import FILE, Record, read
+from monitor.dump.safe_files import opened
 from monitor.ranks.output import write_whole
 
 HEADER: Final = "header"
@@ -15,13 +17,28 @@ STACK: Final = "frames"
 ENTRY: Final = "entry"
 
 
-def assemble(directory: Path) -> int:
-    """Make the files of a rank's step, replacing earlier ones.
+MAIN: Final = ("dump.json", "debug.json")
+"""The files that hold entries; one of them is in each complete dump."""
+
+LARGEST: Final = 1 << 32
+"""Bytes of such a file that is read back."""
+
+
+class OtherDumpError(Exception):
+    """A directory holds entries that its records do not."""
+
+
+def assemble(directory: Path, *, check: bool = False) -> int:
+    """Make the files of a rank's step, replacing those of an earlier segment of the step.
+
+    Args:
+        check: Whether files may be there that were made of other records.
 
     Returns:
         How many entries they have.
 
     Raises:
+        OtherDumpError: There are such files. They stay.
         OSError: The records cannot be read, or a file cannot be written.
     """
     header: Mapping[str, Any] = {}
@@ -36,16 +53,31 @@ def assemble(directory: Path) -> int:
             entries.append(record)
     # Gradients of a call arrive one by one, and its record is written when the last of them has, or none is to be expected.
     entries.sort(key=lambda entry: entry["at"])
-    for name, content in _files(header, entries, frames).items():
+    files = _files(header, entries, frames)
+    if check:
+        _check_earlier(directory, files)
+    for name, content in files.items():
         write_whole(directory / name, _spelled(content).encode())
     return len(entries)
 
 
-def finish(directory: Path) -> int:
+def finish(directory: Path, *, check: bool = False) -> int:
     """``assemble``, and let go of the records."""
-    entries = assemble(directory)
+    entries = assemble(directory, check=check)
     (directory / FILE).unlink()
     return entries
+
+
+def _check_earlier(directory: Path, files: Mapping[str, Any]) -> None:
+    """That no entry is lost which a file has now."""
+    for name in MAIN:
+        if not os.path.lexists(directory / name):
+            continue
+        with opened(directory / name, most=LARGEST) as file:
+            earlier = json.load(file)["data"]
+        entries = files.get(name, {"data": {}})["data"]
+        if any(called not in entries or json.dumps(entries[called]) != json.dumps(one) for called, one in earlier.items()):
+            raise OtherDumpError(f"{name} has entries that were not recorded by the process that was killed: it stays")
 
 
 def _files(header: Mapping[str, Any], entries: Iterable[Record], frames: Mapping[int, list[str]]) -> dict[str, Any]:

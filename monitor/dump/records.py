@@ -13,8 +13,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
+from monitor.dump.safe_files import opened
+
 FILE: Final = ".dump.records"
 """Beside the files that are made of it. It is there while a step is recorded, and after a process was killed."""
+
+LONGEST: Final = 1 << 26
+"""Bytes of a record, at most: of a longer line the rest is damage."""
 
 Record = dict[str, Any]
 
@@ -58,8 +63,8 @@ class Records:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a process is still at it. Raises ``OSError`` where the file cannot be opened."""
-    with open(path, "rb") as file:
+    """Whether a process is still at it. Raises ``OSError`` where it is no regular file or cannot be opened."""
+    with opened(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,10 +76,10 @@ def read(path: Path) -> Iterator[Record]:
     """The records of a file, as far as they are whole.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: It is no regular file, or cannot be read.
     """
-    with open(path, "rb") as file:
-        for line in file:
+    with opened(path) as file:
+        while line := file.readline(LONGEST):
             checksum, _, record = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or checksum != f"{zlib.crc32(record):08x}".encode():
                 return

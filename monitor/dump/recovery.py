@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from monitor.dump.assembly import finish
+from monitor.dump.assembly import OtherDumpError, finish
 from monitor.dump.records import FILE, is_written
+from monitor.dump.safe_files import is_directory
 from monitor.dump.writer import DATA
 from monitor.ranks.output import remove_drafts
 
@@ -26,7 +27,7 @@ class Recovered(NamedTuple):
 
 
 def recover(directory: Path) -> Iterator[Recovered]:
-    """Complete every step below ``directory`` that was left behind."""
+    """Complete every step below ``directory`` that was left behind. Links are not followed."""
     for records in sorted(directory.rglob(FILE)):
         yield _recovered(records)
 
@@ -37,8 +38,10 @@ def _recovered(records: Path) -> Recovered:
         if is_written(records):
             return Recovered(directory, None, "a process is still writing to it")
         for place in (directory, directory / DATA):
-            if place.is_dir():
+            if is_directory(place):
                 remove_drafts(place)
-        return Recovered(directory, finish(directory))
-    except (OSError, ValueError, KeyError) as error:
+        return Recovered(directory, finish(directory, check=True))
+    except (OSError, OtherDumpError) as error:
         return Recovered(directory, None, str(error))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        return Recovered(directory, None, f"it holds what no dump does: {error!r}")

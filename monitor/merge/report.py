@@ -13,6 +13,7 @@ from typing import Any, Final
 from monitor.merge.copies import Disagreement
 from monitor.merge.discovery import NO_END, RankRun, SetAside
 from monitor.merge.reduction import Outcome
+from monitor.ranks.history import collected_every, newest_step, steps_between
 from monitor.ranks.ranges import StepRanges
 from monitor.ranks.records import StepsRecord
 from monitor.series import NO_MICRO_STEP
@@ -71,7 +72,7 @@ class Report:
     def clean(self) -> bool:
         """Whether nothing is missing and everything agrees. Ops that were never recorded are not missed."""
         lost = (self.missing_ranks, self.set_aside, self.disagreements, self._gaps, self._incomplete, self._unplaced)
-        return not any(lost) and not any(self._dropped())
+        return not any(lost) and not any(self._dropped()) and not any(self._not_closed())
 
     def spelled(self) -> str:
         """As JSON."""
@@ -91,6 +92,7 @@ class Report:
             "tensors": dict(sorted(self.tensors.items())),
             "gaps": _listed(self._stepwise(self._gaps, "rank")),
             "dropped": _listed(self._dropped()),
+            "not_closed": _listed(self._not_closed()),
             "skipped_steps": _ranges(self._skipped()),
             "duplicate_steps": _listed(self._stepwise(self._duplicates, "rank")),
             "replaced_steps": _listed(self._replaced()),
@@ -130,6 +132,13 @@ class Report:
                 for reason, steps in causes.items():
                     yield {"rank": run.rank, "format": sink, "reason": reason, **_recorded(steps)}
 
+    def _not_closed(self) -> Iterator[dict[str, Any]]:
+        """Runs that were killed, or still write, and what is not known of them: up to where a later directory goes on."""
+        for run in self.runs:
+            after = newest_step(run.manifest)
+            if not run.manifest.closed and steps_between(after, run.end, collected_every(run.manifest)) is not None:
+                yield {"rank": run.rank, "directory": run.directory.name, "after": after}
+
     def _replaced(self) -> Iterator[dict[str, Any]]:
         """What an earlier run wrote, and a later one that was resumed before it did again."""
         for run in self.runs:
@@ -168,6 +177,7 @@ def _ops_without_a_value(listed: Iterable[Mapping[str, Any]]) -> Iterator[tuple[
 _LINES: Final = {
     "gaps": "rank {rank} has no {kind} at {at}",
     "dropped": "rank {rank}, {at}: {reason}",
+    "not_closed": "rank {rank}, {directory}: not ended cleanly, or still writing; steps after {after} may be missing",
     "duplicate_steps": "rank {rank} has {kind} twice at {at}; taken once",
     "replaced_steps": "rank {rank}, {at} in {directory}: a later run did them again",
     "set_aside": "{path}: {reason}",

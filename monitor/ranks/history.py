@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from monitor.ranks.ranges import LAST_STEP, MOST_RANGES_OF_A_CAUSE, Rest, StepRanges, StepsByCause
+from monitor.ranks.ranges import LAST_STEP, MOST_RANGES_OF_A_CAUSE, Rest, StepRange, StepRanges, StepsByCause
 from monitor.ranks.records import EarlierRun, ManifestRecord, RecordedSteps, StepsRecord
 from monitor.stats.rows import Status
 
 MOST_EARLIER_RUNS: Final = 100
 
-KILLED: Final = "lost when the process was killed"
+KILLED: Final = "killed before it was written"
 
 
 class Timeline:
@@ -20,11 +20,13 @@ class Timeline:
 
     Attributes:
         first: The first step that this run has told of; None before.
+        killed_before: The steps between the last one that an earlier run left, which was killed, and the first of this one.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self._resumed = False
+        self.killed_before: StepRange | None = None
+        self._resumed, self._killed, self._interval = False, False, 1
         self._written, self._skipped, self._incomplete = StepRanges(), StepRanges(), StepRanges()
         self._abandoned = StepRanges()
         self._dropped = StepsByCause()
@@ -34,7 +36,8 @@ class Timeline:
     def restored(cls, record: ManifestRecord) -> Timeline:
         """As an earlier run left it, for another one to go on."""
         line = cls()
-        line._resumed = True
+        line._resumed, line._killed = True, _was_killed(record)
+        line._interval = collected_every(record)
         steps = record.steps
         line._written, line._skipped, line._incomplete, line._abandoned = (
             _restored(one) for one in (steps.written, steps.skipped, steps.incomplete, steps.abandoned)
@@ -47,14 +50,13 @@ class Timeline:
     def found(cls) -> Timeline:
         """Of an earlier run that left no word."""
         line = cls()
-        line._resumed = True
+        line._resumed = line._killed = True
         return line
 
     @property
     def newest(self) -> int:
         """The last of the steps written; -1 if there are none."""
-        rest = self._written.rest
-        return max(self._written.ranges[-1].last if self._written.ranges else -1, rest.last if rest else -1)
+        return self._written.newest
 
     def correct(self, ranges: Iterable[tuple[int, int]], held: Mapping[str, Collection[int]], cut: Iterable[int]) -> None:
         """Go by the files of the earlier run, which may have been killed after its last word.
@@ -127,7 +129,17 @@ class Timeline:
         if self.first is None or step < self.first:
             if self._resumed:
                 self._leave(step, LAST_STEP if self.first is None else self.first - 1)
+                self._miss(step)
             self.first = step
+
+    def _miss(self, step: int) -> None:
+        """A run that was killed had measured what lies between its last step and the one that it is resumed at."""
+        if self.first is not None or not self._killed:
+            return
+        known = max(self._written.newest, self._dropped.newest, *(causes.newest for causes in self._lost.values()), -1)
+        if known >= 0 and (gap := steps_between(known, step, self._written.interval or self._interval)) is not None:
+            self.killed_before = gap
+            self._dropped.add_range(gap, KILLED)
 
     def _leave(self, first: int, last: int) -> None:
         """What the earlier run did there was done in vain."""
@@ -166,6 +178,29 @@ class Earlier:
     def series_files(self) -> frozenset[str]:
         """Which the manifest still points at."""
         return frozenset(run.series.file for run in self.runs if run.series is not None)
+
+
+def collected_every(record: ManifestRecord) -> int:
+    """The interval between two collected steps, as configured."""
+    interval = record.config.get("step_interval", 1)
+    return interval if isinstance(interval, int) and interval > 0 else 1
+
+
+def steps_between(known: int, resumed: int, interval: int) -> StepRange | None:
+    """The steps that follow ``known`` in this interval, before ``resumed``; None if there are none."""
+    last = known + (resumed - 1 - known) // interval * interval
+    return StepRange(known + interval, last, interval if last > known + interval else 1) if last > known else None
+
+
+def _was_killed(record: ManifestRecord) -> bool:
+    """Whether the last run that told of steps, or one after it, did not end cleanly."""
+    runs: list[ManifestRecord | EarlierRun] = [record, *reversed(record.resumed)]
+    for run in runs:
+        if not run.closed:
+            return True
+        if run.first_step is not None:
+            return False
+    return False
 
 
 def newest_step(record: ManifestRecord | None) -> int:

@@ -25,6 +25,7 @@ from monitor.ranks.flow import MOST_EDGES, Flow
 from monitor.ranks.history import Earlier, Timeline
 from monitor.ranks.job import JobIdentity
 from monitor.ranks.output import write_whole
+from monitor.ranks.ranges import StepRange
 from monitor.ranks.records import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
@@ -100,19 +101,29 @@ class Manifest:
         self._configurations: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
         self._undecided_since: int | None = None
         self._closed = False
+        self._said_lost = False
         self._series_on_disk = ""
 
     def written(self, rows: StepRows) -> None:
         """Every sink has taken in the step."""
         self._recorded.add(rows)
+        self._say_what_was_lost()
 
     def dropped(self, step: int, reason: str) -> None:
         """No sink has the step."""
         self._recorded.drop(step, reason)
+        self._say_what_was_lost()
 
     def lost(self, step: int, sink: str, reason: str) -> None:
         """One sink does not have the step."""
         self._recorded.lose(step, sink, reason)
+
+    def _say_what_was_lost(self) -> None:
+        lost = self._recorded.killed_before
+        if lost is not None and not self._said_lost:
+            self._said_lost = True
+            said = f"The run that is continued was killed: of steps {lost.first} to {lost.last}, which it had not written"
+            self._failures.warn("killed before", f"{said}, there are no rows. The manifest lists them.")
 
     def flows(self, flow: Flow) -> None:
         """How data ran through this rank in a step."""
@@ -208,6 +219,10 @@ class _Recorded:
         self._lock = Lock()
         self._timeline = timeline
         self._measured = Measured(series)
+
+    @property
+    def killed_before(self) -> StepRange | None:
+        return self._timeline.killed_before
 
     def add(self, rows: StepRows) -> None:
         with self._lock:

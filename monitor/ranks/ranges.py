@@ -77,6 +77,16 @@ class StepRanges:
         return self._rest
 
     @property
+    def newest(self) -> int:
+        """The last step, also of ``rest``; -1 if there are none."""
+        return max(self._ranges[-1].last if self._ranges else -1, self._rest.last if self._rest else -1)
+
+    @property
+    def interval(self) -> int | None:
+        """Of the last range; None where that is a single step, or there is none."""
+        return self._ranges[-1].interval if self._ranges and self._ranges[-1].size > 1 else None
+
+    @property
     def count(self) -> int:
         """Number of steps, those of ``rest`` included."""
         return self._held + (self._rest.count if self._rest else 0)
@@ -131,6 +141,15 @@ class StepsByCause:
         if cause not in self._sets and len(self._sets) >= MOST_CAUSES:
             cause = OTHER_CAUSES
         self._sets.setdefault(cause, StepRanges(most=MOST_RANGES_OF_A_CAUSE)).add(step)
+
+    def add_range(self, steps: StepRange, cause: str) -> None:
+        """As ``add`` for each of them."""
+        self._sets.setdefault(cause, StepRanges(most=MOST_RANGES_OF_A_CAUSE)).add_all([steps])
+
+    @property
+    def newest(self) -> int:
+        """The last step under any cause; -1 if there are none."""
+        return max((one.newest for one in self._sets.values()), default=-1)
 
     def restore(self, cause: str, steps: StepRanges) -> None:
         """As they were read from a manifest."""

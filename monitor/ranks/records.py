@@ -263,6 +263,8 @@ def content_of(path: Path, limit: int, what: str) -> bytes:
         ManifestError: it is larger than ``limit`` bytes, or cannot be read.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("this is no regular file")  # a pipe would be waited for
         with open(path, "rb") as file:
             content = file.read(limit + 1)
     except OSError as error:

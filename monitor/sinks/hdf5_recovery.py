@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from monitor.sinks.hdf5_files import Shard, drafts_in, is_shard, parts_in, shards_in
 from monitor.sinks.hdf5_shards import Hdf5Shards
-from monitor.sinks.recovered import Recovered, changed, set_aside
+from monitor.sinks.recovered import Recovered, changed, checked, is_regular, set_aside
 from monitor.sinks.shard_names import Steps
 from monitor.sinks.spool import blocks, whole_bytes
 
@@ -24,7 +24,7 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
     recovered = Recovered()
     for path, record in list(parts_in(directory)):
         recovered.ranges.add(record)
-        if is_shard(path):
+        if is_shard(checked(path)):
             _recover_shard(path, record, recovered)
         else:
             _recover_steps(path, record)
@@ -35,7 +35,7 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
 
 def held(directory: Path, steps: Steps) -> set[int]:
     """See ``monitor.sinks.recovered.Recovery``."""
-    shards = (Shard.read(path) for path, named in shards_in(directory) if named.meets(steps))
+    shards = (Shard.read(path) for path, named in shards_in(directory) if named.meets(steps) and is_regular(path))
     return {step for shard in shards if shard is not None for step in shard.steps()}
 
 

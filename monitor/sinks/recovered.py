@@ -4,7 +4,9 @@ they hold; here that is asked of all formats, and told as one.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -103,6 +105,18 @@ def changed(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
+
+
+def is_regular(path: Path) -> bool:
+    """Whether it is a file, and neither a link to one nor a pipe, which would be waited for."""
+    return stat.S_ISREG(os.lstat(path).st_mode)
+
+
+def checked(path: Path) -> Path:
+    """Raises ``OSError`` for what is no regular file."""
+    if not is_regular(path):
+        raise OSError(errno.EISDIR if path.is_dir() else errno.EINVAL, "this is no regular file", str(path))
+    return path
 
 
 def set_aside(path: Path) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from monitor.sinks.parts import UNFINISHED, Part
-from monitor.sinks.recovered import Recovered, changed, set_aside
+from monitor.sinks.recovered import Recovered, changed, checked, is_regular, set_aside
 from monitor.sinks.shard_names import Named, Steps, drafts_in, parts_in, shards_in
 from monitor.sinks.shards import Shards
 from monitor.sinks.written import Written, line_ends
@@ -32,7 +32,7 @@ class Left:
 
     def __init__(self, named: Named) -> None:
         self.named = named
-        text = named.path.read_bytes()
+        text = checked(named.path).read_bytes()
         self._begun = _unfinished_from(text)
         self._first = bytes([text[self._begun] & ~UNFINISHED]) if self._begun < len(text) else b""
         restored = text[: self._begun] + self._first + text[self._begun + 1 :]
@@ -77,7 +77,7 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
 
 def held(directory: Path, steps: Steps) -> set[int]:
     """See ``monitor.sinks.recovered.Recovery``."""
-    files = (Written.read(one.path) for one in shards_in(directory) if one.steps.meets(steps))
+    files = (Written.read(one.path) for one in shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
     return {step for rows in files if rows is not None for step in np.unique(rows.steps).tolist()}
 
 

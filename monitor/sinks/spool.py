@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import pyarrow as pa
-from pyarrow.ipc import IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
+from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
 from monitor.sinks.facts import Facts
 from monitor.sinks.measurements import completed
 
 _FRAME: Final = struct.Struct("<II")
 _OPTIONS: Final = IpcWriteOptions(compression="lz4", use_threads=False)
+_READING: Final = IpcReadOptions(use_threads=False)
+"""A thread that Arrow cannot start ends the process: training, too."""
 
 
 class Block(NamedTuple):
@@ -45,7 +47,7 @@ def blocks(path: Path) -> Iterator[Block]:
         OSError: it cannot be read.
     """
     for content in _contents(path):
-        with open_stream(content) as stream:  # type: ignore[no-untyped-call]
+        with open_stream(content, options=_READING) as stream:  # type: ignore[no-untyped-call]
             (rows,) = stream
             yield Block(completed(rows), Facts.unpacked(stream.schema.metadata))
 

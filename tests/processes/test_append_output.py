@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 from launching import EVERY_STEP, Launcher, Started
 from recorded import Recorded, hidden, listed, rank_directories
+from typer.testing import CliRunner
 
+from monitor.merge.command import app as merge_command
+from monitor.ranks.history import KILLED
 from monitor.sinks.hdf5 import read_hdf5
 from monitor.sinks.written import Written
 
@@ -277,3 +281,39 @@ def test_a_killed_process_does_not_keep_its_directory_though_a_child_of_its_live
         os.kill(child, signal.SIGKILL)
     (directory,) = rank_directories(job.base)
     assert listed(Recorded(directory).manifest().steps.written) == list(range(6))
+
+
+@pytest.mark.parametrize("format_", ["csv", "hdf5"])
+def test_steps_between_a_kill_and_the_step_that_is_resumed_at_are_dropped_and_the_merge_exits_1(
+    launcher: Launcher, format_: str
+) -> None:
+    config = CONFIG | {"format": format_, "step_count_per_record": 5}
+    whole, job = Job(launcher, launcher.base / "whole", config), Job(launcher, launcher.base / "killed", config)
+    whole.run(0)
+    (run,) = job.start(0, 15)
+    run.wait_for("delivered 6")
+    run.send(signal.SIGKILL)
+    run.end()
+    shutil.copytree(whole.checkpoints, job.checkpoints, dirs_exist_ok=True)
+    (said,) = job.run(16)
+    (directory,) = rank_directories(job.base)
+    manifest = Recorded(directory).manifest()
+    written = listed(manifest.steps.written)
+    assert listed(manifest.dropped[KILLED]) == [step for step in range(max(written) + 1) if step not in written]
+    assert len(listed(manifest.dropped[KILLED])) >= 1
+    assert "did not end cleanly" in said
+    assert "there are no rows" in said
+    outcome = CliRunner().invoke(merge_command, [str(job.base)])
+    assert outcome.exit_code == 1
+    assert KILLED in outcome.output
+
+
+def test_a_merge_names_a_run_that_was_killed_and_exits_1(launcher: Launcher) -> None:
+    job = Job(launcher, launcher.base / "job", CONFIG | {"format": "csv"})
+    (run,) = job.start(0, 15)
+    run.wait_for("delivered 6")
+    run.send(signal.SIGKILL)
+    run.end()
+    outcome = CliRunner().invoke(merge_command, [str(job.base)])
+    assert outcome.exit_code == 1
+    assert "not ended cleanly" in outcome.output

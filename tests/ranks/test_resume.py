@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -239,6 +240,24 @@ class TestTimeline:
         assert listed(told["steps"].written) == [0, 1, 2, 3, 4, 6]
         assert listed(told["dropped"][KILLED]) == [5, 7]
 
+    @pytest.mark.parametrize(("interval", "resumed", "lost"), [(1, 9, [6, 7, 8]), (1, 6, []), (5, 145, [*range(30, 145, 5)])])
+    def test_what_a_killed_run_had_not_written_before_the_step_it_is_resumed_at_is_dropped(self, interval, resumed, lost):
+        line = Timeline()
+        for step in range(6):
+            line.write(step * interval, "complete")
+        line = Timeline.restored(record_with(**line.told()))
+        line.write(resumed, "complete")
+        line.write(resumed + interval, "complete")
+        told = line.told()["dropped"]
+        assert {cause: listed(steps) for cause, steps in told.items()} == ({KILLED: lost} if lost else {})
+
+    def test_a_run_that_ended_cleanly_has_lost_nothing(self):
+        line = Timeline()
+        line.write(0, "complete")
+        line = Timeline.restored(record_with(**line.told(), closed=True))
+        line.write(7, "complete")
+        assert line.told()["dropped"] == {}
+
     def test_a_step_that_some_sinks_of_a_killed_run_have_is_lost_to_the_others(self):
         line = Timeline()
         for step in range(3):
@@ -273,7 +292,7 @@ def record_with(**fields):
     facts = dict.fromkeys(("timestamp", "started", "saved", "host", "config_path"), "")
     facts |= {name: {} for name in ("groups", "versions", "config", "failures", "notes")}
     facts |= {"schema_version": 1, "job_id": "", "job_agreed": True, "closed": False, "rank": 0, "world_size": 1, "pid": 1}
-    return ManifestRecord(**facts, formats=(), series=None, **fields)
+    return ManifestRecord(**(facts | {"formats": (), "series": None} | fields))
 
 
 class TestManifest:
@@ -351,8 +370,8 @@ class TestManifest:
 
 
 class TestHome:
-    def settle(self, base, *span, failures=None, recording=0):
-        return home(base, 0, "Mar01_00-00-00", recording, span, ["csv"], failures or Failures())
+    def settle(self, base, *span, failures=None, recording=0, formats=("csv",)):
+        return home(base, 0, "Mar01_00-00-00", recording, span, formats, failures or Failures())
 
     def released(self, *homes):
         for one in homes:
@@ -396,6 +415,17 @@ class TestHome:
         assert dict(failures.counts) == {"going on in an earlier directory: IsADirectoryError EISDIR": 1}
         assert claim(directory) is not None
         self.released(begun)
+
+    @pytest.mark.parametrize("part", [".actv_0-4.csv.part", ".metrics_0-4.h5.part"])
+    @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+    def test_a_part_that_is_no_regular_file_is_never_opened(self, tmp_path, part, make):
+        directory = tmp_path / "Jan01_00-00-00-rank0-1a2b3c4d"
+        directory.mkdir()
+        make(directory / part)
+        taken = self.settle(tmp_path, *WINTER, formats=["csv", "hdf5"])
+        assert taken.directory != directory
+        assert os.path.lexists(directory / part)
+        self.released(taken)
 
     def test_files_that_were_visible_after_the_last_word_of_a_killed_run_are_known(self, tmp_path):
         directory = tmp_path / "Jan01_00-00-00-rank0-1a2b3c4d"

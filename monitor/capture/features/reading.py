@@ -29,12 +29,6 @@ class Search(Protocol):
         """Look no longer."""
 
 
-class Matrix(Protocol):
-    """A matrix whose norms are asked for again and again, while its elements change."""
-
-    def norms(self, matrix: Any) -> Norms: ...
-
-
 class Reading(Protocol):
     """Where a feature's numbers are, and what they come to. What cannot be read as what it should be is a ``MisfitError``."""
 
@@ -75,7 +69,7 @@ class Reading(Protocol):
     def local_matrix(self, weight: Any) -> Any:
         """The part of a weight that this rank has now, which may be all of it."""
 
-    def followed_matrix(self) -> Matrix: ...
+    def norms_of(self, matrix: Any) -> Norms: ...
     def similarity_of_rows(self, matrix: Any) -> Similarity: ...
 
     def tokens_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Any:

@@ -23,10 +23,15 @@ class Spread(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Of a matrix: the square of the Frobenius norm, and an estimate of the spectral norm from below."""
+    """Of a matrix: the square of the Frobenius norm, and an estimate of the spectral norm from below.
+
+    Attributes:
+        matrices: 1 where the estimate is certain; 2 where it is not: the row then has no spectral norm.
+    """
 
     squares: Number
     spectral: Number
+    matrices: Number
 
 
 class Similarity(NamedTuple):

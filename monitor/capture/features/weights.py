@@ -69,13 +69,9 @@ class LinearWatcher(WeightWatcher):
 
     kind = "linear_hook"
 
-    def __init__(self, module: NamedModule, asked: Asked, *, named: bool) -> None:
-        super().__init__(module, asked, named=named)
-        self._followed = self._reading.followed_matrix()
-
     def _numbers(self, matrix: Any) -> Mapping[int, Any]:
-        norms = self._followed.norms(matrix)
-        return {COUNT: prod(matrix.shape), MATRICES: 1.0, SUMSQ: norms.squares, MAX: norms.spectral}
+        norms = self._reading.norms_of(matrix)
+        return {COUNT: prod(matrix.shape), MATRICES: norms.matrices, SUMSQ: norms.squares, MAX: norms.spectral}
 
 
 class RouterWeightWatcher(WeightWatcher):

@@ -3,98 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from mindspore import Tensor
 
-from monitor.capture.features.power_iteration import FARTHEST, FIRST, LATER, LATER_THERE, SEED, SQUARINGS, STAYS
+from monitor.capture.features import krylov
+from monitor.capture.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
 from monitor.capture.features.results import Norms, Similarity
 from monitor.stats.mindspore_arithmetic import Arithmetic, Array, computing
 
-ROUNDING: Final = 1e-5
-"""What of a vector is left beside others that it is a combination of."""
 
+def norms_of(matrix: Tensor) -> Norms:
+    """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN.
 
-class FollowedMatrix:
-    """A matrix whose norms are asked for again and again, while its elements change.
+    On a device squares are float32: the Frobenius norm is known between 1e-19 and 1e19.
 
-    The spectral norm is found by power iteration with W^T W, and what it has come to is where it goes on the next time, so
-    that one product serves a matrix that changes little. The start is drawn from a generator of its own. The first row, and
-    one that moves, takes what is best in the space of all the vectors on the way (Lanczos).
+    Raises:
+        EarlierFailure: Something that was called before has failed.
     """
-
-    def __init__(self) -> None:
-        self._vector: Array | None = None
-        self._last: float | None = None
-
-    def norms(self, matrix: Tensor) -> Norms:
-        """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN.
-
-        On a device squares are float32: the Frobenius norm is told between 1e-19 and 1e19.
-
-        Raises:
-            EarlierFailure: Something that was called before has failed.
-        """
-        with computing() as on:
-            work = _Scaled(on, on.of(matrix))
-            vector = self._start(on, matrix.shape[1])
-            spectral = self._followed(work, vector) if on.may_look else self._followed_unseen(work, vector)
-            return Norms(on.number(work.sum_of_squares()), on.number(spectral))
-
-    def _start(self, on: Arithmetic, columns: int) -> Array:
-        if self._vector is None or self._vector.shape[0] != columns:
-            drawn = np.random.Generator(np.random.PCG64(SEED)).standard_normal(columns)
-            self._vector, self._last = on.constant(drawn / np.linalg.norm(drawn)), None
-        return self._vector
-
-    def _followed(self, work: _Scaled, vector: Array) -> float:
-        """Until the estimate stays, which on the host can be looked at for nothing."""
-        if not work.finite:
-            return math.nan
-        last = self._last
-        for products in (FIRST,) if last is None else LATER:
-            estimate, vector = _estimated(work, vector, products)
-            found = float(estimate * work.back)
-            stays = last is not None and abs(found - last) <= STAYS * found
-            last = found
-            if stays:
-                break
-        self._vector, self._last = vector, found
-        return found
-
-    def _followed_unseen(self, work: _Scaled, vector: Array) -> Array:
-        on = work.on
-        estimate, found = _estimated(work, vector, FIRST if self._last is None else LATER_THERE)
-        self._vector, self._last = on.where(work.finite, found, vector), 0.0
-        return on.where(work.finite, estimate * work.back, math.nan)
+    if 0 in matrix.shape:
+        return Norms(0.0, 0.0, CERTAIN)
+    with computing() as on:
+        work = _Scaled(on, on.of(matrix), matrix.shape)
+        largest, matrices = _lanczos(work) if on.may_look else _lanczos_unread(work)
+        spectral = on.where(work.finite, on.sqrt(largest) * work.back, math.nan)
+        return Norms(on.number(work.sum_of_squares()), on.number(spectral), on.number(matrices))
 
 
-def _estimated(work: _Scaled, vector: Array, products: int) -> tuple[Array, Array]:
-    """What so many products with A = W^T W make known of its largest eigenvector, from a vector of norm 1.
+def _lanczos(work: _Scaled) -> tuple[float, float]:
+    """The largest eigenvalue of A = W^T W, scaled, and of how many matrices the row is: products until it is certain."""
+    found, vector = Tridiagonal(work.columns), krylov.start(work.columns)
+    basis = vector[None]
+    while work.finite:
+        along, before, rest, length = _beyond(work.on, basis, vector, work.times(vector))
+        if found.add(float(along), float(before), float(length)) or len(basis) == min(MOST, work.columns):
+            break
+        vector = rest / length
+        basis = np.concatenate([basis, vector[None]])
+    return found.largest, CERTAIN if found.certain or not work.finite else UNCERTAIN
+
+
+def _lanczos_unread(work: _Scaled) -> tuple[Array, Array]:
+    """As ``_lanczos``, by a fixed number of products."""
+    on, products = work.on, min(UNREAD, work.columns)
+    vector = on.constant(krylov.start(work.columns))
+    basis: Array = 0.0  # it has all of its rows from the first on: operations on a new shape are prepared anew
+    diagonal, beside = list[Array](), list[Array]()
+    for product in range(products):
+        basis = on.column(on.constant(np.eye(products)[product])) * vector + basis
+        along, before, rest, length = _beyond(on, basis, vector, work.times(vector))
+        diagonal.append(along)
+        beside.append(on.where(length > krylov.NOISE * before, length, 0.0))
+        vector = on.where(beside[-1] > 0, rest / length, 0.0)
+    projected = _tridiagonal(on, on.stack(diagonal), on.stack(beside))
+    best = _largest_eigenvector(on, projected)
+    largest = on.at_least(on.sum(best * on.matmul(projected, best)), 0.0)
+    if products == work.columns:
+        return largest, on.where(largest >= 0, CERTAIN, CERTAIN)
+    certain = _growth(on, projected, beside[-1], largest) * krylov.growth_needed(work.columns) <= largest * krylov.ALLOWED
+    return largest, on.where(certain, CERTAIN, on.where(work.finite, UNCERTAIN, CERTAIN))
+
+
+def _beyond(on: Arithmetic, space: Array, last: Array, vector: Array) -> tuple[Array, Array, Array, Array]:
+    """Take away from a vector what lies along the rows of ``space``, of which ``last`` is the last, twice.
 
     Returns:
-        The root of |A v| for the best v, no greater than the spectral norm of W whatever v is; and A v, normalized.
+        The part along the last of them, the length after the first time, what is left, and its length.
     """
-    on = work.on
-    basis, images = [vector], [work.times(vector)]
-    while len(basis) < min(products, vector.shape[0]):
-        basis.append(_beyond(on, on.stack(basis), images[-1]))
-        images.append(work.times(basis[-1]))
-    space, image = on.stack(basis), on.stack(images)
-    reached = on.matmul(_largest_eigenvector(on, on.matmul(space, on.swapped(image))), image)
-    length = _norm(on, reached)
-    return on.sqrt(length), on.where(length > 0, reached / length, vector)
+    rest = vector - on.matmul(on.matmul(space, vector), space)
+    before = _norm(on, rest)
+    rest = rest - on.matmul(on.matmul(space, rest), space)
+    return on.floats(on.sum(last * vector)), before, rest, _norm(on, rest)
 
 
-def _beyond(on: Arithmetic, space: Array, vector: Array) -> Array:
-    """What of a vector lies in none of the directions of ``space``, normalized; zeros if that is nothing but rounding."""
-    rest = vector
-    for _ in range(2):
-        rest = rest - on.matmul(on.matmul(space, rest), space)
-    length = _norm(on, rest)
-    return on.where(length > ROUNDING * _norm(on, vector), rest / length, 0.0)
+def _tridiagonal(on: Arithmetic, diagonal: Array, beside: Array) -> Array:
+    size = diagonal.shape[0]
+    lower = on.constant(np.eye(size, k=-1)) * beside  # column j holds what lies below the diagonal there
+    return on.constant(np.eye(size)) * diagonal + lower + on.swapped(lower)
+
+
+def _growth(on: Arithmetic, projected: Array, beyond: Array, largest: Array) -> Array:
+    """As ``Tridiagonal`` evaluates its polynomial, from a corner of the resolvent, ``Σ_j (T / s)^j``, whose terms are positive.
+
+    Returns:
+        ``s / p(s)`` for s, the largest eigenvalue that is allowed.
+    """
+    size = projected.shape[0]
+    power = projected / on.where(largest > 0, largest * krylov.ALLOWED, 1.0)
+    total = on.constant(np.eye(size)) + power
+    for _ in range(SQUARINGS):
+        power = on.matmul(power, power)
+        total = total + on.matmul(total, power)
+    corner = np.zeros((size, size))
+    corner[0, -1] = 1.0
+    return beyond * on.floats(on.sum(total * on.constant(corner)))
 
 
 def _norm(on: Arithmetic, vector: Array) -> Array:
@@ -131,9 +134,9 @@ class _Scaled:
         back: What undoes the scaling.
     """
 
-    def __init__(self, on: Arithmetic, matrix: Array) -> None:
-        self.on = on
-        self._matrix = matrix
+    def __init__(self, on: Arithmetic, matrix: Array, shape: Sequence[int]) -> None:
+        self.on, self.columns = on, shape[1]
+        self._matrix, self._shape = matrix, shape
         greatest = on.amax(on.stack([on.amax(on.abs(on.floats(block))) for block in self._blocks()]))
         self.finite = greatest - greatest == 0
         self.back: Array
@@ -157,7 +160,7 @@ class _Scaled:
         return total * self.back * self.back
 
     def _blocks(self) -> Iterator[Array]:
-        return self.on.rows(self._matrix, self._matrix.shape)
+        return self.on.rows(self._matrix, self._shape)
 
     def _scaled(self, block: Array) -> Array:
         numbers = self.on.floats(block)

@@ -9,7 +9,7 @@ from mindspore import Tensor, mint, nn
 
 from monitor.capture.parameter_series import NamedParameter
 from monitor.mindspore.features.attention import spread
-from monitor.mindspore.features.matrices import FollowedMatrix, similarity_of_rows
+from monitor.mindspore.features.matrices import norms_of, similarity_of_rows
 from monitor.mindspore.features.routing import dtype_of_routing, entropy_from, entropy_of
 from monitor.mindspore.features.sources import FLOATS, bias_of, given_scores, local_matrix, matrix_of, tokens_of, whole_rows
 from monitor.placement import Placement
@@ -21,12 +21,12 @@ __all__ = [
     "embeds",
     "entropy_from",
     "entropy_of",
-    "followed_matrix",
     "given_scores",
     "is_floating_point",
     "is_linear",
     "local_matrix",
     "matrix_of",
+    "norms_of",
     "searching",
     "similarity_of_rows",
     "spread",
@@ -36,8 +36,6 @@ __all__ = [
     "weight_placement",
     "whole_rows",
 ]
-
-followed_matrix = FollowedMatrix
 
 
 def unseen() -> AbstractContextManager[object]:

@@ -9,91 +9,140 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from monitor.capture.features.power_iteration import FARTHEST, FIRST, LATER, LATER_THERE, SEED, SQUARINGS, STAYS
+from monitor.capture.features import krylov
+from monitor.capture.features.krylov import CERTAIN, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
 from monitor.capture.features.results import Norms, Similarity
 from monitor.stats.torch_tensors import working_precision
 
 BLOCK: Final = 1 << 18
-"""Elements that are converted at once: a tensor of low precision has no copy of its size made."""
+"""Elements that are converted at once on the host: a tensor of low precision has no copy of its size made."""
+
+BLOCK_ON_DEVICE: Final = 1 << 24
+"""The same on an accelerator, where calls cost more than what they compute."""
+
+LONGEST_ROW: Final = 1 << 13
+"""Elements whose squares may be added one after the other in float32."""
+
+UNSCALED: Final = (1e-20, 1e25)
+"""Sums of squares of matrices of which no product overflows in float32, or vanishes beside the others."""
 
 
-class FollowedMatrix:
-    """A matrix whose norms are asked for again and again, while its elements change.
-
-    The spectral norm is found by power iteration with W^T W, and what it has come to is where it goes on the next time, so
-    that one product serves a matrix that changes little. The start is drawn from a generator of its own. Power iteration by
-    itself takes a hundred steps where singular values lie close together, as those of random matrices do. So the first row,
-    and one that moves, takes what is best in the space of all the vectors on the way (Lanczos): 30 products then suffice.
-    """
-
-    def __init__(self) -> None:
-        self._vector: Tensor | None = None
-        self._last: float | None = None
-
-    def norms(self, matrix: Tensor) -> Norms:
-        """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN."""
-        work = _Scaled(matrix)
-        vector = self._start(matrix, work.dtype)
-        if not work.may_look:
-            spectral = self._followed_unseen(work, vector)
-        elif work.is_finite:
-            spectral = torch.tensor(self._followed(work, vector), dtype=torch.float64)
-        else:
-            spectral = torch.tensor(math.nan, dtype=torch.float64)
-        return Norms(work.sum_of_squares(), spectral)
-
-    def _start(self, matrix: Tensor, dtype: torch.dtype) -> Tensor:
-        vector = self._vector
-        if vector is None or vector.shape[0] != matrix.shape[1] or vector.device != matrix.device or vector.dtype != dtype:
-            generator = torch.Generator(matrix.device).manual_seed(SEED)
-            vector = torch.randn(matrix.shape[1], generator=generator, dtype=dtype, device=matrix.device)
-            self._vector, self._last = vector / torch.linalg.vector_norm(vector), None
-            return self._vector
-        return vector
-
-    def _followed(self, work: _Scaled, vector: Tensor) -> float:
-        """Until the estimate stays, which on the host can be looked at for nothing."""
-        last = self._last
-        for products in (FIRST,) if last is None else LATER:
-            estimate, vector = _estimated(work, vector, products)
-            found = math.ldexp(estimate.item(), work.exponent)
-            stays = last is not None and abs(found - last) <= STAYS * found
-            last = found
-            if stays:
-                break
-        self._vector, self._last = vector, found
-        return found
-
-    def _followed_unseen(self, work: _Scaled, vector: Tensor) -> Tensor:
-        estimate, found = _estimated(work, vector, FIRST if self._last is None else LATER_THERE)
-        self._vector, self._last = torch.where(work.finite, found, vector), 0.0
-        return torch.where(work.finite, estimate / work.factor, math.nan)
+FARTHEST: Final = {torch.float32: 100, torch.float64: 900}
+"""Powers of two that a vector may be scaled by: none of its elements vanishes."""
 
 
-def _estimated(work: _Scaled, vector: Tensor, products: int) -> tuple[Tensor, Tensor]:
-    """What so many products with A = W^T W make known of its largest eigenvector, from a vector of norm 1.
+def norms_of(matrix: Tensor) -> Norms:
+    """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN."""
+    if matrix.numel() == 0:
+        return Norms(0.0, 0.0, CERTAIN)
+    if matrix.stride(0) < matrix.stride(1):
+        matrix = matrix.t()  # the norms are the same, and the elements of a row lie together
+    return _norms_read(matrix) if _may_read(matrix) else _norms_unread(matrix)
+
+
+def _may_read(matrix: Tensor) -> bool:
+    """Whether it costs nothing to read a number: on an accelerator that would wait for all that was asked of it before."""
+    return matrix.is_cpu
+
+
+def _norms_read(matrix: Tensor) -> Norms:
+    squares = sum(_squares(block) for block in _blocks(matrix))
+    if UNSCALED[0] < squares < UNSCALED[1]:
+        found = _lanczos(matrix, working_precision(matrix.dtype))
+        return Norms(squares, math.sqrt(found.largest), CERTAIN if found.certain else UNCERTAIN)
+    squares, greatest = float(_squares_in_float64(matrix)), float(_greatest(matrix))
+    if not math.isfinite(greatest):
+        return Norms(squares, math.nan, CERTAIN)
+    exponent = max(-FARTHEST[torch.float64], min(FARTHEST[torch.float64], math.frexp(greatest)[1]))
+    found = _lanczos(matrix, torch.float64, math.ldexp(1.0, -exponent))
+    return Norms(squares, math.ldexp(math.sqrt(found.largest), exponent), CERTAIN if found.certain else UNCERTAIN)
+
+
+def _lanczos(matrix: Tensor, dtype: torch.dtype, factor: float | None = None) -> Tridiagonal:
+    """Multiply until the spectral norm is certain, which can be read for nothing."""
+    columns = matrix.shape[1]
+    found, vector = Tridiagonal(columns), _start(matrix, dtype)
+    basis = torch.empty((min(MOST, columns), columns), dtype=dtype)
+    for size in range(1, len(basis) + 1):
+        basis[size - 1] = vector
+        along, before, rest, length = _beyond(basis[:size], _times(matrix, vector, factor))
+        if found.add(along.item(), before.item(), length.item()):
+            break
+        vector = rest.div_(length)
+    return found
+
+
+def _norms_unread(matrix: Tensor) -> Norms:
+    greatest = _greatest(matrix)
+    farthest = FARTHEST[greatest.dtype]
+    exponent = torch.frexp(greatest).exponent.clamp(-farthest, farthest)
+    factor = torch.ldexp(torch.ones((), dtype=torch.float64, device=matrix.device), -exponent)
+    largest, certain = _lanczos_unread(matrix, factor.to(greatest.dtype))
+    spectral = torch.where(torch.isfinite(greatest), largest.sqrt() / factor, math.nan)
+    return Norms(_squares_in_float64(matrix), spectral, torch.where(certain | spectral.isnan(), CERTAIN, UNCERTAIN))
+
+
+def _lanczos_unread(matrix: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """A fixed number of products. Returns the largest eigenvalue of A = W^T W, scaled, and whether it is certain."""
+    columns = matrix.shape[1]
+    vector, products = _start(matrix, factor.dtype), min(UNREAD, columns)
+    basis = torch.zeros((products, columns), dtype=vector.dtype, device=matrix.device)
+    diagonal, beside = [], []
+    for size in range(1, products + 1):
+        basis[size - 1] = vector
+        along, before, rest, length = _beyond(basis[:size], _times(matrix, vector, factor))
+        length = torch.where(length > krylov.NOISE * before, length, 0.0)
+        diagonal.append(along)
+        beside.append(length)
+        vector = torch.where(length > 0, rest / length, 0.0)
+    off = torch.stack(beside).double()
+    projected = torch.diag(torch.stack(diagonal).double())
+    if products > 1:
+        projected = projected + torch.diag(off[:-1], 1) + torch.diag(off[:-1], -1)
+    best = _largest_eigenvector(projected)
+    largest = (best @ projected @ best).clamp(min=0.0)
+    certain = largest >= 0 if products == columns else _is_certain(projected, off[-1], largest, columns)
+    return largest, certain
+
+
+def _is_certain(projected: Tensor, beyond: Tensor, largest: Tensor, columns: int) -> Tensor:
+    """As ``Tridiagonal`` evaluates its polynomial, from a corner of ``Σ_j (T / s)^j``, whose terms are positive."""
+    allowed = largest * krylov.ALLOWED
+    power = projected / torch.where(allowed > 0, allowed, 1.0)
+    identity = torch.eye(len(power), dtype=power.dtype, device=power.device)
+    total = identity + power
+    for _ in range(SQUARINGS):
+        power = power @ power
+        total = total + total @ power
+    return beyond * total[0, -1] * krylov.growth_needed(columns) <= allowed
+
+
+def _start(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(krylov.start(matrix.shape[1])).to(matrix.device, dtype)
+
+
+def _times(matrix: Tensor, vector: Tensor, factor: Tensor | float | None) -> Tensor:
+    """``W^T W v`` for W times ``factor``; None is 1. That is a power of two: it rounds nothing."""
+    result = torch.zeros_like(vector)
+    scaled = vector if factor is None else vector * factor
+    for block in _blocks(matrix, vector.dtype):
+        product = torch.mv(block, scaled)
+        result.addmv_(block.t(), product if factor is None else product * factor)
+    return result
+
+
+def _beyond(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take away from a vector what lies along the vectors of ``basis``, twice.
 
     Returns:
-        The root of |A v| for the best v, no greater than the spectral norm of W whatever v is; and A v, normalized.
+        The part along the last of them, the length after the first time, what is left, and its length.
     """
-    basis, images = [vector], [work.times(vector)]
-    while len(basis) < min(products, vector.shape[0]):
-        basis.append(_beyond(torch.stack(basis), images[-1]))
-        images.append(work.times(basis[-1]))
-    space, image = torch.stack(basis), torch.stack(images)
-    best = _largest_eigenvector((space @ image.T).double()).to(image.dtype)
-    reached = best @ image
-    length = torch.linalg.vector_norm(reached, dtype=torch.float64)
-    return length.sqrt(), torch.where(length > 0, (reached / length).to(vector.dtype), vector)
-
-
-def _beyond(space: Tensor, vector: Tensor) -> Tensor:
-    """What of a vector lies in none of the directions of ``space``, normalized; zeros if that is nothing but rounding."""
-    rest = vector
-    for _ in range(2):
-        rest = rest - (space @ rest) @ space
-    length = torch.linalg.vector_norm(rest)
-    return torch.where(length > 1e-5 * torch.linalg.vector_norm(vector), rest / length, 0.0)
+    across = basis.t()
+    along = torch.mv(basis, vector)
+    rest = torch.addmv(vector, across, along, alpha=-1)
+    before = torch.linalg.vector_norm(rest)
+    rest.addmv_(across, torch.mv(basis, rest), alpha=-1)
+    return along[-1], before, rest, torch.linalg.vector_norm(rest)
 
 
 def _largest_eigenvector(projected: Tensor) -> Tensor:
@@ -108,62 +157,26 @@ def _largest_eigenvector(projected: Tensor) -> Tensor:
     return column / torch.where(length > 0, length, 1.0)
 
 
-class _Scaled:
-    """A matrix times the power of two that brings its greatest magnitude to between a half and 1, so that no product and no
-    square of an element overflows, or vanishes beside the others.
-    """
-
-    def __init__(self, matrix: Tensor) -> None:
-        self._matrix = matrix
-        self.dtype = working_precision(matrix.dtype)
-        greatest = torch.stack([_greatest(block) for block in self._blocks()]).amax()
-        self.exponent = 0
-        self.may_look = _may_look(matrix)
-        self._by: float | Tensor
-        if self.may_look:
-            self.is_finite = math.isfinite(greatest.item())
-            self.exponent = max(-FARTHEST, min(FARTHEST, math.frexp(greatest.item())[1])) if self.is_finite else 0
-            # Within this range nothing can go wrong, and the multiplication is saved.
-            self.exponent = self.exponent if abs(self.exponent) > FARTHEST // 6 else 0
-            self._by = math.ldexp(1.0, -self.exponent)
-        else:
-            self.finite = torch.isfinite(greatest)
-            power = torch.frexp(greatest).exponent.clamp(-FARTHEST, FARTHEST)
-            self.factor = torch.ldexp(torch.ones((), dtype=torch.float64, device=matrix.device), -power)
-            self._by = self.factor.to(self.dtype)
-
-    def times(self, vector: Tensor) -> Tensor:
-        """``W^T W v``, of the matrix as it is scaled."""
-        result = torch.zeros_like(vector)
-        for block in self._blocks():
-            scaled = self._scaled(block)
-            result.addmv_(scaled.t(), torch.mv(scaled, vector))
-        return result
-
-    def sum_of_squares(self) -> Tensor:
-        """Of the matrix as it is."""
-        total = torch.zeros((), dtype=torch.float64, device=self._matrix.device)
-        for block in self._blocks():
-            total += self._scaled(block).square().sum()
-        return total / (math.ldexp(1.0, -2 * self.exponent) if self.may_look else self.factor.square())
-
-    def _scaled(self, block: Tensor) -> Tensor:
-        return block if self.may_look and self.exponent == 0 else block * self._by
-
-    def _blocks(self) -> Iterator[Tensor]:
-        rows = max(1, BLOCK // max(1, self._matrix.shape[1]))
-        for block in self._matrix.split(rows):
-            yield block.to(self.dtype)
+def _squares(block: Tensor) -> float:
+    if block.shape[1] > LONGEST_ROW:
+        return float(block.square().sum())
+    return float(torch.linalg.vector_norm(block, dim=1).double().square().sum())
 
 
-def _may_look(matrix: Tensor) -> bool:
-    """Whether it costs nothing to look at a number: on an accelerator that would wait for all that was asked of it before."""
-    return matrix.is_cpu
+def _squares_in_float64(matrix: Tensor) -> Tensor:
+    """In float64, which takes longer on the host."""
+    return torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64).square() for block in _blocks(matrix)]).sum()
 
 
-def _greatest(block: Tensor) -> Tensor:
-    least, greatest = torch.aminmax(block)
-    return torch.maximum(-least, greatest)
+def _greatest(matrix: Tensor) -> Tensor:
+    ends = [torch.aminmax(block) for block in _blocks(matrix)]
+    return torch.stack([torch.maximum(-least, greatest) for least, greatest in ends]).amax()
+
+
+def _blocks(matrix: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    rows = max(1, (BLOCK if matrix.is_cpu else BLOCK_ON_DEVICE) // matrix.shape[1])
+    for block in matrix.split(rows):
+        yield block.to(working_precision(matrix.dtype) if dtype is None else dtype)
 
 
 def similarity_of_rows(matrix: Tensor) -> Similarity:

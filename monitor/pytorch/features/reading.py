@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from monitor.pytorch.features.attention import spread
 from monitor.pytorch.features.calls_within import CallsWithin
-from monitor.pytorch.features.matrices import FollowedMatrix, similarity_of_rows
+from monitor.pytorch.features.matrices import norms_of, similarity_of_rows
 from monitor.pytorch.features.routing import dtype_of_routing, entropy_from, entropy_of
 from monitor.pytorch.features.sources import bias_of, given_scores, local_matrix, matrix_of, tokens_of, whole_rows
 from monitor.pytorch.features.weight_placement import weight_placement
@@ -21,12 +21,12 @@ __all__ = [
     "embeds",
     "entropy_from",
     "entropy_of",
-    "followed_matrix",
     "given_scores",
     "is_floating_point",
     "is_linear",
     "local_matrix",
     "matrix_of",
+    "norms_of",
     "searching",
     "similarity_of_rows",
     "spread",
@@ -41,8 +41,6 @@ SWITCHING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEn
 """Modules that compute otherwise, and to other bits, while a function mode looks on."""
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-followed_matrix = FollowedMatrix
 
 
 def is_floating_point(x: Any) -> bool:

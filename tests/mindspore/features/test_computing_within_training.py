@@ -12,7 +12,7 @@ from mindspore import Tensor, mint, nn, value_and_grad
 from numpy_definitions import attention_weights, drawn, entropy_and_greatest, exact, number, similarity
 
 from monitor.mindspore.features.attention import spread
-from monitor.mindspore.features.matrices import FollowedMatrix, similarity_of_rows
+from monitor.mindspore.features.matrices import norms_of, similarity_of_rows
 from monitor.mindspore.features.routing import entropy_from, entropy_of
 from monitor.mindspore.features.sources import given_scores, matrix_of, tokens_of
 from monitor.stats.mindspore_arithmetic import computing
@@ -62,8 +62,6 @@ def trained(watch: Callable[[Net], object] | None = None) -> list[bytes]:
 
 def look_at_everything(told: list[object]) -> Callable[[Net], object]:
     def watch(net: Net) -> None:
-        followed = FollowedMatrix()
-
         def before(cell: nn.Cell, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             was = flags()
             scores = given_scores(args, kwargs, "b,h,s,d")
@@ -71,7 +69,7 @@ def look_at_everything(told: list[object]) -> Callable[[Net], object]:
                 told.append(spread(scores, 0, 0))
             weight = matrix_of(cell)
             if weight is not None:
-                told.extend([followed.norms(weight), similarity_of_rows(weight)])
+                told.extend([norms_of(weight), similarity_of_rows(weight)])
                 told.append(entropy_from(tokens_of(args, kwargs, 8), weight, None, ms.float32))
             assert was == flags()
 
@@ -153,7 +151,7 @@ def test_a_cell_that_casts_its_operations_does_not_cast_ours() -> None:
         told.append(spread(given_scores(args, {}, "b,h,s,d"), 0, 0))
 
     def of_router(cell: nn.Cell, _args: object) -> None:
-        told.extend([FollowedMatrix().norms(cell.weight), similarity_of_rows(cell.weight)])
+        told.extend([norms_of(cell.weight), similarity_of_rows(cell.weight)])
 
     core.register_forward_pre_hook(of_core)
     router.register_forward_pre_hook(of_router)

@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor, mint
 from numpy_definitions import FLOATS, drawn, exact, number, similarity
 
-from monitor.mindspore.features.matrices import FollowedMatrix, similarity_of_rows
+from monitor.mindspore.features.matrices import norms_of, similarity_of_rows
 from monitor.stats import mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
@@ -41,7 +41,7 @@ MATRICES = {
 
 
 def norms(matrix: Tensor) -> tuple[float, float]:
-    found = FollowedMatrix().norms(matrix)
+    found = norms_of(matrix)
     return math.sqrt(number(found.squares)), number(found.spectral)
 
 
@@ -95,7 +95,7 @@ def test_a_matrix_of_zeros_has_norms_of_zero() -> None:
 
 def test_the_frobenius_norm_of_what_is_not_finite_is_not_finite() -> None:
     for value in (math.nan, math.inf):
-        assert not math.isfinite(number(FollowedMatrix().norms(Tensor([[1.0, value]])).squares))
+        assert not math.isfinite(number(norms_of(Tensor([[1.0, value]])).squares))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

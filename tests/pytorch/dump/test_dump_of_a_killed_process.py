@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from monitor.dump.command import app
 from monitor.dump.records import FILE
+from monitor.dump.writer import DATA
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,6 +84,64 @@ def test_what_a_killed_process_had_dumped_is_recovered(tmp_path: Path, task: str
     assert [entry["output"][0]["Max"] for entry in dump.data.values()] == list(range(20))
     assert not (dump.directory / FILE).exists()
     assert len(dump.stack) == 1
+
+
+def test_a_complete_dump_outlives_a_second_run_that_is_killed_and_the_recovery_of_that(tmp_path: Path) -> None:
+    assert started(EXITS, tmp_path).wait(60) == 0
+    complete = (tmp_path / "step0" / "rank0" / "dump.json").read_bytes()
+    assert started(KILLED, tmp_path, "statistics", "whole").wait(60) == -signal.SIGKILL
+    outcome = CliRunner().invoke(app, [str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert (tmp_path / "step0.left1" / "rank0" / "dump.json").read_bytes() == complete
+    assert len(Dump(tmp_path).data) == 20
+
+
+def left_behind(directory: Path) -> Path:
+    """The records of one entry."""
+    directory.mkdir(parents=True)
+    record = json.dumps({"entry": "a", "at": 0, "parent": None, "stack": None, "content": {"Max": 1.0}}).encode()
+    (directory / FILE).write_bytes(f"{zlib.crc32(record):08x} ".encode() + record + b"\n")
+    return directory
+
+
+def test_recovery_replaces_no_file_that_has_other_entries(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path / "step0" / "rank0")
+    for data, status in (({"b": 1}, 1), ({"a": {"Max": 2.0}}, 1), ({"a": {"Max": 1.0}}, 0)):
+        (directory / "dump.json").write_text(json.dumps({"data": data}))
+        outcome = CliRunner().invoke(app, [str(tmp_path)])
+        assert outcome.exit_code == status, outcome.output
+        assert json.loads((directory / "dump.json").read_text())["data"] == data
+        assert (directory / FILE).exists() == bool(status)
+
+
+def test_recovery_follows_no_link(tmp_path: Path) -> None:
+    directory, outside = left_behind(tmp_path / "dump" / "step0" / "rank0"), tmp_path / "outside"
+    outside.mkdir()
+    (outside / ".a.npy.01234567").write_text("kept")
+    (directory / DATA).symlink_to(outside)
+    assert CliRunner().invoke(app, [str(tmp_path / "dump")]).exit_code == 0
+    assert (outside / ".a.npy.01234567").read_text() == "kept"
+
+
+def test_recovery_opens_regular_files_only(tmp_path: Path) -> None:
+    for step, make in enumerate((os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir)):
+        directory = tmp_path / f"step{step}" / "rank0"
+        directory.mkdir(parents=True)
+        make(directory / FILE)
+    left_behind(tmp_path / "step3" / "rank0")
+    outcome = CliRunner().invoke(app, [str(tmp_path)])
+    assert outcome.exit_code == 1
+    assert outcome.output.count("left as it is") == 3
+    assert (tmp_path / "step3" / "rank0" / "dump.json").exists()
+
+
+def test_records_that_are_no_dump_are_left_as_they_are(tmp_path: Path) -> None:
+    (directory := tmp_path / "step0" / "rank0").mkdir(parents=True)
+    for content in (b"7", b'"entry"', b"[]", b'{"header": 3, "entry": 4}', b"[" * 100_000):
+        (directory / FILE).write_bytes(f"{zlib.crc32(content):08x} ".encode() + content + b"\n")
+        outcome = CliRunner().invoke(app, [str(tmp_path)])
+        assert outcome.exit_code == 1, outcome.output
+        assert (directory / FILE).exists()
 
 
 def test_a_process_that_ends_without_stop_has_complete_files(tmp_path: Path) -> None:

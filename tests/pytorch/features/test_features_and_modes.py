@@ -224,7 +224,7 @@ def test_a_failure_of_ours_does_not_reach_training(
 
     for name in ("spread", "entropy_of", "similarity_of_rows"):
         monkeypatch.setattr(f"monitor.pytorch.features.reading.{name}", broken)
-    monkeypatch.setattr("monitor.pytorch.features.matrices.FollowedMatrix.norms", broken)
+    monkeypatch.setattr("monitor.pytorch.features.reading.norms_of", broken)
     model = nn.Sequential(Attention(), nn.Linear(4, 4))
     hooks = ("linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
     monitor, optimizer = watched(output, model, l2_targets={"attention_hook": ["0"], **{hook: ["1"] for hook in hooks}})
