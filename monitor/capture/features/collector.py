@@ -60,6 +60,7 @@ class FeatureCollector:
         known = self.reading.weight_placement(self._framework, self._ownership.rank, parameter, seen)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         placement = self._ownership.placed(kind, known, tensor_parallel=split)
+        placement = placement if split else self._framework.completed(kind, parameter, placement)
         if not self._ownership.writes(placement):
             return None
         series = Series(kind, parameter.chunk, parameter.name)
