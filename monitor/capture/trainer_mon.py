@@ -14,7 +14,8 @@ from monitor.capture.clock import Schedule
 from monitor.capture.errors import RunEnded
 from monitor.capture.metrics import Metrics, of_kinds
 from monitor.capture.names import ModelNames
-from monitor.capture.recording import ORDINALS, Listening, Recording
+from monitor.capture.recording import Listening, Recording
+from monitor.capture.role import names_of, role_of
 from monitor.capture.startup import announce
 from monitor.capture.switching import resting
 from monitor.capture.watch import Watch
@@ -24,6 +25,7 @@ from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
+from monitor.ranks.roles import RECORDINGS, Watched
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
@@ -141,10 +143,10 @@ class TrainerMon:
     def _attach(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
         if self._closed:
             raise RuntimeError("This TrainerMon was closed. Make a new one.")
-        # Drawn on every rank, also on one that is not monitored: ranks agree on a name for each call of set_monitor.
-        ordinal = next(ORDINALS)
         watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizer)), None)
+        # Counted on every rank, also on one that is not monitored: ranks agree on a name for each recording of a role.
+        watched = self._watched(framework, groups) if shared is None else None
         config = self._first_config(shared)
         watch = watch_of(config)
         if not watch.ownership.monitored:
@@ -155,8 +157,13 @@ class TrainerMon:
             said = "set_monitor was called again for the same model or optimizer: it is attached anew, and the count goes on."
             self._failures.warn("attached twice", said)
             self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step, watch_of)
-        else:
-            self._begin(watch, groups, start, ordinal, watch_of)
+        elif watched is not None:
+            self._begin(watch, groups, start, watched, watch_of)
+
+    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> Watched:
+        find = self._failures.guarded("telling this model from others", role_of)
+        role = find(framework, self._backend, *groups, self._process_group) or framework.name
+        return RECORDINGS.begin(role, names_of(framework, self._backend))
 
     def _first_config(self, shared: Recording | None) -> MonitorConfig:
         """What is in force when a model is attached."""
@@ -183,7 +190,7 @@ class TrainerMon:
         return names
 
     def _begin(
-        self, watch: Watch, groups: tuple[Any, Any], start: int, ordinal: int, watch_of: Callable[[MonitorConfig], Watch]
+        self, watch: Watch, groups: tuple[Any, Any], start: int, watched: Watched, watch_of: Callable[[MonitorConfig], Watch]
     ) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
@@ -194,11 +201,12 @@ class TrainerMon:
             self._config_path,
             self._base,
             where,
-            ordinal,
+            watched.ordinal,
             self._failures,
             self._backend,
             start,
             self._listening,
+            watched,
         )
         if self._backend.is_settled() and watch.ownership.monitored:
             recording.open()

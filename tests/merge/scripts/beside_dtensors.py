@@ -1,4 +1,4 @@
-"""A model of which tensor parallelism has made some parameters DTensors and left others as they were; ``beside_dtensors.py HOW``.
+"""A model of which tensor parallelism has made some parameters DTensors and left others alone; ``beside_dtensors.py HOW``.
 
 No rank passes ``tp_group``. Rank 0 writes what the framework and gathered tensors say of each step to ``RESULTS``.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
