@@ -46,7 +46,8 @@ class OwnedSeries:
         if split:
             return placed
         complete = self._failures.guarded("placing a parameter", self._watch.framework.completed, of=parameter.name)
-        return complete(kind, parameter, placed) or placed
+        completed = complete(kind, parameter, placed) or placed
+        return self._watch.ownership.assumed(kind, completed) if known == LOCAL else completed
 
     def _term(self, kind: str, parameter: NamedParameter, known: Placement) -> Placement:
         """Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later."""

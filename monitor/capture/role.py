@@ -27,7 +27,7 @@ def role_of(framework: Framework, backend: Backend, dp: Any, tp: Any, pp: Any) -
     """
     groups = [name for name, group in (("dp", dp), ("tp", tp), ("pp", pp)) if group is not None]
     *wrappers, model = _classes(framework.chunks[0]) if framework.chunks else [""]
-    own = [] if _is_staged(framework, backend, pp) else [model, *_training(framework, backend)]
+    own = [] if is_staged(framework, backend, pp) else [model, *_training(framework, backend)]
     return " ".join([framework.name, *wrappers, *own, *(f"{name}_group" for name in groups)])
 
 
@@ -45,7 +45,7 @@ def _training(framework: Framework, backend: Backend) -> tuple[str, str]:
     return type(getattr(framework, "optimizer", None)).__name__, "trained" if trained else "frozen"
 
 
-def _is_staged(framework: Framework, backend: Backend, pp: Any) -> bool:
+def is_staged(framework: Framework, backend: Backend, pp: Any) -> bool:
     """Whether the ranks may have other parts of one model."""
     known = [backend.group_ranks("process_group", pp), framework.groups().get("pp")]
     return any(ranks is not None and len(ranks) > 1 for ranks in known) or "torch.distributed.pipelining" in sys.modules

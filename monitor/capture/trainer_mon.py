@@ -15,7 +15,7 @@ from monitor.capture.errors import RunEnded
 from monitor.capture.metrics import Metrics, of_kinds
 from monitor.capture.names import ModelNames
 from monitor.capture.recording import Listening, Recording
-from monitor.capture.role import names_of, role_of
+from monitor.capture.role import is_staged, names_of, role_of
 from monitor.capture.startup import announce
 from monitor.capture.switching import resting
 from monitor.capture.watch import Watch
@@ -173,7 +173,7 @@ class TrainerMon:
         return resting(self._config) if switching is None else switching.config
 
     def _watch_of(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig) -> Watch:
-        ownership = self._ownership(*groups, config.module_ranks)
+        ownership = self._ownership(framework, *groups, config.module_ranks)
         return Watch(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
     def _framework(self, chunks: Sequence[Any], optimizer: Any) -> Framework:
@@ -352,11 +352,11 @@ class TrainerMon:
             LOGGER.warning("ops %s are not known and left out. Recorded: %s.", list(unknown), list(known))
         return known
 
-    def _ownership(self, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
+    def _ownership(self, framework: Framework, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
         here, group_ranks = self._backend.place(), self._backend.group_ranks
         members = group_ranks("dp_group", dp_group), group_ranks("tp_group", tp_group)
-        group_ranks("process_group", self._process_group)
-        return Ownership(here.rank, here.world_size, module_ranks, *members)
+        staged = is_staged(framework, self._backend, self._process_group)
+        return Ownership(here.rank, here.world_size, module_ranks, *members, staged=staged)
 
     def _say_if_nobody(self, ownership: Ownership) -> None:
         warning = nobody_monitored(self._config.module_ranks, ownership.world_size)

@@ -35,8 +35,8 @@ Flags = NDArray[np.bool_]
 
 TERMS: Final = "each rank has a term of a sum over ranks, and no rank has recorded the sum"
 UNLIKE: Final = (
-    "the ranks have plain tensors of this name beside DTensors, and their numbers differ: they are terms of a sum, tensors of "
-    "their own, or replicas that have come apart. If they are replicas, pass tp_group"
+    "the ranks have tensors of this name, nothing says how they belong together, and their numbers differ: they are terms of a "
+    "sum, tensors of their own, or replicas that have come apart. If they are replicas, pass dp_group or tp_group"
 )
 """Why there is no number of a whole tensor."""
 

@@ -64,9 +64,9 @@ class Fsdp2(Framework):
         return LOCAL if spec is None else placed(spec.mesh, spec.placements, tuple(spec.shape), _data_parallel(managed))
 
     def _apart(self, kind: str, parameter: NamedParameter) -> Collection[int]:
-        """The data-parallel ranks: their local gradients differ, and what FSDP does not manage it does not aggregate."""
+        """Of local gradients the data-parallel ranks. What FSDP does not manage somebody else may aggregate."""
         managed = self._managed.get(id(parameter.tensor))
-        if managed is not None and kind != "grad_unreduced":
+        if kind != "grad_unreduced":
             return super()._apart(kind, parameter)
         every = self._managed.values() if managed is None else [managed]
         return {rank for mesh in {one.mesh_info.mesh for one in every} for rank in ranks_along(mesh, range(mesh.ndim))}
