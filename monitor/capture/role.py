@@ -42,7 +42,8 @@ def _training(framework: Framework, backend: Backend) -> tuple[str, str]:
     """What steps the model, and whether it is trained at all: an average of the weights is not."""
     parameters = (parameter for root in framework.chunks for _, parameter in backend.parts(root).parameters)
     trained = any(getattr(parameter, "requires_grad", False) for parameter in parameters)
-    return type(getattr(framework, "optimizer", None)).__name__, "trained" if trained else "frozen"
+    optimizers = getattr(framework, "optimizers", None) or [getattr(framework, "optimizer", None)]
+    return "+".join(type(one).__name__ for one in optimizers), "trained" if trained else "frozen"
 
 
 def is_staged(framework: Framework, backend: Backend, pp: Any) -> bool:
