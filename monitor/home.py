@@ -4,8 +4,9 @@ order before anything is added to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from monitor.failures import LOGGER, Failures
@@ -15,6 +16,7 @@ from monitor.ranks.names import RankDirectory
 from monitor.ranks.output import prepare, remove_drafts
 from monitor.ranks.records import MANIFEST_FILE
 from monitor.ranks.resume import Span, directories, last_word, preferred
+from monitor.ranks.roles import Watched
 from monitor.sinks import RECOVERIES
 from monitor.sinks.recovered import put_in_order
 
@@ -34,7 +36,14 @@ class Home:
 
 
 def home(
-    base: Path, rank: int, timestamp: str, recording: int, span: Sequence[str], formats: Sequence[str], failures: Failures
+    base: Path,
+    rank: int,
+    timestamp: str,
+    recording: int,
+    span: Sequence[str],
+    formats: Sequence[str],
+    failures: Failures,
+    watched: Watched | None = None,
 ) -> Home:
     """Settle where ``rank`` records to. What keeps it from an earlier directory is said, and it begins a new one.
 
@@ -43,11 +52,13 @@ def home(
         recording: How many recordings this process has begun before.
         span: ``append_output``: two timestamps, or none.
         formats: What it is going to write.
+        watched: What it watches.
 
     Raises:
         OutputError: a new directory cannot be made or written.
     """
-    taken = _taken_up(base, rank, recording, (span[0], span[1]), formats, failures) if span else None
+    choose = partial(preferred, recording=recording, watched=watched)
+    taken = _taken_up(base, rank, choose, (span[0], span[1]), formats, failures) if span else None
     return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
 
 
@@ -60,14 +71,16 @@ def _new(directory: Path, failures: Failures) -> Home:
         return Home(directory, None)
 
 
-def _taken_up(base: Path, rank: int, recording: int, span: Span, formats: Sequence[str], failures: Failures) -> Home | None:
+def _taken_up(
+    base: Path, rank: int, choose: Callable[[Sequence[Path]], Path], span: Span, formats: Sequence[str], failures: Failures
+) -> Home | None:
     try:
         found = directories(base, rank, span)
         if not found:
             said = "[rank %d] append_output: no directory of this rank is from %s to %s. A new one is begun."
             LOGGER.warning(said, rank, *span)
             return None
-        chosen = preferred(found, recording)
+        chosen = choose(found)
         if len(found) > 1:
             LOGGER.info("[rank %d] append_output: of %d directories in the range %s is taken.", rank, len(found), chosen.name)
         return _claimed(chosen, rank, formats)

@@ -42,6 +42,8 @@ class Placement:
             somebody passes makes replicas of them. It serves to decide who writes, and is not kept.
         data_parallel: Ranks that a data-parallel group which somebody passes stands for, where they are not its own: those that
             have an expert, or those of context parallelism as well. They serve the same.
+        assumed: Whether a mesh suggests ``unclaimed``, and neither a wrapper nor a group says so. It holds as long as the
+            numbers of these ranks agree.
     """
 
     replicas: Ranks = ()
@@ -50,6 +52,7 @@ class Placement:
     partial: bool = False
     differing: Ranks = ()
     data_parallel: Ranks = ()
+    assumed: bool = False
 
 
 LOCAL: Final = Placement()

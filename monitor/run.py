@@ -28,6 +28,7 @@ from monitor.ranks.aside import set_aside
 from monitor.ranks.job import JobIdentity, Store, agree
 from monitor.ranks.manifest import Manifest, RankFacts
 from monitor.ranks.output import prepare
+from monitor.ranks.roles import Watched
 from monitor.series import SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import Sink, SinkContext
@@ -74,23 +75,26 @@ class Run:
         versions: Mapping[str, str],
         failures: Failures,
         listening: Mapping[str, Watcher] = MappingProxyType({}),
+        watched: Watched | None = None,
     ) -> None:
         """Settle the name of the run with the other ranks and prepare its directory.
 
         Args:
             base: The directory of all ranks and runs.
-            ordinal: How many recordings this process has begun before; ranks that begin as many agree on each.
+            ordinal: How many recordings this process has begun before.
             beside: The run that this process is recording already, if any: what it has written is not an earlier run's.
             listening: Look at the rows of each step as well, by what a failure in them is called.
+            watched: What ranks that watch the same have in common, who then agree on a name; None: they go by ``ordinal``.
 
         Raises:
             OutputError: The output directory cannot be made or written.
         """
-        self.identity = identity_of(place, ordinal, failures)
+        self.identity = identity_of(place, ordinal if watched is None else watched.key, failures)
         self.base = prepare(base)
         for name in LEFT_BY_EARLIER_RUNS:
-            set_aside(self.base, name, self.identity if beside is None else beside.identity)
-        mine = home(self.base, place.rank, self.identity.timestamp, ordinal, config.append_output, config.formats, failures)
+            set_aside(self.base, name, (self.identity if beside is None else beside.identity).of_launch())
+        span, formats = config.append_output, config.formats
+        mine = home(self.base, place.rank, self.identity.timestamp, ordinal, span, formats, failures, watched)
         self.directory = mine.directory
         self.resumes_after = mine.earlier.timeline.newest
         self._listener: weakref.WeakMethod[Callable[[], object]] | None = None
@@ -110,6 +114,7 @@ class Run:
             config.formats,
             place.chunks,
             ordinal,
+            watched,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.claim)
         self.pipeline: Pipeline[Sealed] = Pipeline(
@@ -198,9 +203,13 @@ class Run:
         return self.pipeline.close()
 
 
-def identity_of(place: Place, ordinal: int, failures: Failures) -> JobIdentity:
-    """The job's; this rank's own, and marked so, where there are others that cannot be asked."""
-    identity = agree(place.store, ordinal, failures)
+def identity_of(place: Place, name: str | int, failures: Failures) -> JobIdentity:
+    """The job's; this rank's own, and marked so, where there are others that cannot be asked.
+
+    Args:
+        name: Of the recording, the same on all ranks that it is of.
+    """
+    identity = agree(place.store, name, failures)
     return replace(identity, agreed=False) if place.store is None and place.world_size > 1 else identity
 
 

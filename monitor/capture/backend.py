@@ -138,6 +138,9 @@ class Framework(Protocol):
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
 
+    def completed(self, kind: str, parameter: NamedParameter, placed: Placement) -> Placement:
+        """``placed``, with the replicas that the model shows or suggests, and no tensor and no group of the user's."""
+
     def aggregates(self, root: Any) -> bool:
         """Whether local gradients are replaced by the aggregated ones after the backward of the forward that begins now."""
 

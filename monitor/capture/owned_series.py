@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from monitor.capture.backend import Backend
@@ -9,7 +10,7 @@ from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.recorder import Recorder
 from monitor.capture.watch import Watch
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement
+from monitor.placement import LOCAL, Placement, ranks_of
 from monitor.series import REPLICA_KIND, Series
 from monitor.stats.features import own_columns
 
@@ -39,7 +40,17 @@ class OwnedSeries:
         """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
         find = self._failures.guarded("placing a parameter", self._watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
-        # Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later.
-        term = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
         known = (None if seen is None else self._backend.placement_of(seen)) or find(kind, parameter) or LOCAL
-        return self._watch.ownership.placed(kind, known, tensor_parallel=split or term)
+        known = self._term(kind, parameter, known)
+        placed = self._watch.ownership.placed(kind, known, tensor_parallel=split)
+        if split:
+            return placed
+        complete = self._failures.guarded("placing a parameter", self._watch.framework.completed, of=parameter.name)
+        completed = complete(kind, parameter, placed) or placed
+        return self._watch.ownership.assumed(kind, completed) if known == LOCAL else completed
+
+    def _term(self, kind: str, parameter: NamedParameter, known: Placement) -> Placement:
+        """Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later."""
+        ranks = ranks_of(self._watch.ownership.tp_group or ())
+        marked = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
+        return replace(known, partial=True, differing=ranks) if marked and len(ranks) > 1 else known

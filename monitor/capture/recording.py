@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
 
 from monitor.capture.announced import Announced
 from monitor.capture.attachment import Attachment
@@ -21,6 +19,7 @@ from monitor.dynamic import Job
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.watcher import Watcher
+from monitor.ranks.roles import Watched
 from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
@@ -29,16 +28,15 @@ from monitor.stats.table import combined_micro_steps
 Listening = Callable[[SeriesTable], Watcher]
 """Makes what looks at the rows of a recording, whose series are these."""
 
-ORDINALS: Final = itertools.count()
-"""Ranks that call set_monitor as often agree on a name for each call."""
-
 
 class Recording:
     """What one ``set_monitor`` brought into being.
 
     Args:
+        ordinal: How many recordings this process had begun before.
         start_step: Number of the first step.
         listening: Make what looks at the rows of each step beside the alert rules, by what a failure in it is called.
+        watched: What other ranks know the recording by; None: they know it by ``ordinal``.
 
     Attributes:
         attachment: Set by ``attach``.
@@ -58,6 +56,7 @@ class Recording:
         backend: Backend,
         start_step: int = 0,
         listening: Mapping[str, Listening] = MappingProxyType({}),
+        watched: Watched | None = None,
     ) -> None:
         self._backend = backend
         self.series = SeriesTable()
@@ -67,6 +66,7 @@ class Recording:
         self._where = where
         self._failures = failures
         self._ordinal = ordinal
+        self._watched = watched
         self._start_step = start_step
         self._recorder = backend.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
         self._opened: Run | None = None
@@ -121,12 +121,13 @@ class Recording:
     def job(self) -> Job:
         """See ``Switched``."""
         here = self._where()
-        identity = identity_of(here, self._ordinal, self._failures) if self.run is None else self.run.identity
+        name = self._ordinal if self._watched is None else self._watched.key
+        identity = identity_of(here, name, self._failures) if self.run is None else self.run.identity
         return Job(
             here.rank,
             here.world_size,
             here.store,
-            f"monitor/dynamic/{identity.job_id}/{self._ordinal}",
+            f"monitor/dynamic/{identity.job_id}",
             self._backend.initialized,
             self._backend.asked_per_second,
         )
@@ -158,6 +159,7 @@ class Recording:
                 self._backend.versions(),
                 self._failures,
                 self._listening,
+                self._watched,
             )
             OPEN.add(self)
             if self.switching is not None:

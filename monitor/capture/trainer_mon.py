@@ -14,7 +14,8 @@ from monitor.capture.clock import Schedule
 from monitor.capture.errors import RunEnded
 from monitor.capture.metrics import GRADIENT_KINDS, Metrics, of_kinds, reduced_by_nobody
 from monitor.capture.names import ModelNames
-from monitor.capture.recording import ORDINALS, Listening, Recording
+from monitor.capture.recording import Listening, Recording
+from monitor.capture.role import is_staged, names_of, role_of
 from monitor.capture.startup import announce
 from monitor.capture.switching import resting
 from monitor.capture.watch import Watch
@@ -24,6 +25,7 @@ from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.ranks.output import base_directory, prepare
 from monitor.ranks.ownership import Ownership, nobody_monitored
+from monitor.ranks.roles import RECORDINGS, Watched
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
@@ -142,10 +144,10 @@ class TrainerMon:
     def _attach(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
         if self._closed:
             raise RuntimeError("This TrainerMon was closed. Make a new one.")
-        # Drawn on every rank, also on one that is not monitored: ranks agree on a name for each call of set_monitor.
-        ordinal = next(ORDINALS)
         watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizers)), None)
+        # Counted on every rank, also on one that is not monitored: ranks agree on a name for each recording of a role.
+        watched = self._watched(framework, groups) if shared is None else None
         config = self._first_config(shared)
         watch = watch_of(config)
         if not watch.ownership.monitored:
@@ -156,8 +158,13 @@ class TrainerMon:
             said = "set_monitor was called again for the same model or optimizer: it is attached anew, and the count goes on."
             self._failures.warn("attached twice", said)
             self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step, watch_of)
-        else:
-            self._begin(watch, groups, start, ordinal, watch_of)
+        elif watched is not None:
+            self._begin(watch, groups, start, watched, watch_of)
+
+    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> Watched:
+        find = self._failures.guarded("telling this model from others", role_of)
+        role = find(framework, self._backend, *groups, self._process_group) or framework.name
+        return RECORDINGS.begin(role, names_of(framework, self._backend))
 
     def _first_config(self, shared: Recording | None) -> MonitorConfig:
         """What is in force when a model is attached."""
@@ -167,7 +174,7 @@ class TrainerMon:
         return resting(self._config) if switching is None else switching.config
 
     def _watch_of(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig) -> Watch:
-        ownership = self._ownership(*groups, config.module_ranks)
+        ownership = self._ownership(framework, *groups, config.module_ranks)
         return Watch(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
     def _framework(self, chunks: Sequence[Any], optimizer: Any) -> Framework:
@@ -185,7 +192,7 @@ class TrainerMon:
         return names
 
     def _begin(
-        self, watch: Watch, groups: tuple[Any, Any], start: int, ordinal: int, watch_of: Callable[[MonitorConfig], Watch]
+        self, watch: Watch, groups: tuple[Any, Any], start: int, watched: Watched, watch_of: Callable[[MonitorConfig], Watch]
     ) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
@@ -196,11 +203,12 @@ class TrainerMon:
             self._config_path,
             self._base,
             where,
-            ordinal,
+            watched.ordinal,
             self._failures,
             self._backend,
             start,
             self._listening,
+            watched,
         )
         if self._backend.is_settled() and watch.ownership.monitored:
             recording.open()
@@ -354,11 +362,12 @@ class TrainerMon:
             LOGGER.warning("ops %s are not known and left out. Recorded: %s.", list(unknown), list(known))
         return known
 
-    def _ownership(self, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
+    def _ownership(self, framework: Framework, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
         here, group_ranks = self._backend.place(), self._backend.group_ranks
         given = {"dp_group": dp_group, "tp_group": tp_group, "process_group": self._process_group}
-        members = (group_ranks(role, group) for role, group in given.items())
-        return Ownership(here.rank, here.world_size, module_ranks, *members)
+        dp, tp, pp = (group_ranks(role, group) for role, group in given.items())
+        staged = is_staged(framework, self._backend, self._process_group)
+        return Ownership(here.rank, here.world_size, module_ranks, dp, tp, pp, staged)
 
     def _say_if_nobody(self, ownership: Ownership) -> None:
         warning = nobody_monitored(self._config.module_ranks, ownership.world_size)

@@ -33,6 +33,7 @@ SCHEMA: Final = pa.schema(
         "whole": pa.int64(),  # elements of the whole tensor, UNKNOWN where that changes
         "parts": pa.int64(),  # how many parts there are, UNKNOWN where a rank that may hold one is missing
         "term": pa.bool_(),  # of a sum over other ranks
+        "assumed": pa.bool_(),  # to be a copy of its part, unless its numbers differ from the others'
     }
 )
 """A row for each series of each rank: by rank, and in the order in which the rank first saw them."""
@@ -67,6 +68,9 @@ class Catalogue:
 
     def is_term(self, series: Index) -> Flags:
         return self._flags("term", series)
+
+    def is_assumed(self, series: Index) -> Flags:
+        return self._flags("assumed", series)
 
     def _flags(self, column: str, series: Index) -> Flags:
         taken: Flags = _taken(self._table[column].to_numpy(), series, False)

@@ -83,8 +83,11 @@ def not_compared(rows: Rows, reference: Index) -> Counter[int]:
     return Counter(rows.rank[rows.replica[reference]].tolist())
 
 
-def compare(kind: str, rows: Rows, statistics: Statistics, reference: Index, ndigits: int) -> list[Disagreement]:
+def compare(kind: str, rows: Rows, statistics: Statistics, reference: Index, ndigits: int) -> dict[int, Disagreement]:
     """Find the copies that are not what most of the copies are, or if there is no such majority not what the first one is.
+
+    Returns:
+        By row.
 
     Args:
         reference: See ``references``.
@@ -92,14 +95,14 @@ def compare(kind: str, rows: Rows, statistics: Statistics, reference: Index, ndi
     """
     copies = np.flatnonzero((reference != np.arange(len(reference))) & ~rows.replica[reference])
     if not len(copies):
-        return []
+        return {}
     copies = copies[np.argsort(reference[copies], kind="stable")]
     found: dict[int, Disagreement] = {}
     for op in _OF_FEATURES.get(kind, own_columns(kind)) or COMPARED:
         values = _Values.of(op, statistics, ndigits)
         for row, other in _odd(values, copies, reference[copies]):
             found.setdefault(row, _disagreement(kind, rows, row, other, op, values))
-    return [found[row] for row in sorted(found)]
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)

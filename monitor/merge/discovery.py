@@ -14,6 +14,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from monitor.merge.errors import MergeError
+from monitor.merge.matching import matched
 from monitor.ranks.names import RankDirectory
 from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, Natural, Record, parsed, read_manifest
 from monitor.ranks.resume import Span, in_order
@@ -122,6 +123,12 @@ class Found:
     jobs: Mapping[str, tuple[RankRun, ...]]
     set_aside: tuple[SetAside, ...]
 
+    def others_of_the_launch(self, job: str) -> set[int]:
+        """Ranks that have recordings of the same launch, and none of this job."""
+        launches = {run.manifest.launch for run in self.jobs[job]} - {""}
+        ranks = {run.rank for runs in self.jobs.values() for run in runs if run.manifest.launch in launches}
+        return ranks - {run.rank for run in self.jobs[job]}
+
     def job_ids(self) -> list[str]:
         """Of the jobs that nobody has carried on, in order of time."""
         carried_on = {
@@ -157,7 +164,9 @@ def discover(base: Path, span: Span | None = None) -> Found:
             aside.append(SetAside(name, str(error)))
         else:
             jobs.setdefault(run.manifest.job_id, []).append(run)
-    return Found({job: tuple(runs) for job, runs in jobs.items()}, tuple(aside))
+    found, unmatched = matched({job: tuple(runs) for job, runs in jobs.items()})
+    aside += [SetAside(run.directory.name, reason) for run, reason in unmatched]
+    return Found(found, tuple(aside))
 
 
 def choose(found: Found, job: str | None) -> str:
@@ -174,7 +183,8 @@ def choose(found: Found, job: str | None) -> str:
         return ids[0]
     known = "\n".join(f"  --job {one}  {_described(found.jobs[one])}" for one in found.job_ids())
     if not known:
-        raise MergeError("there is no directory of a rank with a manifest here")
+        why = sorted({f"\n  {one.path}: {one.reason}" for one in found.set_aside})
+        raise MergeError("there is no directory here of a rank with a manifest that can be merged" + "".join(why[:5]))
     wrong = f"{job!r} begins the ids of {len(ids)} jobs" if job else f"there are {len(ids)} jobs here"
     raise MergeError(f"{wrong}. Choose one:\n{known}")
 
@@ -243,4 +253,5 @@ def _started(run: RankRun) -> float:
 def _described(runs: Sequence[RankRun]) -> str:
     ranks = len({run.rank for run in runs})
     first = runs[0].manifest
-    return f"started {first.started}, {ranks} of {first.world_size} ranks"
+    watched = f", {first.watched.role}" if first.watched is not None else ""
+    return f"started {first.started}, {ranks} of {first.world_size} ranks{watched}"

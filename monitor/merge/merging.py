@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-from monitor.merge.discovery import RankRun, SetAside, choose, discover, runs_of, unmerged_formats
+from monitor.merge.discovery import Found, RankRun, choose, discover, runs_of, unmerged_formats
 from monitor.merge.drafts import draft_of
 from monitor.merge.engines import engine, run
 from monitor.merge.errors import MergeError, NothingRecordedError
@@ -84,16 +84,15 @@ def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Repo
     job = choose(found, wanted.job)
     with draft_of(wanted.output, "merge", "another directory with -o") as draft:
         draft.mkdir()
-        return _merged(wanted, job, runs_of(found, job), found.set_aside, draft, progress)
+        return _merged(wanted, job, runs_of(found, job), found, draft, progress)
 
 
-def _merged(
-    wanted: Wanted, job: str, runs: Sequence[RankRun], aside: Sequence[SetAside], draft: Path, progress: Progress
-) -> Report:
+def _merged(wanted: Wanted, job: str, runs: Sequence[RankRun], found: Found, draft: Path, progress: Progress) -> Report:
     work = draft / "work"
     for directory in (work, draft / "per_rank", draft / "global"):
         directory.mkdir()
-    report = Report(job, runs[0].manifest.world_size, runs, missing_ranks(runs), [*aside, *unmerged_formats(runs)])
+    missing = missing_ranks(runs, found.others_of_the_launch(job))
+    report = Report(job, runs[0].manifest.world_size, runs, missing, [*found.set_aside, *unmerged_formats(runs)])
     with engine(wanted.workers, wanted.dask) as (executor, workers):
         do = partial(run, executor, workers)
         plan = _planned(wanted, runs, draft, report, do)
@@ -141,8 +140,13 @@ def _why_nothing(job: str, report: Report) -> str:
     return "\n  ".join([*why, *more])
 
 
-def missing_ranks(runs: Sequence[RankRun]) -> list[int]:
-    """Of those that were to be monitored."""
+def missing_ranks(runs: Sequence[RankRun], elsewhere: Collection[int] = ()) -> list[int]:
+    """Of those that were to be monitored.
+
+    Args:
+        elsewhere: Ranks that recorded other models of the launch. Unless a group of the model has them, they did not watch it.
+    """
     first = runs[0].manifest
     only = first.config.get("module_ranks") or range(first.world_size)
-    return sorted(set(only) & set(range(first.world_size)) - {one.rank for one in runs})
+    members = {rank for one in runs for ranks in one.manifest.groups.values() for rank in ranks}
+    return sorted(set(only) & set(range(first.world_size)) - {one.rank for one in runs} - (set(elsewhere) - members))

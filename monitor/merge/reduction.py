@@ -25,12 +25,20 @@ from monitor.merge.rows import Rows, counts_elements, gathered
 from monitor.merge.statistics import Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts, same
+from monitor.ranks.ownership import OF_PARAMETERS
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.shard_names import Steps
 from monitor.stats.histograms import MAGNITUDES, spelled
 from monitor.stats.ops import CALLS
 
 Flags = NDArray[np.bool_]
+
+TERMS: Final = "each rank has a term of a sum over ranks, and no rank has recorded the sum"
+UNLIKE: Final = (
+    "the ranks have tensors of this name, nothing says how they belong together, and their numbers differ: they are terms of a "
+    "sum, tensors of their own, or replicas that have come apart. If they are replicas, pass dp_group or tp_group"
+)
+"""Why there is no number of a whole tensor."""
 
 ROLES: Final = ("dp", "tp", "pp")
 
@@ -80,6 +88,7 @@ class Outcome:
         gaps: By rank, the steps that others have rows of.
         duplicates: By rank, steps that stood in several files.
         incomplete: By tensor, the steps at which a part is missing.
+        without_global: By tensor and reason, the steps at which the ranks have rows that make no number of the whole.
         missing: How often an op has no value, by op and reason.
         unplaced: By rank, how many rows no manifest knows the placement of.
         not_compared: By rank, how many replicas there was nothing to compare with.
@@ -93,6 +102,7 @@ class Outcome:
     set_aside: list[SetAside] = field(default_factory=list)
     disagreements: list[Disagreement] = field(default_factory=list)
     incomplete: dict[str, list[int]] = field(default_factory=dict)
+    without_global: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     missing: Counter[tuple[str, str]] = field(default_factory=Counter)
     unplaced: Counter[int] = field(default_factory=Counter)
     not_compared: Counter[int] = field(default_factory=Counter)
@@ -169,16 +179,21 @@ def _per_rank(kept: Columns, runs: pa.Table, rows: Rows, statistics: Statistics)
 def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome) -> pa.Table:
     """One row for each tensor of which every part is there."""
     order, copies, key = _copies(rows)
-    _compare_copies(piece, rows, statistics, order, copies, outcome)
+    differ = _compare_copies(piece, rows, statistics, order, copies, outcome)
     chosen = copies[~rows.replica[order[copies]]]  # the first of the copies of a part stands for all
     starts = starts_of_runs([column[chosen] for column in key])
     tensors = combined(statistics, order[chosen], starts)
     rows = rows.only(order[chosen])
-    complete = _complete(rows, tensors, starts)
-    _report_incomplete(rows, starts[~complete], outcome)
+    terms, unlike = _terms(rows, starts), _any(differ[chosen], starts)
+    complete = _complete(rows, tensors, starts) | terms | unlike
+    outcome.incomplete = _by_name(rows, starts[~complete])
+    for reason, which in ((TERMS, terms), (UNLIKE, unlike & ~terms)):
+        found = _by_name(rows, starts[which])
+        outcome.without_global |= {(name, reason): steps for name, steps in found.items()}
+    whole = complete & ~terms & ~unlike
     made, several = _global(piece.columns, rows, starts, tensors), np.diff(starts, append=len(rows)) > 1
-    if not complete.all():
-        made, tensors, several = made.filter(complete), tensors.take(complete), several[complete]
+    if not whole.all():
+        made, tensors, several = made.filter(whole), tensors.take(whole), several[whole]
     outcome.missing = missing_ops(tensors, several)
     return made
 
@@ -197,14 +212,32 @@ def _copies(rows: Rows) -> tuple[Index, Index, list[Index]]:
     return order, starts_of_runs(key), key[:3]
 
 
-def _compare_copies(piece: Piece, rows: Rows, statistics: Statistics, order: Index, copies: Index, outcome: Outcome) -> None:
+def _compare_copies(piece: Piece, rows: Rows, statistics: Statistics, order: Index, copies: Index, outcome: Outcome) -> Flags:
+    """Whether, at the first of the copies of a part, copies that are only assumed to be such differ."""
+    differ = np.zeros(len(order), dtype=np.bool_)
     if len(copies) == len(order) and not rows.replica.any():
-        return
+        return differ
     of_copy = np.repeat(copies, np.diff(copies, append=len(order)))
     rows, statistics = rows.only(order), statistics.take(order)
     held_against = references(rows, of_copy)
     outcome.not_compared = not_compared(rows, held_against)
-    outcome.disagreements = compare(piece.kind, rows, statistics, held_against, piece.ndigits)
+    found = compare(piece.kind, rows, statistics, held_against, piece.ndigits)
+    assumed = rows.catalogue.is_assumed(rows.series)
+    outcome.disagreements = [one for row, one in found.items() if not assumed[row]]
+    differ[held_against[[row for row in found if assumed[row]]]] = True
+    return differ
+
+
+def _terms(rows: Rows, starts: Index) -> Flags:
+    """The tensors of parameters whose numbers are terms of a sum. Of an activation every rank's own is what people look for."""
+    terms = _any(rows.catalogue.is_term(rows.series), starts)
+    return terms if rows.catalogue.kind in OF_PARAMETERS else np.zeros_like(terms)
+
+
+def _any(flags: Flags, starts: Index) -> Flags:
+    """Of each run of rows."""
+    found: Flags = np.logical_or.reduceat(flags, starts) if len(starts) else np.zeros(0, dtype=np.bool_)
+    return found
 
 
 def _complete(rows: Rows, tensors: Statistics, starts: Index) -> Flags:
@@ -217,12 +250,15 @@ def _complete(rows: Rows, tensors: Statistics, starts: Index) -> Flags:
     return complete
 
 
-def _report_incomplete(rows: Rows, starts: Index, outcome: Outcome) -> None:
+def _by_name(rows: Rows, starts: Index) -> dict[str, list[int]]:
+    """The steps of these tensors."""
+    found: dict[str, list[int]] = {}
     steps = rows.column("step")[starts].tolist()
     for name, step in zip(rows.text("global_name", starts).to_pylist(), steps, strict=True):
-        known = outcome.incomplete.setdefault(name, [])
+        known = found.setdefault(name, [])
         if known[-1:] != [step]:
             known.append(step)
+    return found
 
 
 def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:

@@ -45,6 +45,7 @@ class Report:
     _gaps: _Steps = field(default_factory=dict)
     _duplicates: _Steps = field(default_factory=dict)
     _incomplete: _Steps = field(default_factory=dict)
+    _without_global: _Steps = field(default_factory=dict)
     _missing: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter)
     _not_compared: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -62,6 +63,8 @@ class Report:
             for what, steps in found.items():
                 if steps:
                     known.setdefault((kind, str(what)), []).extend(steps)
+        for (name, reason), steps in outcome.without_global.items():
+            self._without_global.setdefault((kind, name, reason), []).extend(steps)
         self.set_aside += [one for one in outcome.set_aside if one not in self.set_aside]
         self.disagreements += outcome.disagreements
         self._missing.update({(kind, *key): count for key, count in outcome.missing.items()})
@@ -72,7 +75,7 @@ class Report:
     def clean(self) -> bool:
         """Whether nothing is missing and everything agrees. Ops that were never recorded are not missed."""
         lost = (self.missing_ranks, self.set_aside, self.disagreements, self._gaps, self._incomplete, self._unplaced)
-        return not any(lost) and not any(self._dropped()) and not any(self._not_closed())
+        return not any((*lost, self._without_global)) and not any(self._dropped()) and not any(self._not_closed())
 
     def spelled(self) -> str:
         """As JSON."""
@@ -102,6 +105,10 @@ class Report:
             ),
             "disagreements": _listed(map(_spelled, sorted(self.disagreements, key=_place))),
             "incomplete": _listed(self._stepwise(self._incomplete, "name")),
+            "without_global": _listed(
+                {"kind": kind, "name": name, "reason": reason, "steps": _ranges(steps)}
+                for (kind, name, reason), steps in sorted(self._without_global.items())
+            ),
             "not_combined": _listed(
                 {"kind": kind, "op": op, "rows": count, "reason": reason}
                 for (kind, op, reason), count in sorted(self._missing.items())
@@ -183,6 +190,7 @@ _LINES: Final = {
     "set_aside": "{path}: {reason}",
     "disagreements": "{kind} {name} at step {step}: {op} is {value} on rank {rank}, {others_value} on rank {other_rank}",
     "incomplete": "{kind} {name} has not all its parts at {at}",
+    "without_global": "{kind} {name} at {at}: {reason}",
     "unplaced": "rank {rank}: {rows} rows of {kind} that its manifest does not know",
     "not_compared": "rank {rank}: {rows} replicas of {kind} whose owner has no row to compare them with",
 }

@@ -52,6 +52,7 @@ SERIES: Final = pa.schema(
         "unclaimed": pa.int64(),
         "cut": pa.int64(),
         "term": pa.bool_(),  # of a sum over other ranks
+        "assumed": pa.bool_(),  # to be one of `unclaimed`, unless its numbers differ from theirs
     }
 )
 """A row for each series of each rank."""
@@ -192,7 +193,7 @@ def _row(one: MeasuredSeries, name: str, stage: int, groups: _Groups) -> tuple[o
     size = elements if placement.shard is None else math.prod(placement.shard.global_shape)
     numbers = map(groups.number, _groups_of(placement))
     replica = one.series.kind == REPLICA_KIND
-    return one.series.vpp_stage, name, replica, stage, elements, size, *numbers, placement.partial
+    return one.series.vpp_stage, name, replica, stage, elements, size, *numbers, placement.partial, placement.assumed
 
 
 def _groups_of(placement: Placement) -> tuple[Ranks, Ranks, Ranks]:

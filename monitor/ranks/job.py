@@ -1,7 +1,7 @@
-"""One job, one name: the identity that all ranks share, agreed through the job's own key-value store.
+"""One recording, one name: the identity that all of its ranks share, agreed through the job's own key-value store.
 
 Each rank proposes an identity with one ``compare_set`` and takes what the store then holds: the first proposal. No rank waits
-for another, and no collective is issued.
+for another, and no collective is issued. In the same way all processes that share the store agree on one name for the launch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from monitor.ranks.names import timestamp_fields, timestamp_of
 
 TIMEOUT_S: Final = 30.0
 """A new connection looks up the name of its peer, and a name server that is silent takes some ten seconds of this."""
+
+LAUNCH: Final = "monitor/launch"
 
 _JOB_ID: Final = re.compile(r"[0-9a-f]{32}")
 
@@ -42,16 +44,22 @@ class JobIdentity:
         job_id: 32 hexadecimal characters. The timestamp alone does not identify a job: two may start in one second.
         timestamp: When the job began, as it stands in the names of its directories.
         agreed: False where the other ranks could not be asked, and may have other identities.
+        launch: What all recordings have in common whose processes share a store; empty without a store.
     """
 
     job_id: str
     timestamp: str
     agreed: bool = True
+    launch: str = ""
 
     @classmethod
     def new(cls, moment: datetime | None = None) -> JobIdentity:
         """An identity of its own. Draws from the system, not from the training's random state."""
         return cls(uuid.uuid4().hex, timestamp_of(moment or datetime.now()))
+
+    def of_launch(self) -> JobIdentity:
+        """The same for all recordings of the launch, as far as it is known."""
+        return replace(self, job_id=self.launch or self.job_id)
 
     def spelled(self) -> str:
         return f"{self.job_id} {self.timestamp}"
@@ -66,12 +74,12 @@ class JobIdentity:
         return cls(job_id, timestamp)
 
 
-def agree(store: Store | None, ordinal: int, failures: Failures, timeout_s: float = TIMEOUT_S) -> JobIdentity:
+def agree(store: Store | None, name: str | int, failures: Failures, timeout_s: float = TIMEOUT_S) -> JobIdentity:
     """The identity that all ranks of the job share.
 
     Args:
         store: The process group's store; None for a process of its own.
-        ordinal: How many monitors this process has made before. Ranks that make as many agree on each.
+        name: Of the recording. Ranks that use the same name agree.
         timeout_s: How long a store may take to answer. One that takes longer, or fails, leaves this rank with an identity of
             its own, which ``failures`` is told.
     """
@@ -79,15 +87,18 @@ def agree(store: Store | None, ordinal: int, failures: Failures, timeout_s: floa
     if store is None:
         return proposal
     try:
-        return _within(timeout_s, lambda: _first_proposal(store, f"monitor/job/{ordinal}", proposal))
+        return _within(timeout_s, lambda: _first_proposals(store, f"monitor/job/{name}", proposal))
     except Exception as error:
         advice = "This rank goes on with a job id and a timestamp of its own; those of other ranks may differ."
         failures.report("agreeing with the other ranks on the name of the job", error, advice)
         return replace(proposal, agreed=False)
 
 
-def _first_proposal(store: Store, key: str, proposal: JobIdentity) -> JobIdentity:
-    return JobIdentity.parse(_own_connection(store).compare_set(key, "", proposal.spelled()).decode())
+def _first_proposals(store: Store, key: str, proposal: JobIdentity) -> JobIdentity:
+    """Of the recording, and of the launch."""
+    connection = _own_connection(store)
+    launch, found = (JobIdentity.parse(connection.compare_set(one, "", proposal.spelled()).decode()) for one in (LAUNCH, key))
+    return replace(found, launch=launch.job_id)
 
 
 def _own_connection(store: Store) -> Store:

@@ -33,7 +33,9 @@ from monitor.ranks.records import (
     ManifestRecord,
     PipelineRecord,
     SeriesReference,
+    WatchedRecord,
 )
+from monitor.ranks.roles import Watched
 from monitor.ranks.series_file import Measured, SeriesFile
 from monitor.series import SeriesTable
 from monitor.stats.rows import StepRows
@@ -55,6 +57,7 @@ class RankFacts:
         groups: Ranks of the groups that this rank belongs to, by role: ``{"dp": [0, 1]}``.
         chunks: Of the model, on this rank.
         recording: How many recordings the process had begun before this one.
+        watched: What it watches, as other ranks can tell it.
         versions: Of what computes and what records: ``{"torch": "2.13.0"}``.
         config: The configuration as used. What JSON cannot hold is spelled by ``str``.
     """
@@ -69,6 +72,7 @@ class RankFacts:
     formats: Sequence[str]
     chunks: int = 1
     recording: int = 0
+    watched: Watched | None = None
 
 
 class Manifest:
@@ -265,6 +269,8 @@ def _fixed(facts: RankFacts) -> dict[str, Any]:
         "config": json.loads(json.dumps(facts.config, default=str)),
         "formats": tuple(facts.formats),
         "recording": facts.recording,
+        "launch": facts.identity.launch,
+        "watched": None if facts.watched is None else WatchedRecord.of(facts.watched),
     }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
-from monitor.placement import Placement, Ranks, ranks_of
+from monitor.placement import LOCAL, Placement, Ranks, ranks_of
 from monitor.series import MOMENT_KINDS, PARAMETER_KINDS, UPDATE_KINDS, WEIGHT_FEATURE_KINDS
 
 SAME_AFTER_REDUCTION: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS, *WEIGHT_FEATURE_KINDS, *UPDATE_KINDS})
@@ -25,6 +26,7 @@ class Ownership:
         dp_group: Ranks of this rank's data-parallel group; None where the user passed none, and then every rank writes.
         tp_group: The same for tensor parallelism.
         pp_group: The same for pipeline parallelism.
+        staged: Whether the ranks may have different parts of one model, under the same names.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Ownership:
     dp_group: Collection[int] | None = None
     tp_group: Collection[int] | None = None
     pp_group: Collection[int] | None = None
+    staged: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "module_ranks", frozenset(self.module_ranks))  # asked for thousands of ranks a series
@@ -62,6 +65,12 @@ class Ownership:
         unclaimed = () if set(known.unclaimed) <= set(replicas) else known.unclaimed
         return replace(known, replicas=replicas, unclaimed=unclaimed, differing=(), data_parallel=())
 
+    def assumed(self, kind: str, placed: Placement) -> Placement:
+        """``placed``; of a parameter of which nothing is known the assumption that every rank of the job holds a replica."""
+        if placed != LOCAL or kind not in SAME_AFTER_REDUCTION or self.staged or self.world_size < 2:
+            return placed
+        return Placement(unclaimed=_everyone(self.world_size), assumed=True)
+
     def writes(self, placement: Placement) -> bool:
         """Whether this rank writes a series: the first monitored one of those that could."""
         return self.monitored and (not placement.replicas or self.rank == self.owner(placement))
@@ -82,6 +91,11 @@ def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | No
         f"module_ranks {sorted(module_ranks)} names no rank of this job, whose ranks are 0 to {world_size - 1}: "
         "nothing will be recorded"
     )
+
+
+@cache
+def _everyone(world_size: int) -> Ranks:
+    return tuple(range(world_size))
 
 
 def reaches(ownership: Ownership, rank: int, world_size: int, groups: Sequence[Iterable[int]]) -> bool:

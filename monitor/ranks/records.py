@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from monitor.ranks.ranges import StepRange, StepRanges
+from monitor.ranks.roles import Watched
 
 SCHEMA_VERSION: Final = 1
 MANIFEST_FILE: Final = "manifest.json"
@@ -122,6 +123,18 @@ class PipelineRecord(Record):
         return cls(ranks=tuple(ranks), stage=stage, stages=tuple(stage + chunk * len(ranks) for chunk in range(chunks)))
 
 
+class WatchedRecord(Record):
+    """``monitor.ranks.roles.Watched``."""
+
+    role: str
+    names: str
+    number: Natural
+
+    @classmethod
+    def of(cls, watched: Watched) -> WatchedRecord:
+        return cls(role=watched.role, names=watched.names, number=watched.number)
+
+
 class SeriesReference(Record):
     """The file beside the manifest that holds the series table."""
 
@@ -185,6 +198,8 @@ class ManifestRecord(Record):
         notes: What a reader must know of the numbers that the numbers do not say.
         closed: True once the run has ended and everything was written.
         recording: How many recordings the process had begun before this one.
+        launch: The same for all recordings of all processes that were started together and share a store; empty without one.
+        watched: What the recording watches, as other ranks can tell it; None of earlier versions.
         first_step: The first step that this run has written or lost; None before. Steps before it are of the runs in
             ``resumed``.
         resumed: The runs that this one carries on, oldest first; of many the latest.
@@ -210,6 +225,8 @@ class ManifestRecord(Record):
     config: dict[str, Any]
     formats: tuple[str, ...]
     recording: Natural = 0
+    launch: str = ""
+    watched: WatchedRecord | None = None
     series: SeriesReference | None
     resumed: tuple[EarlierRun, ...] = ()
     first_step: Natural | None = None

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from monitor.failures import LOGGER
 from monitor.ranks.names import RankDirectory, timestamp_fields
-from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
+from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, WatchedRecord, read_manifest
+from monitor.ranks.roles import Watched
 
 Span = tuple[str, str]
 """Two timestamps and all between. They have no year: where the first is the later one, New Year lies between."""
@@ -55,16 +56,22 @@ def directories(base: Path, rank: int, span: Span) -> list[Path]:
     return [path for _, path in reversed(ordered)]
 
 
-def preferred(newest_first: Sequence[Path], recording: int) -> Path:
-    """The newest one that holds the same of its process's recordings; where none does, the newest.
+def preferred(newest_first: Sequence[Path], recording: int, watched: Watched | None = None) -> Path:
+    """The newest one of a recording that watched the same; where none did, the newest that holds the same of its process's
+    recordings, and where none does, the newest.
 
     Args:
         recording: How many recordings this process has begun before.
+        watched: What it watches.
     """
     if len(newest_first) == 1:
         return newest_first[0]
-    same = (path for path in newest_first if (known := _known(path)) is not None and known.recording == recording)
-    return next(same, newest_first[0])
+    known = [(path, one) for path in newest_first if (one := _known(path)) is not None]
+    same = [path for path, one in known if watched is not None and one.watched == WatchedRecord.of(watched)]
+    named = [path for path, one in known if watched is not None and one.watched and one.watched.names == watched.names]
+    same += named if not same and len(named) == 1 else []
+    same += [path for path, one in known if one.recording == recording]
+    return next(iter(same), newest_first[0])
 
 
 def last_word(directory: Path) -> ManifestRecord | None:

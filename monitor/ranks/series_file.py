@@ -174,6 +174,7 @@ def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, objec
         "unclaimed": number[id(placement.unclaimed)],
         "partial": placement.partial,
         "shard": cut,
+        **({"assumed": True} if placement.assumed else {}),
     }
 
 
@@ -193,11 +194,12 @@ class PlacementRecord(Record):
     unclaimed: Natural
     partial: bool
     shard: ShardRecord | None
+    assumed: bool = False
 
     def placement(self, groups: Sequence[Ranks]) -> Placement:
         cut = self.shard
         shard = Shard(groups[cut.ranks], cut.global_shape, cut.offset, cut.flat) if cut else None
-        return Placement(groups[self.replicas], groups[self.unclaimed], shard, self.partial)
+        return Placement(groups[self.replicas], groups[self.unclaimed], shard, self.partial, assumed=self.assumed)
 
 
 class SeriesColumns(Record):

@@ -170,7 +170,7 @@ class NormReader:
     def _everywhere(self, placement: Placement) -> bool:
         """Whether every rank of the job holds the same."""
         alike = {*placement.replicas, *placement.unclaimed}
-        return _whole(placement) and (self._world == 1 or len(alike) == self._world)
+        return _whole(placement) and not placement.assumed and (self._world == 1 or len(alike) == self._world)
 
 
 def _whole(placement: Placement) -> bool:

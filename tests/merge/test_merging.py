@@ -92,14 +92,70 @@ def test_micro_steps_that_were_combined_are_rows_of_whole_tensors(
     assert found == ([("l.output", 4)] * 2 if micro_steps else [("l.output", count)])
 
 
-def test_terms_of_a_sum_are_listed_and_not_combined(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["grad_reduced", "grad_unreduced"])
+def test_terms_of_the_gradient_of_a_parameter_have_no_global_row_and_the_report_says_why(tmp_path: Path, kind: str) -> None:
     for rank in (0, 1):
         one = RecordedRank(tmp_path, rank, 2)
-        one.place("grad_reduced", "w", Placement(partial=True))
-        one.write(0, {"grad_reduced": [Measured("w", [float(rank + 3)])]})
+        one.place(kind, "w", Placement(partial=True))
+        one.write(0, {kind: [Measured("w", [float(rank + 3)]), Measured(f"own-{rank}")]})
         one.close()
-    merged(tmp_path)
-    assert [(row["ranks"], row["term"], row["norm"]) for row in tensors(tmp_path)] == [("0", True, 3.0), ("1", True, 4.0)]
+    report = merged(tmp_path)
+    assert [row["name"] for row in tensors(tmp_path, kind)] == ["own-0", "own-1"]
+    assert [(row["rank"], row["norm"]) for row in table(tmp_path, "per_rank", kind).to_pylist() if row["name"] == "w"] == [
+        (0, 3.0),
+        (1, 4.0),
+    ]
+    (one,) = report.told()["without_global"]["listed"]
+    assert (one["kind"], one["name"], one["steps"]["ranges"]) == (kind, "w", [[0, 0, 1]])
+    assert "term of a sum" in one["reason"]
+    assert not report.clean
+
+
+def test_terms_of_the_gradient_of_an_activation_are_listed_rank_by_rank(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        one = RecordedRank(tmp_path, rank, 2)
+        one.place("actv_grad", "up.input", Placement(partial=True))
+        one.write(0, {"actv_grad": [Measured("up.input", [float(rank + 3)], micro_step=0)]})
+        one.close()
+    assert merged(tmp_path).clean
+    found = [(row["ranks"], row["term"], row["norm"]) for row in tensors(tmp_path, "actv_grad")]
+    assert found == [("0", True, 3.0), ("1", True, 4.0)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("replicas", [True, False])
+def test_what_a_mesh_suggests_to_be_replicas_is_one_tensor_only_while_the_numbers_agree(
+    tmp_path: Path,
+    format: str,  # noqa: A002
+    replicas: bool,
+) -> None:
+    for rank in (0, 1):
+        one = RecordedRank(tmp_path, rank, 2, format)
+        one.place("grad_reduced", "w", Placement(unclaimed=(0, 1), assumed=True))
+        for step in range(2):
+            one.write(step, {"grad_reduced": [Measured("w", [3.0 if replicas or step else 3.0 + rank, 4.0])]})
+        one.close()
+    report = merged(tmp_path)
+    found = [(row["step"], row["ranks"], row["norm"]) for row in tensors(tmp_path)]
+    assert found == [(0, "0", 5.0), (1, "0", 5.0)][not replicas :]
+    listed = [(one["name"], one["steps"]["ranges"]) for one in report.told()["without_global"]["listed"]]
+    assert listed == ([] if replicas else [("w", [[0, 0, 1]])])
+    assert report.told()["disagreements"]["count"] == 0
+    assert report.clean is replicas
+
+
+def test_shards_of_which_the_copies_differ_make_no_global_row_and_are_not_incomplete(tmp_path: Path) -> None:
+    """Two by two ranks: cut over data-parallel ranks, and perhaps replicas over tensor-parallel ones."""
+    for rank in range(4):
+        one = RecordedRank(tmp_path, rank, 4)
+        pair, mates = ((0, 2), (1, 3))[rank % 2], ((0, 1), (2, 3))[rank // 2]
+        shard = Shard(pair, (4,), (2 * (rank // 2),))
+        one.place("grad_reduced", "w", Placement(unclaimed=mates, shard=shard, assumed=True))
+        one.write(0, {"grad_reduced": [Measured("w", [3.0, 4.0 + (rank == 3)])]})
+        one.close()
+    report = merged(tmp_path).told()
+    assert [one["name"] for one in report["without_global"]["listed"]] == ["w"]
+    assert (report["incomplete"]["count"], report["tensors"]) == (0, {"grad_reduced": 0})
 
 
 def test_layers_of_pipeline_stages_are_numbered_through(tmp_path: Path) -> None:

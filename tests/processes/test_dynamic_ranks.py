@@ -136,6 +136,24 @@ def test_fifty_edits_at_random_moments_lead_to_the_same_steps_on_all_ranks(start
     )
 
 
+def test_a_rank_that_watches_one_more_model_changes_with_the_others(start: Start) -> None:
+    """That model is on no other rank, and waits for none."""
+    job = start(2, "-1", "copy", dynamic_on=False)
+    digest = job.edit(**GRADIENTS)
+
+    def of_all_ranks() -> list[ManifestRecord]:
+        return [one for one in job.manifests() if one.watched is not None and "DistributedDataParallel" in one.watched.role]
+
+    assert until(lambda: [len(one.configurations) for one in of_all_ranks()] == [2, 2], SOON)
+    job.train_on()
+    job.end()
+    first, second = of_all_ranks()
+    assert {one.job_id for one in job.manifests()} > {first.job_id} == {second.job_id}
+    assert first.configurations == second.configurations
+    assert (first.configurations[-1].digest, first.steps) == (digest, second.steps)
+    assert first.steps.written.count > 10
+
+
 def test_an_alert_on_one_rank_brings_activations_to_both_for_some_steps_and_the_count_goes_on(
     start: Start,
 ) -> None:

@@ -22,6 +22,7 @@ from monitor.ranks.manifest import Manifest, RankFacts
 from monitor.ranks.output import remove_drafts, write_whole
 from monitor.ranks.records import ManifestRecord, read_manifest
 from monitor.ranks.resume import directories, last_word, preferred
+from monitor.ranks.roles import Watched
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
@@ -42,9 +43,9 @@ def names(paths):
 class Rank:
     """A run that records to a directory, and what it says of it."""
 
-    def __init__(self, directory, number=1, earlier=None, recording=0, held=None):
+    def __init__(self, directory, number=1, earlier=None, recording=0, held=None, watched=None):
         identity = JobIdentity(f"{number:032x}", f"Dec03_21-34-{number % 60:02}")
-        facts = RankFacts(identity, 0, 1, {}, {}, {}, "config.json", ["csv"], recording=recording)
+        facts = RankFacts(identity, 0, 1, {}, {}, {}, "config.json", ["csv"], recording=recording, watched=watched)
         self.failures = Failures()
         self.table = SeriesTable()
         self.manifest = Manifest(directory, facts, self.table, self.failures, earlier, held)
@@ -109,6 +110,14 @@ class TestDirectories:
             Rank(tmp_path / f"{number}", recording=number).manifest.save()
         newest_first = [tmp_path / "2", tmp_path / "1", tmp_path / "0"]
         assert [preferred(newest_first, number).name for number in range(4)] == ["0", "1", "2", "2"]
+
+    def test_a_recording_finds_that_of_what_it_watches_however_many_were_begun_before(self, tmp_path):
+        watched = [Watched("torch Teacher", "a"), Watched("torch Network", "b"), Watched("torch Network", "b", number=1)]
+        for number, one in enumerate(watched):
+            Rank(tmp_path / f"{number}", recording=number, watched=one).manifest.save()
+        newest_first = [tmp_path / "2", tmp_path / "1", tmp_path / "0"]
+        assert [preferred(newest_first, 0, one).name for one in watched] == ["0", "1", "2"]
+        assert preferred(newest_first, 1, Watched("torch AdamW Teacher", "a")).name == "0"
 
 
 class TestClaims:

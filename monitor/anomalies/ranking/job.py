@@ -26,7 +26,11 @@ ONE_BY_ONE: Final = frozenset({"dp", "pp"})
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A pipeline of one recording."""
+    """A pipeline of one recording.
+
+    Attributes:
+        recording: Its number, the same on all ranks.
+    """
 
     recording: int
     mates: tuple[int, ...]
@@ -53,7 +57,7 @@ class Member:
 
     @property
     def recording(self) -> int:
-        return self.events.files.recording
+        return self.group.recording
 
     @property
     def host(self) -> str:
@@ -151,7 +155,8 @@ def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> Job:
     flaws = [one for one in every if isinstance(one, Flaw)]
     found = _manifests(folder.absolute().parent)
     matching = _Matching(found, flaws)
-    members = [matching.member(one) for one in _of_one_job([one for one in every if isinstance(one, RecordingEvents)], flaws)]
+    judged = [one for one in every if isinstance(one, RecordingEvents)]
+    members = [matching.member(one) for one in _of_one_job(judged, matching, flaws)]
     job = Job(members, flaws, without_manifest=sorted({one.rank for one in members if one.wiring is None}))
     ranks, chosen = _ranks(members, found)
     known = {one.rank for one in members}
@@ -167,12 +172,12 @@ def _manifests(base: Path) -> Found:
         return Found({}, ())
 
 
-def _of_one_job(events: Sequence[RecordingEvents], flaws: list[Flaw]) -> Iterator[RecordingEvents]:
-    """Those of the job that most are of; the others are flaws."""
-    jobs = Counter(one.judged.job_id for one in events)
+def _of_one_job(events: Sequence[RecordingEvents], matching: _Matching, flaws: list[Flaw]) -> Iterator[RecordingEvents]:
+    """Those of the job that most are of, or of its launch; the others are flaws."""
+    jobs = Counter(matching.launch(one) for one in events)
     most = max(jobs, key=lambda job: (jobs[job], job), default="")
     for one in events:
-        if one.judged.job_id == most:
+        if matching.launch(one) == most:
             yield one
         else:
             reason = f"is of job {one.judged.job_id}, most of the others of {most}: it was not ranked"
@@ -187,6 +192,14 @@ class _Matching:
         self._unreadable = {one.path: one.reason for one in found.set_aside}
         self._wirings = Wirings()
         self._flaws = flaws
+        self._numbers = dict(_numbered(found))
+
+    def launch(self, events: RecordingEvents) -> str:
+        """What the recordings of all ranks have in common that were begun together: the launch, or where that is not known the
+        job.
+        """
+        run, job = self._runs.get(events.judged.directory), events.judged.job_id
+        return run.manifest.launch or job if run is not None and run.manifest.job_id == job else job
 
     def member(self, events: RecordingEvents) -> Member:
         mates = events.mates or (events.files.rank,)
@@ -197,8 +210,12 @@ class _Matching:
                 raise ManifestError(f"its pipeline group is {list(pipeline)}, that of the events {list(mates)}")
         except ManifestError as error:
             self._flaws.append(Flaw(events.files.rank, events.files.told, f"has no manifest to go with it: {error}"))
-            return Member(events, Group(events.files.recording, mates))
-        return Member(events, Group(events.files.recording, pipeline), manifest, wiring)
+            return Member(events, Group(self._recording(events), mates))
+        return Member(events, Group(self._recording(events), pipeline), manifest, wiring)
+
+    def _recording(self, events: RecordingEvents) -> int:
+        beyond = max(self._numbers.values(), default=-1) + 1
+        return self._numbers.get(events.judged.directory, beyond + events.files.recording)
 
     def _wired(self, run: RankRun, events: RecordingEvents) -> tuple[ManifestRecord, Wiring | None]:
         """Read once more where a rank that still runs has moved on to another series file meanwhile."""
@@ -220,6 +237,18 @@ class _Matching:
         if run is None:
             raise ManifestError(self._unreadable.get(name, f"there is no directory {name} with a manifest"))
         return run
+
+
+def _numbered(found: Found) -> Iterator[tuple[str, int]]:
+    """For each directory whose launch is known the number of its recording: a rank that watches more counts otherwise."""
+    of_launches: dict[str, list[Sequence[RankRun]]] = {}
+    for _, runs in sorted(found.jobs.items(), key=lambda one: (min(run.manifest.recording for run in one[1]), one[0])):
+        launches = {run.manifest.launch for run in runs}
+        if len(launches) == 1 and all(launches):
+            of_launches.setdefault(launches.pop(), []).append(runs)
+    for recordings in of_launches.values():
+        for number, one in enumerate(recordings):
+            yield from ((run.directory.name, number) for run in one)
 
 
 def _manifest(run: RankRun, events: RecordingEvents) -> ManifestRecord:

@@ -19,6 +19,7 @@ from monitor.capture.names import ModelNames, NamedModule
 from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
+from monitor.placement import LOCAL
 from monitor.ranks.ownership import Ownership
 from monitor.series import Series
 
@@ -60,6 +61,9 @@ class FeatureCollector:
         known = self.reading.weight_placement(self._framework, self._ownership.rank, parameter, seen)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         placement = self._ownership.placed(kind, known, tensor_parallel=split)
+        if not split:
+            placement = self._framework.completed(kind, parameter, placement)
+            placement = self._ownership.assumed(kind, placement) if known == LOCAL else placement
         if not self._ownership.writes(placement):
             return None
         series = Series(kind, parameter.chunk, parameter.name)

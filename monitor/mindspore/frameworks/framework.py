@@ -107,6 +107,11 @@ class Framework:
         del kind, parameter
         return LOCAL
 
+    def completed(self, kind: str, parameter: Holding, placed: Placement) -> Placement:
+        """``placed``, with the replicas that the model shows beside: none."""
+        del kind, parameter
+        return placed
+
     def aggregates(self, root: nn.Cell) -> bool:
         """Whether local gradients are replaced by aggregated ones: no, whoever aggregates makes new ones."""
         del root

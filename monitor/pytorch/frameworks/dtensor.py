@@ -75,10 +75,10 @@ def placed(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], apart: 
         apart: Dimensions of the mesh in which each rank has numbers of its own, whatever its placements say.
     """
     places = [place for place in range(len(placements)) if place not in apart]
-    replicas = _along(mesh, [place for place in places if placements[place].is_replicate()])
-    cuts = {place: placements[place] for place in places if _is_cut(placements[place])}
-    parts = _along(mesh, tuple(cuts))
-    terms = _along(mesh, [place for place in places if placements[place].is_partial()])
+    replicas = ranks_along(mesh, [place for place in places if placements[place].is_replicate()])
+    cuts = {place: placements[place] for place in places if is_cut(placements[place])}
+    parts = ranks_along(mesh, tuple(cuts))
+    terms = ranks_along(mesh, [place for place in places if placements[place].is_partial()])
     return Placement(
         replicas=replicas if len(replicas) > 1 else (),
         shard=Shard(parts, shape, _offset(mesh, cuts, shape)) if len(parts) > 1 else None,
@@ -94,7 +94,7 @@ def mesh_groups(tensors: Iterable[Tensor]) -> Mapping[str, Sequence[int]]:
         mesh: Any = getattr(tensor, "device_mesh", None)
         for place, name in enumerate((mesh.mesh_dim_names if mesh is not None else None) or ()):
             if name not in found:
-                found[name] = _along(mesh, [place])
+                found[name] = ranks_along(mesh, [place])
     return found
 
 
@@ -104,11 +104,12 @@ def mesh_ranks(tensor: Any) -> Ranks:
     return () if layout is None else ranks_of(layout[0].mesh.flatten().tolist())
 
 
-def _is_cut(placement: Any) -> bool:
+def is_cut(placement: Any) -> bool:
+    """Whether it splits a tensor."""
     return not (placement.is_replicate() or placement.is_partial())
 
 
-def _along(mesh: Any, places: Sequence[int]) -> Ranks:
+def ranks_along(mesh: Any, places: Sequence[int]) -> Ranks:
     """The ranks that differ from this one in these dimensions of the mesh only."""
     here = mesh.get_coordinate()
     if here is None:

@@ -5,9 +5,11 @@ A framework that keeps them elsewhere is a subclass that overrides what differs,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,13 +20,14 @@ from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks, ranks_of
 from monitor.pytorch.frameworks.dtensor import mesh_groups, mesh_ranks, placement_of
+from monitor.pytorch.frameworks.meshes import Layout, Meshes, layouts_of
 from monitor.pytorch.frameworks.moments import Moments, Stepped
 from monitor.pytorch.frameworks.nanochat import placement_of_moments
 from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in
 from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.place import group_ranks
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION
+from monitor.ranks.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.series import MOMENT_KINDS
 
 
@@ -82,6 +85,7 @@ class Framework:
         self._data_parallel = {id(p): alike for chunk in chunks for p, alike in _data_parallel(chunk)}
         self._reducers = Reducers(chunks)
         self._spread: dict[int, Ranks] = {}
+        self._meshes: Meshes | None = None
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that show in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's own
@@ -101,6 +105,22 @@ class Framework:
         if found is not None:
             return found
         return self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
+
+    def completed(self, kind: str, parameter: NamedParameter, placed: Placement) -> Placement:
+        """``placed``, with the replicas that DistributedDataParallel makes of DTensors, and those that meshes suggest."""
+        if self._meshes is None:
+            self._meshes = Meshes(self._layouts())
+        apart = self._apart(kind, parameter)
+        wrapped = self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
+        return self._meshes.assumed(kind, _with_replicas(placed, wrapped.unclaimed, apart), {*apart, *wrapped.differing})
+
+    def _layouts(self) -> Iterable[Layout]:
+        """Of the parameters that are DTensors."""
+        return layouts_of(p for chunk in self.chunks for p in chunk.parameters())
+
+    def _apart(self, kind: str, parameter: NamedParameter) -> Collection[int]:
+        """Ranks that hold other numbers under the name of the parameter."""
+        return self.placement(kind, parameter).differing
 
     def catch_unreduced(
         self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures
@@ -213,6 +233,18 @@ class Framework:
 
     def _main_grad_of(self, tensor: Any) -> Tensor | None:
         return getattr(tensor, "main_grad", None) if self._main_grad else None
+
+
+def _with_replicas(placed: Placement, ranks: Ranks, apart: Collection[int]) -> Placement:
+    """``placed``, whose numbers are those of ``ranks``, too."""
+    cut = set(placed.shard.ranks if placed.shard else ())
+    if placed.partial or {*placed.replicas, *placed.unclaimed}.issuperset(ranks):
+        return placed
+    rank = dist.get_rank()
+    if not (cut.union(apart) - {rank}).isdisjoint(ranks):
+        return placed
+    alike = alike_over(rank, [group for group in (placed.replicas, placed.unclaimed, ranks) if group])
+    return replace(placed, unclaimed=alike)
 
 
 def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]:

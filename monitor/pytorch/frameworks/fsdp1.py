@@ -6,7 +6,7 @@ whole gradient exists for a moment only, at the end of the unit's backward, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.pytorch.frameworks.dtensor import placed
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
+from monitor.pytorch.frameworks.meshes import Layout
 from monitor.pytorch.patches import CallPatch
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import alike_over
@@ -139,6 +140,15 @@ class Fsdp1(Framework):
         """What no unit manages differs between ranks, and lacks nothing of theirs."""
         found = self._flattened.get(id(parameter.tensor))
         return True if found is None else found.unit.reduces
+
+    def _layouts(self) -> Iterable[Layout]:
+        """Of plain parameters, and of those that were DTensors before they were flattened."""
+        specs = [spec for unit in self._units for spec in unit.handle.flat_param._param_extensions if spec is not None]
+        return [*super()._layouts(), *((spec.mesh, tuple(spec.placements)) for spec in specs)]
+
+    def _apart(self, kind: str, parameter: NamedParameter) -> Collection[int]:
+        flattened = id(parameter.tensor) in self._flattened
+        return super()._apart(kind, parameter) if flattened and kind != "grad_unreduced" else self._ranks
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
         units = {id(unit.handle): unit for unit in self._units}

@@ -7,7 +7,7 @@ serves every model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks
-from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of
+from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of, ranks_along
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.patches import CallPatch
 
@@ -70,6 +70,14 @@ class Fsdp2(Framework):
     def _beside_meshes(self) -> Ranks:
         """The mesh is that of data parallelism, too: it does not tell what becomes of a plain parameter's gradient."""
         return ()
+
+    def _apart(self, kind: str, parameter: NamedParameter) -> Collection[int]:
+        """Of local gradients the data-parallel ranks. What FSDP does not manage somebody else may aggregate."""
+        managed = self._managed.get(id(parameter.tensor))
+        if kind != "grad_unreduced":
+            return super()._apart(kind, parameter)
+        every = self._managed.values() if managed is None else [managed]
+        return {rank for mesh in {one.mesh_info.mesh for one in every} for rank in ranks_along(mesh, range(mesh.ndim))}
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
         return _Catch([one for one in parameters if self.catches(one)], gradients, failures)

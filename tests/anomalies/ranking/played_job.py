@@ -74,6 +74,7 @@ class PlayedRank:
         config: What the manifest says of the configuration, beside ``module_ranks``.
         passes: In which the rank goes through its chunks; None: nobody has seen.
         recorded_passes: What the manifest says of them, if something else.
+        launch: What it shares with other recordings that were begun together.
     """
 
     rank: int = 0
@@ -99,6 +100,7 @@ class PlayedRank:
     odd: Sequence[str] = ()
     shards: Sequence[str] = ()
     recorded_passes: Sequence[Pass] | None = None
+    launch: str = ""
     written: Sequence[int] | None = None
     trained: tuple[int, int] | None = None
     not_judged: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -170,7 +172,7 @@ class PlayedRank:
                     table.place(Series(kind, chunk, name), Placement(shard=shard))
         world = 1 + max([self.rank, *(rank for ranks in self.groups.values() for rank in ranks)])
         config = {"module_ranks": list(self.module_ranks), **self.config}
-        job = JobIdentity(self.job, TIMESTAMP)
+        job = JobIdentity(self.job, TIMESTAMP, launch=self.launch)
         facts = RankFacts(job, self.rank, world, self.groups, {}, config, "", ["csv"], self.chunks, self.recording)
         manifest = Manifest(base / self.directory, facts, table, Failures(self.rank))
         manifest.flows(Flow(tuple(self._edges(table)), tuple(self.recorded_passes or self.passes or ())))

@@ -306,6 +306,17 @@ def test_two_recordings_of_a_process_are_ranked_side_by_side(tmp_path):
     assert len(analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json")) == 2
 
 
+def test_a_recording_that_one_rank_has_more_does_not_part_those_of_the_others(tmp_path):
+    """Rank 0 began with a copy, so that its recording of the model is its second one, and that of rank 1 its first."""
+    launch, groups = "f" * 32, {"dp": (0, 1)}
+    copy = PlayedRank(job="9" * 32, launch=launch).fire("actv", "b.output")
+    ranks = [PlayedRank(rank, groups, recording=1 - rank, launch=launch).fire("param_origin", "b.weight") for rank in (0, 1)]
+    status, said = ran(written(tmp_path, copy, *ranks))
+    assert (status, "is of job" in said, "several recordings" in said) == (0, False, True)
+    assert "3 events of 2 of 2 ranks" in said
+    assert len(analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json")) == 3
+
+
 def test_what_looks_like_markup_in_a_name_is_printed_as_it_is(tmp_path):
     names = ("a:on:b.output", "[red]b.output")
     rank = PlayedRank(odd=names)

@@ -1,12 +1,13 @@
-"""A data-parallel rank under dynamic monitoring, then without it; ``dynamic_ranks.py CONFIG RESULT [NAN_STEP]``.
+"""A data-parallel rank under dynamic monitoring, then without it; ``dynamic_ranks.py CONFIG RESULT [NAN_STEP [copy]]``.
 
 It trains until ``RESULT/stop`` is there, each step after a random delay. Its losses, with and without the monitor, and what is
 left patched in torch.distributed go to ``RESULT/rank{rank}.json``. In the step ``NAN_STEP`` a parameter of rank 1 that takes no
-part in training has a gradient that is NaN.
+part in training has a gradient that is NaN. With ``copy`` rank 0 watches one more model, which it trains alone, and it first.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -41,8 +42,9 @@ class Network(nn.Module):
 
 
 class Rank:
-    def __init__(self, result: Path, nan_step: int) -> None:
+    def __init__(self, result: Path, nan_step: int, watches_more: bool) -> None:
         self.number = dist.get_rank()
+        self._watches_more = watches_more and self.number == 0
         self._stop, self._nan_step = result / "stop", nan_step
 
     def train(self, config: str | None, steps: int | None) -> list[str]:
@@ -53,6 +55,7 @@ class Rank:
         model = DistributedDataParallel(network)
         optimizer = torch.optim.AdamW(network.layers.parameters(), lr=0.001)
         monitor = None if config is None else TrainerMon(config, params_have_main_grad=False)
+        others = [self._one_more(network, monitor)] if monitor is not None and self._watches_more else []
         if monitor is not None:
             monitor.set_monitor(model, 1, optimizer)
         torch.manual_seed(self.number + 1)
@@ -67,12 +70,22 @@ class Rank:
                 time.sleep(delays.choice([0.0, 0.0, 0.002, 0.006]))
             optimizer.step()
             network.zero_grad()
+            for other, own in others:
+                other(torch.ones(4, 4)).sum().backward()
+                own.step()
+                own.zero_grad()
             losses.append(loss.item().hex())
             if monitor is not None:
                 print(f"step {len(losses)}", flush=True)
         if monitor is not None:
             monitor.close()
         return losses
+
+    def _one_more(self, network: Network, monitor: TrainerMon) -> tuple[nn.Module, torch.optim.Optimizer]:
+        other = copy.deepcopy(network)
+        own = torch.optim.SGD(other.parameters(), lr=0.001)
+        monitor.set_monitor(other, 1, own)
+        return other, own
 
     def _ends(self, done: int, steps: int | None) -> bool:
         """All ranks go by what rank 0 sees."""
@@ -81,10 +94,10 @@ class Rank:
         return bool(told.item())
 
 
-def main(config: str, result: str, nan_step: str = "-1") -> None:
+def main(config: str, result: str, nan_step: str = "-1", more: str = "") -> None:
     switching.Control = partial(Control, pace=PACE, interval_s=0.02)  # type: ignore[misc]
     dist.init_process_group("gloo")
-    rank = Rank(Path(result), int(nan_step))
+    rank = Rank(Path(result), int(nan_step), more == "copy")
     monitored = rank.train(config, None)
     patched = [name for name, what in vars(dist.ProcessGroup).items() if ORIGINAL.get(name) is not what]
     plain = rank.train(None, len(monitored))

@@ -33,6 +33,7 @@ from watching import Output, Row
 from monitor.capture import trainer_mon
 from monitor.pytorch import TrainerMon
 from monitor.ranks.records import ManifestRecord, read_manifest
+from monitor.ranks.roles import Recordings
 from monitor.ranks.series_file import MeasuredSeries, read_series
 
 AFTER_REDUCTION = ["grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"]
@@ -158,7 +159,7 @@ def one_thread() -> Iterator[None]:
 @contextmanager
 def one_rank(rank: int, world: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is a rank of a job for a while, and has not called ``set_monitor`` before."""
-    monkeypatch.setattr(trainer_mon, "ORDINALS", itertools.count())
+    monkeypatch.setattr(trainer_mon, "RECORDINGS", Recordings())
     dist.init_process_group("fake", rank=rank, world_size=world, store=store)
     try:
         yield
