@@ -85,6 +85,7 @@ class Attachment:
         self._failures = failures
         self._scaling: dict[str, Watched] = {}
         self._turns = Turns()
+        self._now: Stepping | None = None
         self._told_unheld = False
         self.has_unheld = False
         self._introduced = False
@@ -295,6 +296,7 @@ class Attachment:
 
     def _begin_turn(self, optimizer: Any) -> None:
         """End the step in progress if ``optimizer`` has had its turn in it."""
+        self._now = None
         if self._turns.taken(optimizer):
             missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
             self._failures.warn("optimizers of a step", LEFT_OUT.format(name=type(missing).__name__))
@@ -310,7 +312,10 @@ class Attachment:
             self._gradients.end_turn(self._stepping(optimizer).held)
 
     def _stepping(self, optimizer: Any) -> Stepping:
-        return Stepping(optimizer, self._held.by(optimizer, self._steps.optimizers))
+        """What the optimizer whose turn it is steps: asked for once a turn."""
+        if self._now is None or self._now.optimizer is not optimizer:
+            self._now = Stepping(optimizer, self._held.by(optimizer, self._steps.optimizers))
+        return self._now
 
     def _scalar(self, name: str, place: int) -> Watched:
         """The series of a number of the step as a whole. The first has the plain name, which is the only one for most loops."""

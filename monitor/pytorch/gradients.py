@@ -167,7 +167,8 @@ class GradientCollector(gradients.GradientCollector):
 
     def _arrives(self, parameter: NamedParameter, gradient: Tensor) -> None:
         self._after_backward.arrived(parameter)
-        self._reductions.arrived(parameter, gradient)
+        if self._reductions.follows:
+            self._reductions.arrived(parameter, gradient)
 
     def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
         micro_step = self._micro_step(parameter)

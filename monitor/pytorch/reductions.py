@@ -26,6 +26,9 @@ class Reductions:
     """Follows one step after the other. What is known of each parameter is asked for when the step begins.
 
     Nothing is listened to where there is no other rank, and where the framework is known to reduce every gradient.
+
+    Attributes:
+        follows: Whether ``arrived`` is to be told of gradients.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class Reductions:
         self._alone = True
         self._stage: Ranks | None = None
         self._known: dict[tuple[Any, ...], bool] = {}
+        self.follows = False
 
     def begin_step(self) -> None:
         """A step that is collected begins."""
         self._listen()
         if self._seen is not None:
             self._seen.begin_step()
+        self.follows = self._seen is not None or self._framework.follows_backward
 
     def forward_begins(self, root: Any) -> None:
         """A forward of training begins."""
@@ -60,6 +65,7 @@ class Reductions:
             self._seen.set_window(False)
             if self._stage is None:
                 self._stage = stage_ranks()
+        self.follows = self._seen is not None or self._framework.follows_backward
 
     def forward_ends(self) -> None:
         if self._seen is not None:

@@ -152,6 +152,11 @@ class Framework:
         del root
         self._reducers.forward_begins()
 
+    @property
+    def follows_backward(self) -> bool:
+        """Whether ``backward_reaches`` is to be told of gradients."""
+        return self._reducers.any_known
+
     def backward_reaches(self, parameter: NamedParameter) -> None:
         """A backward has added to a gradient, and before it is reduced."""
         self._reducers.backward_reaches(parameter.tensor)

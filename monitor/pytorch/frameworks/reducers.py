@@ -66,6 +66,11 @@ class Reducers:
                 if isinstance(module, DistributedDataParallel):
                     self._learn(module)
 
+    @property
+    def any_known(self) -> bool:
+        """Whether there is a wrapper."""
+        return bool(self._of)
+
     def forward_begins(self) -> None:
         """A forward of the whole model begins, with gradients enabled."""
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
