@@ -1,6 +1,7 @@
 """What being monitored costs: a GPT trained with no monitor, with mindstudio-probe and with this project, side by side.
 
     python bench/overhead.py --peer-python .venv-peer/bin/python
+    python bench/overhead.py --monitors ours --before ../earlier    # a checkout of an earlier version, with its C parts built
 
 Each of the three is a process of its own with one thread, and they step in turn. The CPU time of a monitored process is
 divided by that of the unmonitored one in the same round, and the median over the rounds is reported: what disturbs the machine
@@ -48,7 +49,7 @@ CONFIGS = {
     "everything": GRADIENTS | WEIGHTS | MOMENTS | ACTIVATIONS,
 }
 PEER_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "python"
-TITLES = {"ours": "monitor", "peer": "mindstudio-probe"}
+TITLES = {"ours": "monitor", "peer": "mindstudio-probe", "before": "monitor before"}
 COLUMNS: dict[str, Callable[[Cost], str]] = {
     "model": lambda cost: cost.model,
     "recorded": lambda cost: cost.recorded,
@@ -85,6 +86,7 @@ def main() -> int:
 def interpreters(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     """The interpreter of each monitor that can be measured, and why others cannot."""
     pythons = {name: sys.executable for name in options.monitors if name == "ours"}
+    pythons |= {"before": sys.executable} if options.before is not None else {}
     if "peer" not in options.monitors:
         return pythons, []
     # Not resolved: the interpreter of a virtual environment is a link, and its own path is what makes it one.
@@ -114,7 +116,8 @@ def measure(options: argparse.Namespace, pythons: dict[str, str], progress: Prog
             place = Path(directory, f"{model}-{recorded}")
             place.mkdir()
             config = write_config(place, recorded)
-            trial = Trial(WORKLOADS[model], config, pythons, place, partial(progress.show, f"{model}, {recorded}"))
+            show = partial(progress.show, f"{model}, {recorded}")
+            trial = Trial(WORKLOADS[model], config, pythons, place, show, options.before)
             times, peaks = trial.times(options.rounds), trial.peaks()
             for name in pythons:
                 yield cost_of(name, trial.workload, recorded, times, peaks)
@@ -157,9 +160,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), metavar="CONFIG", help=", ".join(CONFIGS)
     )
-    parser.add_argument("--monitors", nargs="+", choices=TITLES, default=list(TITLES), metavar="MONITOR", help="ours, peer")
+    parser.add_argument(
+        "--monitors", nargs="+", choices=("ours", "peer"), default=["ours", "peer"], metavar="MONITOR", help="ours, peer"
+    )
     parser.add_argument("--rounds", type=at_least_two, default=15, help="counted after the warm-up (15)")
     parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help="an interpreter with torch and mindstudio-probe")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="an earlier version of the project, measured beside")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     parser.add_argument("--quick", action="store_true", help="see that it runs: a few neurons, everything, 2 rounds")
     options = parser.parse_args()

@@ -28,7 +28,7 @@ class Worker:
     Args:
         python: The interpreter; it must have torch, and the monitor if there is one.
         directory: Takes the monitor's output and the log. Made here.
-        monitor: ``ours``, ``peer`` or ``UNMONITORED``.
+        monitor: ``ours``, ``before``, ``peer`` or ``UNMONITORED``.
         environment: Variables on top of those of this process.
     """
 

@@ -26,6 +26,9 @@ EXACT_PEAKS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 to fall moves the peaks of equal runs apart by 50 MB. With this a tensor goes back to the system when it is freed: a peak is
 what was alive at once, and equal runs agree to 0.1 MB. It slows down, so time is measured without."""
 
+BEFORE = "before"
+"""The name of the monitor that is an earlier version of the project."""
+
 Replies = dict[str, dict[str, Any]]
 """A reply for each process, by the name of its monitor."""
 
@@ -69,6 +72,7 @@ class Trial:
         pythons: The interpreter of each monitor.
         directory: Where processes write.
         progress: Told what is going on.
+        before: A checkout of an earlier version of the project; None where it is not measured.
     """
 
     workload: Workload
@@ -76,6 +80,7 @@ class Trial:
     pythons: Mapping[str, str]
     directory: Path
     progress: Callable[[str], None]
+    before: Path | None = None
 
     def times(self, rounds: int) -> Times:
         """Let all processes step in turn, for ``rounds`` rounds after the warm-up."""
@@ -111,6 +116,8 @@ class Trial:
 
     def _start(self, stack: ExitStack, purpose: str, name: str, monitor: str, environment: Mapping[str, str]) -> Worker:
         python, directory = self.pythons.get(name, sys.executable), self.directory / purpose / name
+        if name == BEFORE and self.before is not None:
+            environment = {**environment, "PYTHONPATH": str(self.before.resolve())}
         return stack.enter_context(Worker(python, self.workload.name, self.config, directory, monitor, environment))
 
     def _finish(self, workers: Mapping[str, Worker], imports: Mapping[str, list[str]]) -> Replies:

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "demo"))
 from gpt import GPT, GPTConfig
 
-MONITORS = {"ours": "monitor.pytorch", "peer": "msprobe.pytorch"}
+MONITORS = {"ours": "monitor.pytorch", "before": "monitor.pytorch", "peer": "msprobe.pytorch"}
 
 
 class Training:
