@@ -59,6 +59,6 @@ def _ends_after_first_step(config: MonitorConfig) -> bool:
 
 
 def _left_to_others(series: SeriesTable, monitored: Collection[int]) -> int:
-    """How many series of a rank stand for the replicas of other monitored ranks as well."""
+    """How many series of this rank other monitored ranks hold replicas of."""
     held = (placement.replicas for one, placement in series.placements.items() if not own_columns(one.kind))
     return sum(len(set(replicas) & set(monitored)) > 1 for replicas in held)

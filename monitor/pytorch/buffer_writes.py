@@ -35,7 +35,7 @@ class BufferWrites(TorchFunctionMode):
 
     Args:
         take_in: Has ``memory`` know of every sum that is there by now.
-        failed: Told of an error of ours.
+        failed: Called with an error of the monitor.
     """
 
     def __init__(self, memory: ReducedMemory, take_in: Callable[[], object], failed: Callable[[Exception], object]) -> None:
@@ -52,7 +52,7 @@ class BufferWrites(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # In code that is being compiled this is traced, and must come to nothing.
+        # In code that is being compiled this is traced, and must have no effect.
         if not torch.compiler.is_compiling() and self._entered:
             with unseen():
                 self._follow(func, args, kwargs or {}, result)

@@ -38,7 +38,7 @@ class _Run:
 class ReducedMemory:
     """What is known of the memory of a step.
 
-    A tensor is known by the bytes that it covers, so that gradients and buckets that share a storage are told apart, and a
+    A tensor is known by the bytes that it covers, so that gradients and buckets that share a storage are kept apart, and a
     gradient that is a view of a bucket is what the bucket is.
     """
 

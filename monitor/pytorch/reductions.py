@@ -131,7 +131,7 @@ class Reductions:
         return [gradient for gradient in found if gradient is not None]
 
     def _complete(self, parameter: NamedParameter, groups: tuple[Any, ...]) -> bool:
-        """Whether nobody is left out who shares a parameter that was summed over ``groups``."""
+        """Whether ``groups`` reach every rank that shares the parameter."""
         layout = self._framework.spread_over(parameter)
         key = (*groups, layout, self._stage)
         found = self._known.get(key)

@@ -99,11 +99,10 @@ def _everyone(world_size: int) -> Ranks:
 
 
 def reaches(ownership: Ownership, rank: int, world_size: int, groups: Sequence[Iterable[int]]) -> bool:
-    """Whether a gradient that was summed over ``groups`` lacks no rank's term.
+    """Whether a gradient that was summed over ``groups`` holds the term of every rank that shares the parameter.
 
-    The ranks whose terms belong to it are those of the data-parallel group. Where the user passed none, they are all ranks of
-    the job, but for those that ``tp_group`` and ``pp_group`` stand for, which hold other parts of the model: a job without data
-    parallelism shows by these two.
+    The ranks that share it are those of the data-parallel group. Where the user passed none, they are all ranks of the job
+    except those of ``tp_group`` and ``pp_group``, which hold other parts of the model.
 
     Args:
         rank, world_size: As they are now; the ownership may have been made before they were known.

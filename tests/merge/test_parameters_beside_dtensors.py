@@ -1,4 +1,4 @@
-"""Tensor parallelism that nobody has named: what stays a plain tensor beside DTensors counts once, or not at all."""
+"""Tensor parallelism without a ``tp_group``: what stays a plain tensor beside DTensors counts once, or not at all."""
 
 from __future__ import annotations
 

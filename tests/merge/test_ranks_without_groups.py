@@ -1,4 +1,4 @@
-"""Plain tensors of several ranks of which nobody has said how they belong together."""
+"""Plain tensors of several ranks without any group."""
 
 from __future__ import annotations
 

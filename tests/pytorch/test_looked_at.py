@@ -1,4 +1,4 @@
-"""From training to the ranking: what the rules have judged is counted, and what nobody has looked at is never called well."""
+"""From training to the ranking: what the rules have judged is counted, and what was not judged is never called well."""
 
 from __future__ import annotations
 

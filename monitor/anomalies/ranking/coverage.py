@@ -1,4 +1,4 @@
-"""How much of training the rules have judged: rows, ranks and steps, and which steps nobody has looked at."""
+"""How much of training the rules have judged: rows, ranks and steps, and which steps were not judged."""
 
 from __future__ import annotations
 

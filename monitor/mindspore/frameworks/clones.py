@@ -1,4 +1,4 @@
-"""State of optimizers that nobody knows by class: parameters that were cloned from those of the model.
+"""State of optimizers whose class is not known here: parameters that were cloned from those of the model.
 
 ``parameters.clone(prefix="moment1")`` makes of ``a.weight`` a parameter ``moment1.a.weight``, and people keep the tuple under
 any name. So state is found by the names of its members, and which moment it is by the prefix and the name of the attribute.

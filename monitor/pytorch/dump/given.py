@@ -107,7 +107,7 @@ def _as_called(caller: FrameType, python: FrameType, function: Function, is_meth
 
 
 def _left_out(names: Sequence[str], python: FrameType, function: Function) -> bool:
-    """Whether arguments of a function that runs have their defaults, so that nobody need have given them."""
+    """Whether arguments of a function that runs have their defaults, so that the caller may have left them out."""
     if getattr(function, "__code__", None) is not python.f_code:
         return False
     defaults, there = _defaults(function), python.f_locals

@@ -76,7 +76,7 @@ class Moments:
             unknown = [name for name, x in state.items() if isinstance(x, Tensor) and x.dim() and name not in KNOWN]
             if unknown:
                 keeps = f"{type(stepped.optimizer).__name__} keeps {', '.join(map(repr, unknown))}"
-                self._say(f"{keeps}: none of them is known as {MEANING[kind]}, and {kind} has no rows of it")
+                self._say(f"{keeps}, which is not known to be {MEANING[kind]}: {kind} has no rows of it")
         return stacked
 
     def _stacked(self, kind: str, stepped: Stepped) -> Tensor | None:

@@ -290,7 +290,7 @@ def test_of_one_tensor_that_deviates_over_many_steps_its_history_is_asked_for(tm
 
 
 def test_a_deviation_is_told_with_the_running_mean_in_the_advice_and_in_the_table(tmp_path):
-    """As a spike of the learning rate: without it nobody sees how large the step was."""
+    """As a spike of the learning rate: without it a reader cannot see how large the step was."""
     found = ranked(tmp_path, *deviating(replicas(), "a.x.weight", "b.weight", kind="param_updated"))
     assert "norm is 36.5, running mean 2.25, in the optimizer's step 1" in advice(found)
     assert "look at the learning rate" in advice(found)

@@ -1,4 +1,4 @@
-"""Optimizers of several kinds on two ranks: state that is stacked, dealt out and cut is told as what it is."""
+"""Optimizers of several kinds on two ranks: state that is stacked, dealt out to ranks or cut is recorded as what it is."""
 
 from __future__ import annotations
 
