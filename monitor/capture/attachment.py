@@ -9,20 +9,14 @@ from monitor.capture.backend import Backend
 from monitor.capture.clock import Clock, Schedule
 from monitor.capture.features.collector import FeatureCollector
 from monitor.capture.flow import observed
-from monitor.capture.gradients import AGGREGATED_EARLY, GradientCollector
 from monitor.capture.hooks import HookSet
 from monitor.capture.names import ModelNames, NamedModule
-from monitor.capture.optimizer_state import MomentCollector
 from monitor.capture.optimizer_turns import Held, Stepping, Turns, unheld
-from monitor.capture.owned_series import OwnedSeries
-from monitor.capture.parameter_series import NamedParameter
-from monitor.capture.parameters import WeightCollector
+from monitor.capture.parameter_rows import ParameterRows
 from monitor.capture.recorder import Recorder, Watched
 from monitor.capture.stacks import StackCollector
 from monitor.capture.structure import StructureCollector
-from monitor.capture.updates import Updates
 from monitor.capture.watch import Watch
-from monitor.capture.watched_parameters import WatchedParameters
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.run import Run
@@ -93,10 +87,7 @@ class Attachment:
         self._hooks = HookSet()
         self.modules = backend.new_modules(recorder, self.clock, failures)
         self._stacks: StackCollector | None = None
-        self._gradients: GradientCollector | None = None
-        self._weights: WeightCollector | None = None
-        self._moments: MomentCollector | None = None
-        self._updates = Updates()
+        self._rows = ParameterRows()
         self._features: FeatureCollector | None = None
         self._held = Held((), watch.framework)
         try:
@@ -124,8 +115,8 @@ class Attachment:
         self.schedule = Schedule(self.clock.step, 1, 0)
         self._remove_hooks()
         self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
-        self._stacks = self._gradients = self._weights = self._moments = self._features = None
-        self._updates = Updates()
+        self._stacks = self._features = None
+        self._rows = ParameterRows()
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
@@ -143,23 +134,9 @@ class Attachment:
         if self.structure is not None:
             for module in modules:
                 self.structure.watch(_key(module), module.module)
-        if config.wg_distribution:
-            self._gradients = self._attach_gradients(parameters)
         self._held = Held(parameters, watch.framework)
-        watched = WatchedParameters(
-            parameters,
-            self._recorder,
-            self._owned_series(),
-            self._failures,
-            watch.framework,
-            self._backend,
-            self._note,
-            self._is_reduced,
-        )
-        self._weights = WeightCollector(watched) if config.param_distribution else None
-        self._moments = MomentCollector(watched) if config.mv_distribution else None
-        self._updates = self._backend.new_updates(config, watched)
-        self.expected = {*watched.kinds, *(self._gradients.kinds if self._gradients is not None else ())}
+        self._rows = ParameterRows.of(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self._note)
+        self.expected = set(self._rows.kinds)
         self.expected |= _of_activations(modules) if config.xy_distribution else set()
         self._attach_beginning()
 
@@ -168,7 +145,7 @@ class Attachment:
         ends = self._failures.guarded("ending a forward", self._forward_ends)
         for root in filter(self._backend.takes_hooks, self.watch.chunks):
             self._hooks.add(self._backend.before_forward(root, begins, compiled=True))
-            if self._gradients is not None:
+            if self.watch.config.wg_distribution:
                 self._hooks.add(self._backend.after_forward(root, ends, compiled=True))
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
@@ -190,44 +167,19 @@ class Attachment:
                 stacks.watch(_key(module), module.module)
         return stacks
 
-    def _is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
-        """As far as gradients are followed; otherwise what the optimizer is given is taken for reduced."""
-        return self._gradients is None or self._gradients.is_reduced(parameter, gradient)
-
-    def _owned_series(self) -> OwnedSeries:
-        return OwnedSeries(self.watch, self._recorder, self._failures, self._backend)
-
-    def _attach_gradients(self, parameters: Sequence[NamedParameter]) -> GradientCollector:
-        return self._backend.new_gradients(
-            parameters,
-            self._recorder,
-            self.clock,
-            self._failures,
-            self._owned_series(),
-            self.watch.framework,
-            self.watch.ownership,
-            self._note,
-            each_micro_step=self.watch.config.monitor_mbs_grad,
-        )
-
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.hand_back()
         trains = self._backend.trains(root)
         self.begun = self.begun or trains
-        self._updates.forget_step()  # of a step that raised
-        if trains and self._recorder.active and self._gradients is not None:
-            self._gradients.forward_begins(root)
-            self._check_aggregation(root)
-
-    def _check_aggregation(self, root: Any) -> None:
-        early = max(self.clock.forward) < self.clock.micro_steps - 1
-        if early and self._backend.has_others() and self.watch.framework.aggregates(root):
-            self._note("grad_unreduced", AGGREGATED_EARLY)
+        if not self._steps.evaluating:
+            self._rows.forget_step()  # of a step that raised
+        if trains and self._recorder.active:
+            others = self._backend.has_others()
+            self._rows.forward_begins(root, self.watch, self.clock, self._note, has_others=others)
 
     def _forward_ends(self, *_: Any) -> None:
-        if self._recorder.active and self._gradients is not None:
-            self._gradients.forward_ends()
-            self._gradients.hook_thawed()
+        if self._recorder.active:
+            self._rows.forward_ends()
 
     def _note(self, key: str, said: str) -> None:
         self._opened().manifest.note(key, said)
@@ -246,8 +198,8 @@ class Attachment:
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
         self._begin_turn(optimizer)
-        if self._gradients is not None:
-            self._gradients.may_be_unscaled()
+        if self._rows.gradients is not None:
+            self._rows.gradients.may_be_unscaled()
         if self._records_scaled():
             self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`")
             self._recorder.record(self._scalar("loss_scale", scaler), scale, aliases=False)
@@ -257,33 +209,22 @@ class Attachment:
         if self._records_scaled():
             self._note("found_inf", "the optimizer skips a step on its own where this, in `other`, is not 0")
             self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
-            if still_scaled and self._gradients is not None:
-                self._gradients.are_still_scaled()
+            if still_scaled and self._rows.gradients is not None:
+                self._rows.gradients.are_still_scaled()
 
     def before_step(self, optimizer: Any) -> None:
         self._failures.hand_back()
         self._begin_turn(optimizer)
         if self._recorder.active:
-            stepping = self._stepping(optimizer)
-            if self._moments is not None:
-                self._moments.before_step(stepping)
-            if self._weights is not None:
-                self._weights.before_step(stepping)
-            self._updates.before_step(stepping)
+            self._rows.before_step(self._stepping(optimizer))
 
     def gradients_ready(self, optimizer: Any) -> None:
         if self._recorder.active:
-            stepping = self._stepping(optimizer)
-            if self._gradients is not None:
-                self._gradients.before_step(stepping.held)
-            self._updates.gradients_ready(stepping)
+            self._rows.gradients_ready(self._stepping(optimizer))
 
     def after_step(self, optimizer: Any) -> None:
         if self._recorder.active:
-            stepping = self._stepping(optimizer)
-            if self._weights is not None:
-                self._weights.after_step(stepping)
-            self._updates.after_step(stepping)
+            self._rows.after_step(self._stepping(optimizer))
         self._end_turn(optimizer)
 
     def step_skipped(self, optimizer: Any) -> None:
@@ -306,10 +247,8 @@ class Attachment:
         self._turns.take(optimizer, skipped=skipped)
         if self._turns.complete(self._steps.optimizers):
             self._end_step(self._turns.status)
-            return
-        self._updates.forget_step()
-        if self._gradients is not None:
-            self._gradients.end_turn(self._stepping(optimizer).held)
+        else:
+            self._rows.end_turn(self._stepping(optimizer))
 
     def _stepping(self, optimizer: Any) -> Stepping:
         """What the optimizer whose turn it is steps: asked for once a turn."""
@@ -357,7 +296,7 @@ class Attachment:
                 self._failures.guarded("ending a step of features", self._features.end_step)()
         finally:
             self.modules.end_step()
-            self._updates.forget_step()
+            self._rows.forget_step()
             self.collected += self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
             self._finish_first_step()  # of what was watched in it: what the boundary brings has yet to see a step
@@ -433,8 +372,8 @@ class Attachment:
         self._turns.clear()
         wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted)
-        if self._recorder.active and self._gradients is not None:
-            self._gradients.begin_step()
+        if self._recorder.active:
+            self._rows.begin_step()
 
     def _finish_first_step(self) -> None:
         if PROCESS.forks != self._forks:
@@ -469,10 +408,10 @@ class Attachment:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        self._updates.forget_step()
+        self._rows.remove()
         self.modules.remove()
         self._hooks.remove()
-        for collector in (self._gradients, self._stacks, self.structure, self._features):
+        for collector in (self._stacks, self.structure, self._features):
             if collector is not None:
                 collector.remove()
 

@@ -72,7 +72,13 @@ class Graph(Protocol):
 
 
 class Steps(Protocol):
-    """What tells a ``StepListener`` of the steps of optimizers."""
+    """What tells a ``StepListener`` of the steps of optimizers.
+
+    Attributes:
+        evaluating: Whether an optimizer is calling its closure: forwards that begin now are inside its step.
+    """
+
+    evaluating: bool
 
     @property
     def optimizers(self) -> Sequence[Any]:

@@ -39,6 +39,8 @@ class OptimizerSteps:
         optimizers: The cells that users call: the outermost, where one is inside another.
     """
 
+    evaluating = False
+
     def __init__(self, optimizers: Sequence[tuple[nn.Cell, Given]], listener: StepListener, failures: Failures) -> None:
         self.optimizers = tuple(optimizer for optimizer, _ in optimizers)
         self._listener = listener

@@ -44,6 +44,7 @@ class OptimizerSteps(CallListener):
     Attributes:
         optimizers: Those that have a turn in each step. Empty until the first one that steps a parameter of the model shows
             itself, where none was given.
+        evaluating: Whether an optimizer is calling its closure: forwards that begin now are inside its step.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class OptimizerSteps(CallListener):
             containers: Those whose step is the step of all optimizers.
         """
         self.optimizers: tuple[Optimizer, ...] = ()
+        self.evaluating = False
         self._chunks = chunks
         self._listener = listener
         self._guarded = failures.guarded
@@ -156,11 +158,21 @@ class OptimizerSteps(CallListener):
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         ready = partial(self._guarded("reading gradients", self._listener.gradients_ready), optimizer)
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": partial(_then, kwargs["closure"], ready)}
+            return args, {**kwargs, "closure": partial(self._evaluate, kwargs["closure"], ready)}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], partial(_then, args[1], ready), *args[2:]), kwargs
+            return (args[0], partial(self._evaluate, args[1], ready), *args[2:]), kwargs
         ready()
         return None
+
+    def _evaluate(self, closure: Callable[[], Any], ready: Callable[[], None]) -> Any:
+        """Call a closure, and say when its backward is done."""
+        self.evaluating = True
+        try:
+            result = closure()
+        finally:
+            self.evaluating = False
+        ready()
+        return result
 
     def _is_captured(self, optimizer: Optimizer) -> bool:
         """Whether this is no step, but a capture of one. To seal the table in it would have every replay seal it there."""
@@ -202,10 +214,3 @@ def _skipped_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer has just skipped inside its step, where that can be known without waiting for a device."""
     found = _found_inf(optimizer)
     return found is not None and found.device.type == "cpu" and bool(found.item())
-
-
-def _then(closure: Callable[[], Any], ready: Callable[[], None]) -> Any:
-    """A closure that says when its backward is done."""
-    result = closure()
-    ready()
-    return result

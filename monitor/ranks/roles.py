@@ -1,8 +1,8 @@
 """Which recordings of the ranks of a job belong together: those that watch the same model, whatever else a rank watches.
 
-A rank may watch more than the others (an average of the weights, a teacher). Ranks do not wait for each other, so each has to decide alone
-which of its recordings is which. It goes by what is the same on every rank that trains a model (the role), and among recordings
-of one role by the order in which they began.
+A rank may watch more than the others (an average of the weights, a teacher). Ranks do not wait for each other: each decides
+alone which of its recordings is which. It goes by what is the same on every rank that trains a model (the role), and among
+recordings of one role by the order in which they began.
 """
 
 from __future__ import annotations

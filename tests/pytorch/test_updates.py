@@ -213,7 +213,7 @@ def test_nothing_of_a_step_is_kept_after_it(output: Output) -> None:
     optimizer = Adam(model.parameters())
     with attached(output, model, optimizer, **ALL) as monitor:
         train(model, optimizer, 1, X)
-        ratio, direction, _ = monitor._recordings[0].attachment._updates._collectors
+        ratio, direction, _ = monitor._recordings[0].attachment._rows.updates._collectors
         assert ratio._before == {}
         assert direction._begins == {}
 
@@ -265,7 +265,7 @@ def test_copies_of_weights_do_not_outlive_a_step_that_raises(output: Output) -> 
     model = small_model()
     optimizer = Adam(model.parameters())
     with attached(output, model, optimizer, **ALL) as monitor:
-        ratio, *_ = monitor._recordings[0].attachment._updates._collectors
+        ratio, *_ = monitor._recordings[0].attachment._rows.updates._collectors
         model(X).sum().backward()
         failing = optimizer.register_step_pre_hook(fail)
         with pytest.raises(ArithmeticError):
@@ -308,3 +308,25 @@ def test_ops_that_are_set_later_are_counted_from_then_on(output: Output) -> None
     cells = {row.step: row.values.get("underflow_fp16") for row in output.rows("grad_reduced")}
     assert cells[0] is None
     assert cells[1] is not None
+
+
+def test_an_optimizer_that_calls_a_closure_has_the_updates_of_its_whole_step(output: Output) -> None:
+    """A forward begins inside the step, and with every evaluation again."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    expected = {}
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    with attached(output, model, optimizer, update_ratio=True, ndigits=17):
+        for step in range(2):
+            before = model.weight.detach().clone()
+            optimizer.step(closure)
+            expected[step] = (model.weight.detach() - before).double().norm().item()
+    found = {row.step: row.values["update_norm"] for row in output.rows("update_ratio") if row.name == "weight"}
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -91,7 +91,7 @@ def _next(one: Ranked) -> list[str]:
         told.append(f"The optimizer skipped step {one.step}{because}.")
     elif where == Where.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
         told.append("An infinity there is most often a loss scale that is too high.")
-    if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is on every rank, whichever rank spoiled it
+    if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is on every rank
         told.append(
             f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights."
         )

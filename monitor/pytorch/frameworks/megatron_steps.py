@@ -23,6 +23,8 @@ class MegatronSteps(CallListener):
         optimizers: The first torch optimizer inside it, which has the turn of all; None on a rank where nothing is stepped.
     """
 
+    evaluating = False
+
     def __init__(self, weights: MasterWeights, listener: StepListener, failures: Failures) -> None:
         self.optimizers: tuple[Optimizer | None] = (weights.optimizer,)
         self._weights = weights

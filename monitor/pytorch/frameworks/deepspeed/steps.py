@@ -22,6 +22,8 @@ class EngineSteps(CallListener):
         optimizers: The torch optimizer inside.
     """
 
+    evaluating = False
+
     def __init__(self, engine: Any, optimizer: Optimizer, listener: StepListener, failures: Failures) -> None:
         self.optimizers = (optimizer,)
         self._stepped = optimizer
