@@ -28,8 +28,8 @@ PARTLY_SKIPPED: Final = (
     "skipped optimizer have no param_updated in it"
 )
 LEFT_OUT: Final = (
-    "an optimizer stepped twice before {name} stepped once: the step ended between the two. What was measured after the first "
-    "of them belongs to the step that ended. docs/optimizers.md shows which rows that gives."
+    "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
+    "in the step that ended. The page on optimizers in the documentation shows which rows that gives."
 )
 
 
@@ -93,6 +93,7 @@ class Attachment:
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
+            self.clock.known = len(self._steps.optimizers) < 2
         except BaseException:
             self._remove_hooks()
             raise
@@ -240,7 +241,8 @@ class Attachment:
         self._now = None
         if self._turns.taken(optimizer):
             missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
-            self._failures.warn("optimizers of a step", LEFT_OUT.format(name=type(missing).__name__))
+            said = LEFT_OUT.format(twice=self._called(optimizer), once=self._called(missing))
+            self._failures.warn("optimizers of a step", said)
             self._end_step(self._turns.status)
 
     def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
@@ -262,6 +264,10 @@ class Attachment:
         if full not in self._scaling:
             self._scaling[full] = Watched(Series("other", 0, full))
         return self._scaling[full]
+
+    def _called(self, optimizer: Any) -> str:
+        """What a message calls an optimizer: its class, and the first parameter that it steps."""
+        return f"{type(optimizer).__name__} of {self._held.first(optimizer, self._steps.optimizers)!r}"
 
     def _place_of(self, optimizer: Any) -> int:
         return next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)

@@ -41,12 +41,14 @@ class Clock:
     Attributes:
         step: Number of the step in progress; it ends with the optimizer's step.
         forward: Micro-step of the latest root forward of each chunk, -1 before the first.
+        known: Whether a step has ``micro_steps`` forwards: of several optimizers' loops it may have any number.
         backward: Micro-step whose backward each chunk is in, -1 before the first. Schedules such as 1F1B interleave the two.
     """
 
     step: int
     micro_steps: int
     chunks: int
+    known: bool = True
     forward: list[int] = field(init=False)
     backward: list[int] = field(init=False)
 

@@ -341,7 +341,7 @@ class ModuleCollector:
         self.clock.backward[chunk] = micro_step
 
     def _check_micro_step(self, micro_step: int) -> None:
-        if micro_step == self.clock.micro_steps:
+        if micro_step == self.clock.micro_steps and self.clock.known:
             said = f"grad_acc_steps is {self.clock.micro_steps}, but step {self.clock.step} has more root forwards."
             advice = "pass the true number to set_monitor, and call batch_ended() after a batch that failed or was skipped."
             self.failures.warn("more micro-steps", f"{said} Their numbering goes on: {advice}")

@@ -94,6 +94,11 @@ class Held:
             self._divide(optimizers)
         return self._held[id(optimizer)]
 
+    def first(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
+        """The name of the first parameter that ``optimizer`` steps."""
+        among = self.by(optimizer, optimizers)
+        return next((one.name for one in self._parameters if among is None or one in among), "")
+
     def by_none(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
         """The parameters that are trained, and that no optimizer steps."""
         self._divide(optimizers)
