@@ -243,13 +243,13 @@ class Attachment:
             missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
             said = LEFT_OUT.format(twice=self._called(optimizer), once=self._called(missing))
             self._failures.warn("optimizers of a step", said)
-            self._end_step(self._turns.status)
+            self._end_step(self._turns.status, before_a_turn=True)
 
     def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
         self._turns.take(optimizer, skipped=skipped)
         if self._turns.complete(self._steps.optimizers):
             self._end_step(self._turns.status)
-        else:
+        elif self._recorder.active:
             self._rows.end_turn(self._stepping(optimizer))
 
     def _stepping(self, optimizer: Any) -> Stepping:
@@ -288,7 +288,12 @@ class Attachment:
 
     # The step's end and the next one's beginning.
 
-    def _end_step(self, status: Status) -> None:
+    def _end_step(self, status: Status, *, before_a_turn: bool = False) -> None:
+        """Seal the step, and begin the next one.
+
+        Args:
+            before_a_turn: Whether an optimizer is about to step: its gradients are there already.
+        """
         was_active = self._recorder.active
         try:  # whatever becomes of the rows, the next step must begin as a new one
             if was_active:
@@ -307,7 +312,7 @@ class Attachment:
             self.clock.next_step()
             self._finish_first_step()  # of what was watched in it: what the boundary brings has yet to see a step
             self.at_boundary(self.clock.step)
-            self._begin_step()
+            self._begin_step(before_a_turn=before_a_turn)
 
     def _tell_of_optimizers(self) -> None:
         """Say what a reader of the rows must know of the optimizers; of parameters that none steps, once."""
@@ -372,14 +377,14 @@ class Attachment:
         """Kinds whose rows are calls of operators, combined and counted."""
         return frozenset({CALL_KIND} if self.watch.config.cc_distribution.enable else ())
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, before_a_turn: bool = False) -> None:
         self.begun = False
         self._batches = 0
         self._turns.clear()
         wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted)
         if self._recorder.active:
-            self._rows.begin_step()
+            self._rows.begin_step(before_a_turn=before_a_turn)
 
     def _finish_first_step(self) -> None:
         if PROCESS.forks != self._forks:

@@ -75,6 +75,10 @@ class GradientCollector(ABC):
         self._backwards.clear()
         self._stepped.clear()
 
+    def begin_with_gradients(self) -> None:
+        """A step begins whose gradients are there already: what has become of them since backward still holds."""
+        self._stepped.clear()
+
     def end_turn(self, held: Among) -> None:
         """An optimizer has had its turn, and others have not. What a later backward leaves in ``held`` is of no step yet: of
         the next, or of none, as the gradients that a generator leaves in its critic.

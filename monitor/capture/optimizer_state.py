@@ -21,9 +21,12 @@ class MomentCollector:
 
     def before_step(self, stepping: Stepping) -> None:
         """Read the state of the optimizer that is about to step."""
+        stepped = self._framework.held(stepping.optimizer)
         for kind, series in self._series.items():
 
             def moment(parameter: NamedParameter, kind: str = kind) -> Any:
+                if stepped is not None and id(parameter.tensor) not in stepped:
+                    return None  # frozen: state that was left of earlier steps is of no step now
                 return self._framework.moment(kind, parameter, stepping.optimizer)
 
             series.record_all(moment, stepping.held)

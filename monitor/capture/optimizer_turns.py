@@ -110,13 +110,13 @@ class Held:
         if not optimizers or any(ids is None for ids in self._ids.values()):
             return
         owner = {one: of for of, ids in reversed(self._ids.items()) for one in ids or ()}
-        held: dict[int, set[NamedParameter]] = {of: set() for of in self._ids}
+        held: dict[int, dict[NamedParameter, None]] = {of: {} for of in self._ids}
         for parameter in self._parameters:
             of = owner.get(id(parameter.tensor))
             if of is None and parameter.tensor.requires_grad:
                 self._free.append(parameter)
             else:
-                held[id(optimizers[0]) if of is None else of].add(parameter)
+                held[id(optimizers[0]) if of is None else of][parameter] = None
         self._held = {of: None if len(among) == len(self._parameters) else among for of, among in held.items()}
 
 

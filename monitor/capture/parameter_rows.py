@@ -77,8 +77,11 @@ class ParameterRows:
         """As far as gradients are followed; otherwise what the optimizer is given is taken for reduced."""
         return self.gradients is None or self.gradients.is_reduced(parameter, gradient)
 
-    def begin_step(self) -> None:
-        if self.gradients is not None:
+    def begin_step(self, *, before_a_turn: bool) -> None:
+        """Begin a new step; where an optimizer is about to step, with what is known of its gradients."""
+        if self.gradients is not None and before_a_turn:
+            self.gradients.begin_with_gradients()
+        elif self.gradients is not None:
             self.gradients.begin_step()
 
     def forward_begins(self, root: Any, watch: Watch, clock: Clock, note: Note, *, has_others: bool) -> None:

@@ -27,7 +27,7 @@ class NamedParameter:
 
 
 Among = Collection[NamedParameter] | None
-"""Some of the watched parameters: those that an optimizer steps. None for all."""
+"""Some of the watched parameters, in their order: those that an optimizer steps. None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class ParameterSeries:
         decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}
         self._watched = decided
         self._parameters = tuple(one for one in every if one in decided or one in self._undecided)
+        self._recorded = frozenset(self._parameters)
 
     @property
     def parameters(self) -> Sequence[NamedParameter]:
@@ -163,7 +164,8 @@ class ParameterSeries:
         self.each(record, among)
 
     def _of(self, among: Among) -> Iterable[NamedParameter]:
-        return self._parameters if among is None else filter(among.__contains__, self._parameters)
+        """Those of this rank's; some of many are looked up, since there may be an optimizer for each of them."""
+        return self._parameters if among is None else filter(self._recorded.__contains__, among)
 
     def _watch(self, parameter: NamedParameter, seen: Any = None) -> Watched | None:
         series = self._series_of(self.kind, parameter, seen)

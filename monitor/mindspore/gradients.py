@@ -112,7 +112,7 @@ class GradientCollector(gradients.GradientCollector):
         """A backward hands out what it has found for a parameter."""
         if self._recorder.active:
             self._reductions.arrived()
-        of_no_step = parameter in self._stepped
+        of_no_step = parameter in self._stepped  # but of the next one, whose reductions are followed
         if not self._recorder.active or of_no_step or (self._clock.micro_steps > 1 and not self._each_micro_step):
             return
         self._unreduced.record(parameter, told, self._micro_step(parameter))

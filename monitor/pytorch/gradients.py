@@ -69,6 +69,7 @@ class GradientCollector(gradients.GradientCollector):
         self._left: dict[NamedParameter, LeftGradient] = {}
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
+        self._said: dict[str, None] = {}
         self._reductions = Reductions(framework, ownership, failures, self._reduced.parameters)
         caught = framework.catch_unreduced(self._parameters, self, failures)
         if caught is not None:
@@ -146,9 +147,11 @@ class GradientCollector(gradients.GradientCollector):
     def _found(self, parameter: NamedParameter, told: Tensor) -> None:
         """Backward has accumulated into a parameter."""
         gradient = self._framework.local_gradient(told) if self._recorder.active else None
-        if gradient is None or parameter in self._stepped:
+        if gradient is None:
             return
         self._arrives(parameter, gradient)
+        if parameter in self._stepped:
+            return
         if self._clock.micro_steps == 1 and not self._each_micro_step:  # nothing to count or to follow
             self._unreduced.record(parameter, gradient)
         else:
@@ -156,9 +159,11 @@ class GradientCollector(gradients.GradientCollector):
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
         """A framework has told of a gradient."""
-        if parameter in self._stepped or (self._framework.tells_twice and complete is self._each_micro_step):
+        if self._framework.tells_twice and complete is self._each_micro_step:
             return
         self._arrives(parameter, gradient)
+        if parameter in self._stepped:
+            return
         if complete and not self._each_micro_step:
             self._unreduced.record(parameter, gradient)
             self._left.pop(parameter, None)

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -54,11 +54,13 @@ class OptimizerSteps(CallListener):
         listener: StepListener,
         failures: Failures,
         containers: Sequence[Optimizer] = (),
+        wrappers: Mapping[Optimizer, Optimizer] = MappingProxyType({}),
     ) -> None:
         """Hook the optimizers.
 
         Args:
             containers: Those whose step is the step of all optimizers.
+            wrappers: Those whose step is the step of one optimizer and more.
         """
         self.optimizers: tuple[Optimizer, ...] = ()
         self.evaluating = False
@@ -73,6 +75,9 @@ class OptimizerSteps(CallListener):
             self._adopt(optimizer)
         for container in containers:
             self._follow(container)
+        self._wrapped: set[Optimizer] = set()
+        for wrapper, inner in wrappers.items():
+            self._follow_wrapper(wrapper, inner)
         if not optimizers:
             self._hooks.add(self._wait_for_ours())
         SCALER_PATCH.add(self)
@@ -96,6 +101,21 @@ class OptimizerSteps(CallListener):
 
         hook = torch.compiler.disable(self._guarded("ending the step", ended))
         self._hooks.add(container.register_step_post_hook(hook))
+
+    def _follow_wrapper(self, wrapper: Optimizer, inner: Optimizer) -> None:
+        """Have the step of ``inner`` end when that of ``wrapper`` does: it may change weights once more."""
+
+        def begins(*_: Any) -> None:
+            self._wrapped.add(inner)
+            self._called.discard(inner)
+
+        def ended(*_: Any) -> None:
+            self._wrapped.discard(inner)
+            if inner in self._called:
+                self._after(inner, (), {})
+
+        for register, hook in ((wrapper.register_step_pre_hook, begins), (wrapper.register_step_post_hook, ended)):
+            self._hooks.add(register(torch.compiler.disable(self._guarded("following a wrapper", hook))))
 
     def _wait_for_ours(self) -> Removable:
         """A hook of all optimizers. It knows us weakly, or torch would keep the model alive."""
@@ -183,6 +203,8 @@ class OptimizerSteps(CallListener):
         return captured
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer in self._wrapped:
+            return
         if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return
         if _skipped_itself(optimizer):

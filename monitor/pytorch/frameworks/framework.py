@@ -23,7 +23,7 @@ from monitor.pytorch.frameworks.dtensor import mesh_groups, mesh_ranks, placemen
 from monitor.pytorch.frameworks.meshes import Layout, Meshes, layouts_of
 from monitor.pytorch.frameworks.moments import Moments, Stepped
 from monitor.pytorch.frameworks.nanochat import placement_of_moments
-from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in
+from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.place import group_ranks
@@ -79,6 +79,7 @@ class Framework:
         self.chunks = chunks
         self.optimizers: Sequence[Optimizer] = () if optimizer is None else optimizers_in(optimizer)
         self._containers = tuple(containers_in(optimizer))
+        self._around = dict(wrappers_in(optimizer))
         self._moments = Moments()
         self._groups: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._main_grad = main_grad
@@ -234,7 +235,7 @@ class Framework:
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
         """Tell ``listener`` of every step from now on."""
-        return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers)
+        return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers, self._around)
 
     def _main_grad_of(self, tensor: Any) -> Tensor | None:
         return getattr(tensor, "main_grad", None) if self._main_grad else None

@@ -84,7 +84,7 @@ class Moments:
         place = self._place(stepped) if kind == "exp_avg" else None
         if place is None:
             return None
-        stack = (stepped.optimizer.state.get(place.first) or {}).get("momentum_buffer")
+        stack = (stepped.optimizer.state.get(place.parameters[0]) or {}).get("momentum_buffer")
         if not isinstance(stack, Tensor) or stack.shape != (place.among, *stepped.key.shape):
             return None
         return stack[place.index] if 0 <= place.index < place.among else None
@@ -99,9 +99,11 @@ class Moments:
     def _place(self, stepped: Stepped) -> Place | None:
         optimizer = stepped.optimizer
         places = self._places.get(id(optimizer))
-        if places is None:
+        found = None if places is None else places.get(id(stepped.key))
+        if places is None or (found is not None and not found.holds(stepped.key)):
             places = self._places[id(optimizer)] = dict(places_in_stacks(optimizer))
-        return places.get(id(stepped.key))
+            found = places.get(id(stepped.key))
+        return found
 
     def _reject(self, kind: str, name: str, found: Tensor, stepped: Stepped) -> None:
         optimizer = type(stepped.optimizer).__name__

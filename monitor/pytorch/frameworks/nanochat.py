@@ -26,17 +26,25 @@ WHOLE_BELOW: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter stands in a stack.
+    """Where a parameter is in a stack.
 
     Attributes:
-        first: The parameter under which the stack is kept.
+        parameters: Of its group. The stack is kept under the first.
+        place: Of the parameter in the group.
+        size: How many the group had.
         index: Of the parameter in this rank's stack: below 0 or from ``among`` on where another rank has it.
         among: Entries of this rank's stack.
     """
 
-    first: Tensor
+    parameters: Sequence[Tensor]
+    place: int
+    size: int
     index: int
     among: int
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the group is still as it was when this was made."""
+        return len(self.parameters) == self.size and self.parameters[self.place] is parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def places_in_stacks(optimizer: Optimizer) -> Iterator[tuple[int, Place]]:
             among = -(-len(parameters) // dist.get_world_size())
             first = dist.get_rank() * among
         for place, one in enumerate(parameters):
-            yield id(one), Place(parameters[0], place - first, among)
+            yield id(one), Place(parameters, place, len(parameters), place - first, among)
 
 
 def slice_of(optimizer: Optimizer, parameter: Tensor) -> Slice | None:

@@ -38,9 +38,11 @@ def innermost(optimizer: Any, called: str = "optimizer") -> Optimizer:
         TypeError: There is none.
     """
     inner = _unwrapped(optimizer)
-    if isinstance(inner, Optimizer):
-        return inner
     given = type(optimizer).__name__
+    if isinstance(inner, Optimizer):
+        if not hasattr(inner, "_optimizer_step_pre_hooks"):
+            raise TypeError(f"{called} is a {given}, which calls no hooks around its step: pass the optimizer that it wraps.")
+        return inner
     raise TypeError(f"{called} is a {given}: expected a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`.")
 
 
@@ -48,7 +50,32 @@ def _unwrapped(optimizer: Any) -> Any:
     """What is inside wrappers, down to what holds several, or wraps nothing."""
     inner = optimizer
     for _ in range(MAX_WRAPPERS):
-        if held_by(inner) is not None or (wrapped := getattr(inner, "optimizer", None)) is None:
+        wrapped = None if held_by(inner) is not None else _wrapped(inner)
+        if wrapped is None:
             break
         inner = wrapped
     return inner
+
+
+def _wrapped(optimizer: Any) -> Any:
+    """What a wrapper keeps in ``optimizer``; of optimizers that call no hooks of torch also in ``optim``."""
+    found = getattr(optimizer, "optimizer", None)
+    if found is None and isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        found = getattr(optimizer, "optim", None)
+    return found
+
+
+def wrappers_in(given: Any) -> Iterator[tuple[Optimizer, Optimizer]]:
+    """The optimizers that wrap another one and call hooks of torch themselves, from outside in, each with the innermost.
+
+    Such a wrapper may change weights after the step of what it wraps, as Lookahead does.
+    """
+    held = held_by(given)
+    for one in held if held is not None else ():
+        yield from wrappers_in(one)
+    inner = _unwrapped(given)
+    while held is None and given is not inner:
+        if isinstance(given, Optimizer) and hasattr(given, "_optimizer_step_pre_hooks") and isinstance(inner, Optimizer):
+            yield given, inner
+            return
+        given = _wrapped(given)
