@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -192,8 +192,12 @@ def merged(job: Job, by: str, source: str, base: Path, output: Path, options: ar
     return cost
 
 
-def watched(command: Sequence[str], environment: dict[str, str]) -> tuple[float, float, int]:
-    """Seconds, seconds of CPU time, and bytes at the peak, of a command and of all processes that it starts."""
+def watched(command: Sequence[str], environment: dict[str, str], done: Collection[int] = (0,)) -> tuple[float, float, int]:
+    """Seconds, seconds of CPU time, and bytes at the peak, of a command and of all processes that it starts.
+
+    Args:
+        done: The exit statuses of a command that has done its work.
+    """
     begun, before = time.perf_counter(), os.times()
     peak = 0
     with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as process:
@@ -201,7 +205,7 @@ def watched(command: Sequence[str], environment: dict[str, str]) -> tuple[float,
             peak = max(peak, sum(map(resident, family(process.pid))))
             time.sleep(0.01)
     wall, after = time.perf_counter() - begun, os.times()
-    if process.returncode != 0:
+    if process.returncode not in done:
         raise subprocess.CalledProcessError(process.returncode, command)
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     return wall, cpu, peak

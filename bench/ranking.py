@@ -54,6 +54,8 @@ SPARSE_STEPS = 100
 FEW = 64
 
 COMMAND = "from monitor.anomalies.ranking.command import app; app()"
+EVENTS_FOUND = (1,)
+"""The command's exit status where there are events."""
 
 Row = tuple[str, str, int]
 """Kind, name and micro-step."""
@@ -95,7 +97,7 @@ def main() -> None:
             record(job, shape, Path(base))
             progress.show("ranking", shape)
             folder = str(Path(base) / EVENTS_FOLDER)
-            costs.append(Cost(shape, job, *watched([sys.executable, "-c", COMMAND, "-d", folder], {})))
+            costs.append(Cost(shape, job, *watched([sys.executable, "-c", COMMAND, "-d", folder], {}, EVENTS_FOUND)))
     progress.end()
     print(table(costs))
     save(options.json, {"costs": [asdict(cost) for cost in costs]})

@@ -181,7 +181,10 @@ def test_of_two_jobs_the_one_that_runs_is_meant_and_of_two_that_run_one_is_to_be
 
 
 def test_an_empty_directory_and_one_that_is_not_there_are_said(tmp_path: Path) -> None:
-    assert ran(tmp_path, "status") == (2, "Nothing was done: there is no directory of a rank with a manifest here")
+    assert ran(tmp_path, "status") == (
+        2,
+        "Nothing was done: there is no directory here of a rank with a manifest that can be merged",
+    )
     assert "cannot be read" in ran(tmp_path / "none", "on")[1]
 
 

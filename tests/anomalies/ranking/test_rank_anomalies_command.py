@@ -312,7 +312,7 @@ def test_a_recording_that_one_rank_has_more_does_not_part_those_of_the_others(tm
     copy = PlayedRank(job="9" * 32, launch=launch).fire("actv", "b.output")
     ranks = [PlayedRank(rank, groups, recording=1 - rank, launch=launch).fire("param_origin", "b.weight") for rank in (0, 1)]
     status, said = ran(written(tmp_path, copy, *ranks))
-    assert (status, "is of job" in said, "several recordings" in said) == (0, False, True)
+    assert (status, "is of job" in said, "several recordings" in said) == (1, False, True)
     assert "3 events of 2 of 2 ranks" in said
     assert len(analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json")) == 3
 
