@@ -49,7 +49,7 @@ def span_of(job: Job, member: Member, subject: Subject, step: int) -> Span:
     """The span of an event that is an origin."""
     wiring = member.wiring
     if wiring is None:
-        return Span(Where.UNKNOWN, "the first in order; nothing is known of what fed it")
+        return Span(Where.UNKNOWN, "the first event; its inputs are not known")
     if subject.role == Role.FORWARD:
         return _forward(job, member, wiring, subject, step)
     if subject.role == Role.BACKWARD:
