@@ -117,8 +117,8 @@ def _of_the_order(ranking: Ranking) -> Iterator[str]:
     )
     if job.without_manifest:
         yield (
-            f"{_without_manifest(job.without_manifest)} first event of each step is called an origin, unless another rank or the "
-            "update before may have caused it."
+            f"{_without_manifest(job.without_manifest)} first event of each step is called an origin, unless another rank or "
+            "the update before may have caused it."
         )
     if len({one.recording for one in job.members}) > 1:
         yield "The ranks have several recordings each. What one passes to another is not known: each has origins of its own."
@@ -150,7 +150,7 @@ def _not_looked_at(ranking: Ranking) -> Iterator[str]:
     if job.not_monitored:
         yield f"Not monitored, as module_ranks says: {listed(job.not_monitored)}."
     if any(one.manifest is not None and one.manifest.config.get("replica_check") is False for one in job.members):
-        yield "replica_check is false: of tensors that several ranks hold, only the replica of the rank that writes was judged."
+        yield "replica_check is false: tensors that several ranks hold were judged on one rank only."
 
 
 def _spelled(gap: Gap) -> str:
