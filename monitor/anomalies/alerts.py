@@ -111,9 +111,8 @@ class Alerts:
 
     def _make_up_for(self, name: tuple[str, str], cause: _Cause) -> None:
         if cause.silent:
-            self._say(
-                f"{cause.silent:,} more of {_spelled(name)} in steps {cause.first} to {cause.last}, not shown.{self._see}"
-            )
+            steps = f"step {cause.first}" if cause.first == cause.last else f"steps {cause.first} to {cause.last}"
+            self._say(f"{cause.silent:,} more of {_spelled(name)} in {steps}, not shown.{self._see}")
             cause.silent = 0
 
     def _past(self, cause: _Cause) -> bool:

@@ -75,9 +75,10 @@ class Announced:
 
 
 def _said(one: Expected, step: int) -> str:
-    kinds = " or ".join(one.kinds)
+    kinds = ", ".join(one.kinds)
+    moments = "An optimizer without momentum keeps no moments. " if one.kinds[0] in MOMENT_KINDS else ""
     steps = f"step {step} has" if one.after == 1 else f"the steps up to {step} have"
     return (
-        f"{one.field} is on, and {steps} no row of {kinds}. The notes in manifest.json say why where that is known; "
+        f"{one.field} is on, and {steps} no row of {kinds}. {moments}The notes in manifest.json say why where that is known; "
         "docs/formats.md says when a kind is measured."
     )

@@ -176,8 +176,8 @@ class Recording:
         if self._start_step == 0:
             self._failures.warn(
                 "resumed at step 0",
-                f"append_output: the steps up to {run.resumes_after} that {run.directory} has are replaced as they are "
-                "recorded again. Pass start_iteration, the step of the checkpoint, to go on after them.",
+                f"append_output: steps 0 to {run.resumes_after} in {run.directory} will be overwritten. Pass start_iteration, "
+                "the step of the checkpoint, to go on after them.",
             )
 
     def current(self) -> tuple[Mapping[str, KindRows], list[Layout]]:

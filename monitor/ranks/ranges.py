@@ -131,7 +131,7 @@ class StepRanges:
 
 
 def without_pairs(ranges: Iterable[StepRange]) -> list[StepRange]:
-    """The same steps as people read them: two steps that lie apart are no range, so 0, 10 to 15 and not 0 to 10 by 10, 11 to 15."""
+    """The same steps for people: two steps that lie apart are no range. So 0, 10 to 15, and not 0 to 10 by 10, 11 to 15."""
     found: list[StepRange] = []
     for one in ranges:
         pair = one.size == 2 and one.interval > 1

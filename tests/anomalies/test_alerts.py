@@ -110,14 +110,14 @@ def test_what_was_passed_over_is_said_by_the_next_saving_after_the_minute_and_on
     said.alerts.save()
     said.alerts.save()
     said.alerts.close()
-    assert said.lines() == ["[rank 3] 20 more of AnomalyNan (nans) in steps 2 to 2, not shown."]
+    assert said.lines() == ["[rank 3] 20 more of AnomalyNan (nans) in step 2, not shown."]
 
 
 def test_nothing_passed_over_is_left_unsaid_at_the_end(said: Said) -> None:
     said.step(nans=10)
     said.step(nans=3)
     said.alerts.close()
-    assert said.lines() == ["[rank 3] 3 more of AnomalyNan (nans) in steps 2 to 2, not shown."]
+    assert said.lines() == ["[rank 3] 3 more of AnomalyNan (nans) in step 2, not shown."]
 
 
 def test_another_cause_has_lines_of_its_own(said: Said) -> None:
