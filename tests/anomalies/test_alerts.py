@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rule_parts import NAN, Watched
+from sink_rows import Measured
 
 from monitor.anomalies.alerts import Alerts
 
@@ -79,6 +80,18 @@ def test_of_very_many_the_earliest_ten_are_said_and_how_many_more_there_were(sai
     *lines, rest = said.step(nans=1010)
     assert lines == [of_nan(f"n{i}", 1) for i in range(10)]
     assert rest == "[rank 3] … and 1,000 more of AnomalyNan (nans) in step 1, not shown."
+
+
+@pytest.mark.parametrize("kind", ["param_origin", "replica"])
+def test_the_weights_that_a_step_began_with_come_before_its_forward(kind: str, said: Said) -> None:
+    """They are measured at the end of the step. A rank measures a replica of a weight that another rank writes."""
+    name = "w" if kind == "param_origin" else "param_origin/w"
+    others = [Measured("exp_avg/w", [NAN])] if kind == "replica" else []
+    kinds = {"actv": [Measured(f"n{i}", [NAN]) for i in range(20)], kind: [*others, Measured(name, [NAN])]}
+    said.watched.step(kinds)
+    first, second, *_ = said.lines()
+    assert f"{name}/rank3/{kind}'" in first
+    assert "n0/rank3/actv'" in second
 
 
 def test_it_is_said_where_they_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
