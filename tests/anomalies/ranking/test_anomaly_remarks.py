@@ -186,7 +186,8 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
         (
             ["actv_grad"],
             *("grad_unreduced", "b.weight"),
-            "in the backward of the model. Gradients of activations around it were not recorded, so the place is not known",
+            "in the backward of the model. Gradients of activations around it were not recorded, so the place "
+            "is not known more closely",
             "Record activations and their gradients",
         ),
         (
