@@ -17,6 +17,8 @@ SIDES: Final = (*FORWARD_SIDES, *BACKWARD_SIDES)
 MAX_EXPLAINED: Final = 16
 """Targets without a match for which nearest names are sought. Who has more of them has one mistake, made many times."""
 
+_CONSEQUENCE: Final = 'Nothing is recorded of these targets. "print_struct": true writes the names.'
+
 _WITH_CHUNK: Final = re.compile(r"([0-9]{1,9}):(.*)", re.DOTALL)
 
 
@@ -128,7 +130,7 @@ class Selection:
         if not self.unmatched:
             return None
         named = ", ".join(told(one) for one in self.unmatched)
-        return f"Targets that match nothing in this model (of a pipeline, in this rank's part of it): {named}."
+        return f"Targets that match nothing in this model (of a pipeline, in this rank's part of it): {named}. {_CONSEQUENCE}"
 
     def notice(self) -> str | None:
         """One message that names every target that fits several names, None if there is none."""

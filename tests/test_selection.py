@@ -263,7 +263,8 @@ class TestTargetsThatMatchNothing:
     def test_all_are_named_in_one_message(self) -> None:
         assert select(["h.mpl", "ln_f", "zzzz"], self.NAMES).warning() == (
             "Targets that match nothing in this model (of a pipeline, in this rank's part of it): "
-            "'h.mpl' (nearest: 'h.mlp', 'h.mlp.w'), 'zzzz'."
+            "'h.mpl' (nearest: 'h.mlp', 'h.mlp.w'), 'zzzz'. Nothing is recorded of these targets. "
+            '"print_struct": true writes the names.'
         )
 
     def test_what_does_match_is_watched_all_the_same(self) -> None:

@@ -6,14 +6,14 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from time import monotonic
 from typing import Final
 
 from monitor.anomalies.events import message
-from monitor.anomalies.findings import Finding, Findings, Group, earliest
+from monitor.anomalies.findings import Finding, Findings, Group, earliest, time_of
 from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 from monitor.terminal import plain
@@ -72,7 +72,7 @@ class Alerts:
         begun = [cause for cause in by_cause if cause not in self._causes or self._past(self._causes[cause])]
         shown = {cause: self._shown(cause, groups) for cause, groups in by_cause.items()}
         firsts = {id(shown[cause][0]) for cause in begun}
-        for finding in sorted(chain.from_iterable(shown.values()), key=attrgetter("call_id")):
+        for finding in sorted(chain.from_iterable(shown.values()), key=partial(time_of, series=self._series)):
             self._say(self._line(findings.step, finding) + (self._ranking if id(finding) in firsts else ""))
         for cause, groups in by_cause.items():
             self._rest(cause, findings.step, sum(map(len, groups)) - len(shown[cause]), said=bool(shown[cause]))
@@ -98,7 +98,7 @@ class Alerts:
             if cause is not None:
                 self._make_up_for(name, cause)
             cause = self._causes[name] = _Cause(self._clock())
-        shown = earliest(groups, cause.left)
+        shown = earliest(groups, cause.left, self._series)
         cause.left -= len(shown)
         return shown
 
@@ -111,9 +111,8 @@ class Alerts:
 
     def _make_up_for(self, name: tuple[str, str], cause: _Cause) -> None:
         if cause.silent:
-            self._say(
-                f"{cause.silent:,} more of {_spelled(name)} in steps {cause.first} to {cause.last}, not shown.{self._see}"
-            )
+            steps = f"step {cause.first}" if cause.first == cause.last else f"steps {cause.first} to {cause.last}"
+            self._say(f"{cause.silent:,} more of {_spelled(name)} in {steps}, not shown.{self._see}")
             cause.silent = 0
 
     def _past(self, cause: _Cause) -> bool:

@@ -120,7 +120,7 @@ class EventFiles:
         chosen: list[Finding] = []
         for nonfinite, kept in self._kept.items():
             groups = [group for group in findings.groups if group.fired.nonfinite == nonfinite]
-            chosen += earliest(groups, kept.most_of_a_step)
+            chosen += earliest(groups, kept.most_of_a_step, self._spelling.series)
         chosen.sort(key=attrgetter("call_id"))
         entries = list(self._spelling.entries(findings.step, chosen))
         for nonfinite, kept in self._kept.items():
@@ -171,7 +171,7 @@ class _Spelling:
 
     def __init__(self, facts: RankFacts, series: SeriesTable) -> None:
         pipeline = PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks)
-        self._rank, self._series = facts.rank, series
+        self._rank, self.series = facts.rank, series
         self._stage, self._mates = (pipeline.stage, pipeline.ranks) if pipeline else (0, (facts.rank,))
 
     def entries(self, step: int, findings: list[Finding]) -> Iterator[Entry]:
@@ -185,7 +185,7 @@ class _Spelling:
             yield Entry((step, place), finding.signal.rule, content.encode())
 
     def _event(self, step: int, finding: Finding) -> Event:
-        series = self._series[finding.series]
+        series = self.series[finding.series]
         tag = series.tag(self._rank, finding.micro_step)
         return Event(
             rank=self._rank,

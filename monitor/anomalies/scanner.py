@@ -84,7 +84,7 @@ class Scanner:
             state = known[begin : begin + rule.fields]
             begin += rule.fields
             for fired in claims.of(list(rule.judge(columns, state))):
-                yield Group(rule.name, rows, fired)
+                yield Group(rule.name, kind, rows, fired)
 
 
 class _Claims:

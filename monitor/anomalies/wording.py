@@ -14,3 +14,8 @@ def listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:SHOWN]))
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def capitalized(said: str) -> str:
+    """With a capital first letter, the others as they are."""
+    return said[:1].upper() + said[1:]

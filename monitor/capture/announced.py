@@ -41,18 +41,18 @@ class Announced:
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._expected: Sequence[Expected] = ()
-        self._steps = 0
+        self._steps = self._first = 0
 
-    def expect(self, kinds: Collection[str]) -> None:
-        """From the next step on: warn if one of ``kinds``, which this rank is to record, does not come."""
+    def expect(self, kinds: Collection[str], first: int) -> None:
+        """From step ``first`` on: warn if one of ``kinds``, which this rank is to record, does not come."""
         found = [(field, tuple(one for one in of if one in kinds)) for field, of in FIELDS]
-        self._steps = 0
+        self._steps, self._first = 0, first
         self._expected = [Expected(field, of, 2 if of[0] in MOMENT_KINDS else 1) for field, of in found if of]
 
     def look(self, rows: StepRows) -> None:
         """Look at a step. One that was skipped, or cut short, says nothing."""
-        if not self._expected or rows.status != "complete":
-            return
+        if not self._expected or rows.status != "complete" or rows.step < self._first:
+            return  # earlier steps may still be on their way when another configuration holds
         self._steps += 1
         missing = [one for one in self._expected if not any(kind in rows.kinds for kind in one.kinds)]
         for one in missing:
@@ -75,9 +75,10 @@ class Announced:
 
 
 def _said(one: Expected, step: int) -> str:
-    kinds = " or ".join(one.kinds)
+    kinds = ", ".join(one.kinds)
+    moments = "An optimizer without momentum keeps no moments. " if one.kinds[0] in MOMENT_KINDS else ""
     steps = f"step {step} has" if one.after == 1 else f"the steps up to {step} have"
     return (
-        f"{one.field} is on, and {steps} no row of {kinds}. The notes in manifest.json say why where that is known; "
+        f"{one.field} is on, and {steps} no row of {kinds}. {moments}The notes in manifest.json say why where that is known; "
         "docs/formats.md says when a kind is measured."
     )

@@ -23,7 +23,7 @@ def gaps_of(config: MonitorConfig, series: SeriesTable, monitored: Collection[in
         monitored: All ranks that are.
     """
     if (nothing := records_nothing(config)) is not None:
-        yield f"This configuration records nothing: {nothing}"
+        yield f"This configuration records nothing: {nothing}{_rules_in_vain(config)}"
     elif config.alert.rules and not _records_tensors(config) and not _ends_after_first_step(config):
         yield f"The alert rules have nothing to judge: this configuration records no tensors. {SWITCHES}"
     left = _left_to_others(series, monitored) if config.alert.rules and not config.checks_replicas else 0
@@ -33,6 +33,24 @@ def gaps_of(config: MonitorConfig, series: SeriesTable, monitored: Collection[in
             "rules do not judge the replicas of the other ranks: a NaN in one of them is reported late and in another place. "
             "Remove replica_check from the configuration to have all replicas judged."
         )
+
+
+def nothing_matches(config: MonitorConfig) -> str:
+    """The warning where no target matches, so that no row comes of the kinds that are switched on."""
+    return (
+        "This configuration records nothing on this rank: no target matches a parameter or module of the kinds that are "
+        f'switched on. "print_struct": true writes the names.{_rules_in_vain(config)}'
+    )
+
+
+def records_rows(config: MonitorConfig) -> bool:
+    """Whether there are rows of tensors or features, if targets match. What ranks communicate has no targets."""
+    communicates = config.cc_distribution.enable or config.stack_info
+    return not communicates and not _ends_after_first_step(config) and records_nothing(config) is None
+
+
+def _rules_in_vain(config: MonitorConfig) -> str:
+    return " The alert rules have nothing to judge." if config.alert.rules else ""
 
 
 def records_nothing(config: MonitorConfig) -> str | None:

@@ -104,7 +104,7 @@ class Recording:
             self.open().use(watch.config)
         self._recorder.use(watch.config.eps, magnitudes=watch.config.counts_magnitudes)
         self.attachment.use(watch, names, schedule, collected)
-        self._announced.expect(self.attachment.expected)
+        self._announced.expect(self.attachment.expected, self.attachment.clock.step)
 
     def count_magnitudes(self, wanted: bool) -> None:
         """Count histograms of magnitudes from the next tensor on, or no longer."""
@@ -140,7 +140,7 @@ class Recording:
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, self.attachment.schedule
         self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, self._backend, *rest)
-        self._announced.expect(self.attachment.expected)
+        self._announced.expect(self.attachment.expected, self.attachment.clock.step)
 
     def open(self) -> Run:
         """The run, begun now if it was not: before the first record at the latest, when rank and job are known."""
@@ -176,8 +176,8 @@ class Recording:
         if self._start_step == 0:
             self._failures.warn(
                 "resumed at step 0",
-                f"append_output: the steps up to {run.resumes_after} that {run.directory} has are replaced as they are "
-                "recorded again. Pass start_iteration, the step of the checkpoint, to go on after them.",
+                f"append_output: steps 0 to {run.resumes_after} in {run.directory} will be overwritten. Pass start_iteration, "
+                "the step of the checkpoint, to go on after them.",
             )
 
     def current(self) -> tuple[Mapping[str, KindRows], list[Layout]]:

@@ -8,7 +8,7 @@ from functools import cache
 
 from monitor.capture.backend import Backend
 from monitor.capture.features.choosing import chosen
-from monitor.capture.gaps import gaps_of
+from monitor.capture.gaps import gaps_of, nothing_matches, records_rows
 from monitor.capture.names import ModelNames
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.watch import Watch
@@ -37,8 +37,7 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
     )
     if not monitored or watch.ownership.rank != min(monitored):
         return
-    for gap in gaps_of(config, series, monitored):
-        LOGGER.warning("%s", gap)
+    gaps = list(gaps_of(config, series, monitored))
     reckoned = estimate(
         _Job(monitored, list(names.parameters()), series, backend).loads(names, config, watch.grad_acc_steps),
         config.formats,
@@ -47,6 +46,12 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
     )
     bounds = Bounds(config.warn_rows_per_step, config.warn_bytes_per_step, config.warn_files_per_step)
     line = f"{reckoned.line()}{', and what is communicated' if config.cc_distribution.enable else ''}"
+    if not reckoned.rows and names.selection.unmatched and records_rows(config):
+        gaps.append(nothing_matches(config))
+    for gap in gaps:
+        LOGGER.warning("%s", gap)
+    if not reckoned.rows and not config.cc_distribution.enable:
+        return
     exceeded = reckoned.exceeded(bounds)
     if exceeded:
         advice = "Name fewer targets, collect less often, or put more steps into a record."

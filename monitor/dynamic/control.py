@@ -16,7 +16,7 @@ from monitor.dynamic.boundary import Boundary
 from monitor.dynamic.course import Course
 from monitor.dynamic.pace import Horizon, Pace
 from monitor.dynamic.proposal import FROM_ALERT, FROM_FILE, FROM_START, Fields, Proposal, Switch
-from monitor.dynamic.summary import digest_of, summary
+from monitor.dynamic.summary import NOTHING, digest_of, summary
 from monitor.dynamic.watching import INTERVAL_S, Watching
 from monitor.dynamic.wishes import Wishes
 from monitor.failures import LOGGER, Failures
@@ -202,7 +202,11 @@ class Control:
             said = "[rank %d] learned late of a change: steps %d to %d were recorded as before"
             LOGGER.warning(said, self._rank, switch.from_step, since - 1)
         if self._rank == WATCHING_RANK:
-            LOGGER.info("[rank %d] from step %d on: %s", self._rank, since, summary(before, switch.config))
+            changed = summary(before, switch.config)
+            if changed == NOTHING and switch.config.dynamic_on:
+                LOGGER.info("[rank %d] monitoring starts again at step %d", self._rank, since)
+            else:
+                LOGGER.info("[rank %d] from step %d on: %s", self._rank, since, changed)
 
     def _record(self, switch: Switch[MonitorConfig], since: int, before: MonitorConfig | None) -> None:
         if self._journal is not None:

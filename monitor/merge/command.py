@@ -68,7 +68,7 @@ def monitor_merge(
         )
         report = _shown(wanted, console)
     except NothingRecordedError as error:
-        say(console, f"Nothing was merged and not looked at: {error}", style="yellow")
+        say(console, str(error), style="yellow")
         raise typer.Exit(FLAWED) from error
     except (MergeError, OSError) as error:
         say(console, f"Nothing was merged: {error}", style="red")

@@ -131,7 +131,7 @@ def _carry_out(plan: Plan, windows: Sequence[Window], workers: int, report: Repo
 
 
 def _no_rows(job: str) -> str:
-    return f'job {job} has no rows: its ranks have recorded nothing. Switch a kind on, such as "wg_distribution": true.'
+    return f'Job {job} recorded no rows, so there is nothing to merge. Switch a kind on, such as "wg_distribution": true.'
 
 
 def _why_nothing(job: str, report: Report) -> str:

@@ -74,9 +74,11 @@ class Told:
 
     Attributes:
         duplicates: By rank, steps that stood in several files.
+        newest: By directory, the last step of which rows were found.
     """
 
     duplicates: dict[int, list[int]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
     set_aside: list[SetAside] = field(default_factory=list)
 
 
@@ -109,6 +111,7 @@ def _rows_that_count(
         told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == shard.exact)
         fresh = [step for step in there if step not in seen and step < source.end and not source.abandoned.holds(step)]
         seen |= dict.fromkeys(fresh, shard.exact)
+        told.newest[source.run] = max(told.newest.get(source.run, -1), *fresh, -1)
         yield (table if fresh == there else table.filter(np.isin(column, fresh))), shard.exact
 
 

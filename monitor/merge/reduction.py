@@ -87,6 +87,7 @@ class Outcome:
         steps: Of which there are rows.
         gaps: By rank, the steps that others have rows of.
         duplicates: By rank, steps that stood in several files.
+        newest: By directory, the last step of which rows were found.
         incomplete: By tensor, the steps at which a part is missing.
         without_global: By tensor and reason, the steps at which the ranks have rows that make no number of the whole.
         missing: How often an op has no value, by op and reason.
@@ -99,6 +100,7 @@ class Outcome:
     steps: list[int] = field(default_factory=list)
     gaps: dict[int, list[int]] = field(default_factory=dict)
     duplicates: dict[int, list[int]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
     set_aside: list[SetAside] = field(default_factory=list)
     disagreements: list[Disagreement] = field(default_factory=list)
     incomplete: dict[str, list[int]] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Outcome:
 
     @classmethod
     def of_reading(cls, told: Told) -> Outcome:
-        return cls(duplicates=told.duplicates, set_aside=told.set_aside)
+        return cls(duplicates=told.duplicates, newest=told.newest, set_aside=told.set_aside)
 
 
 def reduce(piece: Piece) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,10 @@ from typing import Any, Final
 
 from monitor.merge.copies import Disagreement
 from monitor.merge.discovery import NO_END, RankRun, SetAside
+from monitor.merge.missing import NOT_RECORDED
 from monitor.merge.reduction import Outcome
 from monitor.ranks.history import collected_every, newest_step, steps_between
-from monitor.ranks.ranges import StepRanges
+from monitor.ranks.ranges import StepRange, StepRanges, without_pairs
 from monitor.ranks.records import StepsRecord
 from monitor.series import NO_MICRO_STEP
 
@@ -42,6 +44,7 @@ class Report:
     tensors: Counter[str] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
     disagreements: list[Disagreement] = field(default_factory=list)
+    _newest: dict[int, int] = field(default_factory=dict)  # by directory, the last step of which rows were found
     _gaps: _Steps = field(default_factory=dict)
     _duplicates: _Steps = field(default_factory=dict)
     _incomplete: _Steps = field(default_factory=dict)
@@ -55,6 +58,8 @@ class Report:
         self.rows[kind] += outcome.rows
         self.tensors[kind] += outcome.tensors
         self.steps.update(outcome.steps)
+        for run, step in outcome.newest.items():
+            self._newest[run] = max(step, self._newest.get(run, -1))
         for known, found in (
             (self._gaps, outcome.gaps),
             (self._duplicates, outcome.duplicates),
@@ -141,8 +146,8 @@ class Report:
 
     def _not_closed(self) -> Iterator[dict[str, Any]]:
         """Runs that were killed, or still write, and what is not known of them: up to where a later directory goes on."""
-        for run in self.runs:
-            after = newest_step(run.manifest)
+        for number, run in enumerate(self.runs):
+            after = max(newest_step(run.manifest), self._newest.get(number, -1))
             if not run.manifest.closed and steps_between(after, run.end, collected_every(run.manifest)) is not None:
                 yield {"rank": run.rank, "directory": run.directory.name, "after": after}
 
@@ -160,16 +165,27 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "job", told["job_id"]
     yield "ranks", f"{len(told['ranks'])} of {told['world_size']}"
     yield "steps", _said(told["steps"])
-    yield "rows", f"{sum(told['rows'].values()):,} of the ranks, {sum(told['tensors'].values()):,} of tensors"
+    yield "rows", f"{sum(told['rows'].values()):,} recorded, {sum(told['tensors'].values()):,} after merging replicas"
     if told["missing_ranks"]:
         yield "missing ranks", ", ".join(map(str, told["missing_ranks"][:20])) + _more(len(told["missing_ranks"]) - 20)
     for what, line in _LINES.items():
-        listed = told[what]["listed"]
+        listed, more = told[what]["listed"], told[what]["count"] - len(told[what]["listed"])
+        if what == "set_aside":
+            listed = list(_by_reason(listed))
         for one in listed[:5]:
             yield what.replace("_", " "), line.format(**{**one, "at": _said(one.get("steps", {"ranges": []}))})
-        if told[what]["count"] > 5:
-            yield "", f"and {told[what]['count'] - 5} more"
+        if len(listed) + more > 5:
+            yield "", f"and {len(listed) + more - 5} more"
     yield from _ops_without_a_value(told["not_combined"]["listed"])
+
+
+def _by_reason(listed: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Files of one directory that were set aside for the same reason, as one entry."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for one in listed:
+        alike.setdefault((os.path.dirname(one["path"]), one["reason"]), []).append(one["path"])
+    for (_, reason), paths in alike.items():
+        yield {"path": f"{paths[0]}{_more(len(paths) - 1)}", "reason": reason}
 
 
 def _ops_without_a_value(listed: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -178,6 +194,9 @@ def _ops_without_a_value(listed: Iterable[Mapping[str, Any]]) -> Iterator[tuple[
     for one in listed:
         ops.setdefault(one["reason"], {})[one["op"]] = None
     for reason, missing in ops.items():
+        if reason == NOT_RECORDED:
+            yield "not recorded", f"{', '.join(missing)}; add them to `ops` if you need them"
+            continue
         yield "not combined", f"{', '.join(missing)}: {reason}"
 
 
@@ -247,11 +266,15 @@ def _spelled_steps(steps: StepsRecord) -> dict[str, Any]:
 
 
 def _said(steps: Mapping[str, Any]) -> str:
+    ranges = without_pairs(StepRange(*one) for one in steps["ranges"])
     spelled = [
         f"{first}" if first == last else f"{first} to {last}{f' by {interval}' if interval > 1 else ''}"
-        for first, last, interval in steps["ranges"][:5]
+        for first, last, interval in ranges[:5]
     ]
-    return f"steps {', '.join(spelled)}{_more(len(steps['ranges']) - 5)}" if spelled else "no steps"
+    if not spelled:
+        return "no steps"
+    one = len(ranges) == 1 and ranges[0].size == 1
+    return f"step{'' if one else 's'} {', '.join(spelled)}{_more(len(ranges) - 5)}"
 
 
 def _more(count: int) -> str:

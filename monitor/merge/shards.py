@@ -36,7 +36,7 @@ FAR: Final = 2**62
 
 NO_STEPS: Final = "its name is not that of steps"
 
-UNFINISHED: Final = "a kill left it unfinished: a run that goes on in its directory recovers it"
+UNFINISHED: Final = "unfinished: the run was killed. A run with append_output into its directory recovers it"
 
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
 

@@ -126,8 +126,7 @@ class Manifest:
         lost = self._recorded.killed_before
         if lost is not None and not self._said_lost:
             self._said_lost = True
-            said = f"The run that is continued was killed: of steps {lost.first} to {lost.last}, which it had not written"
-            self._failures.warn("killed before", f"{said}, there are no rows. The manifest lists them.")
+            self._failures.warn("killed before", _not_written(lost))
 
     def flows(self, flow: Flow) -> None:
         """How data ran through this rank in a step."""
@@ -272,6 +271,12 @@ def _fixed(facts: RankFacts) -> dict[str, Any]:
         "launch": facts.identity.launch,
         "watched": None if facts.watched is None else WatchedRecord.of(facts.watched),
     }
+
+
+def _not_written(lost: StepRange) -> str:
+    one = lost.size == 1
+    steps = f"step {lost.first}. It has" if one else f"steps {lost.first} to {lost.last}. They have"
+    return f"The killed run had not written {steps} no rows; `dropped` in manifest.json lists {'it' if one else 'them'}."
 
 
 def _most_frequent(failures: Counter[str]) -> dict[str, int]:

@@ -130,6 +130,20 @@ class StepRanges:
                     self.add(step)
 
 
+def without_pairs(ranges: Iterable[StepRange]) -> list[StepRange]:
+    """The same steps for people: two steps that lie apart are no range. So 0, 10 to 15, and not 0 to 10 by 10, 11 to 15."""
+    found: list[StepRange] = []
+    for one in ranges:
+        pair = one.size == 2 and one.interval > 1
+        for part in (StepRange(one.first, one.first), StepRange(one.last, one.last)) if pair else (one,):
+            last = found[-1] if found else None
+            if last is not None and last.interval == part.interval == 1 and last.last + 1 == part.first:
+                found[-1] = StepRange(last.first, part.last)
+            else:
+                found.append(part)
+    return found
+
+
 class StepsByCause:
     """Steps, set by set, under the cause of what happened to them. The number of causes and their length are bounded."""
 

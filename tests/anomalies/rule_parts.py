@@ -61,7 +61,7 @@ class Watched:
     def look(self, rows: StepRows) -> list[Event]:
         """What fires, in call order."""
         self.scanner.look(rows)
-        found = earliest(self.findings[-1].groups, 10**6)
+        found = earliest(self.findings[-1].groups, 10**6, self.rank.series)
         assert len(found) == len(self.findings[-1])
         return [self._spelled(one) for one in found]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rule_parts import NAN, Watched
+from sink_rows import Measured
 
 from monitor.anomalies.alerts import Alerts
 
@@ -81,6 +82,18 @@ def test_of_very_many_the_earliest_ten_are_said_and_how_many_more_there_were(sai
     assert rest == "[rank 3] … and 1,000 more of AnomalyNan (nans) in step 1, not shown."
 
 
+@pytest.mark.parametrize("kind", ["param_origin", "replica"])
+def test_the_weights_that_a_step_began_with_come_before_its_forward(kind: str, said: Said) -> None:
+    """They are measured at the end of the step. A rank measures a replica of a weight that another rank writes."""
+    name = "w" if kind == "param_origin" else "param_origin/w"
+    others = [Measured("exp_avg/w", [NAN])] if kind == "replica" else []
+    kinds = {"actv": [Measured(f"n{i}", [NAN]) for i in range(20)], kind: [*others, Measured(name, [NAN])]}
+    said.watched.step(kinds)
+    first, second, *_ = said.lines()
+    assert f"{name}/rank3/{kind}'" in first
+    assert "n0/rank3/actv'" in second
+
+
 def test_it_is_said_where_they_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     assert (
         Said(caplog, Path("out/anomaly_detected/rank3")).step(nans=11)[-1].endswith("not shown. See out/anomaly_detected/rank3")
@@ -110,14 +123,14 @@ def test_what_was_passed_over_is_said_by_the_next_saving_after_the_minute_and_on
     said.alerts.save()
     said.alerts.save()
     said.alerts.close()
-    assert said.lines() == ["[rank 3] 20 more of AnomalyNan (nans) in steps 2 to 2, not shown."]
+    assert said.lines() == ["[rank 3] 20 more of AnomalyNan (nans) in step 2, not shown."]
 
 
 def test_nothing_passed_over_is_left_unsaid_at_the_end(said: Said) -> None:
     said.step(nans=10)
     said.step(nans=3)
     said.alerts.close()
-    assert said.lines() == ["[rank 3] 3 more of AnomalyNan (nans) in steps 2 to 2, not shown."]
+    assert said.lines() == ["[rank 3] 3 more of AnomalyNan (nans) in step 2, not shown."]
 
 
 def test_another_cause_has_lines_of_its_own(said: Said) -> None:

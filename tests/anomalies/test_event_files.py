@@ -234,7 +234,7 @@ def test_no_draft_is_left(recorded: Recorded) -> None:
 
 
 def test_a_step_whose_events_could_not_be_kept_does_not_count_as_judged(recorded: Recorded) -> None:
-    recorded.files._spelling._series = {}
+    recorded.files._spelling.series = {}
     with pytest.raises(KeyError):
         recorded.step(a=[NAN])
     recorded.scanner.save()

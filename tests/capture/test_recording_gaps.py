@@ -27,6 +27,10 @@ def test_a_configuration_with_no_kind_switched_on_is_said_to_record_nothing_with
     assert all(f'"{kind}"' in said for kind in KINDS)
 
 
+def test_rules_without_a_kind_are_said_to_judge_nothing() -> None:
+    assert gaps(**RULES)[0].endswith(" The alert rules have nothing to judge.")
+
+
 def test_collecting_no_step_is_said_to_record_nothing() -> None:
     assert gaps(wg_distribution=True, collect_times=0) == [
         "This configuration records nothing: collect_times is 0. Set it to the number of steps to collect."

@@ -61,3 +61,39 @@ def test_only_what_was_asked_for_is_merged(job: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads((job / "few" / "report.json").read_text())["steps"]["ranges"] == [[3, 6, 1]]
     assert {path.suffix for path in (job / "few" / "global").iterdir()} == {".parquet"}
+
+
+def test_of_a_killed_run_the_steps_that_its_files_have_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    for step in (0, *range(10, 16)):
+        one.write(step, {"grad_reduced": [Measured("w", [float(step)])]})
+    one.close()
+    for path in tmp_path.glob("*/manifest.json"):  # as of a kill after its first save
+        known = json.loads(path.read_text())
+        known["steps"]["written"] = {"count": 1, "ranges": [[0, 0, 1]]}
+        path.write_text(json.dumps({**known, "closed": False}))
+    for number in range(3):
+        (path.parent / f".grad_reduced_{20 + number}-{20 + number}.csv.part").write_text("")
+    said = CliRunner().invoke(app, [str(tmp_path)], env={"COLUMNS": "400"}).output
+    assert "steps 0, 10 to 15" in said
+    assert "steps after 15 may be missing" in said
+    assert " and 2 more: unfinished: the run was killed. A run with append_output into its directory recovers it" in said
+
+
+def test_ops_that_were_not_recorded_are_named_in_one_line_with_the_remedy(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, format="csv", ops=("norm",))
+    one.write(0, {kind: [Measured("w", [1.0])] for kind in ("grad_reduced", "param_origin")})
+    one.close()
+    said = CliRunner().invoke(app, [str(tmp_path)], env={"COLUMNS": "400"}).output
+    lines = [line for line in said.splitlines() if "`ops`" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("not recorded  ")
+    assert "not combined" not in said
+
+
+def test_a_job_that_recorded_no_rows_is_told_so_in_one_sentence(tmp_path: Path) -> None:
+    RecordedRank(tmp_path).close()
+    result = CliRunner().invoke(app, [str(tmp_path)], env={"COLUMNS": "400"})
+    assert result.exit_code == 1
+    assert "recorded no rows, so there is nothing to merge. Switch a kind on, such as" in " ".join(result.output.split())
+    assert "not looked at" not in result.output

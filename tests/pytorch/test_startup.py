@@ -36,6 +36,29 @@ def test_targets_that_match_nothing_are_named_with_the_nearest_names(output: Out
     assert "'decodr' (nearest: 'decoder'" in said
 
 
+def said_at_the_start(output: Output, caplog: pytest.LogCaptureFixture, **config: Any) -> str:
+    model = small_model()
+    with caplog.at_level(logging.INFO):
+        attached(output, model, SGD(model.parameters(), lr=0.1), **config).close()
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["wg_distribution", "param_distribution", "xy_distribution"])
+def test_where_no_target_matches_it_is_said_that_nothing_is_recorded(
+    kind: str, output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = {"alert": {"rules": [{"rule_name": "AnomalyNan"}]}}
+    said = said_at_the_start(output, caplog, targets={"decodr": {}}, **{kind: True}, **rules)
+    assert "This configuration records nothing on this rank: no target matches" in said
+    assert "The alert rules have nothing to judge." in said
+    assert "will write" not in said
+
+
+def test_where_no_kind_is_switched_on_no_rows_are_estimated(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    said = said_at_the_start(output, caplog)
+    assert ("This configuration records nothing" in said, "will write" in said) == (True, False)
+
+
 def test_module_ranks_that_match_no_rank_are_named_and_nothing_is_attached(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,4 +197,4 @@ def test_who_goes_on_in_a_directory_and_begins_at_step_0_again_is_told_what_is_r
     said = warnings_in(caplog)
     assert len(output.directories()) == 1
     assert len(said) == (start == 0)
-    assert all("the steps up to 2" in one and "start_iteration" in one for one in said)
+    assert all("steps 0 to 2 in" in one and "start_iteration" in one for one in said)

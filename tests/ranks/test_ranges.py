@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.ranks.ranges import LAST_STEP, MOST_CAUSES, OTHER_CAUSES, Rest, StepRange, StepRanges, StepsByCause
+from monitor.ranks.ranges import LAST_STEP, MOST_CAUSES, OTHER_CAUSES, Rest, StepRange, StepRanges, StepsByCause, without_pairs
 
 STEPS = st.lists(st.integers(0, 60) | st.integers(0, 10**12), max_size=80)
 
@@ -116,3 +116,14 @@ def test_what_was_read_back_goes_on_as_it_was(steps, most):
         ranges.add(step)
         again.add(step)
     assert (again.ranges, again.rest, again.count) == (ranges.ranges, ranges.rest, ranges.count)
+
+
+@given(STEPS)
+def test_for_people_no_two_steps_that_lie_apart_make_a_range_and_no_step_is_lost(steps):
+    found = without_pairs(StepRanges(steps).ranges)
+    assert [step for one in found for step in one.steps()] == sorted(set(steps))
+    assert all(one.size != 2 or one.interval == 1 for one in found)
+
+
+def test_for_people_a_step_before_an_unbroken_run_stands_alone():
+    assert without_pairs(StepRanges([0, *range(10, 16)]).ranges) == [StepRange(0, 0), StepRange(10, 15)]

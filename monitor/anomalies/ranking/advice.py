@@ -12,7 +12,7 @@ from monitor.anomalies.ranking.span import Where, name_of
 from monitor.anomalies.ranking.subjects import Role
 from monitor.anomalies.ranking.surroundings import Surroundings
 from monitor.anomalies.ranking.sweep import IN_PASSES
-from monitor.series import NO_MICRO_STEP
+from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 
 _NEXT: Final = {
     Where.INSIDE: "Dump what goes into {module} there, and run it again on another device{because}.",
@@ -29,8 +29,8 @@ _NEXT: Final = {
     Where.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
     Where.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
     Where.UPDATE: "What is recorded of what it was made from was clean: look at the learning rate, eps and the optimizer.",
-    Where.WEIGHTS: "Look at what changed weights since: a loaded checkpoint, a broadcast, a step that was not judged, or the "
-    "device's memory.",
+    Where.WEIGHTS: "Look at what changed the weights of rank {rank} {since}: a loaded checkpoint, a broadcast{unjudged}, or "
+    "the device's memory.",
     Where.UNKNOWN: "Look at what comes before it.",
 }
 
@@ -43,6 +43,16 @@ _SHARED: Final = {
 
 _SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
 """What a loss scale multiplies."""
+
+_KEPT: Final = (Role.ORIGINAL_WEIGHT, Role.MOMENT, Role.UPDATED_WEIGHT)
+"""Replicas of these are updated with the same gradients: data of one rank cannot spoil one replica."""
+
+_NOUNS: Final = {
+    Role.FORWARD: "",
+    Role.BACKWARD: "the gradient of ",
+    Role.ORIGINAL_WEIGHT: "the weight ",
+    Role.UPDATED_WEIGHT: "the updated weight ",
+}
 
 
 def advice(ranking: Ranking) -> str:
@@ -71,11 +81,12 @@ def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
 
 
 def _found(one: Ranked) -> str:
-    gradient = "the gradient of " if one.subject.role == Role.BACKWARD else ""
-    kind = "" if one.subject.role in (Role.FORWARD, Role.BACKWARD) else f"{one.subject.spelled.kind} "
+    subject, rank = one.subject, one.member.rank
+    kind = _NOUNS.get(subject.role, f"{subject.series.kind} ")
+    replica = f" (rank {rank}'s replica)" if subject.spelled.kind == REPLICA_KIND else ""
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
-    where = f"on rank {one.member.rank} ({one.member.host}) in step {one.step}{micro_step}"
-    return f"{kind}{gradient}{name_of(one.subject)} {where}: {told_value(one)}"
+    where = f"on rank {rank} ({one.member.host}) in step {one.step}{micro_step}"
+    return f"{kind}{name_of(subject)}{replica} {where}: {told_value(one)}"
 
 
 def _next(one: Ranked) -> list[str]:
@@ -96,15 +107,29 @@ def _next(one: Ranked) -> list[str]:
             f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights."
         )
     deviates = one.around is not None and one.is_finite and one.subject.role in IN_PASSES
+    data = "" if one.subject.role in _KEPT else ", or its data"
     if one.alone is not None and not (deviates and one.around is not None and one.around.all_ranks):
-        told.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}, or its data.")
+        told.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}{data}.")
     elif deviates and one.around is not None:
         return [*told, _turbulence(one, one.around)]
     module = one.subject.module or "the model"
     which = "which is in no module that is watched" if one.subject.is_entry else f"{module} among it"
     next_step = _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
-    told.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, because=_because(one)))
+    since, unjudged = _since(one)
+    more = {"because": _because(one), "since": since, "unjudged": unjudged}
+    told.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, **more))
     return told
+
+
+def _since(one: Ranked) -> tuple[str, str]:
+    """When the weights changed that a step began with, and whether steps in between were not judged."""
+    before = one.member.events.judged.steps.between(0, one.step - 1)
+    if not before.ranges:
+        return f"before step {one.step}", ""
+    last = before.ranges[-1][1]
+    update = "" if one.member.skipped(last) else "the update of "
+    unjudged = "" if last == one.step - 1 else ", a step that was not judged"
+    return f"between {update}step {last} and step {one.step}", unjudged
 
 
 def _turbulence(one: Ranked, around: Surroundings) -> str:
@@ -134,7 +159,7 @@ def _weights_unseen(one: Ranked) -> str:
 def _no_event(coverage: Coverage, *, whole: bool) -> str:
     """What was looked at without a rule firing."""
     if coverage.is_empty:
-        return "Nothing was judged: that there is no event does not mean that training is healthy."
+        return "Nothing was judged. No events does not mean healthy."
     on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
     steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
     looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
@@ -149,6 +174,6 @@ def _because(one: Ranked) -> str:
     if not wiring.has_weights(chunk, subject.module) or wiring.records_weights(chunk, subject.module):
         return ": its inputs were clean"
     return (
-        f": its inputs were clean. Its weights on rank {one.member.rank} are not recorded (param_distribution; those of every "
-        "replica: replica_check): if they are bad, it gives the same there"
+        f": its inputs were clean. Rank {one.member.rank}'s weights were not recorded (set param_distribution and "
+        "replica_check). If the weights are bad, the other device gives the same result"
     )

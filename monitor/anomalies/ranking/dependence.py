@@ -83,13 +83,22 @@ class _Step:
         return known
 
     def _of_unwired(self) -> Iterator[int]:
-        """Where nothing but the order is known: what is the first of its pipeline, in all its statistics."""
+        """Of ranks without a manifest: the first event of the pipeline, in all its statistics."""
         of, events = self._of, self._events
         _, first = np.unique(of.group[events], return_index=True)
         for number in events[first].tolist():
-            if of.members[of.member[number]].wiring is None:
+            if of.members[of.member[number]].wiring is None and not self._may_follow(number):
                 same = (of.member[events] == of.member[number]) & (of.call_id[events] == of.call_id[number])
                 yield from events[same].tolist()
+
+    def _may_follow(self, number: int) -> bool:
+        """Whether the first event of a pipeline without a manifest may come from another pipeline or from the last update."""
+        recording, role = int(self._of.recording[number]), Role(self._of.role[number])
+        if role == Role.ORIGINAL_WEIGHT and self._original_weight(self._parameter(number)):
+            return True
+        if role not in (Role.ORIGINAL_WEIGHT, *IN_PASSES) and any(one < role for one in self._fired.roles[recording]):
+            return True
+        return self._history.doubtful(recording) or (role == Role.MOMENT and recording in self._history.spoiled)
 
     def _of_passes(self) -> Iterator[int]:
         of = self._of

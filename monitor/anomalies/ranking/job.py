@@ -193,13 +193,19 @@ class _Matching:
         self._wirings = Wirings()
         self._flaws = flaws
         self._numbers = dict(_numbered(found))
+        self._launches = {run.manifest.job_id: run.manifest.launch for run in self._runs.values()}
+        self._numbers_of_jobs: dict[str, set[int]] = {}
+        for directory, number in self._numbers.items():
+            self._numbers_of_jobs.setdefault(self._runs[directory].manifest.job_id, set()).add(number)
 
     def launch(self, events: RecordingEvents) -> str:
         """What the recordings of all ranks have in common that were begun together: the launch, or where that is not known the
         job.
         """
         run, job = self._runs.get(events.judged.directory), events.judged.job_id
-        return run.manifest.launch or job if run is not None and run.manifest.job_id == job else job
+        if run is None:  # other ranks of the job may know it
+            return self._launches.get(job) or job
+        return run.manifest.launch or job if run.manifest.job_id == job else job
 
     def member(self, events: RecordingEvents) -> Member:
         mates = events.mates or (events.files.rank,)
@@ -214,8 +220,12 @@ class _Matching:
         return Member(events, Group(self._recording(events), pipeline), manifest, wiring)
 
     def _recording(self, events: RecordingEvents) -> int:
-        beyond = max(self._numbers.values(), default=-1) + 1
-        return self._numbers.get(events.judged.directory, beyond + events.files.recording)
+        """That of its directory. If that is gone, the number that other ranks of the job have."""
+        known = self._numbers.get(events.judged.directory)
+        of_job = self._numbers_of_jobs.get(events.judged.job_id, set())
+        if known is not None or len(of_job) == 1:
+            return known if known is not None else next(iter(of_job))
+        return max(self._numbers.values(), default=-1) + 1 + events.files.recording
 
     def _wired(self, run: RankRun, events: RecordingEvents) -> tuple[ManifestRecord, Wiring | None]:
         """Read once more where a rank that still runs has moved on to another series file meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from rich.console import Console, RenderableType
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from monitor.anomalies.ranking.coverage import Gap
 from monitor.anomalies.ranking.ranking import Ranked, Ranking
-from monitor.anomalies.wording import SHOWN, listed
+from monitor.anomalies.wording import SHOWN, capitalized, listed
 from monitor.series import NO_MICRO_STEP
 from monitor.terminal import plain
 
@@ -117,11 +117,16 @@ def _of_the_order(ranking: Ranking) -> Iterator[str]:
     )
     if job.without_manifest:
         yield (
-            f"Of {listed(job.without_manifest)} nothing is known but the order of calls: there the first event of each step "
-            "and pipeline counts as an origin."
+            f"{_without_manifest(job.without_manifest)} first event of each step is called an origin, unless another rank or "
+            "the update before may have caused it."
         )
     if len({one.recording for one in job.members}) > 1:
         yield "The ranks have several recordings each. What one passes to another is not known: each has origins of its own."
+
+
+def _without_manifest(ranks: Sequence[int]) -> str:
+    has, their = ("has", "its") if len(ranks) == 1 else ("have", "their")
+    return f"{capitalized(listed(ranks))} {has} no manifest. Only {their} order of calls is known, so {their}"
 
 
 def _not_looked_at(ranking: Ranking) -> Iterator[str]:
@@ -145,7 +150,7 @@ def _not_looked_at(ranking: Ranking) -> Iterator[str]:
     if job.not_monitored:
         yield f"Not monitored, as module_ranks says: {listed(job.not_monitored)}."
     if any(one.manifest is not None and one.manifest.config.get("replica_check") is False for one in job.members):
-        yield "replica_check is false: of tensors that several ranks hold, only the replica of the rank that writes was judged."
+        yield "replica_check is false: tensors that several ranks hold were judged on one rank only."
 
 
 def _spelled(gap: Gap) -> str:

@@ -49,7 +49,7 @@ def span_of(job: Job, member: Member, subject: Subject, step: int) -> Span:
     """The span of an event that is an origin."""
     wiring = member.wiring
     if wiring is None:
-        return Span(Where.UNKNOWN, "the first in order; nothing is known of what fed it")
+        return Span(Where.UNKNOWN, "the first event; its inputs are not known")
     if subject.role == Role.FORWARD:
         return _forward(job, member, wiring, subject, step)
     if subject.role == Role.BACKWARD:
@@ -169,8 +169,11 @@ def _local_gradient(wiring: Wiring, subject: Subject) -> Span:
         around = f"in the backward of {module or 'the model'}"
         return Span(Where.PARAMETER, f"{around}, between the gradient of its output and that of its parameter")
     forward = ("actv", subject.series.vpp_stage) in wiring.kinds
-    where = "in the backward of the model" if forward else "in the forward or the backward of the model"
-    return Span(Where.PASSES, f"{where}, of which no gradient of an activation around it is recorded")
+    if forward:
+        told = "in the backward of the model. Gradients of activations around it were not recorded"
+    else:
+        told = "in the forward or backward of the model. Activations were not recorded"
+    return Span(Where.PASSES, f"{told}, so the place is not known more closely")
 
 
 def _aggregation(job: Job, member: Member, subject: Subject, step: int) -> Span:

@@ -97,7 +97,7 @@ def test_where_no_other_replica_can_tell_nothing_is_marked(reason, tmp_path):
         ("grad_reduced", "b.weight", "look at the communication library"),
         ("exp_avg", "b.weight", "Look at what changed it since the last step that was judged"),
         ("param_updated", "b.weight", "look at the learning rate"),
-        ("param_origin", "b.weight", "Look at what changed weights since"),
+        ("param_origin", "b.weight", "Look at what changed the weights of rank 0 between the update of step 0 and step 1: a"),
     ],
 )
 def test_what_to_look_at_next(kind, name, said, tmp_path):
@@ -115,6 +115,44 @@ def test_the_last_line_tells_what_was_found_first(tmp_path):
 def test_of_one_replica_alone_the_device_is_suspect(tmp_path):
     one, other = replicas(2)
     assert "suspect the device of rank 0 on node0" in advice(ranked(tmp_path, one.fire("actv", "b.output"), other))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "suspect"),
+    [
+        ("actv", "b.output", "the device of rank 0 on node0, or its data."),
+        ("param_origin", "b.weight", "the device of rank 0 on node0. Look at what changed the weights of rank 0"),
+        ("exp_avg", "b.weight", "the device of rank 0 on node0. Look at what changed it"),
+    ],
+)
+def test_data_of_a_step_cannot_spoil_weights_and_moments_of_one_replica(kind, name, suspect, tmp_path):
+    one, other = replicas(2)
+    assert f"suspect {suspect}" in advice(ranked(tmp_path, one.fire(kind, name), other))
+
+
+@pytest.mark.parametrize(
+    ("steps", "skipped", "said"),
+    [
+        ((0, 1, 2), (), "between the update of step 1 and step 2: a loaded checkpoint, a broadcast, or"),
+        ((0, 1, 2), (1,), "between step 1 and step 2: a loaded checkpoint, a broadcast, or"),
+        (
+            (0, 2),
+            (),
+            "between the update of step 0 and step 2: a loaded checkpoint, a broadcast, a step that was not",
+        ),
+        ((2,), (), "before step 2: a loaded checkpoint"),
+    ],
+)
+def test_of_a_weight_that_changed_it_is_said_between_which_steps(steps, skipped, said, tmp_path):
+    rank = PlayedRank(steps=steps, skipped=skipped).fire("param_origin", "b.weight", step=2)
+    assert f"Look at what changed the weights of rank 0 {said}" in advice(ranked(tmp_path, rank))
+
+
+def test_a_replica_of_a_weight_is_called_a_weight(tmp_path):
+    ranks = replicas(2)
+    ranks[1].replicas = ["param_origin/b.weight"]
+    told = advice(ranked(tmp_path, ranks[0], ranks[1].fire("replica", "param_origin/b.weight")))
+    assert told.startswith("First came the weight b.weight (rank 1's replica) on rank 1 (node1) in step 1: ")
 
 
 def test_an_overflow_of_the_loss_scale_is_told_from_a_fault(tmp_path):
@@ -142,13 +180,14 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
         (
             ["actv", "actv_grad"],
             *("grad_unreduced", "b.weight"),
-            "in the forward or the backward of the model, of which no gradient of an activation around it is recorded",
+            "in the forward or backward of the model. Activations were not recorded, so the place is not known more closely",
             "Record activations and their gradients",
         ),
         (
             ["actv_grad"],
             *("grad_unreduced", "b.weight"),
-            "in the backward of the model, of which no gradient of an activation around it is recorded",
+            "in the backward of the model. Gradients of activations around it were not recorded, so the place "
+            "is not known more closely",
             "Record activations and their gradients",
         ),
         (
@@ -199,7 +238,11 @@ def test_gradients_that_were_clipped_together_are_said_to_be_so(tmp_path):
         ([], "b.output", "run it again on another device: its inputs were clean."),
         (["actv/b.input"], "b.output", "Look at the code between these two, b among it"),
         (["actv/a.input"], "a.output", "run it again on another device."),
-        (["param_origin", "param_updated"], "b.output", "clean. Its weights on rank 0 are not recorded (param_distribution"),
+        (
+            ["param_origin", "param_updated"],
+            "b.output",
+            "clean. Rank 0's weights were not recorded (set param_distribution and replica_check",
+        ),
     ],
 )
 def test_of_a_module_it_is_said_which_of_its_inputs_and_weights_were_seen_to_be_clean(without, name, said, tmp_path):
@@ -220,7 +263,7 @@ def test_after_a_deviation_the_first_nan_is_told_as_well(tmp_path):
     rank = PlayedRank().fire("param_updated", "a.x.weight", step=0, op="norm", value=2.0, rule="AnomalyTurbulence")
     told = advice(ranked(tmp_path, rank.fire("actv", "b.output", step=2, value=1.0), most=1))
     assert told.startswith(
-        "First came param_updated a.x.weight on rank 0 (node0) in step 0: norm is 2, in the optimizer's step 0"
+        "First came the updated weight a.x.weight on rank 0 (node0) in step 0: norm is 2, in the optimizer's step 0"
     )
     assert told.endswith(
         "The first NaN or Inf: b.output on rank 0 (node0) in step 2, micro-step 0: an element is NaN, inside b, between its "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 
@@ -254,7 +255,27 @@ def test_a_damaged_manifest_leaves_the_order(damage, file, tmp_path):
     written(tmp_path, rank)
     damage(next((tmp_path / rank.directory).glob(file)))
     status, said = ran(tmp_path)
-    assert (status, "nothing is known but the order of calls" in said) == (1, True)
+    assert (status, "Rank 0 has no manifest. Only its order of calls is known" in said) == (1, True)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("recording", [0, 1])
+def test_a_rank_whose_directory_is_gone_gives_no_more_origins(gone, recording, tmp_path):
+    """A weight of rank 1 is NaN in step 1. The gradients of both ranks take it in, and so does every later step."""
+    launch, first = "f" * 32, [PlayedRank(rank, {"dp": (0, 1)}, launch="f" * 32) for rank in (0, 1)]
+    ranks = [PlayedRank(rank, {"dp": (0, 1)}, launch=launch, recording=recording, job="8" * 32) for rank in (0, 1)]
+    for step in (1, 2):
+        ranks[1].fire("param_origin", "b.weight", step=step).fire("actv", "b.output", step=step)
+        ranks[1].fire("grad_unreduced", "b.weight", step=step)
+        for rank in ranks:
+            rank.fire("grad_reduced", "b.weight", step=step).fire("param_updated", "b.weight", step=step)
+    ranks[0].fire("param_origin", "b.weight", step=2).fire("actv", "b.output", step=2)
+    written(tmp_path, *(first if recording else []), *ranks)
+    assert "16 events of 2 of 2 ranks; 1 origin " in ran(tmp_path)[1]
+    shutil.rmtree(tmp_path / ranks[gone].directory)
+    _, said = ran(tmp_path)
+    assert ("16 events of 2 of 2 ranks; 1 origin " in said, f"Rank {gone} has no manifest." in said) == (True, True)
+    assert ("several recordings" in said) == bool(recording)
 
 
 @pytest.mark.parametrize("seed", range(30))
