@@ -48,8 +48,16 @@ def _training(framework: Framework, backend: Backend) -> tuple[str, str]:
 
 def is_staged(framework: Framework, backend: Backend, pp: Any) -> bool:
     """Whether the ranks may have other parts of one model."""
-    known = [backend.group_ranks("process_group", pp), framework.groups().get("pp")]
+    known = [_ranks_of(pp, backend), framework.groups().get("pp")]
     return any(ranks is not None and len(ranks) > 1 for ranks in known) or "torch.distributed.pipelining" in sys.modules
+
+
+def _ranks_of(pp: Any, backend: Backend) -> Any:
+    """None of what is no group: ``set_monitor`` says so where it needs the group."""
+    try:
+        return backend.group_ranks("process_group", pp)
+    except (TypeError, ValueError):
+        return None
 
 
 def _classes(root: Any) -> list[str]:

