@@ -63,7 +63,8 @@ def _training(loop: Loop) -> Iterator[str]:
     for index, optimizer in enumerate(loop.optimizers):
         mine = [str(place) for place, owner in enumerate(loop.owners) if owner == index]
         frozen = ", frozen ones too" if optimizer.holds_frozen else ""
-        yield f"optimizer {index}: {optimizer.kind} of parameters {', '.join(mine)} of every {len(loop.owners)}{frozen}"
+        has = f"of every {len(loop.owners)} parameters in turn it has {', '.join(mine)}" if mine else "it has none"
+        yield f"optimizer {index}: {optimizer.kind}, {has}{frozen}"
     yield f"  passed to set_monitor: {loop.handed}"
     yield f"a step: {loop.micro_batches} micro-batches, backward: {loop.order}"
     names = ("scaler", "unscales", "closure", "zeros", "each_micro_batch")
