@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+EXAMPLES ?= 500
 
 # Ranks and test workers are processes of their own; more threads than that would only take turns on the cores.
 export OMP_NUM_THREADS ?= 1
@@ -13,7 +14,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 DEEPSPEED_LIBRARY := $(TORCH_EXTENSIONS_DIR)/deepspeed_shm_comm/deepspeed_shm_comm.so
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-fault test lint bench clean environment numpy2 peer
+.PHONY: help demo demo-fault test generated-loops lint bench clean environment numpy2 peer
 
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist loadfile
 
@@ -25,6 +26,7 @@ help:
 	@echo "make demo        train a small GPT on two ranks, monitored, show what was recorded, merge it (ARGS=\"--steps 200\")"
 	@echo "make demo-fault  let something break on one of two ranks, and find out where (ARGS=\"--seed 3\": somewhere else)"
 	@echo "make test        run the tests (ARGS=\"-k csv\": those; ARGS=--mindspore: those of MindSpore)"
+	@echo "make generated-loops  training loops drawn at random, each number beside a reference (EXAMPLES=2000)"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
 	@echo "make clean       remove the environments and caches; recordings stay"
@@ -60,6 +62,10 @@ else
 test: environment $(DEEPSPEED_LIBRARY)
 	.venv/bin/python $(PYTEST) $(ARGS)
 endif
+
+# The tests run 50 loops, the same each time; this runs others, as many as are asked for.
+generated-loops: environment
+	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest tests/generated_loops -x $(ARGS)
 
 lint: environment
 	.venv/bin/python -m ruff check .

@@ -67,6 +67,9 @@ class Graph(Protocol):
     def on_gradient(self, x: Any, write: Write) -> Removable:
         """Call ``write(gradient)`` with the whole gradient of ``x``."""
 
+    def current_pass(self) -> int:
+        """The number of the backward in progress; another one for every backward."""
+
     def backward_begins(self, x: Any, call: Write) -> None:
         """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
 

@@ -42,7 +42,8 @@ class Clock:
         step: Number of the step in progress; it ends with the optimizer's step.
         forward: Micro-step of the latest root forward of each chunk, -1 before the first.
         known: Whether a step has ``micro_steps`` forwards: of several optimizers' loops it may have any number.
-        backward: Micro-step whose backward each chunk is in, -1 before the first. Schedules such as 1F1B interleave the two.
+        backward: Micro-step whose backward each chunk is in, -1 before the first and while a forward is the latest. Schedules
+            such as 1F1B interleave the two.
     """
 
     step: int
@@ -63,6 +64,13 @@ class Clock:
     def next_step(self) -> None:
         self.step += 1
         self.restart()
+
+    def forward_begins(self, chunk: int) -> None:
+        """Another micro-step of a chunk. What a backward adds before it comes to a result of the chunk belongs to it: to a
+        parameter that the loss is made from directly it comes first.
+        """
+        self.forward[chunk] += 1
+        self.backward[chunk] = -1
 
     def micro_step(self, chunk: int) -> int:
         """The micro-step of the forward in progress. A model whose parts are called without its root is in its first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -164,18 +164,32 @@ class ModuleWatcher:
         handles: list[Removable] = []
         if self._wanted.output_grad.wanted:
             for leaf in self._differentiable(self._fitting("output_grad", self._wanted.output_grad, found), outputs):
-                write = self._writer("output" + leaf.suffix, call.place)
+                write = self._result_writer(leaf, call)
                 handles += follow_result(self._graph, leaf.tensor, call.start, write)
         if call.targets:
             writer = partial(self._writer, place=call.place)
             handles += follow_inputs(self._graph, call.targets, call.start, [leaf.tensor for leaf in outputs], writer)
         self._collector.until_step_ends(handles)
 
+    def _result_writer(self, leaf: Leaf, call: Call) -> Callable[[Any], None]:
+        write = self._writer("output" + leaf.suffix, call.place)
+        if self._graph.made_since(leaf.tensor, 0):
+            return write
+        micro_step, micro_steps = call.place.micro_step, self._collector.micro_steps_of(leaf.tensor)
+        micro_steps.add(micro_step)
+
+        def write_own(gradient: Any) -> None:  # backwards of other micro-batches come to a parameter as well
+            if self._collector.runs_backward_of(self._chunk, micro_step, micro_steps):
+                write(gradient)
+
+        return write_own
+
     def _writer(self, slot: str, place: Place) -> Callable[[Any], None]:
         step, (micro_step, number) = self._clock.step, place
 
         def write(gradient: Any) -> None:
-            if self.is_attached and self._collector.belongs(step):
+            # A function may give no gradient to what it was called with, and hooks are told so.
+            if gradient is not None and self.is_attached and self._collector.belongs(step):
                 self._recorder.record(self._series("actv_grad", slot, number, gradient), gradient, micro_step)
 
         guarded: Callable[[Any], None] = self._collector.failures.guarded(
@@ -221,6 +235,9 @@ class ModuleCollector:
         self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
         self._called: list[CallsOfStep] = []
+        self._leaves: dict[Target, set[int]] = {}
+        self._pass: int | None = None
+        self._begun_in_pass: set[tuple[int, int]] = set()
         self._root_hooks = HookSet()
         self._hooks = HookSet()
         self._until_step_ends = HookSet()
@@ -271,6 +288,17 @@ class ModuleCollector:
             return False
         return self.recorder.active
 
+    def micro_steps_of(self, leaf: Any) -> set[int]:
+        """The micro-steps of this step in which a tensor that no operation has made was a result."""
+        return self._leaves.setdefault(self.backend.graph.gradient_target(leaf), set())
+
+    def runs_backward_of(self, chunk: int, micro_step: int, among: Collection[int]) -> bool:
+        """Whether the backward in progress is that of ``micro_step`` alone, of the micro-steps that it may be of."""
+        if self._pass == self.backend.graph.current_pass():
+            return {begun for begun in self._begun_in_pass if begun[0] == chunk} == {(chunk, micro_step)}
+        # The root has no result that could have told, at least not in this micro-step.
+        return len(among) == 1 or (self.clock.backward[chunk] < 0 and self.clock.forward[chunk] == micro_step)
+
     def seen(self) -> list[SeenModule]:
         """The modules that were called in this step, in the order of their first calls, with all of their series."""
         return [watcher.seen() for watcher in self._called if isinstance(watcher, ModuleWatcher)]
@@ -282,6 +310,7 @@ class ModuleCollector:
         for watcher in self._called:
             watcher.forget_step()
         self._called.clear()
+        self._leaves.clear()
 
     def unwatch(self) -> None:
         """Take the hooks of all modules away; micro-steps are still counted."""
@@ -301,7 +330,7 @@ class ModuleCollector:
             return
         self.tracking[chunk] = self.backend.root_trains(root)
         if self.tracking[chunk] and not self._in_tracked_root(chunk):
-            self.clock.forward[chunk] += 1
+            self.clock.forward_begins(chunk)
             self.recorder.micro_step_begins(chunk, self.clock.micro_steps)
             self._check_micro_step(self.clock.forward[chunk])
         self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
@@ -339,6 +368,10 @@ class ModuleCollector:
 
     def _backward_begins(self, chunk: int, micro_step: int, _gradient: Any) -> None:
         self.clock.backward[chunk] = micro_step
+        if self._pass != (now := self.backend.graph.current_pass()):
+            self._pass = now
+            self._begun_in_pass.clear()
+        self._begun_in_pass.add((chunk, micro_step))
 
     def _check_micro_step(self, micro_step: int) -> None:
         if micro_step == self.clock.micro_steps and self.clock.known:

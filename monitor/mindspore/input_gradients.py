@@ -78,9 +78,15 @@ def recording() -> bool:
     return bool(_pynative_executor.requires_grad())
 
 
+def current_pass() -> int:
+    """The number of the backward in progress, -1 where none is, or where none can be told from another."""
+    number: int = _pynative_executor.get_current_autodiff_engine_id() if GRAPH_IS_THERE else -1
+    return number
+
+
 def in_backward() -> bool:
     """Whether this is called from a backward: a forward that begins now repeats an earlier one."""
-    return GRAPH_IS_THERE and _current_pass() >= 0
+    return current_pass() >= 0
 
 
 def sequence_nr() -> int:
@@ -131,7 +137,7 @@ def on_gradient(x: Tensor, write: Write) -> Removable:
 
 def backward_begins(x: Tensor, call: Write) -> None:
     """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
-    if requires_grad(x):
+    if requires_grad(x) and made_since(x, 0):  # a hook on a parameter would stay, and be called in every backward
         on_gradient(x, call)
 
 
@@ -147,14 +153,9 @@ def _nobodys() -> Parameter:
     return Parameter(Tensor(np.zeros(1, np.float32)), name="monitor")
 
 
-def _current_pass() -> int:
-    number: int = _pynative_executor.get_current_autodiff_engine_id()
-    return number
-
-
 def _add(one: Tensor, other: Tensor) -> Tensor:
     with _no_grad():
         return mint.add(one, other)
 
 
-ENGINE: Final[Engine[Tensor]] = Engine(_current_pass, _add)
+ENGINE: Final[Engine[Tensor]] = Engine(current_pass, _add)

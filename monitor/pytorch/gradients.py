@@ -67,6 +67,7 @@ class GradientCollector(gradients.GradientCollector):
         self._framework: Framework = framework
         self._parameters = self._unreduced.parameters
         self._left: dict[NamedParameter, LeftGradient] = {}
+        self._read: set[NamedParameter] = set()
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
         self._said: dict[str, None] = {}
@@ -85,6 +86,7 @@ class GradientCollector(gradients.GradientCollector):
     def begin_step(self) -> None:
         super().begin_step()
         self._left.clear()
+        self._read.clear()
         self._after_backward.begin_step()
         self._scaling = ""
         if len(self._reduced):
@@ -181,8 +183,10 @@ class GradientCollector(gradients.GradientCollector):
             self._follow(parameter, gradient)
         if self._each_micro_step:
             self._unreduced.record(parameter, gradient, micro_step)
-        elif micro_step >= self._clock.micro_steps - 1:
+        elif micro_step >= self._clock.micro_steps - 1 or parameter in self._read:
+            # The last micro-batch may come first: backwards in reverse, or one of a sum of losses that adds more than once.
             self._unreduced.record(parameter, gradient)
+            self._read.add(parameter)
             self._left.pop(parameter, None)
 
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:

@@ -25,6 +25,7 @@ Edge = tuple[Node, int]
 
 sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 recording: Callable[[], bool] = torch.is_grad_enabled
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def requires_grad(x: Tensor) -> bool:
@@ -69,4 +70,4 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
         return one + other
 
 
-ENGINE: Final[Engine[Tensor]] = Engine(torch._C._current_graph_task_id, _add)
+ENGINE: Final[Engine[Tensor]] = Engine(current_pass, _add)

@@ -30,7 +30,7 @@ from observing import (
     tokens,
 )
 from torch import Tensor, nn
-from watching import Output, attached
+from watching import Output, attached, warnings_in
 
 from monitor.capture import input_gradients
 
@@ -447,6 +447,77 @@ def test_a_backward_after_its_step_is_not_recorded_in_the_next_one(output: Outpu
 
 
 # What is left behind.
+
+
+class GivesNone(torch.autograd.Function):
+    """Uses its first input, and has a gradient for the second alone."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+class TakesNone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return GivesNone.apply(self.left(x), self.right(x))
+
+
+def test_a_result_that_gets_no_gradient_from_its_only_user_has_no_row(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(TakesNone)
+
+    found = observed(output, model, lambda: backward(model(leaf(3, 4)))).names("actv_grad")
+
+    assert sorted(found) == [".input", ".output", "right.input", "right.output"]
+    assert not warnings_in(caplog)
+
+
+class WithBias(nn.Module):
+    """A layer that leaves it to others to add its bias, as those of Megatron do, and who adds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = ReturnsBias(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bias = self.layer(x)
+        return y + bias
+
+
+class ReturnsBias(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.weight, self.bias
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["in order", "in reverse"])
+@pytest.mark.parametrize("together", [True, False], ids=["after all forwards", "each after its forward"])
+def test_a_parameter_that_is_a_result_has_the_gradient_of_each_micro_batch_in_its_own_row(
+    output: Output, order: tuple[int, ...], together: bool
+) -> None:
+    model = seeded(WithBias)
+    inputs = [(number + 1) * values(3, 4) for number in order]
+
+    def run() -> None:
+        results = [model(x) for x in inputs] if together else []
+        for place, number in enumerate(order):
+            backward(results[number] if together else model(inputs[place]))
+
+    found = observed(output, model, run, grad_acc_steps=3).rows("actv_grad")
+
+    expected = []
+    for x in inputs:
+        model.zero_grad()
+        backward(model(x))
+        expected.append(model.layer.bias.grad.norm().item())
+    norms = {row.micro_step: row.values["norm"] for row in found if row.name == "layer.output_1"}
+    assert norms == pytest.approx(dict(enumerate(expected)))
 
 
 def hook_count(tensor: Tensor) -> int:

@@ -197,6 +197,48 @@ def test_a_step_of_more_micro_batches_has_the_sum_of_all_and_one_warning(
     assert len([message for message in caplog.messages if "more root forwards" in message]) == 1
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_whose_backwards_run_in_reverse_has_the_sum_of_all(output: Output, clips: bool) -> None:
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with attached(output, model, optimizer, grad_acc_steps=3, **GRADIENTS):
+        losses = [model(batch(0, micro_step)).square().mean() for micro_step in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+        expected = gradients(model, 0)
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert_rows(output, "grad_unreduced", expected)
+
+
+class Scaled(nn.Module):
+    """Has a parameter that its loss uses, and its forward does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = small_model()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_parameter_that_the_loss_alone_uses_has_its_gradient_in_the_micro_step_of_it(output: Output, each: bool) -> None:
+    model = Scaled()
+    optimizer = optimizer_of(model)
+    expected: Rows = {}
+    with attached(output, model, optimizer, grad_acc_steps=3, monitor_mbs_grad=each, **GRADIENTS):
+        for micro_step in range(3):
+            (model(batch(0, micro_step)) * model.scale).square().mean().backward()
+            if each or micro_step == 2:
+                expected |= gradients(model, 0, micro_step if each else None)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert_rows(output, "grad_unreduced", expected)
+
+
 class Experts(nn.Module):
     """Each micro-batch goes to one of two experts."""
 

@@ -280,6 +280,23 @@ def test_copies_of_weights_do_not_outlive_a_step_that_raises(output: Output) -> 
     assert ratio._before == {}
 
 
+def test_a_step_whose_closure_runs_the_model_has_all_rows_of_updates(output: Output) -> None:
+    model = small_model()
+    optimizer = Adam(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().sum()
+        loss.backward()
+        return loss
+
+    with attached(output, model, optimizer, **ALL):
+        for _ in range(2):
+            optimizer.step(closure)
+    for kind in ("update_ratio", "other", "adam_update", "adam_ratio"):
+        assert [row.step for row in output.rows(kind)] == [0] * 4 + [1] * 4, kind
+
+
 def fail(*_: Any) -> None:
     raise ArithmeticError
 
