@@ -27,6 +27,10 @@ PARTLY_SKIPPED: Final = (
     "in some steps an optimizer was skipped and another one stepped: such a step is complete, and the parameters of the "
     "skipped optimizer have no param_updated in it"
 )
+NEVER_STEPPED: Final = (
+    "no optimizer that set_monitor was given has stepped ({names}), so no step has ended. Pass the optimizers whose step() the "
+    "loop calls."
+)
 LEFT_OUT: Final = (
     "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
     "in the step that ended. The page on optimizers in the documentation shows which rows that gives."
@@ -80,6 +84,7 @@ class Attachment:
         self._scaling: dict[str, Watched] = {}
         self._turns = Turns()
         self._now: Stepping | None = None
+        self._any_turn = False
         self._told_unheld = False
         self.has_unheld = False
         self._introduced = False
@@ -246,6 +251,7 @@ class Attachment:
             self._end_step(self._turns.status, before_a_turn=True)
 
     def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
+        self._any_turn = True
         self._turns.take(optimizer, skipped=skipped)
         if self._turns.complete(self._steps.optimizers):
             self._end_step(self._turns.status)
@@ -407,6 +413,9 @@ class Attachment:
             keep: Write a step in progress, as incomplete: it may be the one people look for. Otherwise it is let go of.
         """
         self._steps.remove()
+        if keep and self.begun and not self._any_turn:
+            names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
+            self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
         was_active = self._recorder.active
         self._recorder.end_step()
         if was_active and self._recorder.has_rows:

@@ -362,6 +362,55 @@ class TestWhenAStepEnds:
         assert {row.chunk for row in output.rows("actv")} == {0}
         assert output.manifest()["steps"]["written"]["count"] == 2
 
+    def test_an_optimizer_that_never_steps_is_said(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
+        model = small_model()
+        passed, stepping = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
+        with attached(output, model, passed, **EVERYTHING_OF_STEPS):
+            for _ in range(2):
+                model(X).square().sum().backward()
+                stepping.step()
+        assert [said for said in warnings_in(caplog) if "no optimizer that set_monitor was given has stepped (SGD)" in said]
+
+
+class TestWrappers:
+    def test_a_wrapper_that_changes_weights_after_the_step_ends_it(self, output: Output) -> None:
+        """As Lookahead does: the weights after the step are those that the wrapper leaves."""
+
+        class Halving(Optimizer):
+            def __init__(self, optimizer: Optimizer) -> None:
+                self.optimizer = optimizer
+                super().__init__(optimizer.param_groups, {})
+
+            @torch.no_grad()
+            def step(self, closure: None = None) -> None:  # type: ignore[override]
+                del closure
+                self.optimizer.step()
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.mul_(0.5)
+
+        model = small_model()
+        inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer, reference = Halving(inner), Reference(model)
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for step in range(2):
+                model(X).square().sum().backward()
+                reference.unreduced({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, step)
+                with reference.around(inner, step):
+                    optimizer.step()
+                model.zero_grad()
+        reference.hold(output)
+
+    def test_an_optimizer_that_calls_no_hooks_is_refused_unless_it_wraps_one(self, output: Output) -> None:
+        class Bare(Optimizer):
+            def __init__(self, optim: Any = None) -> None:
+                self.optim = optim
+
+        model = small_model()
+        with pytest.raises(TypeError, match="optimizer is a Bare, which calls no hooks around its step"):
+            attached(output, model, Bare(), **EVERYTHING_OF_STEPS)
+        attached(output, model, Bare(SGD(model.parameters())), **EVERYTHING_OF_STEPS).close()
+
 
 class TestInsideBackward:
     """One optimizer a parameter, which steps as soon as backward has accumulated its gradient."""
@@ -494,6 +543,25 @@ class Stacking(Optimizer):
 
 
 class TestStateThatIsNotTheParameters:
+    def test_a_stack_is_looked_at_anew_when_its_group_changes(self, output: Output) -> None:
+        model = self.three()
+        optimizer = Stacking(model.parameters())
+        expected: dict[tuple[str, int, int | None], Tensor] = {}
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                if step == 2:
+                    gone = optimizer.param_groups[0]["params"].pop(0)
+                    gone.requires_grad_(False)
+                    optimizer.state[model[1].weight]["momentum_buffer"] = optimizer.state[gone]["momentum_buffer"][1:]
+                model(X).square().sum().backward()
+                names = ["0.weight", "1.weight", "2.weight"][int(step == 2) :] if step else []
+                first = optimizer.param_groups[0]["params"][0]
+                for place, name in enumerate(names):
+                    expected[name, step, None] = optimizer.state[first]["momentum_buffer"][place].clone()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_rows(output, "exp_avg", expected)
+
     def three(self) -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
