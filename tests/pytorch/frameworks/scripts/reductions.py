@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -124,6 +125,12 @@ def under_a_device(model: nn.Module) -> None:
         torch.zeros(1)
 
 
+def with_a_default_device(model: nn.Module) -> None:
+    torch.set_default_device("cpu")
+    flat(model)
+    torch.set_default_device(None)
+
+
 def scattered(model: nn.Module) -> None:
     bucket = _flatten_dense_tensors(gradients(model))
     bucket = torch.cat([bucket, torch.zeros(-len(bucket) % dist.get_world_size())])
@@ -208,6 +215,8 @@ BETWEEN = {
     "views": views,
     "in-slices": in_slices,
     "under-a-device": under_a_device,
+    "default-device": with_a_default_device,
+    "elsewhere": flat,
     "scattered": scattered,
     "functionally": functionally,
     "greatest": greatest,
@@ -217,6 +226,7 @@ BETWEEN = {
     "zeroed": zeroed_and_added,
 }
 HELD: list[Tensor] = []
+ELSEWHERE = ThreadPoolExecutor(1)
 
 
 def whole_mean(local: list[Tensor]) -> list[float]:
@@ -264,7 +274,11 @@ def trained(how: str, attach: Attach) -> Any:
         told["means"].append(whole_mean(local))
         reduce(inner)
         wait()
-        optimizer.step()
+        if how == "elsewhere":
+            ELSEWHERE.submit(optimizer.step).result()
+        else:
+            optimizer.step()
+        told["modes"] = torch._C._len_torch_function_stack() > 1
         optimizer.zero_grad(set_to_none=how != "micro-steps")
         told["weights"].append([float(p.detach().double().norm()).hex() for p in inner.parameters()])
     return told
