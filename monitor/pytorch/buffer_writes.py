@@ -57,7 +57,7 @@ class _Mode(TorchFunctionMode):
                 told(func, args, kwargs or {}, result)
         return result
 
-    def push(self) -> bool:
+    def put(self) -> bool:
         """Put it below every mode of the user's, so that each of theirs is on top when its ``with`` ends; but for a default
         device, which torch wants at the bottom. Whether it is there: not while torch has taken the default device off.
         """
@@ -72,7 +72,7 @@ class _Mode(TorchFunctionMode):
         return True
 
     def remove(self) -> None:
-        """On the thread that pushed it. It stays where torch has taken it off to handle a call, and is removed at another time."""
+        """On the thread that pushed it. Where torch has taken it off to handle a call, it stays until it is removed again."""
         if self.pushed and _on_stack(self):
             self.pushed = False
             for mode in reversed(_taken_off()):
@@ -116,12 +116,12 @@ class BufferWrites:
         """Look at each call of this thread from now on, until ``leave``; not where no mode can be pushed."""
         self.leave()
         mode = self._modes.mode
-        if mode.push():
+        if mode.put():
             mode.told = _weakly(self)
             self._entered = mode
 
     def leave(self) -> None:
-        """Look no longer. What another thread has entered hands calls on unseen from now on, and goes when that thread leaves."""
+        """Look no longer. What another thread has entered is told nothing from now on, and goes when that thread leaves."""
         if self._entered is not None:
             self._entered.told = None
             self._entered = None

@@ -27,6 +27,8 @@ LOCAL = [
     "no-sync",
     "noop",
     "default-device",
+    "called-inside",
+    "stepped-by-hooks",
 ]
 SAID = NOT_REDUCED.partition(":")[0]
 
