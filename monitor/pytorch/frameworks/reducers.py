@@ -75,7 +75,7 @@ class Reducers:
         return bool(self._of)
 
     def forward_begins(self, root: nn.Module) -> None:
-        """A forward of a chunk begins, with gradients enabled: of the wrappers that are part of it, and of the one around it."""
+        """A forward of a chunk begins, with gradients enabled: of the wrappers that it has in it, and of the one around it."""
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if around is not None and id(around) not in self._known:
             self._learn(around)
