@@ -49,11 +49,11 @@ class SeenReductions:
         self._window = True
 
     def set_window(self, is_open: bool) -> None:
-        """Whether reductions of gradients may come now: no forward is running."""
+        """Whether reductions of gradients may come now: no forward is running. One of an evaluation only ends."""
         self._window = is_open
+        self._writes.leave()
         if not is_open:
             self._thread = get_ident()
-            self._writes.leave()
 
     def changed(self, gradient: Tensor) -> None:
         """A backward has added to a gradient, which is a local one from now on."""

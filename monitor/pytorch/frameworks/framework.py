@@ -150,8 +150,7 @@ class Framework:
 
     def forward_begins(self, root: nn.Module) -> None:
         """A forward of training begins: what reduces the gradients of its backward shows now."""
-        del root
-        self._reducers.forward_begins()
+        self._reducers.forward_begins(root)
 
     @property
     def follows_backward(self) -> bool:

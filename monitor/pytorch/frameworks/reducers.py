@@ -1,13 +1,14 @@
 """Which gradients DistributedDataParallel has reduced, when the optimizer's step begins.
 
-Its reducer is made ready by a forward outside ``no_sync``, and reduces in the first backward after that. A gradient is what all
-ranks make together if the last backward that added to it did so.
+Its reducer is made ready by a forward of the wrapper outside ``no_sync``, and reduces in the first backward after that, when it
+ends. A gradient is what all ranks make together if the last backward that added to it did so. Who calls the module inside the
+wrapper, or has no forward that shows, has gradients of which that is not known.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,7 +26,7 @@ class _Reducer:
 
     Attributes:
         ready: Whether the next backward is to reduce.
-        reduced: Whether the last one has; None where none was seen in this step.
+        reduced: Whether the last one has; None where none was seen.
         backward: The last backward that was seen.
     """
 
@@ -38,15 +39,17 @@ class _Reducer:
     def forward_begins(self) -> None:
         self.ready = self.ready or bool(getattr(self._module(), "require_backward_grad_sync", False))
 
-    def backward_begins(self, backward: int, *, forwards_show: bool) -> None:
+    def backward_begins(self, backward: int) -> None:
         self.backward = backward
-        self.reduced = self.ready if forwards_show else self.was_ready
+        self.reduced = self.is_ready
         self.ready = False
 
     @property
-    def was_ready(self) -> bool:
-        """Whether the last forward of the wrapper has made it ready: what it keeps of that itself."""
-        return bool(getattr(self._module(), "require_forward_param_sync", False))
+    def is_ready(self) -> bool:
+        """Whether a forward was seen to make it ready, and the wrapper keeps of its last forward that it has. That alone is no
+        sign: it says so from the beginning.
+        """
+        return self.ready and bool(getattr(self._module(), "require_forward_param_sync", False))
 
     @property
     def leaves_local(self) -> bool:
@@ -60,7 +63,7 @@ class Reducers:
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._known: dict[int, _Reducer] = {}
         self._of: dict[int, _Reducer] = {}
-        self._forwards_show = False
+        self._below: dict[int, list[_Reducer]] = {}
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, DistributedDataParallel):
@@ -71,19 +74,18 @@ class Reducers:
         """Whether there is a wrapper."""
         return bool(self._of)
 
-    def forward_begins(self) -> None:
-        """A forward of the whole model begins, with gradients enabled."""
+    def forward_begins(self, root: nn.Module) -> None:
+        """A forward of a chunk begins, with gradients enabled: of the wrappers that it has in it, and of the one around it."""
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if around is not None and id(around) not in self._known:
             self._learn(around)
-        self._forwards_show = True
-        for one in self._known.values():
+        for one in self._called(root, around):
             one.forward_begins()
 
     def backward_reaches(self, parameter: Tensor) -> None:
         one = self._of.get(id(parameter)) if self._of else None
         if one is not None and one.backward != (backward := torch._C._current_graph_task_id()):
-            one.backward_begins(backward, forwards_show=self._forwards_show)
+            one.backward_begins(backward)
 
     def reduced(self, parameter: Tensor) -> bool | None:
         """Whether a gradient is reduced; None of a parameter that no wrapper reduces."""
@@ -92,8 +94,20 @@ class Reducers:
             return None
         if one.leaves_local:
             return None  # somebody else may reduce it
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            return False  # it is written back when backward ends: an optimizer that steps in a hook has what this rank added
         # Of what no backward was seen to reach on this rank, the wrapper has reduced what other ranks added.
-        return one.was_ready if one.reduced is None else one.reduced
+        return one.is_ready if one.reduced is None else one.reduced
+
+    def _called(self, root: nn.Module, around: nn.Module | None) -> Iterator[_Reducer]:
+        if not self._known:
+            return
+        below = self._below.get(id(root))
+        if below is None:
+            below = self._below[id(root)] = [self._known[id(one)] for one in root.modules() if id(one) in self._known]
+        yield from below
+        if around is not None:
+            yield self._known[id(around)]
 
     def _learn(self, module: DistributedDataParallel) -> None:
         one = self._known[id(module)] = _Reducer(module)

@@ -13,9 +13,23 @@ RunJob = Callable[..., Job]
 REDUCED = [
     "one-by-one", "micro-steps", "behind-the-version", "awaited", "futures", "coalesced", "flat", "flat-at-once", "views",
     "in-slices", "under-a-device", "scattered", "functionally", "hooks", "no-group", "wrapped", "wrapped-inside",
-    "wrapped-in-the-end",
+    "wrapped-in-the-end", "elsewhere",
 ]  # fmt: skip
-LOCAL = ["inside", "none", "clipped", "loss-alone", "greatest", "over-a-part", "zeroed", "early", "no-sync", "noop"]
+LOCAL = [
+    "inside",
+    "none",
+    "clipped",
+    "loss-alone",
+    "greatest",
+    "over-a-part",
+    "zeroed",
+    "early",
+    "no-sync",
+    "noop",
+    "default-device",
+    "called-inside",
+    "stepped-by-hooks",
+]
 SAID = NOT_REDUCED.partition(":")[0]
 
 

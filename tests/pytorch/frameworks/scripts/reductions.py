@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 2
+WRAPPED = ("wrapped", "wrapped-inside", "no-sync", "noop", "wrapped-in-the-end", "called-inside", "stepped-by-hooks")
 SEVERAL_MICRO_STEPS = ("micro-steps", "early", "wrapped-in-the-end")
 
 
@@ -124,6 +126,12 @@ def under_a_device(model: nn.Module) -> None:
         torch.zeros(1)
 
 
+def with_a_default_device(model: nn.Module) -> None:
+    torch.set_default_device("cpu")
+    flat(model)
+    torch.set_default_device(None)
+
+
 def scattered(model: nn.Module) -> None:
     bucket = _flatten_dense_tensors(gradients(model))
     bucket = torch.cat([bucket, torch.zeros(-len(bucket) % dist.get_world_size())])
@@ -195,6 +203,20 @@ def averaged_by_hooks(model: nn.Module) -> Callable[[], None]:
     return wait
 
 
+def stepped_by_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer steps in the hook of the parameter that is reached last."""
+    reached: list[Tensor] = []
+
+    def step(p: Tensor) -> None:
+        reached.append(p)
+        if len(reached) == len(list(model.parameters())):
+            reached.clear()
+            optimizer.step()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+
+
 BETWEEN = {
     "one-by-one": one_by_one,
     "no-group": one_by_one,
@@ -208,6 +230,8 @@ BETWEEN = {
     "views": views,
     "in-slices": in_slices,
     "under-a-device": under_a_device,
+    "default-device": with_a_default_device,
+    "elsewhere": flat,
     "scattered": scattered,
     "functionally": functionally,
     "greatest": greatest,
@@ -217,6 +241,7 @@ BETWEEN = {
     "zeroed": zeroed_and_added,
 }
 HELD: list[Tensor] = []
+ELSEWHERE = ThreadPoolExecutor(1)
 
 
 def whole_mean(local: list[Tensor]) -> list[float]:
@@ -227,7 +252,7 @@ def whole_mean(local: list[Tensor]) -> list[float]:
 
 
 def wrapped(how: str, model: nn.Module) -> nn.Module:
-    if how not in ("wrapped", "wrapped-inside", "no-sync", "noop", "wrapped-in-the-end"):
+    if how not in WRAPPED:
         return model
     made = DistributedDataParallel(model)
     if how == "noop":
@@ -249,6 +274,8 @@ def trained(how: str, attach: Attach) -> Any:
     alone = dist.new_subgroups(1)[0]
     group = {"alone": alone, "no-group": None}.get(how, dist.group.WORLD)
     attach(inner if how == "wrapped-inside" else model, optimizer, micro_steps, dp_group=group)
+    if how == "stepped-by-hooks":
+        stepped_by_hooks(inner, optimizer)
     torch.manual_seed(1 + dist.get_rank())
     reduce = partial(over_a_part, alone) if how == "over-a-part" else BETWEEN.get(how, nothing)
     told: dict[str, Any] = {"means": [], "names": [name for name, _ in inner.named_parameters()], "weights": []}
@@ -257,14 +284,20 @@ def trained(how: str, attach: Attach) -> Any:
         for micro_step in range(micro_steps):
             quiet = how == "no-sync" or (how == "wrapped-in-the-end" and micro_step == 0)
             with model.no_sync() if quiet else nullcontext():
-                model(torch.randn(4, 8)).square().sum().backward()
+                (inner if how == "called-inside" else model)(torch.randn(4, 8)).square().sum().backward()
             if how == "early" and micro_step == 0:
                 one_by_one(inner)
         local = HELD[::-1] if how == "hooks" else [gradient.double() for gradient in gradients(inner)]
         told["means"].append(whole_mean(local))
         reduce(inner)
         wait()
-        optimizer.step()
+        if how == "stepped-by-hooks":
+            pass
+        elif how == "elsewhere":
+            ELSEWHERE.submit(optimizer.step).result()
+        else:
+            optimizer.step()
+        told["modes"] = torch._C._len_torch_function_stack() > 1
         optimizer.zero_grad(set_to_none=how != "micro-steps")
         told["weights"].append([float(p.detach().double().norm()).hex() for p in inner.parameters()])
     return told
