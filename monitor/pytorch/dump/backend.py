@@ -82,8 +82,7 @@ def parameters_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def on_parameter(parameter: Tensor, take: Callable[[Tensor], None]) -> Removable | None:
     if not parameter.requires_grad:
         return None
-    handle: Removable = parameter.register_hook(take)
-    return handle
+    return input_gradients.on_gradient(parameter, take)
 
 
 def being_called() -> None:
