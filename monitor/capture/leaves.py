@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
+
+from monitor.capture.held import NO_TENSORS, tensors_in
 
 MAX_DEPTH = 16
 """Deeper nesting is not walked: it holds no activations."""
@@ -28,10 +31,13 @@ class Leaves:
 
     Args:
         tensor: The class of a tensor, parameters included.
+        without: Classes of the framework whose objects hold no tensors that were computed in a call.
     """
 
-    def __init__(self, tensor: type) -> None:
+    def __init__(self, tensor: type, without: tuple[type, ...] = ()) -> None:
         self._tensor = tensor
+        self._without = (*NO_TENSORS, *without)
+        self._opaque_without = (*self._without, FunctionType)
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
         """The tensors among a call's arguments. Keyword arguments are called by their names and counted after the others.
@@ -49,6 +55,26 @@ class Leaves:
         if isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], self._tensor):
             return [Leaf("", 0, value[0])]
         return _distinct(self._walk(children(value) or ()))
+
+    def held(self, value: Any) -> list[Any]:
+        """Every tensor in a result, also those that ``outputs`` does not find.
+
+        Raises:
+            HiddenError: It may hold one that cannot be found.
+        """
+        return tensors_in(value, self._tensor, self._without)
+
+    def finds_all(self, value: Any, depth: int = 0) -> bool:
+        """Whether ``outputs`` finds every tensor in a result: it looks into no object. A compiler can trace this."""
+        if value is None or isinstance(value, (self._tensor, int, float, str)):
+            return True
+        parts = children(value)
+        if parts is None or depth == MAX_DEPTH:
+            return isinstance(value, self._opaque_without)
+        for _, child in parts:  # noqa: SIM110 (a compiler traces a loop in more versions)
+            if not self.finds_all(child, depth + 1):
+                return False
+        return True
 
     def described_result(self, value: Any) -> str:
         """The shape of a result as targets spell it: ``tensor`` or ``tuple[2]``."""

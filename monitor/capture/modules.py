@@ -13,6 +13,7 @@ from monitor.capture.calls import Calls, Place
 from monitor.capture.clock import Clock
 from monitor.capture.flow import SeenModule
 from monitor.capture.following import follow_inputs, follow_result, slots_of
+from monitor.capture.held import HiddenError, hidden_result
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.leaves import Leaf
 from monitor.capture.recorder import Recorder, Watched
@@ -139,7 +140,7 @@ class ModuleWatcher:
         if call.records_forward and self._wanted.output.wanted:
             self._record_forward("output", self._fitting("output", self._wanted.output, found), leaves, call)
         if self._wants_grads and self._graph.recording():
-            self._watch_gradients(call, leaves, found)
+            self._watch_gradients(call, leaves, found, result)
 
     def _begin(self, module: Any) -> Call | None:
         """The call that begins now; None if nothing of it is to be recorded."""
@@ -159,7 +160,7 @@ class ModuleWatcher:
                 watched = self._series("actv", direction + leaf.suffix, call.place.call, leaf.tensor)
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
-    def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int) -> None:
+    def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int, result: Any) -> None:
         outputs = [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor)]
         handles: list[Removable] = []
         if self._wanted.output_grad.wanted:
@@ -168,7 +169,8 @@ class ModuleWatcher:
                 handles += follow_result(self._graph, leaf.tensor, call.start, write)
         if call.targets:
             writer = partial(self._writer, place=call.place)
-            handles += follow_inputs(self._graph, call.targets, call.start, [leaf.tensor for leaf in outputs], writer)
+            results = self._all_results(outputs, result)
+            handles += follow_inputs(self._graph, call.targets, call.start, results, writer)
         self._collector.until_step_ends(handles)
 
     def _result_writer(self, leaf: Leaf, call: Call) -> Callable[[Any], None]:
@@ -183,6 +185,19 @@ class ModuleWatcher:
                 write(gradient)
 
         return write_own
+
+    def _all_results(self, outputs: list[Leaf], result: Any) -> list[Any]:
+        """All that a call has returned and that has a gradient, if all of it is known: else the gradients of inputs would be
+        too small, and none are followed.
+        """
+        results = [leaf.tensor for leaf in outputs]
+        try:
+            held = self._leaves.held(result)
+        except HiddenError as error:
+            self._collector.failures.warn("hidden results", hidden_result(self._name, error))
+            return []
+        known = {id(x) for x in results}
+        return results + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
 
     def _writer(self, slot: str, place: Place) -> Callable[[Any], None]:
         step, (micro_step, number) = self._clock.step, place

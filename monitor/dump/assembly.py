@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from monitor.dump.records import FILE, Record, read
+from monitor.dump.records import FILE, Damage, Record, read
 from monitor.dump.safe_files import opened
 from monitor.ranks.output import write_whole
 
@@ -28,14 +28,23 @@ class OtherDumpError(Exception):
     """A directory holds entries that its records do not."""
 
 
-def assemble(directory: Path, *, check: bool = False) -> int:
+class Assembled(NamedTuple):
+    """What became of a step's records.
+
+    Attributes:
+        entries: How many the files have.
+        damaged: Lines of the records that could not be read, each a record or more that the files lack.
+    """
+
+    entries: int
+    damaged: int
+
+
+def assemble(directory: Path, *, check: bool = False) -> Assembled:
     """Make the files of a rank's step, replacing those of an earlier segment of the step.
 
     Args:
         check: Whether files may be there that were made of other records.
-
-    Returns:
-        How many entries they have.
 
     Raises:
         OtherDumpError: There are such files. They stay.
@@ -44,7 +53,8 @@ def assemble(directory: Path, *, check: bool = False) -> int:
     header: Mapping[str, Any] = {}
     frames: dict[int, list[str]] = {}
     entries: list[Record] = []
-    for record in read(directory / FILE):
+    damage = Damage()
+    for record in read(directory / FILE, damage):
         if HEADER in record:
             header = record[HEADER]
         elif STACK in record:
@@ -58,14 +68,21 @@ def assemble(directory: Path, *, check: bool = False) -> int:
         _check_earlier(directory, files)
     for name, content in files.items():
         write_whole(directory / name, _spelled(content).encode())
-    return len(entries)
+    return Assembled(len(entries), damage.lines)
 
 
-def finish(directory: Path, *, check: bool = False) -> int:
-    """``assemble``, and let go of the records."""
-    entries = assemble(directory, check=check)
-    (directory / FILE).unlink()
-    return entries
+def finish(directory: Path, *, check: bool = False) -> Assembled:
+    """``assemble``, and remove the records. They stay if some of them could not be read."""
+    assembled = assemble(directory, check=check)
+    if not assembled.damaged:
+        (directory / FILE).unlink()
+    return assembled
+
+
+def damage_found(damaged: int, directory: Path) -> str:
+    """What to say where records could not be read."""
+    lost = f"{damaged:,} damaged lines were skipped: at least as many records are lost"
+    return f"{lost}. {directory / FILE} was kept: remove it to accept the dump as it is."
 
 
 def _check_earlier(directory: Path, files: Mapping[str, Any]) -> None:

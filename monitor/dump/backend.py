@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from monitor.capture.backend import Graph
 from monitor.capture.hooks import Removable
+from monitor.capture.leaves import Leaves
 from monitor.dump.measured import Leaf
 from monitor.failures import Failures
 
@@ -64,6 +65,7 @@ class DumpBackend(Protocol):
     framework: str
     module_prefix: str
     tensor: type
+    leaves: Leaves
     graph: Graph
 
     def computing(self) -> AbstractContextManager[object]:

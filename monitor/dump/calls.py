@@ -8,6 +8,7 @@ from typing import Any
 
 from monitor.capture.backend import Target
 from monitor.capture.following import follow_inputs, follow_result, joint_name
+from monitor.capture.held import HiddenError, hidden_result
 from monitor.capture.hooks import Removable
 from monitor.dump.backend import DumpBackend
 from monitor.dump.measured import Slot
@@ -144,9 +145,21 @@ class Call:
             for x, slot in given:
                 self._keep(follow_result(self._graph, x, self._start, self._taking(backward, slot)))
         if self._inputs:
-            given_back = [x for x, _ in given]
+            given_back = self._all_given([x for x, _ in given], outputs)
             targets = {target: slots[0] for target, slots in self._inputs.items()}
             self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
+
+    def _all_given(self, given: list[Any], outputs: Sequence[Any]) -> list[Any]:
+        """All that it gave and that has a gradient; nothing if some of that may be hidden: sums over a part would be wrong."""
+        if all(isinstance(x, self._recorded.backend.tensor) for x in outputs):
+            return given
+        try:
+            held = self._recorded.backend.leaves.held(tuple(outputs))
+        except HiddenError as error:
+            self._recorded.failures.warn("hidden results", hidden_result(self.name.of("backward"), error))
+            return []
+        known = {id(x) for x in given}
+        return given + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
 
     def _keep(self, handles: Iterable[Removable]) -> None:
         """Until the dump ends: hooks on what may outlive the graph."""

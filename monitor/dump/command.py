@@ -8,11 +8,12 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from monitor.dump.assembly import damage_found
 from monitor.dump.recovery import recover
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: every dump is complete; one could not be completed, or there is none; no such directory."""
+"""Exit statuses: every dump is complete; one could not be completed, has lost records, or is not there; no such directory."""
 
 COMPLETE: Final = ("dump.json", "debug.json")
 """Of which a dump that was completed has one."""
@@ -26,8 +27,8 @@ def monitor_dump_recover(
 ) -> None:
     """Make dump.json and its companions of what a process had recorded when it was killed.
 
-    Exit status: 0 everything is complete now, 1 something could not be completed, or there is no dump, 2 there is no such
-    directory.
+    Exit status: 0 everything is complete now, 1 something could not be completed, records were damaged, or there is no dump,
+    2 there is no such directory.
     """
     errors = Console(stderr=True)
     if not directory.is_dir():
@@ -42,6 +43,9 @@ def monitor_dump_recover(
             say(errors, f"left as it is: {one.directory}: {one.reason}", style="yellow")
         else:
             say(Console(), f"{one.entries:,} entries in {one.directory}")
+            if one.damaged:
+                failed = True
+                say(errors, f"incomplete: {damage_found(one.damaged, one.directory)}", style="yellow")
     if not found and not any(True for name in COMPLETE for _ in directory.rglob(name)):
         say(errors, f"Not looked at: {directory} holds no precision dump.", style="yellow")
         raise typer.Exit(FLAWED)

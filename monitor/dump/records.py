@@ -9,7 +9,8 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from io import FileIO
+from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ FILE: Final = ".dump.records"
 """Beside the files that are made of it. It is there while a step is recorded, and after a process was killed."""
 
 LONGEST: Final = 1 << 26
-"""Bytes of a record, at most: of a longer line the rest is damage."""
+"""Bytes of a record, at most: a longer line is damage."""
 
 Record = dict[str, Any]
 
@@ -72,8 +73,21 @@ def is_written(path: Path) -> bool:
         return False
 
 
-def read(path: Path) -> Iterator[Record]:
-    """The records of a file, as far as they are whole.
+@dataclass(slots=True)
+class Damage:
+    """What could not be read.
+
+    Attributes:
+        lines: Damaged lines. Each has held one record or more: a newline may be among what was damaged.
+    """
+
+    lines: int = 0
+
+
+def read(path: Path, damage: Damage) -> Iterator[Record]:
+    """The records of a file that are whole. Damaged lines are skipped, and counted in ``damage``.
+
+    A process that is killed leaves the beginning of a line at the end of the file. This is not damage.
 
     Raises:
         OSError: It is no regular file, or cannot be read.
@@ -81,6 +95,20 @@ def read(path: Path) -> Iterator[Record]:
     with opened(path) as file:
         while line := file.readline(LONGEST):
             checksum, _, record = line.rstrip(b"\n").partition(b" ")
-            if not line.endswith(b"\n") or checksum != f"{zlib.crc32(record):08x}".encode():
-                return
-            yield json.loads(record)
+            if not line.endswith(b"\n"):
+                damage.lines += not _is_torn(line, file)
+            elif checksum == f"{zlib.crc32(record):08x}".encode():
+                yield json.loads(record)
+            else:
+                damage.lines += 1
+
+
+def _is_torn(line: bytes, file: BufferedReader) -> bool:
+    """Whether a line without an end is what a killed process was writing. Reads on to the end of the line.
+
+    A record has no zero byte. Zeros are a part of the file that never came to the disk, and may have been many records.
+    """
+    whole = len(line) < LONGEST
+    while len(line) == LONGEST and not line.endswith(b"\n"):
+        line = file.readline(LONGEST)
+    return whole and b"\0" not in line

@@ -19,11 +19,13 @@ class Recovered(NamedTuple):
     Attributes:
         entries: How many its files have now; None where nothing was done.
         reason: Why not.
+        damaged: Lines of the records that could not be read. The records were kept if there are any.
     """
 
     directory: Path
     entries: int | None
     reason: str = ""
+    damaged: int = 0
 
 
 def recover(directory: Path) -> Iterator[Recovered]:
@@ -40,7 +42,8 @@ def _recovered(records: Path) -> Recovered:
         for place in (directory, directory / DATA):
             if is_directory(place):
                 remove_drafts(place)
-        return Recovered(directory, finish(directory, check=True))
+        entries, damaged = finish(directory, check=True)
+        return Recovered(directory, entries, damaged=damaged)
     except (OSError, OtherDumpError) as error:
         return Recovered(directory, None, str(error))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monitor.capture.hooks import HookSet
-from monitor.dump.assembly import assemble, finish
+from monitor.dump.assembly import assemble, damage_found, finish
 from monitor.dump.backend import Reader
 from monitor.dump.config import DumpConfig
 from monitor.dump.directories import begun
@@ -227,7 +227,8 @@ class Session:
         self._warn_of_nothing()
         self.closed = True
         self._records.close()
-        finish(self.directory)
+        if damaged := finish(self.directory).damaged:
+            self._failures.warn("damaged records", damage_found(damaged, self.directory))
 
     def _warn_of_nothing(self) -> None:
         """That a choice of names has chosen nothing is seldom what was meant."""

@@ -131,8 +131,8 @@ def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
 
 
 def on_gradient(x: Tensor, write: Write) -> Removable:
-    """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward."""
-    return _settled(lambda: hooks.on_gradient(x, write))
+    """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward that has one for it."""
+    return _settled(lambda: hooks.on_gradient(x, lambda gradient: None if gradient is None else write(gradient)))
 
 
 def backward_begins(x: Tensor, call: Write) -> None:

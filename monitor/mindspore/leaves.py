@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from mindspore import Tensor
+from mindspore import Tensor, nn
+from mindspore._c_expression import typing
 
 from monitor.capture.leaves import Leaves
 
-LEAVES: Final = Leaves(Tensor)
+LEAVES: Final = Leaves(Tensor, (nn.Cell, typing.Type))

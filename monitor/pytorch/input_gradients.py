@@ -38,8 +38,16 @@ def made_since(x: Tensor, start: int) -> bool:
 
 
 def on_gradient(x: Tensor, write: Write) -> Removable:
-    """Call ``write(gradient)`` with the whole gradient of ``x``."""
-    handle: Removable = x.register_hook(write)
+    """Call ``write(gradient)`` with the whole gradient of ``x``, if there is one in the backward that comes by.
+
+    A function with ``set_materialize_grads(False)`` hands None to a result that nothing uses.
+    """
+
+    def hook(gradient: Tensor | None) -> None:
+        if gradient is not None:
+            write(gradient)
+
+    handle: Removable = x.register_hook(hook)
     return handle
 
 

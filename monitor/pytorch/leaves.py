@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from monitor.capture.leaves import Leaves
 
-LEAVES: Final = Leaves(Tensor)
+LEAVES: Final = Leaves(
+    Tensor, (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module)
+)

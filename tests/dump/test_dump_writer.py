@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from monitor.dump.errors import DumpFailures
 from monitor.dump.measured import Leaf
-from monitor.dump.records import FILE, Records, read
+from monitor.dump.records import FILE, Damage, Records, read
 from monitor.dump.writer import DATA, MOST_BYTES, Entry, Writer
 from monitor.failures import EarlierFailure
 
@@ -62,7 +62,7 @@ class Place:
 
     def written(self) -> list[str]:
         self.writer.drain()
-        return [record["entry"] for record in read(self.directory / FILE)]
+        return [record["entry"] for record in read(self.directory / FILE, Damage())]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_tensor_is_in_its_file_before_its_record_names_it(place: Place) -> Non
     held.arrived.set()
     place.writer.put(place.entry("kept", held))
     place.writer.drain()
-    (record,) = read(place.directory / FILE)
+    (record,) = read(place.directory / FILE, Damage())
     assert json.dumps(record["content"][0]["data_name"]) == '"kept.npy"'
     assert (place.directory / DATA / "kept.npy").is_file()
 
@@ -136,7 +136,7 @@ def test_no_thread_is_left_when_all_is_written_and_what_comes_later_is_written_a
         assert len(threads() - before) == 1
         place.writer.drain()
         assert threads() <= before
-    assert [record["entry"] for record in read(tmp_path / FILE)] == ["first", "second"]
+    assert [record["entry"] for record in read(tmp_path / FILE, Damage())] == ["first", "second"]
 
 
 def test_a_thread_that_nobody_asks_for_more_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,4 +149,4 @@ def test_a_thread_that_nobody_asks_for_more_ends_by_itself(tmp_path: Path, monke
     assert threads() <= before
     place.writer.put(place.entry("second"))
     place.writer.drain()
-    assert [record["entry"] for record in read(tmp_path / FILE)] == ["first", "second"]
+    assert [record["entry"] for record in read(tmp_path / FILE, Damage())] == ["first", "second"]

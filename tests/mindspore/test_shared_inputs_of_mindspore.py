@@ -22,6 +22,25 @@ class Passing(nn.Cell):
         return x + 3 * b, b
 
 
+class Bag:
+    """An object of no class that the monitor knows."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Hiding(nn.Cell):
+    """Uses ``b`` once for what it returns as a tensor, and three times for what it returns in a bag."""
+
+    def construct(self, x: Tensor, b: Tensor) -> Any:
+        return x + b, Bag(3 * b), ms.float32
+
+
+def taken_out(inner: nn.Cell, x: Tensor, b: Tensor) -> Tensor:
+    y, bag, _ = inner(x, b)
+    return y + bag.y
+
+
 class Around(nn.Cell):
     def __init__(self, inner: nn.Cell) -> None:
         super().__init__()
@@ -59,6 +78,7 @@ def pair(inner: nn.Cell, x: Tensor, b: Tensor) -> Tensor:
 CASES: dict[str, tuple[nn.Cell, Callable[[nn.Cell, Tensor, Tensor], Tensor], dict[str, float]]] = {
     "given back": (Passing(), pair, {"inner.input_1": 3.0}),
     "given back within": (Around(Passing()), pair, {"inner.input_1": 3.0, "inner.inner.input_1": 3.0}),
+    "in an object": (Hiding(), taken_out, {"inner.input_1": 4.0}),
     "broadcast": (Passing(), lambda f, x, b: f(x, b[0])[0], {"inner.input_1": 9.0}),
     "nothing else": (nn.Identity(), lambda f, _, b: 2 * f(b), {}),
     "given twice": (Weighs(), lambda f, _, b: f(b, b), {"inner.input_0+1": 2.5}),

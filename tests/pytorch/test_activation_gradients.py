@@ -351,6 +351,34 @@ def test_what_no_gradient_reaches_has_no_row(output: Output) -> None:
     assert sorted(found.names("actv_grad")) == [".input_0", ".output_0", "layer.input", "layer.output"]
 
 
+class PassesNone(torch.autograd.Function):
+    """Hands its backward None for a result that nothing uses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(_ctx: Any, first: Tensor | None, second: Tensor | None) -> Any:
+        parts = [gradient * n for gradient, n in ((first, 2), (second, 3)) if gradient is not None]
+        return sum(parts[1:], parts[0])
+
+
+class HalfUsed(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return PassesNone.apply(x)
+
+
+def test_a_gradient_of_none_has_no_row_and_is_no_failure(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=WIDE), HalfUsed())
+
+    found = observed(output, model, lambda: model(values(3, 4))[0].sum().backward())
+
+    assert {name for name in found.names("actv_grad") if name.startswith("1.")} == {"1.input", "1.output_0"}
+    assert "failed" not in caplog.text
+
+
 # Every way of running a backward.
 
 

@@ -115,6 +115,85 @@ def test_an_input_that_is_given_back_has_the_gradient_of_the_modules_own_uses(ho
     assert of_inputs(found, "inner") == statistics("inner.input_1", torch.full((3, 4), 3.0))
 
 
+class Bag:
+    """An object of no class that the monitor knows."""
+
+    def __init__(self, y: Tensor) -> None:
+        self._y = y
+
+    @property
+    def y(self) -> Tensor:
+        return self._y
+
+
+class SlotBag:
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+UNKNOWN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "property": (Bag, lambda bag: bag.y),
+    "slots": (SlotBag, lambda bag: bag.y),
+    "list in an object": (lambda y: Bag([y]), lambda bag: bag.y[0]),  # type: ignore[arg-type]
+    "set": (lambda y: {y}, lambda bag: next(iter(bag))),
+    "closure": (lambda y: lambda: y, lambda bag: bag()),
+}
+
+
+class Hiding(nn.Module):
+    """Uses ``b`` once for what it returns as a tensor, and three times for what it returns in a bag."""
+
+    def __init__(self, put: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.put = put
+
+    def forward(self, x: Tensor, b: Tensor) -> Any:
+        return x + b, self.put(3 * b)
+
+
+class TakesOut(nn.Module):
+    def __init__(self, put: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.b = nn.Linear(4, 4, dtype=WIDE)
+        self.inner = Hiding(put)
+        self.take = take
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bag = self.inner(x, self.b(x))
+        return y.sum() + self.take(bag).sum()
+
+
+@pytest.mark.parametrize("how", UNKNOWN)
+def test_what_is_returned_in_an_unknown_object_is_among_the_uses_of_an_input(how: str, output: Output) -> None:
+    found = gradients(output, seeded(lambda: TakesOut(*UNKNOWN[how])))
+    assert of_inputs(found, "inner") == statistics("inner.input_1", torch.full((3, 4), 4.0))
+
+
+@pytest.mark.parametrize("how", ["property", "slots"])
+def test_compiled_code_that_returns_an_unknown_object_has_no_rows_of_its_inputs(how: str, output: Output) -> None:
+    found = gradients(output, seeded(lambda: TakesOut(*UNKNOWN[how])), compiled=True)
+    assert not of_inputs(found, "inner")
+    assert ("inner.output_0", "norm") in found
+
+
+@EAGER_AND_COMPILED
+def test_what_holds_no_tensors_beside_a_result_leaves_the_rows_as_they_are(compiled: bool, output: Output) -> None:
+    model = seeded(lambda: TakesOut(lambda y: (y, None, 3, "name", torch.float32, y.shape, nn.Linear), lambda bag: bag[0]))
+    found = gradients(output, model, compiled=compiled)
+    assert of_inputs(found, "inner") == statistics("inner.input_1", torch.full((3, 4), 4.0))
+
+
+def test_a_result_that_cannot_be_looked_into_costs_the_rows_of_inputs_and_is_said_once(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeded(lambda: TakesOut(lambda y: iter([y]), next))
+    found = gradients(output, model)
+    assert not of_inputs(found, "inner")
+    assert caplog.text.count("Gradients of the inputs of 'inner' are not recorded") == 1
+
+
 @EAGER_AND_COMPILED
 def test_so_has_it_in_a_module_around_that_gives_it_back_too(compiled: bool, output: Output) -> None:
     found = gradients(output, seeded(lambda: Uses(Around(Passing("tuple")))), compiled=compiled)

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from monitor.anomalies.ranking.earlier import earlier_steps
 from monitor.anomalies.ranking.evidence import Columns, Flags
 from monitor.anomalies.ranking.job import Job, Member
 from monitor.ranks.records import StepsRecord
@@ -100,7 +101,7 @@ class _Chosen:
         """The steps that a rank has not judged, by reason. Most ranks have judged the same."""
         judged, manifest = member.events.judged, member.manifest
         dropped = () if manifest is None else (manifest.steps.written, *manifest.dropped.items())
-        key = (judged.steps, *judged.not_judged.items(), judged.closed, *dropped)
+        key = (judged.steps, *judged.not_judged.items(), judged.closed, *dropped, *earlier_steps(member))
         if key not in self._known:
             here = _held(self._steps, judged.steps) & self._chosen
             self.judged |= here
@@ -118,6 +119,8 @@ def _spans(members: Sequence[Member]) -> Mapping[int, tuple[int, int]]:
         ends += judged.trained or ()
         if not judged.closed and one.manifest is not None:  # of which the files of events may not know yet
             ends += [end for end in _ends(one.manifest.steps.written) if ends and end > max(ends)]
+        for earlier in earlier_steps(one) if ends else ():
+            ends += [end for end in _ends(earlier.steps) if end < earlier.end]
         if ends:
             first, last = spans.get(one.recording, (min(ends), max(ends)))
             spans[one.recording] = min(first, *ends), max(last, *ends)
@@ -150,6 +153,10 @@ def _reasons(member: Member, steps: Columns, left: Flags) -> Iterator[tuple[str,
         after = left & (steps > max(_ends(judged.steps), default=-1))
         yield from _if_any("the rank did not end cleanly, or still runs", after)
         left = left & ~after
+    for earlier in earlier_steps(member):
+        here = left & (steps >= earlier.first) & (steps < earlier.end) & _held(steps, earlier.steps)
+        yield from _if_any(earlier.reason, here)
+        left = left & ~here
     known = dict(judged.not_judged)
     if manifest is not None:
         known |= {reason: lost for reason, lost in manifest.dropped.items() if reason not in known}

@@ -20,6 +20,7 @@ from monitor.mindspore.dump.apis import Interception
 from monitor.mindspore.dump.reading import Reader
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.input_gradients import ENGINE
+from monitor.mindspore.leaves import LEAVES
 from monitor.mindspore.modes import observable
 from monitor.mindspore.place import initialized
 from monitor.mindspore.tensors import computing
@@ -32,6 +33,7 @@ __all__ = [
     "computing",
     "framework",
     "graph",
+    "leaves",
     "models_of",
     "module_prefix",
     "modules_of",
@@ -48,6 +50,7 @@ __all__ = [
 framework: str = "mindspore"
 module_prefix: str = "Cell"
 tensor: type = Tensor
+leaves = LEAVES
 graph: Graph = input_gradients
 
 

@@ -61,7 +61,8 @@ class TracedOutputs(TracedHook):
         found = LEAVES.length(result)
         leaves = LEAVES.outputs(result)
         slots = ["output" + leaf.suffix for leaf in leaves]
-        end([leaf.tensor for leaf in leaves], self._handle, slots, _wanted(self._seen, self._followed, leaves, found), found)
+        wanted = _wanted(self._seen, self._followed, leaves, found)
+        end([leaf.tensor for leaf in leaves], self._handle, slots, wanted, found, LEAVES.finds_all(result))
 
 
 def _wanted(seen: TensorChoice, followed: TensorChoice, leaves: Sequence[Leaf], found: int) -> list[int]:

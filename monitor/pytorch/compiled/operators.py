@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -40,6 +41,11 @@ FAILURES: Final = Failures()
 """Of tracing, which is the process's: code is traced once for all monitors."""
 
 ADVICE: Final = "Some of what this code computes has no rows."
+
+HIDDEN: Final = (
+    "A module in compiled code returns tensors in an object that is no tuple, list, dict or dataclass: the gradients of its "
+    "inputs are not recorded."
+)
 
 SEE: Final = 1
 FOLLOW: Final = 2
@@ -154,13 +160,19 @@ def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wante
     _OPEN.push(handle, call)
 
 
-def _end(outputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int) -> None:
+def _end(
+    outputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int, whole: bool = True
+) -> None:
     if _is_within(handle):
         return
     try:
         tag = _traced(handle, True, outputs, slots, wanted, found)
         followed = _named(outputs, slots, wanted, FOLLOW)
-        handles = follow(_OPEN.pop(handle), tag, outputs, followed, partial(_reader, handle))
+        call = _OPEN.pop(handle)
+        if call is not None and call.targets and not whole:
+            FAILURES.warn("hidden results", HIDDEN)
+            call = replace(call, targets={})
+        handles = follow(call, tag, outputs, followed, partial(_reader, handle))
         observed = _OBSERVED.get(handle.data_ptr()) if type(handle) is Tensor else None
         if observed is not None:  # this was no trace, and what was hooked is training's own
             observed.observer.keep(handles)
@@ -245,7 +257,7 @@ def _define() -> torch.library.Library:
     library.define("sees(Tensor x, Tensor handle, Tensor call, str slot, int found, int value) -> ()")
     library.define("sees_gradient(Tensor gradient, Tensor handle, Tensor call, str slot, int value) -> ()")
     library.define("begin(Tensor[] inputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
-    library.define("end(Tensor[] outputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
+    library.define("end(Tensor[] outputs, Tensor handle, str[] slots, int[] wanted, int found, bool whole=True) -> ()")
     for name, call in (("begins", _begins), ("sees", _sees), ("sees_gradient", _sees_gradient)):
         library.impl(name, call, "CompositeExplicitAutograd")
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -270,4 +282,5 @@ begin: Final = torch.ops.monitor.begin.default
 """``begin(inputs, handle, slots, wanted, found)``: a call begins with these inputs; of each ``SEE``, ``FOLLOW``, both or 0."""
 
 end: Final = torch.ops.monitor.end.default
-"""``end(outputs, handle, slots, wanted, found)``: the call that began last ends with these outputs."""
+"""``end(outputs, handle, slots, wanted, found, whole)``: the call that began last ends with these outputs; they are all tensors
+that it returns if it is ``whole``."""

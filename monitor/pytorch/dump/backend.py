@@ -18,6 +18,7 @@ from monitor.pytorch import input_gradients
 from monitor.pytorch.dump.apis import Interception, traced
 from monitor.pytorch.dump.reading import Reader
 from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
+from monitor.pytorch.leaves import LEAVES
 from monitor.pytorch.place import initialized
 from monitor.pytorch.tensors import computing
 
@@ -29,6 +30,7 @@ __all__ = [
     "computing",
     "framework",
     "graph",
+    "leaves",
     "models_of",
     "module_prefix",
     "modules_of",
@@ -45,6 +47,7 @@ __all__ = [
 framework: str = "pytorch"
 module_prefix: str = "Module"
 tensor: type = Tensor
+leaves = LEAVES
 graph: Graph = input_gradients
 
 
@@ -79,8 +82,7 @@ def parameters_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def on_parameter(parameter: Tensor, take: Callable[[Tensor], None]) -> Removable | None:
     if not parameter.requires_grad:
         return None
-    handle: Removable = parameter.register_hook(take)
-    return handle
+    return input_gradients.on_gradient(parameter, take)
 
 
 def being_called() -> None:

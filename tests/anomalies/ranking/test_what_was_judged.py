@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from played_job import PlayedRank, ranked, replicas
 from typer.testing import CliRunner
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 from monitor.anomalies.ranking.advice import advice
 from monitor.anomalies.ranking.command import app
 from monitor.anomalies.ranking.report import notes
+from monitor.ranks.history import KILLED
 
 ROWS = len(list(PlayedRank().rows()))
 
@@ -110,3 +113,40 @@ def test_events_are_not_well_even_where_all_was_looked_at(tmp_path):
 def test_a_number_of_steps_that_no_run_has_is_not_gone_through_to_its_end(tmp_path):
     PlayedRank(trained=(0, 10**17)).write(tmp_path)
     assert ran(tmp_path)[0] == 1
+
+
+def resumed_at_5(base, *, aside):
+    """A rank that was killed after it had written steps 0 to 2, and resumed at step 5."""
+    PlayedRank(steps=range(5, 8)).write(base)
+    [path] = base.glob("*-rank0-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    first = {key: manifest[key] for key in ("started", "saved", "series", "timestamp")}
+    manifest |= {"resumed": [{**first, "job_id": "0" * 32, "closed": False, "first_step": 0}], "first_step": 5}
+    manifest["steps"]["written"] = {"count": 6, "ranges": [[0, 2, 1], [5, 7, 1]], "rest": None}
+    manifest["dropped"] = {KILLED: {"count": 2, "ranges": [[3, 4, 1]], "rest": None}}
+    path.write_text(json.dumps(manifest))
+    directory = base / f"anomaly_detected-before-{manifest['timestamp']}-{manifest['job_id'][:8]}"
+    if aside:
+        (directory / "rank0").mkdir(parents=True)
+    return directory
+
+
+def test_a_resumed_run_is_not_green_and_the_events_of_the_run_before_are_named(tmp_path):
+    directory = resumed_at_5(tmp_path, aside=True)
+    status, told = ran(tmp_path)
+    where = f"Rank its events with -d {directory}."
+    assert status == 1
+    assert f"Not looked at: steps 0 to 2: an earlier run recorded them. {where}" in told
+    assert f"Not looked at: steps 3 to 4: an earlier run was killed before they were written. {where}" in told
+
+
+def test_a_resumed_run_without_the_events_of_the_run_before_is_not_green_either(tmp_path):
+    resumed_at_5(tmp_path, aside=False)
+    status, told = ran(tmp_path)
+    assert status == 1
+    assert f"steps 0 to 2: an earlier run recorded them. Its events are not beside {tmp_path / 'anomaly_detected'}." in told
+
+
+def test_of_a_resumed_run_chosen_steps_of_its_own_are_whole(tmp_path):
+    resumed_at_5(tmp_path, aside=True)
+    assert ran(tmp_path, "-s", "5:7")[0] == 0

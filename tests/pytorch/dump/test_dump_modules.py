@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,39 @@ def test_a_module_hands_an_input_what_its_own_uses_bring(tmp_path: Path) -> None
     assert {name: dump.tensor(one).tolist()[0] for name, one in shared.items()} == {"0+1": 2.5}
     assert gradients("Module.weighs.Weighs.backward.1") == [2.0, 0.5]
     assert "output_shared" not in dump.data["Module.weighs.Weighs.backward.1"]
+
+
+class Bag:
+    """An object of no class that the monitor knows."""
+
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+class Hiding(nn.Module):
+    """Uses ``b`` once for what it returns as a tensor, and three times for what it returns out of sight."""
+
+    def __init__(self, put: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.put = put
+
+    def forward(self, x: torch.Tensor, b: torch.Tensor) -> Any:
+        return (x + b, x), self.put(3 * b)
+
+
+@pytest.mark.parametrize(
+    ("put", "take", "expected"),
+    [(Bag, lambda bag: bag.y, 4.0), (lambda y: iter([y]), next, None)],
+    ids=["in an object", "in an iterator"],
+)
+def test_what_a_module_returns_out_of_sight_is_among_its_uses_or_there_is_no_gradient(
+    put: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor], expected: float | None, tmp_path: Path
+) -> None:
+    make = nn.Linear(2, 2)
+    model = nn.ModuleDict({"make": make, "hiding": Hiding(put)})
+    with dumping(tmp_path, model, level="L0", task="tensor"):
+        (y, _), bag = model["hiding"](x := torch.ones(2, requires_grad=True), make(x))
+        (y + take(bag)).sum().backward()
+    dump = Dump(tmp_path)
+    output = dump.data["Module.hiding.Hiding.backward.0"]["output"]
+    assert [None if one is None else dump.tensor(one).tolist()[0] for one in output][1:] == [expected]

@@ -15,7 +15,7 @@ from dumping import Dump
 from typer.testing import CliRunner
 
 from monitor.dump.command import app
-from monitor.dump.records import FILE
+from monitor.dump.records import FILE, LONGEST
 from monitor.dump.writer import DATA
 
 ROOT = Path(__file__).parents[3]
@@ -142,6 +142,56 @@ def test_records_that_are_no_dump_are_left_as_they_are(tmp_path: Path) -> None:
         outcome = CliRunner().invoke(app, [str(tmp_path)])
         assert outcome.exit_code == 1, outcome.output
         assert (directory / FILE).exists()
+
+
+def line(number: int, content: object = 1.0) -> bytes:
+    record = json.dumps({"entry": f"a{number}", "at": number, "parent": None, "stack": None, "content": content}).encode()
+    return f"{zlib.crc32(record):08x} ".encode() + record + b"\n"
+
+
+LINES = [line(number) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("records", "names"),
+    [
+        ([*LINES[:2], LINES[2].replace(b'"a2"', b'"b2"'), *LINES[3:]], ["a0", "a1", "a3", "a4"]),
+        ([*LINES[:4], LINES[4].replace(b'"a4"', b'"b4"')], ["a0", "a1", "a2", "a3"]),
+        ([*LINES[:2], line(2, "x" * LONGEST), *LINES[3:]], ["a0", "a1", "a3", "a4"]),
+        ([*LINES[:2], LINES[2][:9] + bytes(3 * len(LINES[2])) + LINES[2][20:], *LINES[3:]], ["a0", "a1", "a3", "a4"]),
+        ([*LINES[:2], b"\n", *LINES[3:]], ["a0", "a1", "a3", "a4"]),
+        ([*LINES[:2], bytes(4096)], ["a0", "a1"]),
+        ([*LINES[:2], b"0" * (LONGEST + 1)], ["a0", "a1"]),
+    ],
+    ids=[
+        "flipped byte",
+        "flipped byte in the last line",
+        "over the bound",
+        "zeros",
+        "lost line",
+        "zeros at the end",
+        "endless line",
+    ],
+)
+def test_damaged_records_cost_no_others_and_are_said_and_kept(tmp_path: Path, records: list[bytes], names: list[str]) -> None:
+    (directory := tmp_path / "step0" / "rank0").mkdir(parents=True)
+    (directory / FILE).write_bytes(content := b"".join(records))
+    for _ in range(2):
+        outcome = CliRunner().invoke(app, [str(tmp_path)])
+        assert outcome.exit_code == 1, outcome.output
+        assert "1 damaged lines" in outcome.output
+        assert list(json.loads((directory / "dump.json").read_text())["data"]) == names
+        assert (directory / FILE).read_bytes() == content
+
+
+def test_a_line_that_a_killed_process_was_writing_is_no_damage(tmp_path: Path) -> None:
+    (directory := tmp_path / "step0" / "rank0").mkdir(parents=True)
+    for end in (1, 9, len(LINES[2]) - 1):
+        (directory / FILE).write_bytes(b"".join(LINES[:2]) + LINES[2][:end])
+        outcome = CliRunner().invoke(app, [str(tmp_path)])
+        assert outcome.exit_code == 0, outcome.output
+        assert list(json.loads((directory / "dump.json").read_text())["data"]) == ["a0", "a1"]
+        assert not (directory / FILE).exists()
 
 
 def test_a_process_that_ends_without_stop_has_complete_files(tmp_path: Path) -> None:

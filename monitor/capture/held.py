@@ -1,0 +1,152 @@
+"""The tensors that a result holds anywhere, also where they have no rows: in sets, in attributes of objects, in closures.
+
+The gradient of an input is the sum over all that a module makes of it. If a part of the result is overlooked, the sum is
+wrong. So the search either finds every tensor or says that it cannot. It runs no code of the objects that it looks into.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from datetime import date, time, timedelta, tzinfo
+from enum import Enum
+from functools import lru_cache, partial
+from numbers import Number
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, Final
+
+import numpy as np
+
+MOST_OBJECTS: Final = 1000
+"""Looked into for one result. Of a result that reaches more, not all tensors are known."""
+
+NO_TENSORS: Final[tuple[type, ...]] = (
+    *(type(None), str, bytes, bytearray, range, Number, Enum, type, EllipsisType, np.generic, np.ndarray),
+    *(ModuleType, BuiltinFunctionType, CodeType, date, time, timedelta, tzinfo, re.Pattern),
+    *(type(threading.Lock()), type(threading.RLock())),
+)
+"""Classes whose objects hold no tensors that were computed in a call."""
+
+_SIMPLE: Final = frozenset({int, float, bool, str, type(None)})
+_SEQUENCES: Final = frozenset({tuple, list})
+_ITERABLE: Final = (tuple, list, set, frozenset, deque)
+_BASES: Final = (OrderedDict, defaultdict, dict, *_ITERABLE, object)
+_POINTER: Final = tuple.__itemsize__
+
+
+class HiddenError(Exception):
+    """A result may hold tensors that cannot be found."""
+
+
+def hidden_result(module: str, why: object) -> str:
+    """What to say of a module whose result hides tensors."""
+    said = f"Gradients of the inputs of {module!r} are not recorded: its result may hold tensors that cannot be found, {why}."
+    return f"{said} Return tensors in tuples, lists, dicts or dataclasses."
+
+
+def tensors_in(result: Any, tensor: type, without: tuple[type, ...]) -> list[Any]:
+    """Every tensor that a result holds, each once.
+
+    Args:
+        tensor: The class of a tensor.
+        without: More classes whose objects hold no tensors of a call.
+
+    Raises:
+        HiddenError: It holds what cannot be looked into, or too much.
+    """
+    if isinstance(result, tensor):
+        return [result]
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    stack = [result]
+    while stack:
+        value = stack.pop()
+        kind = type(value)
+        if kind in _SIMPLE:
+            continue
+        if isinstance(value, tensor):
+            found[id(value)] = value
+        elif id(value) not in seen:
+            if len(seen) == MOST_OBJECTS:
+                raise HiddenError(f"it reaches more than {MOST_OBJECTS} objects")
+            seen.add(id(value))
+            if kind in _SEQUENCES:
+                stack += value
+            elif not issubclass(kind, without):
+                stack += _parts(value, kind)
+    return list(found.values())
+
+
+def _parts(value: Any, kind: type) -> Iterator[Any]:
+    """What an object refers to. Raises ``HiddenError`` where nobody can know."""
+    if kind is FunctionType:
+        yield from (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, vars(value))
+    elif kind is CellType:
+        yield from _content(value)
+    elif kind is MethodType:
+        yield from (value.__func__, value.__self__)
+    elif issubclass(kind, partial):
+        yield from (value.func, value.args, value.keywords)
+    else:
+        yield from _parts_of_object(value, kind)
+
+
+def _parts_of_object(value: Any, kind: type) -> Iterator[Any]:
+    if not _shows_all(kind):
+        raise HiddenError(f"it holds an object of class {kind.__name__}")
+    if issubclass(kind, dict):
+        yield from (*dict.keys(value), *dict.values(value))
+    for iterable in _ITERABLE:
+        if issubclass(kind, iterable):
+            yield from iterable.__iter__(value)
+    for slot in _slots(kind):
+        yield from _in_slot(slot, value)
+    if kind.__dictoffset__:
+        yield from _attributes(value)
+
+
+def _content(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # empty
+        return ()
+
+
+def _attributes(value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(object.__getattribute__(value, "__dict__").values())
+    except (AttributeError, TypeError) as error:
+        raise HiddenError(f"it holds an object of class {type(value).__name__}") from error
+
+
+def _in_slot(slot: MemberDescriptorType, value: Any) -> tuple[Any, ...]:
+    try:
+        return (slot.__get__(value, type(value)),)
+    except AttributeError:  # empty
+        return ()
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
+    return tuple(each for cls in kind.__mro__ for each in vars(cls).values() if isinstance(each, MemberDescriptorType))
+
+
+@lru_cache(maxsize=1024)
+def _shows_all(kind: type) -> bool:
+    """Whether objects of a class hold nothing but items, slots and attributes: a class written in C has room for more."""
+    base = next(each for each in _BASES if issubclass(kind, each))
+    # The offset is negative behind items, and where the attributes lie in front of the object and take no room in it.
+    attributes = kind.__dictoffset__ > 0 or (kind.__dictoffset__ < 0 and base.__itemsize__ > 0)
+    room = len(_slots(kind)) - len(_slots(base)) + attributes + (kind.__weakrefoffset__ > base.__weakrefoffset__)
+    return kind.__basicsize__ <= base.__basicsize__ + _POINTER * room
