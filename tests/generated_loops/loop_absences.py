@@ -21,5 +21,6 @@ WARNINGS: Final = {
     "parameters of no optimizer": "UNHELD",
     "ur_distribution": "an optimizer that is no Adam has no rows of Adam's updates",
     "nothing of": "nothing has a gradient, or no optimizer keeps moments",
+    "no optimizer's step": "an `if` left every optimizer out of every iteration",
 }
 """By how their cause begins."""
