@@ -2,17 +2,20 @@
 
 MindSpore's functions make new tensors, so that nothing leads from what a collective gave to what the optimizer is handed. What
 shows is that there was a sum over ranks for each gradient: of its shape, after the last backward. ``DistributedGradReducer`` is
-compiled; that it was called with as many gradients as the optimizer has shows, too.
+compiled; that it was called with as many gradients as the optimizer has shows, too. Sums of other things (averaged weights,
+squares) may have the shape of a gradient. So on the host a gradient also has to be a multiple of what such a sum gave. On a
+device that would wait, and the shape has to do.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 from mindspore import Tensor, communication, nn
 
 from monitor.capture.patches import CallListener, CallPatch
@@ -23,8 +26,14 @@ from monitor.mindspore.collectives.operators import Kernel, Operator
 from monitor.mindspore.place import has_others, is_settled
 from monitor.placement import Ranks
 from monitor.ranks.ownership import Ownership, reaches
+from monitor.stats.mindspore_arithmetic import on_the_host
+from monitor.stats.mindspore_tensors import on_host
+from monitor.stats.partials import Floats
 
 SUMS: Final = frozenset({"all_reduce"})
+ROUNDING: Final = 1e-3
+"""By how much, against its norm, a gradient may differ from a multiple of a sum: of a float16 that was divided."""
+
 Shape = tuple[int, ...]
 
 
@@ -63,6 +72,8 @@ class Reductions(CollectiveListener):
         self._wanted = False
         self._reducer_listener = _ReducerListener(failures.guarded("following a reducer of gradients", self._reducer_called))
         self._sums: dict[Ranks, Counter[Shape]] = {}
+        self._given: dict[Shape, list[Tensor]] = {}
+        self._compares = on_the_host()
         self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
         self._reduced: Mapping[Shape, bool] = {}
 
@@ -100,7 +111,10 @@ class Reductions(CollectiveListener):
 
     def is_reduced(self, gradient: Tensor | None) -> bool:
         """Whether each gradient of this one's shape is a sum over all ranks that it has to be summed over."""
-        return gradient is not None and (not has_others() or self._reduced.get(tuple(gradient.shape), False))
+        if gradient is None or not has_others():
+            return gradient is not None
+        shape = tuple(gradient.shape)
+        return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient, shape))
 
     def remove(self) -> None:
         """Listen no longer."""
@@ -118,22 +132,37 @@ class Reductions(CollectiveListener):
             if not _adds(operator, args):
                 return
             ranks = _ranks_of(operator.group_of(args))
-            shapes = [tuple(one.shape) for one in operator.given(args, result)]
+            given = list(operator.given(args, result))
         except Exception as error:
             self._failures.report("following the reduction of gradients", error)
             return
         if handle is None:
-            self._summed(ranks, shapes)
+            self._summed(ranks, given)
         else:
-            handle.tell(partial(self._summed, ranks, shapes))
+            handle.tell(partial(self._summed, ranks, given))
 
     def _reducer_called(self, reducer: Any, result: Any) -> None:
         shapes = tuple(tuple(one.shape) for one in result) if self._wanted and isinstance(result, (tuple, list)) else ()
         if shapes and all(reducer.allreduce_filter):
             self._reducers.append((_ranks_of(_group_of(reducer)), shapes))
+            self._keep(result)
 
-    def _summed(self, ranks: Ranks, shapes: Sequence[Shape]) -> None:
-        self._sums.setdefault(ranks, Counter()).update(shapes)
+    def _summed(self, ranks: Ranks, given: Sequence[Tensor]) -> None:
+        self._sums.setdefault(ranks, Counter()).update(tuple(one.shape) for one in given)
+        self._keep(given)
+
+    def _keep(self, given: Iterable[Tensor]) -> None:
+        """Until the optimizer has been called, to be compared with what it is handed."""
+        for one in given if self._compares else ():
+            self._given.setdefault(tuple(one.shape), []).append(one)
+
+    def _stems_from_a_sum(self, gradient: Tensor, shape: Shape) -> bool:
+        """Whether a gradient is a multiple of what a sum gave: the sum, its mean, either of them clipped or unscaled."""
+        handed, ranks = _elements(gradient), int(communication.get_group_size())
+        given = map(_elements, self._given.get(shape, ()))
+        if handed.size == 1:  # which is a multiple of any number: the sum, or its mean
+            return any(np.isclose(handed, [one[0], one[0] / ranks], ROUNDING, 0, equal_nan=True).any() for one in given)
+        return any(_is_multiple(handed, one) for one in given)
 
     def _covers(self, shape: Shape, count: int, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all ``count`` gradients of a shape were summed over groups that leave no rank out."""
@@ -145,7 +174,24 @@ class Reductions(CollectiveListener):
 
     def _forget(self) -> None:
         self._sums.clear()
+        self._given.clear()
         self._reducers.clear()
+
+
+def _elements(x: Tensor) -> Floats:
+    return np.asarray(on_host(x), dtype=np.float64).ravel()
+
+
+def _is_multiple(x: Floats, of: Floats) -> bool:
+    """Whether ``x`` is ``of`` times a number. What is not finite has to be so in the same places."""
+    finite = np.isfinite(x) & np.isfinite(of)
+    if not np.array_equal(np.isfinite(x), np.isfinite(of)):
+        return False
+    x, of = x[finite], of[finite]
+    square = float(of @ of)
+    if not square:
+        return not x.any()
+    return bool(np.linalg.norm(x - (float(x @ of) / square) * of) <= ROUNDING * np.linalg.norm(x))
 
 
 def _adds(operator: Operator, args: Sequence[Any]) -> bool:

@@ -13,7 +13,7 @@ from monitor.capture.gradients import NOT_REDUCED
 from monitor.ranks.records import read_manifest
 
 REDUCED = ["in-place", "awaited", "by-primitive", "then-clipped", "reducer"]
-LOCAL = ["none", "clipped", "loss-alone"]
+LOCAL = ["none", "clipped", "loss-alone", "weights-averaged", "squares"]
 
 
 @pytest.fixture(scope="module")

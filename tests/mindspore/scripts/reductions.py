@@ -57,6 +57,20 @@ def nothing(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return gradients
 
 
+def weights_averaged(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """As local SGD does: sums of the gradients' shapes, of other things."""
+    for gradient in gradients:
+        distributed.all_reduce(ops.ones_like(gradient) + 0.5 * ops.sin(gradient * 100))
+    return gradients
+
+
+def squares(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    reduce = ops.AllReduce()
+    for gradient in gradients:
+        reduce(gradient * gradient)
+    return gradients
+
+
 WAYS: dict[str, Reduce | None] = {
     "in-place": in_place,
     "awaited": awaited,
@@ -66,6 +80,8 @@ WAYS: dict[str, Reduce | None] = {
     "none": nothing,
     "clipped": clipped,
     "loss-alone": loss_alone,
+    "weights-averaged": weights_averaged,
+    "squares": squares,
 }
 
 
