@@ -413,7 +413,7 @@ class Attachment:
             keep: Write a step in progress, as incomplete: it may be the one people look for. Otherwise it is let go of.
         """
         self._steps.remove()
-        if keep and self.begun and not self._any_turn:
+        if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
             self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
         was_active = self._recorder.active

@@ -16,8 +16,7 @@ from switched import GRADIENTS, Training, our_threads, training
 from torch import nn
 from watching import Output, footprint, warnings_in
 
-from monitor.capture import attachment as attachments
-from monitor.capture import trainer_mon
+from monitor.capture import parameter_rows, trainer_mon
 from monitor.pytorch import backend
 
 OF_THE_PROCESS = "monitor-signals"
@@ -34,7 +33,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [f"{backend.__name__}.new_gradients", f"{attachments.__name__}.WeightCollector", f"{trainer_mon.__name__}.ModelNames"],
+    [f"{backend.__name__}.new_gradients", f"{parameter_rows.__name__}.WeightCollector", f"{trainer_mon.__name__}.ModelNames"],
 )
 def test_what_cannot_be_put_in_force_is_said_and_nothing_is_recorded_until_the_next_change(
     output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str

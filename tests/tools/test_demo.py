@@ -169,5 +169,5 @@ def test_the_job_is_that_of_this_process_and_no_earlier_one(merged: ModuleType, 
 
 def test_what_hinders_the_merge_is_said_in_a_sentence(merged: ModuleType, tmp_path: Path) -> None:
     RecordedRank(tmp_path).close()
-    with pytest.raises(SystemExit, match="Nothing was merged: job 1a2b3c4d"):
+    with pytest.raises(SystemExit, match="Nothing was merged: Job 1a2b3c4d"):
         merged.merge_and_show(Console(quiet=True), merged.runs_of_this_job(tmp_path, set()))

@@ -156,7 +156,7 @@ SAID = {
     Where.STAGES: ": the communication between the stages",
     Where.LOSS: "between the loss and the gradient of ",
     Where.BEHIND: "behind what is watched of the forward, in the loss, or before ",
-    Where.PASSES: ", of which no gradient of an activation around it is recorded",
+    Where.PASSES: "in the backward of the model. Gradients of activations around it were not recorded",
     Where.PARAMETER: ", between the gradient of its output and that of its parameter",
     Where.AGGREGATION: "in the aggregation of gradients over ",
     Where.UNSEEN_RANKS: ", whose own gradient is not known, or ",
@@ -164,7 +164,7 @@ SAID = {
     Where.MOMENTS: "in the optimizer's state, before step ",
     Where.UPDATE: "in the optimizer's step ",
     Where.WEIGHTS: "in the weights before step ",
-    Where.UNKNOWN: "the first in order; nothing is known of what fed it",
+    Where.UNKNOWN: "the first event; its inputs are not known",
 }
 """A part of each remark, which no name is in."""
 

@@ -65,6 +65,13 @@ def _wrapped(optimizer: Any) -> Any:
     return found
 
 
+def _calls_hooks_of_its_own(wrapper: Any, inner: Optimizer) -> bool:
+    """Whether torch has put the call of hooks around the wrapper's step. Lightning's has the hooks of what it wraps."""
+    hooks = getattr(wrapper, "_optimizer_step_pre_hooks", None)
+    is_hooked = isinstance(wrapper, Optimizer) and bool(getattr(type(wrapper).step, "hooked", False))
+    return is_hooked and hooks is not None and hooks is not inner._optimizer_step_pre_hooks
+
+
 def wrappers_in(given: Any) -> Iterator[tuple[Optimizer, Optimizer]]:
     """The optimizers that wrap another one and call hooks of torch themselves, from outside in, each with the innermost.
 
@@ -75,7 +82,7 @@ def wrappers_in(given: Any) -> Iterator[tuple[Optimizer, Optimizer]]:
         yield from wrappers_in(one)
     inner = _unwrapped(given)
     while held is None and given is not inner:
-        if isinstance(given, Optimizer) and hasattr(given, "_optimizer_step_pre_hooks") and isinstance(inner, Optimizer):
+        if isinstance(inner, Optimizer) and _calls_hooks_of_its_own(given, inner):
             yield given, inner
             return
         given = _wrapped(given)
