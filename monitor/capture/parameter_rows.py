@@ -49,11 +49,28 @@ class ParameterRows:
         backend: Backend,
         note: Note,
     ) -> ParameterRows:
-        """What the configuration asks for."""
-        config, series_of = watch.config, OwnedSeries(watch, recorder, failures, backend)
+        """What the configuration asks for. Where a collector cannot be made, none is left hooked."""
         rows = cls()
+        try:
+            rows._collect(watch, parameters, recorder, clock, failures, backend, note)
+        except BaseException:
+            rows.remove()
+            raise
+        return rows
+
+    def _collect(
+        self,
+        watch: Watch,
+        parameters: Sequence[NamedParameter],
+        recorder: Recorder,
+        clock: Clock,
+        failures: Failures,
+        backend: Backend,
+        note: Note,
+    ) -> None:
+        config, series_of = watch.config, OwnedSeries(watch, recorder, failures, backend)
         if config.wg_distribution:
-            rows.gradients = backend.new_gradients(
+            self.gradients = backend.new_gradients(
                 parameters,
                 recorder,
                 clock,
@@ -64,14 +81,13 @@ class ParameterRows:
                 note,
                 each_micro_step=config.monitor_mbs_grad,
             )
-            rows.kinds |= rows.gradients.kinds
+            self.kinds |= self.gradients.kinds
         watched = WatchedParameters(
-            parameters, recorder, series_of, failures, watch.framework, backend, note, rows.is_reduced, rows.kinds
+            parameters, recorder, series_of, failures, watch.framework, backend, note, self.is_reduced, self.kinds
         )
-        rows.weights = WeightCollector(watched) if config.param_distribution else None
-        rows.moments = MomentCollector(watched) if config.mv_distribution else None
-        rows.updates = backend.new_updates(config, watched)
-        return rows
+        self.weights = WeightCollector(watched) if config.param_distribution else None
+        self.moments = MomentCollector(watched) if config.mv_distribution else None
+        self.updates = backend.new_updates(config, watched)
 
     def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
         """As far as gradients are followed; otherwise what the optimizer is given is taken for reduced."""
