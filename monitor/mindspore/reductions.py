@@ -74,6 +74,7 @@ class Reductions(CollectiveListener):
         self._sums: dict[Ranks, Counter[Shape]] = {}
         self._given: dict[Shape, list[Tensor]] = {}
         self._compares = on_the_host()
+        self._is_whole = False
         self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
         self._reduced: Mapping[Shape, bool] = {}
 
@@ -97,7 +98,8 @@ class Reductions(CollectiveListener):
             waiting: The shapes of gradients that other optimizers are still to be handed: sums may be of those.
         """
         self._wanted = False
-        if not has_others():
+        self._is_whole = not has_others() or self._reaches_all([])
+        if self._is_whole:
             return
         shapes = Counter(tuple(one.shape) for one in gradients if one is not None)
         later = Counter(waiting)
@@ -111,7 +113,7 @@ class Reductions(CollectiveListener):
 
     def is_reduced(self, gradient: Tensor | None) -> bool:
         """Whether each gradient of this one's shape is a sum over all ranks that it has to be summed over."""
-        if gradient is None or not has_others():
+        if gradient is None or self._is_whole:
             return gradient is not None
         shape = tuple(gradient.shape)
         return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient, shape))
@@ -169,6 +171,10 @@ class Reductions(CollectiveListener):
         handed = tuple(tuple(one.shape) for one in gradients if one is not None)
         groups = [ranks for ranks, sums in self._sums.items() if sums[shape] >= count]
         groups += [ranks for ranks, shapes in self._reducers if shapes == handed]
+        return self._reaches_all(groups)
+
+    def _reaches_all(self, groups: Sequence[Ranks]) -> bool:
+        """Whether no rank that shares the parameters is left out by ``groups``; of none, whether no other rank does."""
         rank, world_size = int(communication.get_rank()), int(communication.get_group_size())
         return reaches(self._ownership, rank, world_size, groups)
 

@@ -86,4 +86,6 @@ def training(output: Output, text: str = "{}", **config: Any) -> Iterator[Traini
 
 
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("monitor-")]
+    """Of monitors; a debugger that was made last is kept, for calls on its class, with its writer."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("monitor-") and name != "monitor-dump-writer"]
