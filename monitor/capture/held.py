@@ -89,7 +89,7 @@ def tensors_in(result: Any, tensor: type, without: tuple[type, ...]) -> list[Any
 
 
 def _parts(value: Any, kind: type) -> Iterator[Any]:
-    """What an object refers to. Raises ``HiddenError`` where nobody can know."""
+    """What an object refers to. Raises ``HiddenError`` where that cannot be known."""
     if kind is FunctionType:
         yield from (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, vars(value))
     elif kind is CellType:

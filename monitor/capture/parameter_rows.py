@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,43 +52,30 @@ class ParameterRows:
     ) -> ParameterRows:
         """What the configuration asks for. Where a collector cannot be made, none is left hooked."""
         rows = cls()
-        try:
-            rows._collect(watch, parameters, recorder, clock, failures, backend, note)
-        except BaseException:
-            rows.remove()
-            raise
-        return rows
-
-    def _collect(
-        self,
-        watch: Watch,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        clock: Clock,
-        failures: Failures,
-        backend: Backend,
-        note: Note,
-    ) -> None:
-        config, series_of = watch.config, OwnedSeries(watch, recorder, failures, backend)
-        if config.wg_distribution:
-            self.gradients = backend.new_gradients(
-                parameters,
-                recorder,
-                clock,
-                failures,
-                series_of,
-                watch.framework,
-                watch.ownership,
-                note,
-                each_micro_step=config.monitor_mbs_grad,
+        with ExitStack() as stack:
+            stack.callback(rows.remove)
+            config, series_of = watch.config, OwnedSeries(watch, recorder, failures, backend)
+            if config.wg_distribution:
+                rows.gradients = backend.new_gradients(
+                    parameters,
+                    recorder,
+                    clock,
+                    failures,
+                    series_of,
+                    watch.framework,
+                    watch.ownership,
+                    note,
+                    each_micro_step=config.monitor_mbs_grad,
+                )
+                rows.kinds |= rows.gradients.kinds
+            watched = WatchedParameters(
+                parameters, recorder, series_of, failures, watch.framework, backend, note, rows.is_reduced, rows.kinds
             )
-            self.kinds |= self.gradients.kinds
-        watched = WatchedParameters(
-            parameters, recorder, series_of, failures, watch.framework, backend, note, self.is_reduced, self.kinds
-        )
-        self.weights = WeightCollector(watched) if config.param_distribution else None
-        self.moments = MomentCollector(watched) if config.mv_distribution else None
-        self.updates = backend.new_updates(config, watched)
+            rows.weights = WeightCollector(watched) if config.param_distribution else None
+            rows.moments = MomentCollector(watched) if config.mv_distribution else None
+            rows.updates = backend.new_updates(config, watched)
+            stack.pop_all()
+        return rows
 
     def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
         """As far as gradients are followed; otherwise what the optimizer is given is taken for reduced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -55,10 +56,22 @@ class TrainerMon:
     """
 
     _backend: ClassVar[Backend]
+    _wrapped_optimizer: Any = None
 
     def __init__(
-        self, config_file_path: str | os.PathLike[str], process_group: Any = None, params_have_main_grad: bool = True
+        self,
+        config_file_path: str | os.PathLike[str],
+        process_group: Any = None,
+        params_have_main_grad: bool = True,
+        opt_ty: Any = None,
     ) -> None:
+        """Make a monitor, which is to be attached.
+
+        Args:
+            opt_ty: Accepted from older scripts, and ignored.
+        """
+        if opt_ty is not None:
+            warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
         config = load_config(config_file_path)
         path = _spelled(config_file_path)
         self._begin_with(config, path, is_dynamic(path), base_directory(), process_group, params_have_main_grad)
@@ -140,6 +153,11 @@ class TrainerMon:
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
         framework = self._framework(self._backend.chunks_of(model), given(optimizer, self._backend.optimizer_expected))
         self._attach(framework, micro_steps, (dp_group, tp_group), start)
+
+    def set_wrapped_optimizer(self, optimizer: Any) -> None:
+        """Deprecated: pass the optimizer to ``set_monitor``."""
+        warnings.warn("set_wrapped_optimizer will go: pass the optimizer to set_monitor.", DeprecationWarning, stacklevel=2)
+        self._wrapped_optimizer = optimizer
 
     def _attach(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
         if self._closed:

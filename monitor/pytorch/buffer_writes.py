@@ -37,7 +37,7 @@ Told = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
 
 
 class _Mode(TorchFunctionMode):
-    """Hands every call of one thread on as it came, and tells ``told`` of it; told nobody, it does no more than stand there.
+    """Hands every call of one thread on as it came, and calls ``told`` with it; with ``told`` None it has no effect.
 
     torch takes a mode off the stack while it handles a call, and puts it back. So that it is not on the stack does not say that
     it will not be there again: it is pushed once, and not again before it was found there and removed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -19,34 +18,12 @@ class TrainerMon(trainer_mon.TrainerMon):
     __doc__ = trainer_mon.TrainerMon.__doc__
 
     _backend: ClassVar[Backend] = backend
-    _wrapped_optimizer: Any = None
-
-    def __init__(
-        self,
-        config_file_path: str | os.PathLike[str],
-        process_group: Any = None,
-        params_have_main_grad: bool = True,
-        opt_ty: Any = None,
-    ) -> None:
-        """Make a monitor, which is to be attached.
-
-        Args:
-            opt_ty: Accepted from older scripts, and ignored.
-        """
-        if opt_ty is not None:
-            warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
-        super().__init__(config_file_path, process_group, params_have_main_grad)
 
     def reload_xy(self, xy_distribution: bool = False) -> None:
         """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop does it for all ranks alike."""
         warnings.warn("reload_xy will go: use dynamic start and stop.", DeprecationWarning, stacklevel=2)
         for recording in self._recordings:
             self._failures.guarded("switching activations", recording.attachment.set_activations)(xy_distribution)
-
-    def set_wrapped_optimizer(self, optimizer: Any) -> None:
-        """Deprecated: pass the optimizer to ``set_monitor``."""
-        warnings.warn("set_wrapped_optimizer will go: pass the optimizer to set_monitor.", DeprecationWarning, stacklevel=2)
-        self._wrapped_optimizer = optimizer
 
     def monitor_gnorm_with_ad(
         self,
