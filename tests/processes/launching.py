@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-SHARED_MEMORY = Path("/dev/shm")
 PATIENCE = 120.0
 """Seconds after which a process that should have ended long ago is taken to hang."""
 
@@ -133,7 +132,6 @@ class Launcher:
         self._work = directory / "work"
         self._work.mkdir()
         self._started: list[Started] = []
-        self._ports: list[int] = []
 
     def start(
         self,
@@ -162,7 +160,6 @@ class Launcher:
     def start_ranks(self, count: int, script: str, *arguments: object, **how: Any) -> list[Started]:
         """Start a script as each rank of a job."""
         port = _free_port()
-        self._ports.append(port)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
         return [self.start(script, *arguments, **how, **job, RANK=str(rank)) for rank in range(count)]
 
@@ -209,9 +206,6 @@ class Launcher:
         left = [] if until(lambda: not self._running(), 5.0) else self._running()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        for port in self._ports:  # DeepSpeed leaves tens of megabytes of memory behind, for every rank of every job
-            for buffer in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
-                buffer.unlink(missing_ok=True)
         return left, sorted(os.listdir(self._work))
 
     def _place(self) -> Path:
