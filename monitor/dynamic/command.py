@@ -178,7 +178,7 @@ def _shown(job: WatchedJob, awaited: MonitorConfig | None = None) -> bool:
     if not job.is_dynamic:
         say(console, "This job was not started with DYNAMIC_MONITOR=True: it does not look at its file.")
     if awaited is not None and not job.took_over(digest_of(awaited)):
-        wrong.append("not all ranks have gone over yet; monitor-ctl status will show when they have")
+        wrong.append("not all ranks have gone over yet; trainermon ctl status will show when they have")
     for one in wrong:
         say(errors, f"warning: {one}", style="yellow")
     return not wrong
