@@ -222,6 +222,11 @@ class TestArguments:
         plain(tmp_path)
         assert converted(tmp_path, data_type_list=[]).rows == 3
 
+    @pytest.mark.parametrize("convert", [csv2tensorboard_by_step, lambda path: csv2db(CSV2DBConfig(path))])
+    def test_a_directory_is_all_that_has_to_be_given(self, tmp_path: Path, convert: Callable[[str], Converted]) -> None:
+        plain(tmp_path)
+        assert convert(str(tmp_path)).rows == 3
+
     @pytest.mark.parametrize(("convert", "ending"), [("db", "_csv2db"), ("curves", "_csv2tensorboard_by_step")])
     def test_the_output_lies_beside_the_ranks_and_is_named_after_the_time(
         self, tmp_path: Path, convert: str, ending: str, monkeypatch: pytest.MonkeyPatch
