@@ -9,10 +9,6 @@ EXAMPLES ?= 500
 # Ranks and test workers are processes of their own; more threads than that would only take turns on the cores.
 export OMP_NUM_THREADS ?= 1
 
-# DeepSpeed builds a library for the interpreter that asks first, and all others wait for it: each checkout has its own.
-export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
-DEEPSPEED_LIBRARY := $(TORCH_EXTENSIONS_DIR)/deepspeed_shm_comm/deepspeed_shm_comm.so
-
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-fault test generated-loops lint bench clean environment numpy2 peer
 
@@ -47,19 +43,13 @@ demo: environment
 demo-fault: environment
 	@.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 tools/demo/find_fault.py $(ARGS)
 
-# Before the tests: a rank that waited for it would be taken to hang, and one that is killed while it builds leaves a lock behind.
-$(DEEPSPEED_LIBRARY): | environment
-	@rm -rf $(@D)
-	@PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" \
-		|| echo "DeepSpeed's library could not be built: its tests will say what follows from that."
-
 ifeq ($(ARGS),)
-test: environment numpy2 $(DEEPSPEED_LIBRARY)
+test: environment numpy2
 	.venv/bin/python $(PYTEST)
 	.venv/bin/python $(PYTEST) --mindspore
 	.venv-numpy2/bin/python $(PYTEST) $(NUMPY2_TESTS)
 else
-test: environment $(DEEPSPEED_LIBRARY)
+test: environment
 	.venv/bin/python $(PYTEST) $(ARGS)
 endif
 

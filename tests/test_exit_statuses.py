@@ -23,7 +23,9 @@ from sink_rows import Measured
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 SCRIPTS = dict(
-    re.findall(r'^(monitor-\S+) = "(.*)"$', PROJECT.partition("[project.scripts]")[2].partition("\n[")[0], flags=re.MULTILINE)
+    re.findall(
+        r'^(trainermon|monitor-\S+) = "(.*)"', PROJECT.partition("[project.scripts]")[2].partition("\n[")[0], flags=re.MULTILINE
+    )
 )
 Make = Callable[[Path], object]
 
@@ -101,6 +103,7 @@ CASES: dict[str, list[tuple[int, Make]]] = {
         (1, lambda base: PlayedRank(groups={"dp": (0, 1)}).write(base)),
         (2, nothing),
     ],
+    "trainermon": CONVERSION,
     "monitor-merge": CONVERSION,
     "monitor-csv2tensorboard": CONVERSION,
     "monitor-csv2db": CONVERSION,
@@ -117,7 +120,7 @@ CASES: dict[str, list[tuple[int, Make]]] = {
     "monitor-dump-recover": [(0, dumped({"one": TENSOR})), (1, nothing), (2, lambda base: base.rmdir())],
 }
 ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
-    "monitor-rank-anomalies": lambda base: ["-d", str(base)],
+    "trainermon": lambda base: ["merge", str(base)],
     "monitor-compare": lambda base: [str(base / "a"), str(base / "b")],
     "monitor-ctl": lambda base: [str(base), "status"],
 }

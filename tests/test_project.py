@@ -137,11 +137,8 @@ def test_the_way_to_read_the_files_reads_every_step_of_every_parameter(example: 
 
 
 def test_the_command_that_the_readme_names_merges_what_was_recorded(readme: str, example: Path) -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    (command, directory) = re.findall(r"`(monitor-merge) (\w+)`", readme)[0]
-    module, _, app = scripts[command].partition(":")
-    merging = run("-c", f"from {module} import {app}; {app}()", directory, cwd=example)
+    directory = re.findall(r"`trainermon merge (\w+)`", readme)[0]
+    merging = run("-m", "monitor", "merge", directory, cwd=example)
     assert merging.returncode == 0, merging.stderr
     assert {path.name for path in example.glob("monitor_output/merged/global/grad_*")} == {
         "grad_reduced_0-9.h5",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from monitor.config import MonitorConfig
+from monitor import MonitorConfig
 from monitor.config.allowed import FieldSchema, Node
 from monitor.config.model import Capability
 

@@ -18,7 +18,7 @@ from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 from monitor.terminal import plain
 
-RANKING: Final = "monitor-rank-anomalies"
+RANKING: Final = "trainermon rank-anomalies"
 """The command that puts the events of all ranks in order."""
 
 LINES: Final = 10
@@ -129,9 +129,9 @@ def _ranking(where: Path | None) -> str:
     """How to find out which tensor of which rank was first. Most alerts are of what another tensor, or rank, has passed on."""
     if where is None:
         return (
-            ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
+            ' It may come from another tensor or rank: with "dump": true in "alert", trainermon rank-anomalies finds the first.'
         )
-    return f" It may come from another tensor or rank. To find the first: {RANKING} -d {shlex.quote(str(where.parent))}"
+    return f" It may come from another tensor or rank. To find the first: {RANKING} {shlex.quote(str(where.parent))}"
 
 
 def _spelled(cause: tuple[str, str]) -> str:

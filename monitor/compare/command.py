@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from monitor.cli_arguments import Version, command_app
 from monitor.compare import dumps, runs
 from monitor.compare.errors import ComparisonError
 from monitor.compare.findings import Compared
@@ -18,18 +19,23 @@ from monitor.terminal import say
 SAME, DIFFERENT, NOTHING = 0, 1, 2
 """Exit statuses: all is the same; something differs, or there was no tensor to compare; nothing was compared."""
 
-app: Final = typer.Typer(add_completion=False)
+app: Final = command_app()
 
 
 @app.command()
 def monitor_compare(
-    left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, a rank's step in one, or what a run recorded.")],
-    right: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file of CSV for everything that differs.")] = None,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative errors of values up to this are no difference.")] = 0.0,
+    left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, a rank's step in it, or the output of a run.")],
+    right: Annotated[Path, typer.Argument(metavar="B", help="The directory to compare it with.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write every difference to this CSV file.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative differences up to this are not reported.")] = 0.0,
+    _version: Version = False,
 ) -> None:
-    """Compare two precision dumps, or two monitored runs (what they recorded as CSV): the first tensor in execution order that
-    is not the same, and those that differ most.
+    """Compare two precision dumps, or two monitored runs.
+
+    Of runs it compares what they recorded as CSV. It shows the first tensor in execution order that differs, and the largest
+    differences.
 
     Exit status: 0 they are the same, 1 they differ, or there is no tensor to compare, 2 nothing was compared.
     """

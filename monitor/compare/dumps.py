@@ -42,7 +42,7 @@ def compare(left: Path, right: Path) -> Compared:
     sides = {side: _places(side) for side in (left, right)}
     for side, places in sides.items():
         if killed := [file for file in _unfinished(side) if not is_written(file)]:
-            raise ComparisonError(f"{killed[0].parent} is of a process that was killed: run monitor-dump-recover {side} first.")
+            raise ComparisonError(f"{killed[0].parent} is of a killed process: run trainermon dump-recover {side} first.")
         if not places:
             raise ComparisonError(f"{side} has no dump.json in it: name a dump_path, or the directory of a rank's step.")
     pairs = _aligned(sides[left], sides[right])

@@ -9,6 +9,17 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from monitor.cli_arguments import (
+    Directory,
+    DirectoryOption,
+    Job,
+    TimeEnd,
+    TimeStart,
+    Version,
+    Workers,
+    command_app,
+    one_directory,
+)
 from monitor.convert import database, events
 from monitor.convert.errors import ConversionError, NothingRecordedError
 from monitor.convert.outcome import MOST_SAID, Converted
@@ -18,65 +29,73 @@ from monitor.terminal import say
 CLEAN, FLAWED, NOTHING = 0, 1, 2
 """Exit statuses: all was converted; something is missing or was set aside, or there was no row; nothing was converted."""
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")]
-TimeStart = Annotated[str | None, typer.Option(help="Only directories from this timestamp on: Dec03_21-34-40.")]
-TimeEnd = Annotated[str | None, typer.Option(help="Only directories up to this timestamp, itself included.")]
-Kinds = Annotated[str | None, typer.Option(help=f"Only these, separated by commas: {', '.join(DATA_TYPES)}.")]
-Job = Annotated[str | None, typer.Option(help="The id of the job, or its beginning, where there are several.")]
-Workers = Annotated[int, typer.Option(min=1, help="Processes.")]
+Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds, separated by commas: {', '.join(DATA_TYPES)}.")]
 
-tensorboard_app = typer.Typer(add_completion=False)
-database_app = typer.Typer(add_completion=False)
+tensorboard_app = command_app()
+database_app = command_app()
 
 
 @tensorboard_app.command()
 def monitor_csv2tensorboard(
-    directory: Directory,
+    directory: Directory = None,
+    directory_option: DirectoryOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="A directory, new or empty.", show_default=f"DIR/{{time}}_{events.ENDING}"),
+        typer.Option(
+            "-o", "--output", metavar="OUTPUT", help="A directory, new or empty.", show_default=f"DIR/{{time}}_{events.ENDING}"
+        ),
     ] = None,
     time_start: TimeStart = None,
     time_end: TimeEnd = None,
     kinds: Kinds = None,
     job: Job = None,
     workers: Workers = 1,
+    _version: Version = False,
 ) -> None:
-    """Show in TensorBoard what ranks recorded as CSV: a curve over steps for each op of each tensor.
+    """Convert what ranks recorded as CSV to TensorBoard curves.
 
-    Then: tensorboard --logdir OUTPUT
+    Each op of each tensor becomes a curve over steps. To show the curves:
+
+    \b
+      tensorboard --logdir OUTPUT
 
     Exit status: 0 all was converted, 1 files were set aside, ranks or steps are missing, or there are no rows, 2 nothing was
     converted.
     """
-    asked = _listed(kinds)
-    _run(lambda: events.to_events(Request.of(directory, time_start, time_end, workers, asked, output, job, events.ENDING)))
+    asked, base = _listed(kinds), one_directory(directory, directory_option)
+    _run(lambda: events.to_events(Request.of(base, time_start, time_end, workers, asked, output, job, events.ENDING)))
 
 
 @database_app.command()
 def monitor_csv2db(
-    directory: Directory,
+    directory: Directory = None,
+    directory_option: DirectoryOption = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A directory.", show_default=f"DIR/{{time}}_{database.ENDING}")
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUTPUT", help="A directory.", show_default=f"DIR/{{time}}_{database.ENDING}"),
     ] = None,
     time_start: TimeStart = None,
     time_end: TimeEnd = None,
     kinds: Kinds = None,
     job: Job = None,
     workers: Workers = 1,
-    step_partition: Annotated[int, typer.Option(min=1, help="Steps that share a table.")] = 500,
+    step_partition: Annotated[int, typer.Option(min=1, help="The number of steps in a table.")] = 500,
+    _version: Version = False,
 ) -> None:
-    """Put what ranks recorded as CSV into an SQLite database, monitor_metrics.db.
+    """Convert what ranks recorded as CSV to an SQLite database.
 
-    Then: sqlite3 OUTPUT/monitor_metrics.db "SELECT step, norm FROM grad_reduced WHERE name = '0.weight' AND rank = 0"
+    To read it:
+
+    \b
+      sqlite3 OUTPUT/monitor_metrics.db "SELECT step, norm FROM grad_reduced WHERE name = '0.weight' AND rank = 0"
 
     Exit status: 0 all was converted, 1 files were set aside, ranks or steps are missing, or there are no rows, 2 nothing was
     converted.
     """
-    asked = _listed(kinds)
+    asked, base = _listed(kinds), one_directory(directory, directory_option)
     _run(
         lambda: database.to_database(
-            Request.of(directory, time_start, time_end, workers, asked, output, job, database.ENDING), step_partition
+            Request.of(base, time_start, time_end, workers, asked, output, job, database.ENDING), step_partition
         )
     )
 

@@ -331,7 +331,7 @@ class PrecisionDebugger:
 
 
 def _recovery(directory: Path) -> str:
-    return f"What was recorded is kept there: see to it that there is room, and run monitor-dump-recover {directory}."
+    return f"What was recorded is kept there: see to it that there is room, and run trainermon dump-recover {directory}."
 
 
 def _nothing() -> None:

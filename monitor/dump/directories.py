@@ -39,7 +39,7 @@ def _set_aside(directory: Path, failures: Failures) -> None:
     directory.rename(aside)
     directory.mkdir()  # where what is said is written, too
     held = "what a process had recorded that was killed" if left else "the dump of an earlier run"
-    todo = ": monitor-dump-recover makes its files." if left else "."
+    todo = ": trainermon dump-recover makes its files." if left else "."
     failures.warn(f"set aside {aside}", f"{directory} held {held}. It is in {aside} now{todo}")
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from monitor.cli_arguments import DirectoryOption, Job, Version, command_app, one_directory
 from monitor.config import ConfigError, MonitorConfig
 from monitor.config.jsonc import JsonError, parse
 from monitor.config.jsonc import Path as FieldPath
@@ -39,48 +40,73 @@ class Action(str, Enum):
     status = "status"
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = command_app()
 
 
-@app.command(no_args_is_help=True)
+@app.command()
 def monitor_ctl(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")],
-    action: Annotated[Action, typer.Argument(metavar="on|off|set|status", help="What to do.", show_default=False)],
+    directory: Annotated[
+        str | None,
+        typer.Argument(metavar="DIR", help="The directory that contains the ranks' directories.", show_default=False),
+    ] = None,
+    action: Annotated[str | None, typer.Argument(metavar="on|off|set|status", help="What to do.", show_default=False)] = None,
     values: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help='For set: alert.dump=true, targets["h.0.mlp"]={}, a value in JSON.'),
+        typer.Argument(metavar="KEY=VALUE", help='For set: alert.dump=true, targets["h.0.mlp"]={}, with values in JSON.'),
     ] = None,
-    job: Annotated[str | None, typer.Option(help="The id of the job, or its beginning, where several run.")] = None,
+    directory_option: DirectoryOption = None,
+    job: Job = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file to change.", show_default="the one that the job's ranks name")
     ] = None,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Wait until all ranks have gone over, at most this long.")
+        float, typer.Option(metavar="SECONDS", min=0, help="Wait until all ranks use the new values, at most this long.")
     ] = 0.0,
+    _version: Version = False,
 ) -> None:
-    """Switch the monitoring of a running job on or off, change what it records, and see since which step what holds.
+    """Show and change what a running job records.
 
-    The job has to run with the environment variable DYNAMIC_MONITOR=True. This command changes its configuration file, one
-    value in place, comments and all the rest untouched; the job sees that within a second or two, and all ranks go over at the
-    same step. What could not be used is not written.
+    The job has to run with the environment variable DYNAMIC_MONITOR=True. This command switches its monitoring on or off, sets
+    values in its configuration file, or shows since which step each rank uses which values. It changes single values in place,
+    and keeps comments and everything else. The job sees the change within a second or two, and all ranks adopt it at the same
+    step. A value that the job could not use is not written.
 
     \b
-      monitor-ctl monitor_output status
-      monitor-ctl monitor_output on --wait 60
-      monitor-ctl monitor_output set xy_distribution=true collect_times=100
-      monitor-ctl monitor_output set 'targets["h.0.mlp"]={}' 'format=["csv","hdf5"]'
-      monitor-ctl monitor_output off
+      trainermon ctl monitor_output status
+      trainermon ctl monitor_output on --wait 60
+      trainermon ctl monitor_output set xy_distribution=true collect_times=100
+      trainermon ctl monitor_output set 'targets["h.0.mlp"]={}' 'format=["csv","hdf5"]'
+      trainermon ctl monitor_output off
 
     Exit status: 0 done, 1 ranks disagree or have not gone over in time, 2 nothing was done.
     """
+    words = [word for word in (directory, action, *(values or ())) if word is not None]
+    base, chosen, assignments = _asked(words, directory_option)
     errors = Console(stderr=True)
     try:
-        edits = _edits(action, values or [])
-        clean = _changed(directory, job, config, edits, wait) if edits else _shown(job_in(directory, job))
+        edits = _edits(chosen, assignments)
+        clean = _changed(base, job, config, edits, wait) if edits else _shown(job_in(base, job))
     except (ControlError, ConfigError, EditError, OSError) as error:
         say(errors, f"Nothing was done: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     raise typer.Exit(DONE if clean else FLAWED)
+
+
+def _asked(words: Sequence[str], option: Path | None) -> tuple[Path, Action, Sequence[str]]:
+    """The directory, the action and its values. The first word is the directory, unless ``-d`` gives one.
+
+    Raises:
+        typer.BadParameter: The directory is given twice or not at all, or there is no such action.
+    """
+    names = {one.value for one in Action}
+    place = 1 if option is None else 0
+    # An action one word too late shows that the directory is given twice; one word too early, that it is missing.
+    found = next((index for index in (place, 1 - place) if index < len(words) and words[index] in names), place)
+    directory = one_directory(Path(words[0]) if words[:found] else None, option)
+    if found < len(words) and words[found] in names:
+        return directory, Action(words[found]), words[found + 1 :]
+    wrong = f"{words[place]!r} is not an action" if words[place:] else "no action is given"
+    raise typer.BadParameter(f"{wrong}. Write on, off, set or status.", param_hint="on|off|set|status")
 
 
 def _edits(action: Action, values: Sequence[str]) -> dict[FieldPath, Any]:
@@ -152,7 +178,7 @@ def _shown(job: WatchedJob, awaited: MonitorConfig | None = None) -> bool:
     if not job.is_dynamic:
         say(console, "This job was not started with DYNAMIC_MONITOR=True: it does not look at its file.")
     if awaited is not None and not job.took_over(digest_of(awaited)):
-        wrong.append("not all ranks have gone over yet; monitor-ctl status will show when they have")
+        wrong.append("not all ranks have gone over yet; trainermon ctl status will show when they have")
     for one in wrong:
         say(errors, f"warning: {one}", style="yellow")
     return not wrong

@@ -11,6 +11,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from monitor.cli_arguments import (
+    Directory,
+    DirectoryOption,
+    Job,
+    TimeEnd,
+    TimeStart,
+    Version,
+    Workers,
+    command_app,
+    one_directory,
+)
 from monitor.merge.errors import MergeError, NothingRecordedError
 from monitor.merge.merging import Wanted, merge
 from monitor.merge.report import Report, summary
@@ -31,33 +42,40 @@ class FormatName(str, Enum):
     parquet = "parquet"
 
 
-app = typer.Typer(add_completion=False)
+app = command_app()
 
 
 @app.command()
 def monitor_merge(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that the ranks' directories lie in.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A new directory.", show_default="DIR/merged")] = None,
-    job: Annotated[str | None, typer.Option(help="The id of the job, or its beginning, where there are several.")] = None,
-    time_start: Annotated[str | None, typer.Option(help="Only directories from this timestamp on: Dec03_21-34-40.")] = None,
-    time_end: Annotated[str | None, typer.Option(help="Only directories up to this timestamp.")] = None,
-    kinds: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
-    steps: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Only these steps, both included; either may be left out.")
+    directory: Directory = None,
+    directory_option: DirectoryOption = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUTPUT", help="A new directory.", show_default="DIR/merged")
     ] = None,
-    format: Annotated[FormatName, typer.Option(help="Of the files to write.")] = FormatName.hdf5,  # noqa: A002
-    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    dask: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scheduler of a Dask cluster to work on.")] = None,
+    job: Job = None,
+    time_start: TimeStart = None,
+    time_end: TimeEnd = None,
+    kinds: Annotated[str | None, typer.Option(help="Only these kinds, separated by commas.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only the steps from A to B, inclusive. A or B may be left out.")
+    ] = None,
+    format: Annotated[FormatName, typer.Option(help="The format of the files to write.")] = FormatName.hdf5,  # noqa: A002
+    workers: Workers = 1,
+    dask: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Merge on the Dask cluster that has this scheduler.")
+    ] = None,
+    _version: Version = False,
 ) -> None:
-    """Make one data set of what the ranks of a job recorded.
+    """Merge what the ranks of a job recorded into one data set.
 
     Exit status: 0 all is there and agrees, 1 something is missing or disagrees, or the job has no rows, 2 nothing was merged.
     """
+    base = one_directory(directory, directory_option)
     console = Console(stderr=True)
     try:
         wanted = Wanted(
-            directory,
-            output or directory / "merged",
+            base,
+            output or base / "merged",
             job,
             _span(time_start, time_end),
             [one.strip() for one in kinds.split(",")] if kinds else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -91,8 +92,9 @@ def write_table(rows: pa.Table, path: Path) -> None:
     _WRITERS[path.suffix](rows, path)
 
 
-def read_merged(path: Path) -> pa.Table:
+def read_merged(path: str | PathLike[str]) -> pa.Table:
     """The rows of one file of a merged data set, in the columns ``columns_of`` its kind; what is missing is null."""
+    path = Path(path)
     return _READERS[path.suffix](path)
 
 

@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pyarrow.compute import binary_join  # type: ignore[attr-defined]
 
 from monitor.merge.arrow_files import read_file
@@ -22,7 +21,7 @@ from monitor.merge.ordering import order_by, starts_of_runs
 from monitor.merge.output import GLOBAL, PER_RANK, columns_of, write_table
 from monitor.merge.reading import Source, Told, of_piece, read
 from monitor.merge.rows import Rows, counts_elements, gathered
-from monitor.merge.statistics import Index, Statistics, combined
+from monitor.merge.statistics import Flags, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts, same
 from monitor.ranks.ownership import OF_PARAMETERS
@@ -30,8 +29,6 @@ from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.shard_names import Steps
 from monitor.stats.histograms import MAGNITUDES, spelled
 from monitor.stats.ops import CALLS
-
-Flags = NDArray[np.bool_]
 
 TERMS: Final = "each rank has a term of a sum over ranks, and no rank has recorded the sum"
 UNLIKE: Final = (

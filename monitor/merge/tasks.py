@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from monitor.merge.arrow_files import write_file
-from monitor.merge.catalogue import Index
 from monitor.merge.columns import Columns
 from monitor.merge.discovery import RankRun
 from monitor.merge.naming import LayerNames
+from monitor.merge.ordering import Index
 from monitor.merge.planning import Planner, Window, by_kind, chosen, recorded_steps
 from monitor.merge.reading import Share, Source, files_of
 from monitor.merge.reduction import ROLES, RUNS, Piece

@@ -1,10 +1,17 @@
 """The monitor for MindSpore."""
 
-from monitor.capture.errors import RunEnded
-from monitor.mindspore.callback import MonitorCallback
-from monitor.mindspore.dump.callback import MsprobeInitStep, MsprobeStep
-from monitor.mindspore.dump.debugger import PrecisionDebugger
-from monitor.mindspore.dump.seeding import seed_all
-from monitor.mindspore.trainer_mon import TrainerMon
+try:
+    from monitor.capture.errors import RunEnded
+    from monitor.mindspore.callback import MonitorCallback
+    from monitor.mindspore.dump.callback import MsprobeInitStep, MsprobeStep
+    from monitor.mindspore.dump.debugger import PrecisionDebugger
+    from monitor.mindspore.dump.seeding import seed_all
+    from monitor.mindspore.trainer_mon import TrainerMon
+except ModuleNotFoundError as error:
+    if error.name != "mindspore":  # MindSpore is installed, and another module is missing
+        raise
+    raise ModuleNotFoundError(
+        "monitor.mindspore needs MindSpore: pip install 'trainermon[mindspore]'", name="mindspore"
+    ) from error
 
 __all__ = ["MonitorCallback", "MsprobeInitStep", "MsprobeStep", "PrecisionDebugger", "RunEnded", "TrainerMon", "seed_all"]

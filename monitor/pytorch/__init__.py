@@ -1,8 +1,14 @@
 """The monitor for PyTorch."""
 
-from monitor.capture.errors import RunEnded
-from monitor.pytorch.dump.debugger import PrecisionDebugger
-from monitor.pytorch.dump.seeding import seed_all
-from monitor.pytorch.trainer_mon import TrainerMon
+try:
+    from monitor.capture.errors import RunEnded
+    from monitor.pytorch.dump.debugger import PrecisionDebugger
+    from monitor.pytorch.dump.seeding import seed_all
+    from monitor.pytorch.trainer_mon import TrainerMon
+except ModuleNotFoundError as error:
+    if error.name != "torch":  # torch is installed, and another module is missing
+        raise
+    advice = "monitor.pytorch needs PyTorch: pip install 'trainermon[torch]'"
+    raise ModuleNotFoundError(advice, name="torch") from error
 
 __all__ = ["PrecisionDebugger", "RunEnded", "TrainerMon", "seed_all"]

@@ -10,6 +10,6 @@ from typing import Final
 
 from torch.amp.grad_scaler import GradScaler
 
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 
-SCALER_PATCH: Final = CallPatch(GradScaler, "step", ("self", "optimizer"))
+SCALER_PATCH: Final = TorchCallPatch(GradScaler, "step", ("self", "optimizer"))

@@ -9,7 +9,7 @@ from monitor.capture import patches
 from monitor.pytorch.untraced import untraced
 
 
-class CallPatch(patches.CallPatch):
+class TorchCallPatch(patches.CallPatch):
     """Where a compiler could not look into the function, it does not look into what stands in its place."""
 
     def _opaque(self, patched: Any, original: Any) -> Any:

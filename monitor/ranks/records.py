@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -264,12 +265,13 @@ def known_version(version: int) -> int:
     return version
 
 
-def read_manifest(path: Path) -> ManifestRecord:
+def read_manifest(path: str | PathLike[str]) -> ManifestRecord:
     """Read a ``manifest.json``.
 
     Raises:
         ManifestError: it is missing, too large, cut off, or holds what a manifest does not.
     """
+    path = Path(path)
     return parsed(ManifestRecord, content_of(path, MANIFEST_LIMIT, "manifest"), path)
 
 

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from os import PathLike
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -265,7 +266,7 @@ class SeriesColumns(Record):
         return Flow(tuple(edges), tuple(map(Pass._make, self.passes)), self.flow_cut)
 
 
-def read_series(directory: Path, manifest: ManifestRecord) -> tuple[MeasuredSeries, ...]:
+def read_series(directory: str | PathLike[str], manifest: ManifestRecord) -> tuple[MeasuredSeries, ...]:
     """The series that the manifest in ``directory`` points at, in the order of their numbers.
 
     While the rank is alive its manifest may move on to another file; then read the manifest again.
@@ -273,7 +274,7 @@ def read_series(directory: Path, manifest: ManifestRecord) -> tuple[MeasuredSeri
     Raises:
         ManifestError: the file is missing, too large, damaged, or not the one that its name stands for.
     """
-    columns = read_columns(directory, manifest)
+    columns = read_columns(Path(directory), manifest)
     return columns.series() if columns else ()
 
 

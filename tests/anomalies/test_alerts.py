@@ -10,7 +10,7 @@ from sink_rows import Measured
 
 from monitor.anomalies.alerts import Alerts
 
-UNRANKED = ' It may come from another tensor or rank: set "dump": true in "alert", and monitor-rank-anomalies finds the first.'
+UNRANKED = ' It may come from another tensor or rank: with "dump": true in "alert", trainermon rank-anomalies finds the first.'
 
 
 class Clock:
@@ -152,7 +152,7 @@ def rankings(said: Said, nans: int = 0, **tensors: list[float]) -> list[str]:
 
 def test_the_first_line_of_each_cause_names_the_command_that_ranks_and_its_directory(caplog: pytest.LogCaptureFixture) -> None:
     said = Said(caplog, Path("out/anomaly_detected/rank3"))
-    command = "monitor-rank-anomalies -d out/anomaly_detected"
+    command = "trainermon rank-anomalies out/anomaly_detected"
     assert rankings(said, nans=2, a=[1.0]) == [command, ""]
     assert rankings(said, nans=1, a=[9.0]) == ["", command, command]  # of the norm and of the mean
     assert rankings(said, nans=1) == [""]
@@ -162,7 +162,7 @@ def test_the_first_line_of_each_cause_names_the_command_that_ranks_and_its_direc
 
 def test_the_directory_is_quoted_as_a_shell_wants_it(caplog: pytest.LogCaptureFixture) -> None:
     assert rankings(Said(caplog, Path("my runs/anomaly_detected/rank3")), nans=1) == [
-        "monitor-rank-anomalies -d 'my runs/anomaly_detected'"
+        "trainermon rank-anomalies 'my runs/anomaly_detected'"
     ]
 
 

@@ -101,4 +101,4 @@ def test_the_dump_of_a_killed_process_is_to_be_recovered_first(tmp_path: Path) -
     (place / "dump.json").unlink()
     Records(place / FILE).close()
     status, said = compared(tmp_path)
-    assert (status, "run monitor-dump-recover" in said) == (2, True)
+    assert (status, "run trainermon dump-recover" in said) == (2, True)

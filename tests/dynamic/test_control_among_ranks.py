@@ -23,7 +23,7 @@ from monitor.failures import Failures
 from monitor.ranks.store.client import StoreClient
 
 FAST = Pace(idle=0.02, open=0.005, waiting=0.002, patience=1.0, bound=2.0)
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 RULES = {"rules": [{"rule_name": "AnomalyNan"}]}
 LAST = 999
 """A ``collect_times`` that ends a test: all ranks stop before the step from which it holds."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from launching import until
+from hanging import until
 from recorded_job import files, merged, sharded
 
 from monitor.merge import merging

@@ -13,11 +13,10 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any, NamedTuple
 
+from hanging import IDLE_S, ends
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-PATIENCE_S = 120.0
-"""After which a job that should have ended long ago is taken to hang."""
-
 TOLD = "told "
 RESERVED = ("MS_", "RANK_", "MONITOR_", "DYNAMIC_MONITOR", "DEVICE_ID")
 """What a launcher or a user has set for something else than the job."""
@@ -62,17 +61,18 @@ class Ranks(NamedTuple):
 
 
 def run_ranks(
-    count: int, script: str | Path, directory: Path, *arguments: object, patience_s: float = PATIENCE_S, **environment: str
+    count: int, script: str | Path, directory: Path, *arguments: object, idle_s: float = IDLE_S, **environment: str
 ) -> Ranks:
     """Run a script as each rank of a job.
 
     Args:
         script: Its name in ``scripts``, or its whole path.
         directory: The job's own; must be empty or not exist. Where its processes run and their logs lie.
+        idle_s: For how long its processes may do nothing.
         environment: Variables beside those of this process.
 
     Raises:
-        subprocess.TimeoutExpired: It hangs. By then it has been ended.
+        TimeoutError: It hangs. By then it has been ended.
     """
     directory.mkdir(exist_ok=True)
     port = _free_port()
@@ -88,7 +88,9 @@ def run_ranks(
             command, cwd=directory, env=_surroundings() | environment, stdout=said, stderr=said, stdin=subprocess.DEVNULL
         )
         try:
-            status = launcher.wait(patience_s)
+            if not ends(lambda: launcher.poll() is not None, lambda: running(directory), idle_s):
+                raise TimeoutError(f"no rank of {script} has worked for {idle_s} s")
+            status = launcher.wait()
         finally:
             _end_all(directory, launcher)
     ranks = [_ended(directory, f"worker_{rank}", str(rank)) for rank in range(count)]

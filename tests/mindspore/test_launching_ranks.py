@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_known_by_its_status(tmp_path: Pat
 
 
 def test_a_job_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        run_ranks(2, "hanging.py", tmp_path / "job", "all", patience_s=8.0)
+    with pytest.raises(TimeoutError):
+        run_ranks(2, "hanging.py", tmp_path / "job", "all", idle_s=8.0)
     assert (tmp_path / "job" / "log" / "worker_1.log").exists()
     assert running(tmp_path / "job") == []

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hanging
 import numpy as np
 
 from monitor.failures import Failures
@@ -203,12 +203,9 @@ def journal_in(path: Path) -> dict[str, list[Any]]:
     return entries
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
     """Whether ``condition`` came true in time."""
-    deadline = time.monotonic() + seconds
-    while not (came := bool(condition())) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return came
+    return hanging.until(condition, seconds)
 
 
 class Program:

@@ -8,19 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, NamedTuple, Protocol
 
+from hanging import IDLE_S, ends, until
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-SHARED_MEMORY = Path("/dev/shm")
-PATIENCE = 120.0
-"""Seconds after which a process that should have ended long ago is taken to hang."""
-
 EVERY_STEP: dict[str, Any] = {
     "wg_distribution": True,
     "param_distribution": True,
@@ -64,8 +61,8 @@ class Child(Protocol):
 class Started:
     """A script that was started, and what it has said so far."""
 
-    def __init__(self, child: Child, place: Path) -> None:
-        self.child = child
+    def __init__(self, child: Child, place: Path, processes: Callable[[], list[int]]) -> None:
+        self.child, self._processes = child, processes
         self._out, self._errors = place / "out", place / "errors"
 
     def wait_for(self, line: str) -> None:
@@ -74,7 +71,7 @@ class Started:
         def has_said() -> bool:
             return f"{line}\n" in self.said().splitlines(keepends=True)
 
-        assert until(lambda: has_said() or self.child.poll() is not None, PATIENCE), f"it never said {line!r}"
+        assert ends(lambda: has_said() or self.child.poll() is not None, self._processes), f"it never said {line!r}"
         assert has_said(), f"it ended before it said {line!r}:\n{self._errors.read_text()}"
 
     def said(self) -> str:
@@ -86,7 +83,7 @@ class Started:
 
     def end(self) -> Ended:
         """Wait for its end."""
-        assert until(lambda: self.child.poll() is not None, PATIENCE), f"it hangs:\n{self._errors.read_text()}"
+        assert ends(lambda: self.child.poll() is not None, self._processes), f"it hangs:\n{self._errors.read_text()}"
         status = self.child.poll()
         assert status is not None
         return Ended(status, self._out.read_text(), self._errors.read_text())
@@ -104,11 +101,11 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        assert until(lambda: (place / "pid").exists() or self._process.poll() is not None, PATIENCE)
+        assert ends(lambda: (place / "pid").exists() or self._process.poll() is not None, lambda: [self._process.pid])
         return ForkedChild(place)
 
     def close(self) -> None:
-        self._process.communicate(timeout=PATIENCE)
+        self._process.communicate(timeout=IDLE_S)
         assert self._process.returncode == 0
 
 
@@ -133,7 +130,6 @@ class Launcher:
         self._work = directory / "work"
         self._work.mkdir()
         self._started: list[Started] = []
-        self._ports: list[int] = []
 
     def start(
         self,
@@ -157,12 +153,11 @@ class Launcher:
             "environment": self._environment(place, config, base or self.base, environment),
             "command": [str(SCRIPTS / script), *map(str, arguments)],
         }
-        return self._keep(Started(self._nursery.fork(request), place))
+        return self._keep(Started(self._nursery.fork(request), place, self._running))
 
     def start_ranks(self, count: int, script: str, *arguments: object, **how: Any) -> list[Started]:
         """Start a script as each rank of a job."""
         port = _free_port()
-        self._ports.append(port)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
         return [self.start(script, *arguments, **how, **job, RANK=str(rank)) for rank in range(count)]
 
@@ -194,7 +189,7 @@ class Launcher:
                 cwd=self._work,
                 start_new_session=True,
             )
-        return self._keep(Started(process, place))
+        return self._keep(Started(process, place, self._running))
 
     def run(self, script: str, *arguments: object, **how: Any) -> Ended:
         """Start a script and wait for its end."""
@@ -209,9 +204,6 @@ class Launcher:
         left = [] if until(lambda: not self._running(), 5.0) else self._running()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        for port in self._ports:  # DeepSpeed leaves tens of megabytes of memory behind, for every rank of every job
-            for buffer in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
-                buffer.unlink(missing_ok=True)
         return left, sorted(os.listdir(self._work))
 
     def _place(self) -> Path:
@@ -257,11 +249,3 @@ def _surroundings() -> dict[str, str]:
     others = {name: value for name, value in os.environ.items() if name not in ("MONITOR_CONFIG", "RANK", "WORLD_SIZE")}
     path = os.pathsep.join([str(ROOT), str(SCRIPTS)])
     return others | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}
-
-
-def until(condition: Callable[[], Any], seconds: float) -> bool:
-    """Whether ``condition`` came true in time."""
-    deadline = time.monotonic() + seconds
-    while not (came := bool(condition())) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return came

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Launcher, Started, until
+from hanging import until
+from launching import Launcher, Started
 from recorded import listed, rank_directories
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from monitor.ranks.records import ConfigurationRecord, ManifestRecord, read_mani
 from monitor.sinks.csv import read_csv
 
 GRADIENTS: dict[str, Any] = {"dynamic_on": True, "wg_distribution": True, "ops": ["norm"], "step_count_per_record": 50}
-SOON = 30.0
+SOON = 120.0
 
 
 Start = Callable[..., "Job"]

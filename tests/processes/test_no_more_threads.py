@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def trained(directory: Path, formats: str, when: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, SCRIPT, directory, formats, when]
-    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("formats", ["csv", "hdf5", "tensorboard", "csv,hdf5,tensorboard"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-from launching import EVERY_STEP, Ended, Launcher, Started, until
+from hanging import until
+from launching import EVERY_STEP, Ended, Launcher, Started
 from recorded import Recorded, listed, only_recording, rank_directories
 
 RECORDS = EVERY_STEP | {"step_count_per_record": 5}
@@ -89,7 +90,7 @@ def test_a_rank_that_is_blocked_in_a_collective_shows_its_steps_and_dies_as_it_w
 def test_a_blocked_rank_whose_handler_cannot_run_shows_its_steps_all_the_same(launcher: Launcher) -> None:
     ranks = two_ranks(launcher, "handler")
     ranks[0].send(signal.SIGTERM)
-    assert until(lambda: visible_of_rank_0(launcher) == list(range(7)), 20.0)
+    assert until(lambda: visible_of_rank_0(launcher) == list(range(7)), 120.0)
     assert ranks[0].child.poll() is None
     ranks[1].send(signal.SIGKILL)
     assert ranks[0].end().status == 3

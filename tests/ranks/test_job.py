@@ -14,7 +14,7 @@ from monitor.failures import Failures
 from monitor.ranks.job import JobIdentity, agree
 from monitor.ranks.store.client import StoreClient
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 @pytest.fixture(autouse=True)

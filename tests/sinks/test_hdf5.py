@@ -733,7 +733,7 @@ writer.join()
 def test_children_forked_meanwhile_use_h5py_themselves_and_leave_the_shards_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
     program = FORKING.format(tests=str(Path(__file__).parent), out=str(out))
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True, timeout=600)
     assert len(list(tmp_path.glob("child*.h5"))) == 20
     steps = [step for name in os.listdir(out) for step in steps_in(out / name)]
     assert sorted(list(range(max(steps) + 1)) * 300) == sorted(steps)

@@ -28,5 +28,5 @@ def run_python(base: Path, *arguments: str, together: bool = False) -> subproces
     command = [sys.executable, *arguments]
     errors = subprocess.STDOUT if together else subprocess.PIPE
     return subprocess.run(
-        command, cwd=base, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=300, check=False
+        command, cwd=base, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=600, check=False
     )

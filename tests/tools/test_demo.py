@@ -91,7 +91,7 @@ def test_the_last_words_are_the_norms_of_the_whole_gradient(demo: tuple[str, Pat
 def test_of_the_jobs_in_the_directory_it_merges_its_own_and_says_how_to(demo: tuple[str, Path]) -> None:
     printed, base = demo
     (merged,) = merged_of(base)
-    job = re.search(r"monitor-merge \S+ --job (\w+)", printed)
+    job = re.search(r"trainermon merge \S+ --job (\w+)", printed)
     assert job is not None
     found = discover(base)
     assert len(found.job_ids()) == 2

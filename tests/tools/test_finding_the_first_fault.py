@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from monitor.anomalies.ranking import span
-from monitor.anomalies.ranking.command import app
 from monitor.anomalies.ranking.span import Where
+from monitor.cli import app
 from monitor.config import load_config
 
 DOCUMENT = (ROOT / "docs" / "finding-the-first-fault.md").read_text(encoding="utf-8")
-COMMAND = "$ monitor-rank-anomalies"
+COMMAND = "$ trainermon rank-anomalies"
 
 
 def blocks(language: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_what_is_shown_of_the_files_is_there(here: Path) -> None:
 @pytest.mark.parametrize("line", "".join(blocks("sh")).splitlines())
 def test_a_command_ranks(line: str, here: Path) -> None:
     command, *arguments = shlex.split(line, comments=True)
-    assert f'{command} = "monitor.anomalies.ranking.command:app"' in (ROOT / "pyproject.toml").read_text()
+    assert command == "trainermon"
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1, result.output  # a rule has fired
     output = next((here / name for name in arguments if name.endswith(".json")), None)

@@ -90,8 +90,8 @@ def conclude(planted: Place, events: Path) -> None:
     Raises:
         SystemExit: It cannot be ranked, or the ranking does not begin with what was planted.
     """
-    print(f"\n$ monitor-rank-anomalies -d {events}", flush=True)
-    ranking = subprocess.run([sys.executable, "-m", "monitor.anomalies", "-d", str(events)], check=False)
+    print(f"\n$ trainermon rank-anomalies {events}", flush=True)
+    ranking = subprocess.run([sys.executable, "-m", "monitor", "rank-anomalies", str(events)], check=False)
     if ranking.returncode != NOT_WELL:  # of a job in which a rule has fired
         raise SystemExit(f"The ranking ended with status {ranking.returncode}.")
     found = found_in(events)

@@ -19,10 +19,10 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from monitor import read_merged
 from monitor.merge.discovery import RankRun, discover, runs_of
 from monitor.merge.errors import MergeError
 from monitor.merge.merging import Wanted, merge
-from monitor.merge.output import read_merged
 from monitor.merge.report import Report
 
 Row = dict[str, Any]
@@ -85,7 +85,7 @@ def _said(report: Report, output: Path) -> str:
     lines = [
         f"Merged into {output}",
         f"{rows:,} rows of {ranks} ranks became {tensors:,}: what the ranks hold alike is there once.",
-        f"The command for it is  monitor-merge {output.parent} --job {report.job[:8]}",
+        f"The command for it is  trainermon merge {output.parent} --job {report.job[:8]}",
     ]
     if not report.clean:
         lines.append("Something is missing or disagrees: report.json says what.")

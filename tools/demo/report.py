@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cost import Cost
-from monitor.sinks.csv import read_csv
+from monitor import read_csv
 
 FIRST_ROWS = 8
 FIRST_LOOK = "grad_reduced"

@@ -25,7 +25,7 @@ from cost import WARM_UP_INTERVALS, Cost, measure
 from gpt import GPT, GPTConfig
 from job import output_directory, process_group
 from merged import merge_and_show, runs_of_this_job
-from monitor.config import load_config
+from monitor import load_config
 from monitor.pytorch import TrainerMon
 from report import show
 from text import random_batch, standard_library

@@ -18,6 +18,7 @@ from monitor.anomalies.ranking.coverage import Wanted
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.reading import NothingReadError, folder_of
 from monitor.anomalies.ranking.report import counts, listing, notes
+from monitor.cli_arguments import Version, command_app, one_directory
 from monitor.merge.errors import MergeError
 from monitor.ranks.output import write_whole
 from monitor.terminal import say
@@ -32,34 +33,52 @@ _RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?(?::([1-9]\d{0,17}))?)?"
 _WIDTH: Final = 240
 """Characters of a line where nobody says how wide the terminal is, or there is none."""
 
-app = typer.Typer(add_completion=False)
+app = command_app()
 
 
 @app.command()
 def monitor_rank_anomalies(
-    data_path: Annotated[
-        Path,
-        typer.Option("-d", "--data_path", metavar="DIR", help="Where ranks wrote events, as monitor_output/anomaly_detected."),
-    ],
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR",
+            help="The directory that contains the ranks' directories, or anomaly_detected in it.",
+            show_default=False,
+        ),
+    ] = None,
+    directory_option: Annotated[
+        Path | None, typer.Option("-d", "--directory", "--data_path", metavar="DIR", help="The same as the argument DIR.")
+    ] = None,
     out_path: Annotated[
         Path | None,
-        typer.Option("-o", "--out_path", metavar="OUT", help="A folder, or a file .json.", show_default=f"DIR/{ANALYSIS_FILE}"),
+        typer.Option(
+            "-o",
+            "--output",
+            "--out_path",
+            metavar="OUTPUT",
+            help="A directory, or a file that ends in .json.",
+            show_default=f"{ANALYSIS_FILE}, beside the events",
+        ),
     ] = None,
-    topk: Annotated[int, typer.Option("-k", "--topk", min=1, help="How many events to list.")] = 8,
+    topk: Annotated[int, typer.Option("-k", "--topk", min=1, help="The number of events to list.")] = 8,
     step_list: Annotated[
         str | None,
         typer.Option(
-            "-s", "--step_list", metavar="STEPS", help="Only these: [1,2] or 1,2 or 10:20, both included, or 10: or 0::5"
+            "-s", "--step_list", metavar="STEPS", help="Only these steps: [1,2] or 1,2 or 10:20 (inclusive) or 10: or 0::5"
         ),
     ] = None,
+    _version: Version = False,
 ) -> None:
-    """Put the events of all ranks in order, and say which of them came of nothing before.
+    """Order the events of all ranks, and find the first fault.
+
+    An event is an origin if nothing that its tensor depends on had an event before.
 
     Exit status: 0 no rule has fired, and every step of every rank was judged, 1 a rule has fired, or steps, ranks or files are
     missing, 2 nothing was read.
     """
+    base = one_directory(directory, directory_option)
     try:
-        folder = folder_of(data_path)
+        folder = folder_of(base)
         ranking = ranking_of(folder, topk, _chosen(step_list))
         output = _output(folder, out_path)
         _write(ranking, output)

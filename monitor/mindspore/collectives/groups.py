@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspore import communication
+from mindspore.communication import get_group_size, get_process_group_ranks, get_rank
 
 from monitor.capture.communication_groups import Group, Labels
 
@@ -29,12 +29,12 @@ class Groups:
             given: Its name.
         """
         try:
-            key = given, tuple(communication.get_process_group_ranks(given))
+            key = given, tuple(get_process_group_ranks(given))
             return self._known.get(key) or self._described(*key)
         except (RuntimeError, TypeError, ValueError):
             return None
 
     def _described(self, name: str, ranks: tuple[int, ...]) -> Group:
-        label = self._labels.of(ranks, communication.get_group_size())
-        group = self._known[name, ranks] = Group(label, communication.get_rank(name))
+        label = self._labels.of(ranks, get_group_size())
+        group = self._known[name, ranks] = Group(label, get_rank(name))
         return group

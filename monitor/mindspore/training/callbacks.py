@@ -62,7 +62,7 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
             return
         training = run_context.original_args()
         metrics = TrainingMetrics(self._config, **{**self._known_of(training), **self._options})
-        metrics.attach(*_trained(training))
+        metrics.attach(*_trained_by(training))
         self.metrics = metrics
 
     def _known_of(self, training: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class TopkBiasBalanceCallback(TrainingMetricsCallback):
         return config.model_copy(update={"monitor_config": section, "callbacks": balance, "document": {}})
 
 
-def _trained(training: Any) -> tuple[Any, Any]:
+def _trained_by(training: Any) -> tuple[Any, Any]:
     """The network that is trained, and its optimizer."""
     cell = training.train_network
     by_itself = training.optimizer is None and isinstance(cell, nn.TrainOneStepCell)
@@ -154,7 +154,7 @@ def _scale_of(training: Any) -> Number | None:
     """What the loss of the next step is going to be multiplied by. One that is fixed is told to the optimizer."""
     if (changing := getattr(training.train_network, "scale_sense", None)) is not None:
         return kept(changing)
-    scale = float(getattr(_trained(training)[1], "loss_scale", 1.0))
+    scale = float(getattr(_trained_by(training)[1], "loss_scale", 1.0))
     return None if scale == 1.0 else scale
 
 

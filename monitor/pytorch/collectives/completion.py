@@ -22,7 +22,7 @@ from monitor.capture import patches
 from monitor.capture.patches import CallListener
 from monitor.failures import Failures
 from monitor.pytorch.backward_end import when_backward_ends
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 
 Call = Any
 """What a listener knows a call by."""
@@ -31,11 +31,11 @@ Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool]
 """Told of a call, of its outputs that are there, and of their versions where another thread may change them meanwhile. Says
 whether it could read them. Does not raise."""
 
-WAIT: Final = CallPatch(dist.Work, "wait")
-GET_FUTURE: Final = CallPatch(dist.Work, "get_future")
-WAIT_FOR_FUTURE: Final = CallPatch(torch._C.Future, "wait")
-BEGIN_GROUP: Final = CallPatch(dist.ProcessGroup, "_start_coalescing")
-END_GROUP: Final = CallPatch(dist.ProcessGroup, "_end_coalescing")
+WAIT: Final = TorchCallPatch(dist.Work, "wait")
+GET_FUTURE: Final = TorchCallPatch(dist.Work, "get_future")
+WAIT_FOR_FUTURE: Final = TorchCallPatch(torch._C.Future, "wait")
+BEGIN_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_start_coalescing")
+END_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_end_coalescing")
 PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP)
 """Of this process: callers look these up in the class, so the objects stay what they are."""
 

@@ -32,7 +32,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from monitor.capture import patches
 from monitor.capture.patches import CallListener
 from monitor.pytorch.collectives.operators import Method, Operator, Overload, issuers, methods, operators, wait_operator
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 from monitor.pytorch.untraced import untraced
 
 KEY: Final = "BackendSelect"
@@ -86,7 +86,7 @@ class Interception(CallListener):
         self._taking_away = False
         self._removal = threading.RLock()
         self._steps: weakref.WeakKeyDictionary[CollectiveListener, int] = weakref.WeakKeyDictionary()
-        self._reducer_made = CallPatch(nn.parallel.DistributedDataParallel, "__init__")
+        self._reducer_made = TorchCallPatch(nn.parallel.DistributedDataParallel, "__init__")
 
     @property
     def installed(self) -> bool:

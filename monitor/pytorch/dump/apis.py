@@ -23,7 +23,7 @@ from monitor.dump.apis import api_list as read_list
 from monitor.dump.apis import packaged_list
 from monitor.dump.backend import ApiListener
 from monitor.pytorch.dump.given import as_given
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 
 DISTRIBUTED: Final = "Distributed"
 
@@ -92,7 +92,7 @@ class PatchedCalls(CallListener):
 
     def __init__(self, listener: ApiListener) -> None:
         self._listener = listener
-        self._patches: dict[tuple[int, str], tuple[CallPatch, str]] = {}
+        self._patches: dict[tuple[int, str], tuple[TorchCallPatch, str]] = {}
         self._listed: dict[tuple[int, str], str] = {}
         self._threads = OpenCalls()
         self._listening = False
@@ -105,7 +105,7 @@ class PatchedCalls(CallListener):
         """
         key = id(module), api
         known = self._patches.get(key)
-        patch = CallPatch(module, api) if known is None else known[0]
+        patch = TorchCallPatch(module, api) if known is None else known[0]
         self._patches[key] = patch, prefix
         if listed:
             self._listed[key] = prefix

@@ -25,12 +25,12 @@ from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.pytorch.frameworks.dtensor import placed
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.frameworks.meshes import Layout
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 from monitor.pytorch.place import group_ranks
 from monitor.ranks.ownership import alike_over
 
 GROUP: Final = "the process group of FullyShardedDataParallel"
-POST_BACKWARD: Final = CallPatch(_runtime_utils, "_post_backward_hook", ("state", "handle", "flat_param"))
+POST_BACKWARD: Final = TorchCallPatch(_runtime_utils, "_post_backward_hook", ("state", "handle", "flat_param"))
 """Aggregates the gradient of a unit. A backward takes the function that stood there in its forward: one in progress while the
 patch comes or goes ends as it began."""
 

@@ -23,14 +23,14 @@ from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks
 from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of, ranks_along
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 
 OF_A_PARAMETER: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")
 
-REDUCED: Final = CallPatch(_fsdp_param_group, "foreach_reduce", ("fsdp_params", "unsharded_grads"))
+REDUCED: Final = TorchCallPatch(_fsdp_param_group, "foreach_reduce", ("fsdp_params", "unsharded_grads"))
 """Reduces the gradients of a group of parameters."""
 
-KEPT: Final = CallPatch(_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed", ("self",))
+KEPT: Final = TorchCallPatch(_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed", ("self",))
 """Of one parameter, at the end of a backward whose gradients are not reduced."""
 
 

@@ -10,11 +10,11 @@ from typing import Final
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
 
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 
-START_GRAD_SYNC: Final = CallPatch(_ParamAndGradBucketGroup, "start_grad_sync")
+START_GRAD_SYNC: Final = TorchCallPatch(_ParamAndGradBucketGroup, "start_grad_sync")
 STEPS: Final = tuple(
-    CallPatch(owner, name)
+    TorchCallPatch(owner, name)
     for owner in (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
     for name in ("step", "prepare_grads")
 )

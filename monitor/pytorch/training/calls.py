@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from monitor.capture.patches import CallListener
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 
-CLIPPING: Final = CallPatch(torch.nn.utils, "clip_grad_norm_", ("parameters", "max_norm"))
+CLIPPING: Final = TorchCallPatch(torch.nn.utils, "clip_grad_norm_", ("parameters", "max_norm"))
 
 
 class GradNorm(CallListener):
     """The norm that ``clip_grad_norm_`` has returned last, where it is looked up when it is called, as trainers do."""
 
-    def __init__(self, patch: CallPatch = CLIPPING) -> None:
+    def __init__(self, patch: TorchCallPatch = CLIPPING) -> None:
         self._patch = patch
         self._last: Any = None
         patch.add(self)
@@ -44,7 +44,7 @@ class NormOfOptimizer(GradNorm):
         whole: The call that clips all parameters of the optimizer, within which ``clip_grad_norm_`` is called.
     """
 
-    def __init__(self, whole: CallPatch) -> None:
+    def __init__(self, whole: TorchCallPatch) -> None:
         self._whole = whole
         self._within = False
         self._calls = 0

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from monitor.capture.patches import CallListener
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 from monitor.pytorch.training.calls import GradNorm, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step
 
-TRAINING_STEP: Final = CallPatch(Trainer, "training_step", ("self", "model", "inputs"))
+TRAINING_STEP: Final = TorchCallPatch(Trainer, "training_step", ("self", "model", "inputs"))
 UNPADDED: Final = ("position_ids", "cu_seq_lens_q")
 """In a batch where they stand, samples may be joined to one row."""
 
@@ -27,8 +27,8 @@ OF_LOGGED_STEPS: Final = (
     "logging_steps=1 has all of them logged."
 )
 
-BACKWARD: Final = CallPatch(Accelerator, "backward", ("self", "loss"))
-CLIPPING: Final = CallPatch(Accelerator, "clip_grad_norm_", ("self", "parameters"))
+BACKWARD: Final = TorchCallPatch(Accelerator, "backward", ("self", "loss"))
+CLIPPING: Final = TorchCallPatch(Accelerator, "clip_grad_norm_", ("self", "parameters"))
 
 
 class TrainingMetricsCallback(TrainerCallback):

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from monitor.capture.arguments import only
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 from monitor.pytorch.training.calls import NormOfOptimizer, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step
 
 OF_PARTS: Final = "grad-norm is not shown: under FSDP2 the ranks have to meet to tell it, and Lightning does not have them."
-CLIPS_ALL: Final = CallPatch(Precision, "clip_gradients", ("self", "optimizer"))
+CLIPS_ALL: Final = TorchCallPatch(Precision, "clip_gradients", ("self", "optimizer"))
 
 
 class TrainingMetricsCallback(Callback):

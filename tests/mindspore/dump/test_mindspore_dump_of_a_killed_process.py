@@ -54,7 +54,7 @@ ms.value_and_grad(loss, None, network.trainable_params())(ops.ones((1, 3)))
 def ended(script: str, *arguments: object) -> int:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
     command = [sys.executable, "-c", BEGINNING + script, *map(str, arguments)]
-    return subprocess.run(command, env=environment, check=False, timeout=120).returncode
+    return subprocess.run(command, env=environment, check=False, timeout=600).returncode
 
 
 def test_what_a_process_that_is_killed_in_mid_step_had_dumped_is_recovered(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_what_torch_first_compiles_inside_a_dump_compiles_then_and_later(tmp_pat
     """In a process of its own: compilers look torch's functions up once."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", BEGINNING + script, str(tmp_path)]
-    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 

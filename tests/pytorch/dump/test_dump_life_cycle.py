@@ -392,7 +392,7 @@ def test_files_that_cannot_be_made_can_be_made_later(tmp_path: Path) -> None:
     place = tmp_path / "step0" / "rank0"
     (place / "dump.json").mkdir()
     debugger.step()
-    assert f"run monitor-dump-recover {place}" in (place / "dump_error_info.log").read_text()
+    assert f"run trainermon dump-recover {place}" in (place / "dump_error_info.log").read_text()
     (place / "dump.json").rmdir()
     assert [one.entries for one in recover(tmp_path)] == [1]
 

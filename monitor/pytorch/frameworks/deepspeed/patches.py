@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from monitor.pytorch.frameworks.deepspeed.engine import engine_class
-from monitor.pytorch.patches import CallPatch
+from monitor.pytorch.patches import TorchCallPatch
 
-STEP_PATCH: Final = CallPatch(engine_class(), "_take_model_step")
+STEP_PATCH: Final = TorchCallPatch(engine_class(), "_take_model_step")
 """Called once where a step ends, after aggregation and before unscaling and clipping, whatever the stage."""
 
-REDUCE_PATCH: Final = CallPatch(engine_class(), "allreduce_gradients")
+REDUCE_PATCH: Final = TorchCallPatch(engine_class(), "allreduce_gradients")
 """Called after every backward, before anything is aggregated."""

@@ -88,6 +88,7 @@ def pipelining(attach: Attach) -> Step:
 
 def zero(attach: Attach) -> Step:
     import deepspeed
+    import deepspeed_uncompiled  # noqa: F401
 
     model = network()
     config = {

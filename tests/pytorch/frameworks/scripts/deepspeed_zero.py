@@ -18,8 +18,8 @@ from typing import Any, Final
 os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"], "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 
 import deepspeed
-import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer  # which DeepSpeed imports in its first step, for seconds
+import deepspeed_uncompiled  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist
@@ -280,7 +280,6 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    deepspeed.ops.__compatible_ops__ = {}  # so that none is compiled: gloo does what they would do
     get_accelerator().is_fp16_supported = lambda: True  # it is slow, and right
     gc.freeze()  # DeepSpeed collects garbage whenever it reports memory
     base = Path(os.environ["MONITOR_OUTPUT_DIR"])
