@@ -1,4 +1,4 @@
-"""The agreement between ranks, as one rank takes part in it. The proof sketch is in docs/architecture.md.
+"""The agreement between ranks, as one rank takes part in it. The proof sketch is in docs/dynamic-protocol.md.
 
 Proposals are numbered from 1. Each number is a slot with four keys:
 
