@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -80,6 +81,26 @@ def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Rem
         hooks[earlier] = hooks.pop(earlier)  # torch calls them in the order of the dictionary underneath
     removable: Removable = handle
     return removable
+
+
+@dataclass(frozen=True)
+class HooksOfLoop:
+    """Whether hooks of the training loop on a parameter see its gradient before and after it is accumulated.
+
+    Those that are registered on the node of autograd do not show.
+    """
+
+    before: bool
+    after: bool
+
+
+NO_HOOKS: Final = HooksOfLoop(before=False, after=False)
+
+
+def hooks_of_loop(parameter: Any) -> HooksOfLoop:
+    """Of a parameter that has one hook of ours, after accumulation."""
+    before, after = (getattr(parameter, name, None) or () for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return HooksOfLoop(len(before) > 0, len(after) > 1)
 
 
 def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
