@@ -63,9 +63,12 @@ def gradient_target(x: Tensor) -> Target:
     return edge.node, edge.output_nr
 
 
-def producers(outputs: Iterable[Tensor], targets: Iterable[Target], start: int) -> dict[Target, list[Edge]]:
-    """The edges into each target from nodes with sequence number ``start`` or later."""
-    return walk((t.grad_fn for t in outputs if t.grad_fn is not None), targets, start)
+def producers(
+    outputs: Iterable[Tensor], targets: Iterable[Target], start: int, *, others_call: bool = False
+) -> dict[Target, list[Edge]]:
+    """The edges into each target from nodes that this thread has made since the sequence number was ``start``. See ``walk``."""
+    ends = [t.grad_fn for t in outputs if t.grad_fn is not None]  # of some views this makes a node
+    return walk(ends, targets, start, sequence_nr(), others_call=others_call)
 
 
 def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
