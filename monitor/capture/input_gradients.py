@@ -10,7 +10,7 @@ thread made a node. So where other threads may have made nodes of a call, nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from monitor.capture.hooks import Removable
@@ -55,6 +55,7 @@ def walk(
     end: int = LEAF,
     *,
     others_call: bool = False,
+    into: dict[tuple[N, int], list[tuple[N, int]]] | None = None,
 ) -> dict[tuple[N, int], list[tuple[N, int]]]:
     """The edges into each target from nodes with sequence numbers from ``start`` to before ``end``.
 
@@ -62,6 +63,7 @@ def walk(
         ends: The nodes that made the outputs. Those that made the targets were there before: they are not gone into.
         targets: Nodes, each with the index of its input.
         others_call: Whether other threads have called modules in this step.
+        into: Is given the edges into the nodes between the ends and the targets, in the same form.
 
     Returns:
         By target: nodes, each with the index of its ``next_functions`` through which it feeds the target.
@@ -88,6 +90,8 @@ def walk(
                 continue
             if following not in nodes:
                 stack.append(following)
+                if into is not None:
+                    into.setdefault((following, index), []).append((node, k))
             elif (following, index) in found:
                 found[following, index].append((node, k))
     _check(earlier, start, others_call=others_call)
@@ -98,6 +102,20 @@ def _check(earlier: list[N], start: int, *, others_call: bool) -> None:
     """Raise unless nodes with lower numbers than ``start``, which lead to a call's results, were there before the call."""
     if earlier and (others_call or _reach_later(earlier, start)):
         raise SeveralThreadsError
+
+
+def before(
+    edges: Iterable[tuple[N, int]], into: Mapping[tuple[N, int], Sequence[tuple[N, int]]], hands_on: Callable[[N], bool]
+) -> list[tuple[N, int]]:
+    """``edges``, and in the place of those from a node that only hands gradients on the edges into that node.
+
+    Args:
+        into: What ``walk`` has filled.
+    """
+    found: list[tuple[N, int]] = []
+    for edge in edges:
+        found += before(into.get(edge, ()), into, hands_on) if hands_on(edge[0]) else [edge]
+    return found
 
 
 def _reach_later(nodes: list[N], start: int) -> bool:
