@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -83,8 +82,7 @@ def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Rem
     return removable
 
 
-@dataclass(frozen=True)
-class HooksOfLoop:
+class HooksOfLoop(NamedTuple):
     """Whether hooks of the training loop on a parameter see its gradient before and after it is accumulated.
 
     Those that are registered on the node of autograd do not show.
@@ -99,8 +97,8 @@ NO_HOOKS: Final = HooksOfLoop(before=False, after=False)
 
 def hooks_of_loop(parameter: Any) -> HooksOfLoop:
     """Of a parameter that has one hook of ours, after accumulation."""
-    before, after = (getattr(parameter, name, None) or () for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-    return HooksOfLoop(len(before) > 0, len(after) > 1)
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return HooksOfLoop(bool(getattr(parameter, "_backward_hooks", None)), after is not None and len(after) > 1)
 
 
 def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
