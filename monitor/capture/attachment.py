@@ -181,7 +181,7 @@ class Attachment:
             self._rows.forget_step()  # of a step that raised
         if trains and self._recorder.active:
             others = self._backend.has_others()
-            self._rows.forward_begins(root, self.watch, self.clock, self._note, has_others=others)
+            self._rows.forward_begins(root, self.watch, self.clock, has_others=others)
 
     def _forward_ends(self, *_: Any) -> None:
         if self._recorder.active:
@@ -391,6 +391,8 @@ class Attachment:
         self._recorder.activate(wanted)
         if self._recorder.active:
             self._rows.begin_step(before_a_turn=before_a_turn)
+        else:
+            self._rows.pause()
 
     def _finish_first_step(self) -> None:
         if PROCESS.forks != self._forks:

@@ -54,8 +54,17 @@ class Graph(Protocol):
     def made_since(self, x: Any, start: int) -> bool:
         """Whether ``x`` is the result of a node with this number or a later one: its hooks go with the graph."""
 
-    def producers(self, outputs: Iterable[Any], targets: Iterable[Target], start: int) -> Mapping[Target, Sequence[Any]]:
-        """The edges into each target from nodes with sequence number ``start`` or later."""
+    def producers(
+        self, outputs: Iterable[Any], targets: Iterable[Target], start: int, *, others_call: bool
+    ) -> Mapping[Target, Sequence[Any]]:
+        """The edges into each target from nodes with sequence number ``start`` or later.
+
+        Args:
+            others_call: Whether other threads have called modules in this step.
+
+        Raises:
+            SeveralThreadsError: Other threads may have made some of these nodes.
+        """
 
     def watch(self, target: Target, edges: Any, write: Write) -> list[Removable]:
         """Call ``write(gradient)`` once in each backward, with what these edges hand to the target.

@@ -25,7 +25,13 @@ def follow_result(graph: Graph, x: Any, start: int, write: Write) -> list[Remova
 
 
 def follow_inputs(
-    graph: Graph, targets: Mapping[Target, Slot], start: int, results: Sequence[Any], writer: Callable[[Slot], Write]
+    graph: Graph,
+    targets: Mapping[Target, Slot],
+    start: int,
+    results: Sequence[Any],
+    writer: Callable[[Slot], Write],
+    *,
+    others_call: bool = False,
 ) -> list[Removable]:
     """Have the gradients taken that nodes made during the call hand to its inputs.
 
@@ -35,15 +41,27 @@ def follow_inputs(
         targets: Where they go, and the slot of each.
         results: Those of the call that have a gradient.
         writer: Makes what takes the gradient of a slot; asked only where there will be one.
+        others_call: Whether other threads have called modules in this step.
 
     Returns:
         Handles of hooks that may outlive the graph.
+
+    Raises:
+        SeveralThreadsError: It cannot be told which nodes were made during the call.
     """
     handles: list[Removable] = []
-    for target, edges in graph.producers(results, targets, start).items():
+    for target, edges in graph.producers(results, targets, start, others_call=others_call).items():
         if edges:
             handles += graph.watch(target, edges, writer(targets[target]))
     return handles
+
+
+def on_several_threads(name: str) -> str:
+    """What to say of a call of which other threads may have recorded operations."""
+    return (
+        f"Gradients of the inputs of {name!r} are not recorded in calls where other threads may have recorded some of the "
+        "operations: PyTorch numbers operations for each thread and does not say which thread recorded one."
+    )
 
 
 def slots_of(graph: Graph, inputs: Sequence[tuple[Any, str, bool]], prefix: str) -> dict[Target, str]:

@@ -24,11 +24,14 @@ NOT_REDUCED: Final = (
     "missing where it did not show, when the optimizer's step began, that the data-parallel ranks had reduced a gradient: in "
     "step {step} for {count} parameters, {names}"
 )
+SUMMED_EARLY: Final = (
+    "missing where data-parallel ranks may have summed a gradient before it was accumulated, or between two micro-batches"
+)
 SAYS_NO_MORE: Final = 3
 """Names that a sentence lists."""
 
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
-"""What is said of ``grad_unreduced`` where, of several micro-batches, it is not what this rank's make together."""
+"""What is noted of ``grad_unreduced`` where, of several micro-batches, it is not what this rank's make together."""
 
 
 class GradientCollector(ABC):
@@ -70,6 +73,7 @@ class GradientCollector(ABC):
         self._stepped: set[NamedParameter] = set()
         self._local: list[str] = []
         self._not_reduced = ""
+        self._said_of_local: dict[str, None] = {}
 
     def begin_step(self) -> None:
         self._backwards.clear()
@@ -84,6 +88,10 @@ class GradientCollector(ABC):
         the next, or of none, as the gradients that a generator leaves in its critic.
         """
         self._stepped.update(self._unreduced.parameters if held is None else held)
+
+    def pause(self) -> None:
+        """A step that is not collected begins."""
+        self._backwards.clear()
 
     @abstractmethod
     def forward_begins(self, root: Any) -> None:
@@ -144,6 +152,11 @@ class GradientCollector(ABC):
             "them local. If they are complete all the same, pass the groups: dp_group (which may be of one rank) and tp_group "
             "to set_monitor, process_group to TrainerMon.",
         )
+
+    def say_of_local(self, said: str) -> None:
+        """Note what a reader of ``grad_unreduced`` must know, beside what was noted before."""
+        self._said_of_local[said] = None
+        self._note("grad_unreduced", "; ".join(self._said_of_local))
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
         return bool(parameter.tensor.requires_grad)

@@ -3,15 +3,28 @@
 A hook on the input tensor would see the sum over all its consumers, and blame a clean module for a NaN on its residual. So the
 edges are found instead: walking back from the outputs, over the nodes made during the call, to each input. A module that gives
 an input back as it is does nothing to it: what comes through that output flows past the module, on no edge of its own.
+
+Which nodes were made during the call, their numbers tell. torch numbers them on each thread from 0, and does not say which
+thread made a node. So where other threads may have made nodes of a call, nothing is known of its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from monitor.capture.hooks import Removable
 from monitor.failures import OURS
+
+LEAF: Final = 2**64 - 1
+"""The sequence number of what is no result of an operation."""
+
+MOST_EARLIER: Final = 100
+"""Nodes from before a call that are looked at."""
+
+
+class SeveralThreadsError(Exception):
+    """Other threads than the one that called may have made nodes of a call."""
 
 
 class Node(Protocol):
@@ -22,7 +35,7 @@ class Node(Protocol):
         """For each gradient that it gives: the node that takes it, or None, and the index of that node's input."""
 
     def _sequence_nr(self) -> int:
-        """Greater than that of every node made before it; of leaves greater than any other."""
+        """Greater than that of every node made before it; of leaves ``LEAF``."""
 
     def register_hook(self, fn: Callable[[Any, Any], None], /) -> Removable:
         """Call ``fn(gradients given, gradients taken)`` after it has run."""
@@ -35,33 +48,90 @@ N = TypeVar("N", bound=Node)
 T = TypeVar("T")
 
 
-def walk(ends: Iterable[N], targets: Iterable[tuple[N, int]], start: int) -> dict[tuple[N, int], list[tuple[N, int]]]:
-    """The edges into each target from nodes with sequence number ``start`` or later.
+def walk(
+    ends: Iterable[N],
+    targets: Iterable[tuple[N, int]],
+    start: int,
+    end: int = LEAF,
+    *,
+    others_call: bool = False,
+    into: dict[tuple[N, int], list[tuple[N, int]]] | None = None,
+) -> dict[tuple[N, int], list[tuple[N, int]]]:
+    """The edges into each target from nodes with sequence numbers from ``start`` to before ``end``.
 
     Args:
         ends: The nodes that made the outputs. Those that made the targets were there before: they are not gone into.
         targets: Nodes, each with the index of its input.
+        others_call: Whether other threads have called modules in this step.
+        into: Is given the edges into the nodes between the ends and the targets, in the same form.
 
     Returns:
         By target: nodes, each with the index of its ``next_functions`` through which it feeds the target.
+
+    Raises:
+        SeveralThreadsError: There is a node that this thread has not made before ``end``, or may not have made.
     """
     found: dict[tuple[N, int], list[tuple[N, int]]] = {target: [] for target in targets}
     nodes = {node for node, _ in found}
-    stack = [node for node in ends if node not in nodes]
-    visited: set[N] = set()
+    stack, visited = list(ends), set(nodes)
+    earlier: list[N] = []
     while stack:
         node = stack.pop()
-        if node in visited or node._sequence_nr() < start:
+        if node in visited:
             continue
         visited.add(node)
+        if (number := node._sequence_nr()) < start:
+            earlier.append(node)
+            continue
+        if end <= number < LEAF:
+            raise SeveralThreadsError
         for k, (following, index) in enumerate(node.next_functions):
             if following is None:
                 continue
             if following not in nodes:
                 stack.append(following)
+                if into is not None:
+                    into.setdefault((following, index), []).append((node, k))
             elif (following, index) in found:
                 found[following, index].append((node, k))
+    _check(earlier, start, others_call=others_call)
     return found
+
+
+def _check(earlier: list[N], start: int, *, others_call: bool) -> None:
+    """Raise unless nodes with lower numbers than ``start``, which lead to a call's results, were there before the call."""
+    if earlier and (others_call or _reach_later(earlier, start)):
+        raise SeveralThreadsError
+
+
+def before(
+    edges: Iterable[tuple[N, int]], into: Mapping[tuple[N, int], Sequence[tuple[N, int]]], hands_on: Callable[[N], bool]
+) -> list[tuple[N, int]]:
+    """``edges``, and in the place of those from a node that only hands gradients on the edges into that node.
+
+    Args:
+        into: What ``walk`` has filled.
+    """
+    found: list[tuple[N, int]] = []
+    for edge in edges:
+        found += before(into.get(edge, ()), into, hands_on) if hands_on(edge[0]) else [edge]
+    return found
+
+
+def _reach_later(nodes: list[N], start: int) -> bool:
+    """Whether nodes with lower numbers than ``start`` came after others with this number or a higher one, so that another
+    thread has made them. Of many nodes only some are looked at.
+    """
+    stack, visited = list(nodes), set(nodes)
+    while stack and len(visited) < MOST_EARLIER:
+        for following, _ in stack.pop().next_functions:
+            if following is None or following in visited:
+                continue
+            if start <= following._sequence_nr() < LEAF:
+                return True
+            visited.add(following)
+            stack.append(following)
+    return False
 
 
 class Engine(Generic[T]):

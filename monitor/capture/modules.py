@@ -6,15 +6,17 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 from monitor.capture.backend import Backend, Target
 from monitor.capture.calls import Calls, Place
 from monitor.capture.clock import Clock
 from monitor.capture.flow import SeenModule
-from monitor.capture.following import follow_inputs, follow_result, slots_of
+from monitor.capture.following import follow_inputs, follow_result, on_several_threads, slots_of
 from monitor.capture.held import HiddenError, hidden_result
 from monitor.capture.hooks import HookSet, Removable
+from monitor.capture.input_gradients import SeveralThreadsError
 from monitor.capture.leaves import Leaf
 from monitor.capture.recorder import Recorder, Watched
 from monitor.failures import Failures
@@ -83,7 +85,7 @@ class ModuleWatcher:
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], Watched] = {}
         self._calls: Calls | None = None
-        self._open: list[Call | None] = []
+        self._open: dict[int, list[Call | None]] = {}
         self.is_attached = True
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
 
@@ -111,10 +113,15 @@ class ModuleWatcher:
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.
-        if not self._recorder.active or module is not self._module:
+        if not self._recorder.active:
+            return
+        thread = get_ident()
+        if not self._backend.repeating():  # which may be on a thread of the device
+            self._collector.threads.add(thread)
+        if module is not self._module:
             return
         call = self._begin(module)
-        self._open.append(call)
+        self._open.setdefault(thread, []).append(call)
         if call is None:
             return
         leaves = self._leaves.inputs(args, kwargs)
@@ -130,9 +137,10 @@ class ModuleWatcher:
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, then without a result."""
-        if not self._open or module is not self._module:
+        opened = self._open.get(get_ident())
+        if not opened or module is not self._module:
             return
-        call = self._open.pop()
+        call = opened.pop()
         leaves = self._leaves.outputs(result)
         if call is None or not leaves or not self._recorder.active:
             return
@@ -170,8 +178,16 @@ class ModuleWatcher:
         if call.targets:
             writer = partial(self._writer, place=call.place)
             results = self._all_results(outputs, result)
-            handles += follow_inputs(self._graph, call.targets, call.start, results, writer)
+            handles += self._follow_inputs(call, results, writer)
         self._collector.until_step_ends(handles)
+
+    def _follow_inputs(self, call: Call, results: list[Any], writer: Callable[[str], Callable[[Any], None]]) -> list[Removable]:
+        others_call = len(self._collector.threads) > 1
+        try:
+            return follow_inputs(self._graph, call.targets, call.start, results, writer, others_call=others_call)
+        except SeveralThreadsError:
+            self._collector.failures.warn("operations of several threads", on_several_threads(self._name))
+            return []
 
     def _result_writer(self, leaf: Leaf, call: Call) -> Callable[[Any], None]:
         write = self._writer("output" + leaf.suffix, call.place)
@@ -238,6 +254,7 @@ class ModuleCollector:
     Attributes:
         tracking: For each chunk, whether calls count: off during a root forward that trains nothing (evaluation, no_grad,
             the rehearsal of a pipeline stage).
+        threads: Those that have called modules in this step.
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: Backend) -> None:
@@ -246,6 +263,7 @@ class ModuleCollector:
         self.clock = clock
         self.failures = failures
         self.tracking = [True] * clock.chunks
+        self.threads: set[int] = set()
         self._roots: dict[int, Any] = {}
         self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
@@ -320,6 +338,7 @@ class ModuleCollector:
 
     def end_step(self) -> None:
         self._until_step_ends.remove()
+        self.threads.clear()
         for calls in self._open_roots:
             calls.clear()
         for watcher in self._called:
@@ -343,6 +362,7 @@ class ModuleCollector:
     def _root_begins(self, chunk: int, root: Any, _args: Any, _kwargs: Any) -> None:
         if not self.recorder.active or self.backend.repeating() or root is not self._roots[chunk]:
             return
+        self.threads.add(get_ident())
         self.tracking[chunk] = self.backend.root_trains(root)
         if self.tracking[chunk] and not self._in_tracked_root(chunk):
             self.clock.forward_begins(chunk)

@@ -88,13 +88,18 @@ class ParameterRows:
         elif self.gradients is not None:
             self.gradients.begin_step()
 
-    def forward_begins(self, root: Any, watch: Watch, clock: Clock, note: Note, *, has_others: bool) -> None:
+    def pause(self) -> None:
+        """A step that is not collected begins."""
+        if self.gradients is not None:
+            self.gradients.pause()
+
+    def forward_begins(self, root: Any, watch: Watch, clock: Clock, *, has_others: bool) -> None:
         """A forward of training begins, in a step that is collected."""
         if self.gradients is not None:
             self.gradients.forward_begins(root)
             early = max(clock.forward) < clock.micro_steps - 1
             if early and has_others and watch.framework.aggregates(root):
-                note("grad_unreduced", AGGREGATED_EARLY)
+                self.gradients.say_of_local(AGGREGATED_EARLY)
 
     def forward_ends(self) -> None:
         """A forward has ended, of training or not."""

@@ -10,7 +10,7 @@ from monitor.capture.announced import Announced
 from monitor.capture.attachment import Attachment
 from monitor.capture.backend import Backend, Communication
 from monitor.capture.clock import Schedule
-from monitor.capture.gradients import NOT_OF_THE_STEP
+from monitor.capture.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
 from monitor.capture.names import ModelNames
 from monitor.capture.switching import PutInForce, Switching
 from monitor.capture.watch import Watch
@@ -232,9 +232,10 @@ class Recording:
     @property
     def local_gradients_note(self) -> str | None:
         """Why ``grad_unreduced`` is not what the micro-batches of a step make together; None where it is."""
-        said = None if self.run is None else self.run.manifest.notes.get("grad_unreduced")
-        is_sum = said not in NOT_OF_THE_STEP or self.attachment.clock.micro_steps == 1
-        return None if is_sum else str(said)
+        said = "" if self.run is None else str(self.run.manifest.notes.get("grad_unreduced", ""))
+        several = self.attachment.clock.micro_steps > 1
+        of_others = {SUMMED_EARLY, *(NOT_OF_THE_STEP if several else ())}
+        return said if any(one in said for one in of_others) else None
 
     @property
     def run(self) -> Run | None:

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from monitor.capture.backend import Target
-from monitor.capture.following import follow_inputs, follow_result, joint_name
+from monitor.capture.following import follow_inputs, follow_result, joint_name, on_several_threads
 from monitor.capture.held import HiddenError, hidden_result
 from monitor.capture.hooks import Removable
+from monitor.capture.input_gradients import SeveralThreadsError
 from monitor.dump.backend import DumpBackend
 from monitor.dump.measured import Slot
 from monitor.dump.names import CallName
@@ -147,7 +148,10 @@ class Call:
         if self._inputs:
             given_back = self._all_given([x for x, _ in given], outputs)
             targets = {target: slots[0] for target, slots in self._inputs.items()}
-            self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
+            try:
+                self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
+            except SeveralThreadsError:
+                self._recorded.failures.warn("operations of several threads", on_several_threads(name))
 
     def _all_given(self, given: list[Any], outputs: Sequence[Any]) -> list[Any]:
         """All that it gave and that has a gradient; nothing if some of that may be hidden: sums over a part would be wrong."""

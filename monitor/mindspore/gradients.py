@@ -88,7 +88,7 @@ class GradientCollector(gradients.GradientCollector):
         if self._not_reduced:
             self._note("grad_reduced", self._not_reduced)
         if not self._each_micro_step and self._clock.micro_steps > 1:
-            self._note("grad_unreduced", NOT_SUMMED)
+            self.say_of_local(NOT_SUMMED)
 
     def end_turn(self, held: Among) -> None:
         super().end_turn(held)

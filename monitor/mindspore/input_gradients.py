@@ -119,8 +119,11 @@ def made_since(x: Tensor, start: int) -> bool:
     return node is not None and start < node._sequence_nr() < LEAF
 
 
-def producers(outputs: Iterable[Tensor], targets: Iterable[Target], start: int) -> dict[Target, list[Edge]]:
-    """The edges into each target from nodes with sequence number ``start`` or later."""
+def producers(
+    outputs: Iterable[Tensor], targets: Iterable[Target], start: int, *, others_call: bool = False
+) -> dict[Target, list[Edge]]:
+    """The edges into each target from nodes with sequence number ``start`` or later. All threads share the numbers."""
+    del others_call
     ends = _settled(lambda: [node for x in outputs if (node := x._grad_node) is not None])
     return walk([Node(node) for node in ends], targets, start)
 

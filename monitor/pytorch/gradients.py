@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from monitor.capture import gradients
 from monitor.capture.clock import Clock
-from monitor.capture.gradients import NOT_ACCUMULATED
+from monitor.capture.gradients import NOT_ACCUMULATED, SUMMED_EARLY
 from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
 from monitor.failures import Failures
@@ -27,6 +27,11 @@ from monitor.ranks.ownership import Ownership
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "
     "row holds what the optimizer was given"
+)
+SUMMED_ADVICE: Final = (
+    "In step {} the gradient of {} may already have been a sum over data-parallel ranks when it was accumulated. A hook of "
+    "Tensor.register_hook that reduces has this effect. Such gradients have no grad_unreduced. Reduce them in "
+    "register_post_accumulate_grad_hook or after backward to have the rows."
 )
 UNSCALED: Final = "divided by loss_scale"
 STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
@@ -68,9 +73,10 @@ class GradientCollector(gradients.GradientCollector):
         self._parameters = self._unreduced.parameters
         self._left: dict[NamedParameter, LeftGradient] = {}
         self._read: set[NamedParameter] = set()
+        self._said_summed = False
+        self._summed: set[NamedParameter] = set()
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
-        self._said: dict[str, None] = {}
         self._reductions = Reductions(framework, ownership, failures, self._reduced.parameters)
         caught = framework.catch_unreduced(self._parameters, self, failures)
         if caught is not None:
@@ -87,10 +93,15 @@ class GradientCollector(gradients.GradientCollector):
         super().begin_step()
         self._left.clear()
         self._read.clear()
+        self._summed.clear()
         self._after_backward.begin_step()
         self._scaling = ""
         if len(self._reduced):
             self._reductions.begin_step()
+
+    def pause(self) -> None:
+        super().pause()
+        self._reductions.pause()
 
     def forward_begins(self, root: nn.Module) -> None:
         self._reductions.forward_begins(root)
@@ -152,7 +163,7 @@ class GradientCollector(gradients.GradientCollector):
         if gradient is None:
             return
         self._arrives(parameter, gradient)
-        if parameter in self._stepped:
+        if parameter in self._stepped or parameter in self._summed:
             return
         if self._clock.micro_steps == 1 and not self._each_micro_step:  # nothing to count or to follow
             self._unreduced.record(parameter, gradient)
@@ -164,7 +175,7 @@ class GradientCollector(gradients.GradientCollector):
         if self._framework.tells_twice and complete is self._each_micro_step:
             return
         self._arrives(parameter, gradient)
-        if parameter in self._stepped:
+        if parameter in self._stepped or parameter in self._summed:
             return
         if complete and not self._each_micro_step:
             self._unreduced.record(parameter, gradient)
@@ -174,8 +185,17 @@ class GradientCollector(gradients.GradientCollector):
 
     def _arrives(self, parameter: NamedParameter, gradient: Tensor) -> None:
         self._after_backward.arrived(parameter)
-        if self._reductions.follows:
-            self._reductions.arrived(parameter, gradient)
+        if self._reductions.follows and self._reductions.arrived(parameter, gradient):
+            self._is_summed(parameter)
+
+    def _is_summed(self, parameter: NamedParameter) -> None:
+        """What has arrived is no longer this rank's alone, nor is what later backwards of the step add to."""
+        self._summed.add(parameter)
+        self._left.pop(parameter, None)
+        if not self._said_summed and parameter not in self._stepped:
+            self._said_summed = True
+            self.say_of_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
+            self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
 
     def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
         micro_step = self._micro_step(parameter)
@@ -192,7 +212,7 @@ class GradientCollector(gradients.GradientCollector):
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
         if before is not None and not before.stands_in(gradient):
-            self._note("grad_unreduced", NOT_ACCUMULATED)
+            self.say_of_local(NOT_ACCUMULATED)
         self._left[parameter] = LeftGradient(gradient)
 
     def _finish_short_accumulation(self, held: Among) -> None:

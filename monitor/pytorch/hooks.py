@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -80,6 +80,25 @@ def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Rem
         hooks[earlier] = hooks.pop(earlier)  # torch calls them in the order of the dictionary underneath
     removable: Removable = handle
     return removable
+
+
+class HooksOfLoop(NamedTuple):
+    """Whether hooks of the training loop on a parameter see its gradient before and after it is accumulated.
+
+    Those that are registered on the node of autograd do not show.
+    """
+
+    before: bool
+    after: bool
+
+
+NO_HOOKS: Final = HooksOfLoop(before=False, after=False)
+
+
+def hooks_of_loop(parameter: Any) -> HooksOfLoop:
+    """Of a parameter that has one hook of ours, after accumulation."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return HooksOfLoop(bool(getattr(parameter, "_backward_hooks", None)), after is not None and len(after) > 1)
 
 
 def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:

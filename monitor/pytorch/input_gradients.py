@@ -8,20 +8,23 @@ over the nodes made during the call, and a post-hook on each edge into the input
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules._functions import BackwardHookFunction
 
 from monitor.capture.hooks import Removable
-from monitor.capture.input_gradients import Engine, walk
+from monitor.capture.input_gradients import Engine, before, walk
 
 Write = Callable[[Tensor], None]
 Target = tuple[Node, int]
 """A gradient edge: the node that will receive the gradient, and the index of its input."""
 Edge = tuple[Node, int]
 """A producer: the node and the index of its ``next_functions`` through which it feeds a target."""
+
+_HANDS_ON: Final[Any] = BackwardHookFunction._backward_cls
 
 sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 recording: Callable[[], bool] = torch.is_grad_enabled
@@ -63,9 +66,28 @@ def gradient_target(x: Tensor) -> Target:
     return edge.node, edge.output_nr
 
 
-def producers(outputs: Iterable[Tensor], targets: Iterable[Target], start: int) -> dict[Target, list[Edge]]:
-    """The edges into each target from nodes with sequence number ``start`` or later."""
-    return walk((t.grad_fn for t in outputs if t.grad_fn is not None), targets, start)
+def producers(
+    outputs: Iterable[Tensor], targets: Iterable[Target], start: int, *, others_call: bool = False
+) -> dict[Target, list[Edge]]:
+    """The edges into each target from nodes that this thread has made since the sequence number was ``start``. See ``walk``.
+
+    Where users register full backward hooks, torch puts a node behind the inputs and the results of a module that only hands
+    gradients on. It is no use of a tensor: the edges into it count as edges into the target behind it.
+    """
+    ends = [t.grad_fn for t in outputs if t.grad_fn is not None]  # of some views this makes a node
+    targets, end = [*targets], sequence_nr()
+    found = walk(ends, targets, start, end, others_call=others_call)
+    for edges in found.values():
+        for node, _ in edges:
+            if type(node) is _HANDS_ON:
+                into: dict[Edge, list[Edge]] = {}
+                found = walk(ends, targets, start, end, others_call=others_call, into=into)
+                return {target: before(edges, into, _only_hands_on) for target, edges in found.items()}
+    return found
+
+
+def _only_hands_on(node: Node) -> bool:
+    return type(node) is _HANDS_ON
 
 
 def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:

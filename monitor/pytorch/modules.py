@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -59,11 +60,12 @@ class ModuleWatcher(modules.ModuleWatcher):
         if not self._recorder.active and tag.is_cpu:  # on a device this may be captured, and run in steps that are collected
             return None
         call = self._begin(self._module) or self._repeated()
-        self._open.append(call)
+        self._open.setdefault(get_ident(), []).append(call)
         return self._compiled(call, tag)
 
     def ends(self, tag: Tensor) -> CompiledCall | None:
-        return self._compiled(self._open.pop() if self._open else None, tag)
+        opened = self._open.get(get_ident())
+        return self._compiled(opened.pop() if opened else None, tag)
 
     def _compiled(self, call: Call | None, tag: Tensor) -> CompiledCall | None:
         if call is None:

@@ -67,6 +67,15 @@ class ReducedMemory:
             start, at = runs[at].end, at + 1
         return found
 
+    def groups_within(self, x: Tensor) -> Groups:
+        """The groups that some part of ``x`` was summed over."""
+        place = _place(x)
+        if place is None:
+            return ()
+        storage, start, end = place
+        found = (run.groups for run in self._runs(storage) if run.start < end and start < run.end)
+        return tuple(dict.fromkeys(group for groups in found for group in groups))
+
     def add(self, x: Tensor, groups: Groups) -> None:
         """``x`` has been summed over ``groups``, beside what it was summed over before."""
         known = self.groups_of(x) or ()

@@ -18,8 +18,10 @@ from monitor.failures import Failures
 from monitor.placement import Ranks
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.pipelining import stage_ranks
+from monitor.pytorch.hooks import hooks_of_loop
 from monitor.pytorch.place import has_others, is_settled
-from monitor.ranks.ownership import Ownership, reaches
+from monitor.pytorch.reduced_memory import Groups, Over
+from monitor.ranks.ownership import Ownership, adds_terms_of_others, reaches
 
 
 class Reductions:
@@ -48,6 +50,7 @@ class Reductions:
         self._alone = True
         self._stage: Ranks | None = None
         self._known: dict[tuple[Any, ...], bool] = {}
+        self._adding: dict[tuple[Any, ...], bool] = {}
         self.follows = False
 
     def begin_step(self) -> None:
@@ -71,11 +74,22 @@ class Reductions:
         if self._seen is not None:
             self._seen.set_window(True)
 
-    def arrived(self, parameter: NamedParameter, gradient: Tensor) -> None:
-        """A backward has added to a gradient."""
+    def arrived(self, parameter: NamedParameter, gradient: Tensor) -> bool:
+        """A backward has added to a gradient.
+
+        Returns:
+            Whether the gradient may hold terms of other ranks that share the parameter.
+        """
         self._framework.backward_reaches(parameter)
+        if self._seen is None:
+            return False
+        groups = self._seen.changed(gradient, hooks_of_loop(parameter.tensor))
+        return bool(groups) and self._others_share(parameter, groups)
+
+    def pause(self) -> None:
+        """A step that is not collected begins."""
         if self._seen is not None:
-            self._seen.changed(gradient)
+            self._seen.end_window()
 
     def begin_reading(self) -> None:
         """The optimizer's step begins."""
@@ -138,4 +152,17 @@ class Reductions:
         if found is None:
             placed = [layout, self._stage or (), *(one.ranks for one in groups)]
             found = self._known[key] = reaches(self._ownership, dist.get_rank(), dist.get_world_size(), placed)
+        return found
+
+    def _others_share(self, parameter: NamedParameter, groups: Groups) -> bool:
+        """Whether a sum over any of ``groups`` adds terms of other ranks that share the parameter."""
+        layout = self._framework.spread_over(parameter)
+        return any(self._adds_terms(one, layout) for one in groups)
+
+    def _adds_terms(self, over: Over, layout: Ranks) -> bool:
+        key = over, layout, self._stage
+        found = self._adding.get(key)
+        if found is None:
+            parts, rank, world_size = [layout, self._stage or ()], dist.get_rank(), dist.get_world_size()
+            found = self._adding[key] = adds_terms_of_others(self._ownership, rank, world_size, parts, over.ranks)
         return found

@@ -108,9 +108,25 @@ def reaches(ownership: Ownership, rank: int, world_size: int, groups: Sequence[I
         rank, world_size: As they are now; the ownership may have been made before they were known.
         groups: That the gradient was summed over, or whose members hold other parts of the same tensor.
     """
+    return not _sharing(ownership, rank, world_size, groups)
+
+
+def adds_terms_of_others(
+    ownership: Ownership, rank: int, world_size: int, parts: Sequence[Iterable[int]], summed_over: Iterable[int]
+) -> bool:
+    """Whether a sum over ``summed_over`` adds the term of another rank that shares the parameter, as ``reaches`` says.
+
+    Args:
+        parts: Groups whose members hold other parts of the same tensor.
+    """
+    return not _sharing(ownership, rank, world_size, parts).isdisjoint(summed_over)
+
+
+def _sharing(ownership: Ownership, rank: int, world_size: int, reached: Sequence[Iterable[int]]) -> set[int]:
+    """The other ranks that share a parameter, except those that ``reached`` leads to."""
     model_parallel = [group for group in (ownership.tp_group, ownership.pp_group) if group and ownership.dp_group is None]
-    reached = alike_over(rank, [group for group in (*model_parallel, *groups) if group])
-    return {*(range(world_size) if ownership.dp_group is None else ownership.dp_group)} <= {rank, *reached}
+    alike = alike_over(rank, [group for group in (*model_parallel, *reached) if group])
+    return {*(range(world_size) if ownership.dp_group is None else ownership.dp_group)} - {rank, *alike}
 
 
 def alike_over(rank: int, groups: Sequence[Iterable[int]]) -> Ranks:

@@ -32,19 +32,23 @@ COLLECTS: Final = frozenset(
 MOST_AWAITED: Final = 4096
 """Results of functional collectives remembered until they are waited for."""
 
+_NO_BACKWARD: Final = -1
+
 
 class SeenSums(CollectiveListener):
     """Tells ``memory`` of each sum over ranks, once its outputs are there.
 
     Attributes:
         wanted: Whether any is looked at now.
-        issued: Called on the thread of each call that is looked at, with its outputs.
+        wanted_in_backward: Whether those that a thread makes while it runs a backward are looked at.
+        issued: Called on the thread of each call that is looked at, with its groups and its outputs.
     """
 
     hears_below: ClassVar[bool] = False
 
-    def __init__(self, memory: ReducedMemory, issued: Callable[[Sequence[Tensor]], object], failures: Failures) -> None:
+    def __init__(self, memory: ReducedMemory, issued: Callable[[Groups, Sequence[Tensor]], object], failures: Failures) -> None:
         self.wanted = False
+        self.wanted_in_backward = False
         self._memory = memory
         self._issued = issued
         self._failures = failures
@@ -76,7 +80,9 @@ class SeenSums(CollectiveListener):
 
     def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
         del args
-        return self.wanted and (operator.name in SUMS or operator.name in COLLECTS)
+        return (operator.name in SUMS or operator.name in COLLECTS) and (
+            self.wanted or (self.wanted_in_backward and runs_backward())
+        )
 
     def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
         try:
@@ -112,7 +118,7 @@ class SeenSums(CollectiveListener):
                 self._outputs_there(groups, outputs, ())
         else:
             self._await_functional(outputs, groups)
-        self._issued(outputs)
+        self._issued(groups, outputs)
 
     def _summed_over(self, operator: Operator, args: Sequence[Any]) -> Groups:
         """What the outputs will have been summed over; empty where they are no sum."""
@@ -138,7 +144,15 @@ class SeenSums(CollectiveListener):
     def _outputs_there(self, groups: Groups, outputs: Sequence[Tensor], _versions: Sequence[int | None]) -> bool:
         """On any thread."""
         self._there.append((groups, outputs))
+        if runs_backward():
+            # A gradient that somebody else holds is copied when it is accumulated, where it else would be taken as it is.
+            self.take_in()
         return True
+
+
+def runs_backward() -> bool:
+    """Whether this thread is in the midst of a backward."""
+    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
 
 
 def _adds(args: Sequence[Any]) -> bool:

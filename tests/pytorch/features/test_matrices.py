@@ -224,6 +224,12 @@ def test_rows_are_as_alike_as_their_cosines(shape: tuple[int, int], dtype: torch
     assert found.cosines.item() / found.pairs == pytest.approx(similarity(weight), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e300])
+def test_the_spectral_norm_is_right_where_squares_leave_the_range_of_float64(size: float) -> None:
+    found = norms_of(torch.full((4, 4), size, dtype=torch.float64))
+    assert float(found.spectral) == pytest.approx(4 * size, rel=1e-6)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30, 3e38])
 def test_cosines_do_not_depend_on_the_size_of_rows(size: float) -> None:
     weight = torch.rand(6, 10, generator=torch.Generator().manual_seed(0))
