@@ -1,4 +1,4 @@
-# Every target does its own set-up, in this directory, from nothing but python3 (3.10 or newer) with venv and pip.
+# Every target does its own set-up, in this directory, from nothing but python3 (3.11 or newer) with venv and pip.
 # ARGS is handed on:    make test ARGS="-k csv -x"    make demo ARGS="--steps 200"
 # Another interpreter:  make test PYTHON=python3.11
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,6 @@ def test_nothing_heavy_is_kept(texts: dict[str, str]) -> None:
 
 
 def test_everything_that_make_installs_by_name_is_pinned() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     asked = [*project["dependencies"], *extras["torch"], *extras["test"]]
@@ -137,7 +137,6 @@ def test_the_way_to_read_the_files_reads_every_step_of_every_parameter(example: 
 
 
 def test_the_command_that_the_readme_names_merges_what_was_recorded(readme: str, example: Path) -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     (command, directory) = re.findall(r"`(monitor-merge) (\w+)`", readme)[0]
     module, _, app = scripts[command].partition(":")

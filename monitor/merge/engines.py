@@ -131,7 +131,7 @@ def _greet(address: str) -> None:
 def _wait_for_workers(client: Any, address: str) -> None:
     try:
         client.wait_for_workers(1, timeout=PATIENCE)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise MergeError(f"the Dask scheduler at {address} has no workers. Start some: dask worker {address}") from error
 
 
