@@ -24,6 +24,7 @@ OLDEST_PYTHON = (3, 11)
 STAMP = "made-from"
 DECIDING = (
     "pyproject.toml",
+    "setup.py",
     "constraints.txt",
     "monitor/stats/host_kernel.c",
     "monitor/stats/host_pass.h",
