@@ -1,4 +1,4 @@
-# Every target does its own set-up, in this directory, from nothing but python3 (3.10 or newer) with venv and pip.
+# Every target does its own set-up, in this directory, from nothing but python3 (3.11 or newer) with venv and pip.
 # ARGS is handed on:    make test ARGS="-k csv -x"    make demo ARGS="--steps 200"
 # Another interpreter:  make test PYTHON=python3.11
 
@@ -10,7 +10,7 @@ EXAMPLES ?= 500
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-fault test generated-loops lint bench clean environment numpy2 peer
+.PHONY: help demo demo-fault test generated-loops lint bench wheel clean environment numpy2 peer
 
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist loadfile
 
@@ -25,6 +25,7 @@ help:
 	@echo "make generated-loops  training loops drawn at random, each number beside a reference (EXAMPLES=2000)"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
+	@echo "make wheel       the package for other machines, in dist/: with its modules in C, for Python 3.11 and later"
 	@echo "make clean       remove the environments and caches; recordings stay"
 
 environment:
@@ -76,6 +77,9 @@ bench: environment peer
 	.venv/bin/python bench/mindspore_overhead.py
 	.venv/bin/python bench/mindspore_precision_dump.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
+
+wheel: environment
+	.venv/bin/python -m build --wheel --outdir dist
 
 clean:
 	rm -rf .venv .venv-numpy2 .venv-peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -154,35 +154,27 @@ class Recorder(ABC):
         """Count as small what is below ``eps``."""
 
     @abstractmethod
-    def _settle(self) -> None:
-        """Enter what was put off: the table is about to be read. The caller has the lock."""
-
-    @abstractmethod
-    def _forget_step(self, *, settled: bool) -> None:
-        """A new step has begun: what was put off in the last one is let go of, unless it was ``settled``, and so is all that
-        was remembered of its tensors. The caller has the lock.
-        """
+    def _forget_step(self) -> None:
+        """A new step has begun: forget the tensors of the last one. The caller has the lock."""
 
     def seal(self, into: Sealed) -> None:
         """Copy the table into ``into`` and begin a new step."""
         with self.lock:
-            self._settle()
             self.late.enter()
             self.table.seal(into)
             self.steps += 1
-            self._forget_step(settled=True)
+            self._forget_step()
 
     def kinds_now(self) -> dict[str, KindRows]:
         """What the step in progress has measured so far. Waits for the device."""
         with self.lock:
-            self._settle()
             self.late.enter()
             return self.table.kinds_now()
 
     def discard(self) -> None:
         """Begin a new step without keeping this one."""
         with self.lock:
-            self._forget_step(settled=False)
+            self._forget_step()
             self.late.discard()
             self.table.discard()
             self.steps += 1

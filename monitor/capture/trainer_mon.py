@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from monitor.capture.arguments import count, given
 from monitor.capture.backend import Backend, Framework
@@ -30,9 +30,6 @@ from monitor.ranks.roles import RECORDINGS, Watched
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class TrainerMon:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -31,7 +31,7 @@ DONE, FLAWED, NOTHING = 0, 1, 2
 LOOK_EVERY_S: Final = 0.2
 
 
-class Action(str, Enum):
+class Action(StrEnum):
     """What to do."""
 
     on = "on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +34,7 @@ CLEAN, FLAWED, NOTHING = 0, 1, 2
 """Exit statuses: all is there and agrees; something is missing or disagrees, or there was no row; nothing was merged."""
 
 
-class FormatName(str, Enum):
+class FormatName(StrEnum):
     """``monitor.merge.output.Format``, for the command line."""
 
     hdf5 = "hdf5"

@@ -16,7 +16,6 @@ from itertools import islice
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any, Final, ParamSpec, TypeVar
 
-from monitor.merge.allocation import keep_freed_memory
 from monitor.merge.errors import MergeError
 
 P = ParamSpec("P")
@@ -66,7 +65,7 @@ def _pool(workers: int) -> Iterator[Executor]:
     # A forked child of a process with threads may hang; a new interpreter does not.
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
             try:
                 yield pool
             except BaseException:
@@ -77,12 +76,6 @@ def _pool(workers: int) -> Iterator[Executor]:
 
 
 _DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."
-
-
-def _begin() -> None:
-    """What a worker does first."""
-    keep_freed_memory()
-    _follow_parent()
 
 
 def _follow_parent() -> None:
@@ -138,7 +131,7 @@ def _greet(address: str) -> None:
 def _wait_for_workers(client: Any, address: str) -> None:
     try:
         client.wait_for_workers(1, timeout=PATIENCE)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise MergeError(f"the Dask scheduler at {address} has no workers. Start some: dask worker {address}") from error
 
 

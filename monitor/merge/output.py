@@ -19,7 +19,6 @@ from pyarrow.parquet import write_table as write_parquet
 from monitor.merge.columns import Columns
 from monitor.series import CALL_KIND
 from monitor.sinks.measurements import TEXT
-from monitor.sinks.planes import LEVEL, compressed
 from monitor.stats.features import FEATURES
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import CALLS, NUMERIC_OPS
@@ -120,7 +119,7 @@ def _write_hdf5(rows: pa.Table, path: Path) -> None:
     """A dataset a column. Of text, numbers that stand for what is in ``{column}_values``. Where something is missing,
     ``{column}_missing`` is 1.
     """
-    with h5py.File(path, "w") as file:
+    with h5py.File(path, "w", rdcc_nbytes=0) as file:
         for name in rows.column_names:
             column = rows[name].combine_chunks()
             if pa.types.is_dictionary(column.type):
@@ -134,18 +133,8 @@ def _write_hdf5(rows: pa.Table, path: Path) -> None:
 
 
 def _dataset(file: h5py.File, name: str, values: NDArray[Any]) -> None:
-    """Chunks are compressed here, and not by the library, which would spend most of the time on digits that are noise."""
-    if not len(values):
-        file.create_dataset(name, data=values)
-        return
-    chunk = min(len(values), CHUNK_ROWS)
-    options = {"compression": "gzip", "compression_opts": LEVEL, "shuffle": True}
-    dataset = file.create_dataset(name, values.shape, values.dtype, chunks=(chunk,), **options)
-    for start in range(0, len(values), chunk):
-        part = values[start : start + chunk]
-        if len(part) < chunk:
-            part = np.concatenate([part, np.zeros(chunk - len(part), dtype=values.dtype)])
-        dataset.id.write_direct_chunk((start,), compressed(part))
+    chunked = {"chunks": (min(len(values), CHUNK_ROWS),), "shuffle": True, "compression": "lzf"} if len(values) else {}
+    file.create_dataset(name, data=values, **chunked)
 
 
 def _read_hdf5(path: Path) -> pa.Table:

@@ -53,10 +53,7 @@ class Recorder(recorder.Recorder):
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
 
-    def _settle(self) -> None:
-        """Every row is entered when it is read."""
-
-    def _forget_step(self, *, settled: bool) -> None:
+    def _forget_step(self) -> None:
         """Nothing is remembered of a step."""
 
     def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:

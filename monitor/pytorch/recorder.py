@@ -6,9 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.capture import recorder
@@ -20,7 +18,6 @@ from monitor.stats.host_memory import HostPage
 from monitor.stats.native import Reduce
 from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, Slot
-from monitor.stats.torch_copies import Copies
 from monitor.stats.torch_fused_list import is_listed
 from monitor.stats.torch_host_kernel import HostKernel
 from monitor.stats.torch_magnitudes import count_magnitudes, count_magnitudes_there
@@ -61,19 +58,13 @@ class Recorder(recorder.Recorder):
 
     def _take_eps(self, eps: float) -> None:
         self.host = HostKernel(eps)
-        self._copies = Copies(eps, self.host.reduce, self._enter)
 
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         assert isinstance(device, torch.device)
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
             return HostPage(rows, columns, cleared) if device.type == "cpu" else DevicePage(rows, device, columns, cleared)
 
-    def _settle(self) -> None:
-        self._copies.reduce()
-
-    def _forget_step(self, *, settled: bool) -> None:
-        if not settled:
-            self._copies.discard()
+    def _forget_step(self) -> None:
         self._seen.clear()
 
     def activate(self, wanted: bool) -> None:
@@ -126,19 +117,12 @@ class Recorder(recorder.Recorder):
     def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
         with self.lock:
             plain = None if self._magnitudes else self.host.plain
-            rows, orders, layouts, copied = [], [], [], []  # type: list[int], list[int], list[int], list[Tensor]
             listed: list[tuple[Watched, Listed]] = []
             for watched, x in items:
                 try:
                     address = plain_address(x)
                     if address and plain is not None:
                         self._read_directly(plain, watched, x, 0, address)
-                    elif address and self._is_copied(x):
-                        slot, layout = self._slot(watched, HOST, 0)[0], self.table.layout_of(x.shape, x.dtype)
-                        rows.append(slot.row)
-                        orders.append(self.table.next_order())
-                        layouts.append(layout)
-                        copied.append(x)
                     elif not address and (one := self._listed(watched, x)) is not None:
                         listed.append((watched, one))
                     elif address or has_data(x):
@@ -147,9 +131,6 @@ class Recorder(recorder.Recorder):
                     failed(watched, error)
             for place, why in reduce_listed([one for _, one in listed], self._eps):
                 failed(listed[place][0], why)
-            if rows:
-                self._copies.take_all(rows, copied)
-                self.table.note_rows(np.array(rows), np.array(orders), np.array(layouts))
 
     def _read_directly(self, plain: Reduce, watched: Watched, x: Tensor, micro_step: int, address: int) -> None:
         """A plain tensor that stands for no other: what ``_record`` comes to, in few calls, since a hook finds the code of each
@@ -186,21 +167,17 @@ class Recorder(recorder.Recorder):
             if seen is not None and seen.version == version and seen.tensor() is x:
                 if seen.row == row:  # which holds it, and may stand for others
                     return
-                self._copies.give_up(row)
                 self.table.note(row, seen.layout, alias=seen.row)
                 return
         # What can fail comes first: then there is no row.
         layout = self.table.layout_of(x.shape, x.dtype) if address else self.layout(x)
-        if address and self._is_copied(x):
-            self._copies.take(row, x)
-        elif address and self.host.plain is not None and not self._magnitudes:
+        if address and self.host.plain is not None and not self._magnitudes:
             self.host.plain(address, x.numel(), numbers_of(slot.page), slot.local_row + offset)
         else:
             if self._magnitudes:
                 self._count_magnitudes(x, slot.page, slot.local_row + offset)
             if not self.reduce(x, slot.page, slot.local_row + offset):
                 return
-            self._copies.give_up(row)
         self.table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
             self._remember(x, version, row, layout)
@@ -243,24 +220,12 @@ class Recorder(recorder.Recorder):
                 if histogram is not None:
                     write_histogram(self._histogram_page(slot.page, device), slot.local_row + offset, histogram)
                 write_numbers(slot.page.memory, slot.local_row + offset, numbers)
-            self._copies.give_up(slot.row + offset)
             self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
-
-    def _is_copied(self, x: Tensor) -> bool:
-        return self.host.plain is None and not self._magnitudes and self._copies.takes(x)
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_there(x)
         if counts is not None:
             write_histogram(self._histogram_page(page, x.device), local_row, counts)
-
-    def _enter(self, rows: NDArray[np.int64], numbers: Floats) -> None:
-        """The numbers of rows on the host that were noted before."""
-        for page in self.table.pages:
-            here = (rows >= page.first_row) & (rows < page.first_row + page.rows)
-            if here.any():
-                assert isinstance(page.memory, HostPage)
-                page.memory.numbers[rows[here] - page.first_row] = numbers[here]
 
     def reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
         memory = page.memory

@@ -28,7 +28,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers, spelled as ``monitor.sinks.decimals`` says.
+    """Numbers, written as ``monitor.sinks.python_lines`` says.
 
     Attributes:
         values: float64, shape ``(rows,)``.

@@ -10,8 +10,8 @@ from typing import Final
 from monitor.sinks.shard_names import Steps
 from monitor.stats.rows import StepRows
 
-SCHEMA_VERSION: Final = 1
-"""Of the ``hdf5`` format."""
+SCHEMA_VERSION: Final = 2
+"""Of the ``hdf5`` format. Columns of version 1 were compressed by gzip."""
 
 METADATA: Final = b"monitor"
 """Where ``Facts`` stand in the metadata of an Arrow schema, as JSON."""

@@ -20,7 +20,6 @@ from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr
 from monitor.sinks.bins import HISTOGRAM, counts_of, upper_of
 from monitor.sinks.facts import SCHEMA_VERSION, Facts
 from monitor.sinks.measurements import MISSING, PARTIALS, SCHEMA, by_kind
-from monitor.sinks.planes import LEVEL, compressed
 from monitor.sinks.spool import Block
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
@@ -31,6 +30,11 @@ CHUNK_ROWS: Final = 32768
 
 CHUNK_HISTOGRAMS: Final = 128
 """Rows of a chunk of histograms: 290 KB."""
+
+NO_CACHE: Final = 0
+"""Bytes that the library holds back of each dataset. So the call that writes a chunk compresses it, without the interpreter's
+lock; otherwise ``flush`` would compress what is left of 200 datasets in one call, and ``os.fork`` would wait for it.
+"""
 
 READABLE_SINCE: Final = ("v110", "v110")
 """HDF5 1.10 (2016) reads it. What older ones read takes 2 KB more for each dataset."""
@@ -48,7 +52,7 @@ def image(blocks: Iterable[Block]) -> bytes:
         ValueError: there are none.
     """
     facts: Facts | None = None
-    with h5py.File.in_memory(libver=READABLE_SINCE) as file:
+    with h5py.File.in_memory(libver=READABLE_SINCE, rdcc_nbytes=NO_CACHE) as file:
         groups: dict[str, _Group] = {}
         for block in blocks:
             facts = block.facts if facts is None else facts.then(block.facts)
@@ -185,14 +189,13 @@ class _Histograms:
             rows = min(self._rows, CHUNK_HISTOGRAMS)
             self._dataset = self._new(rows)
         self._dataset.resize(self._rows, axis=0)
-        chunk = chunk[: self._dataset.chunks[0]]
-        self._dataset.id.write_direct_chunk((first, 0), compressed(chunk.reshape(-1)))
+        self._dataset[first : self._rows] = chunk[: self._rows - first]
 
     def _new(self, chunk_rows: int) -> h5py.Dataset:
         bins = len(self._upper)
-        options = {"compression": "gzip", "compression_opts": LEVEL, "shuffle": True, "chunks": (chunk_rows, bins)}
-        shape = (self._rows, bins)
-        dataset = self._group.create_dataset(HISTOGRAM, shape, np.int64, maxshape=(None, bins), **options)
+        shape, chunks, most = (self._rows, bins), (chunk_rows, bins), (None, bins)
+        options = {"chunks": chunks, "maxshape": most, "shuffle": True, "compression": "lzf"}
+        dataset = self._group.create_dataset(HISTOGRAM, shape, np.int64, **options)
         dataset.attrs["upper"] = self._upper
         return dataset
 
@@ -208,20 +211,21 @@ class _Column:
         storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         storage.set_chunk((self._chunk,))
         storage.set_shuffle()
-        storage.set_deflate(LEVEL)
+        storage.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL)
         most = len(first) if len(first) < CHUNK_ROWS else h5py.h5s.UNLIMITED
         space = h5py.h5s.create_simple((len(first),), (most,))
         self._dataset = h5py.h5d.create(group.id, name.encode(), _TYPES[first.dtype.char], space, storage)
 
     def add(self, numbers: NDArray[Any]) -> None:
+        """A chunk a call: h5py has a lock while it compresses, and ``os.fork`` waits for it."""
         end = self._rows + len(numbers)
         if self._rows:
             self._dataset.set_extent((end,))
+        rows = self._dataset.get_space()
         for start in range(0, len(numbers), self._chunk):
-            chunk = numbers[start : start + self._chunk]
-            if len(chunk) < self._chunk:
-                chunk = np.concatenate([chunk, np.zeros(self._chunk - len(chunk), dtype=chunk.dtype)])
-            self._dataset.write_direct_chunk((self._rows + start,), compressed(chunk))
+            chunk = np.ascontiguousarray(numbers[start : start + self._chunk])
+            rows.select_hyperslab((self._rows + start,), chunk.shape)
+            self._dataset.write(h5py.h5s.create_simple(chunk.shape), rows, chunk)
         self._rows = end
 
 
@@ -229,7 +233,7 @@ def _write_texts(group: h5py.Group, name: str, texts: Sequence[str]) -> None:
     """As UTF-8 of one length, since what has a length of its own is not compressed."""
     encoded = np.array([text.encode() for text in texts], dtype=np.bytes_)
     table = encoded.astype(h5py.string_dtype("utf-8", max(encoded.itemsize, 1)))
-    group.create_dataset(name, data=table, compression="gzip", compression_opts=LEVEL)
+    group.create_dataset(name, data=table, shuffle=True, compression="lzf")
 
 
 class _Numbering:

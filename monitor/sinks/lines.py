@@ -13,10 +13,10 @@ import numpy as np
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import native_lines
-from monitor.sinks.arrow_lines import arrow_lines
 from monitor.sinks.cells import Cells
 from monitor.sinks.columns import Column, Counts, Join, Numbers, Texts
 from monitor.sinks.pieces import Piece, blocks
+from monitor.sinks.python_lines import python_lines
 from monitor.stats.histograms import MAGNITUDES, spelled
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, counted, derive_all
 from monitor.stats.partials import Partials
@@ -51,7 +51,7 @@ class Lines:
         self._ndigits = ndigits
         self._series = Cells(series, _series_cells)
         self._layouts: dict[str, Cells[Layout]] = {}
-        self._join: Join = native_lines.native_lines if native_lines.is_there() else arrow_lines
+        self._join: Join = native_lines.native_lines if native_lines.is_there() else python_lines
 
     def of(self, steps: Sequence[StepRows]) -> Iterator[tuple[StepRows, str, memoryview]]:
         """The lines of each kind of each step, each ended by a newline. A kind of many rows comes in several pieces.

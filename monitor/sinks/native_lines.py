@@ -1,6 +1,6 @@
 """Lines in C (``lines.c``), where that was built: one call for all rows and columns, in which no other thread waits for the
 interpreter, and which takes a few microseconds where the rows are few. Character by character they are those of
-``arrow_lines.py``.
+``python_lines.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.sinks.columns import Column, Counts, Texts
-from monitor.sinks.decimals import LEAST_POWER, MOST_DIGITS, SCALE, fixed_from, scaled_powers_of_ten
+from monitor.sinks.python_lines import MOST_DIGITS, fixed_from
 from monitor.stats.native import is_wanted
 
 try:
@@ -23,6 +23,15 @@ except ImportError:
     _lines = None  # type: ignore[assignment]
 
 _TEXT, _NUMBER, _COUNT = range(3)
+
+LEAST_POWER: Final = -308
+MOST_POWER: Final = MOST_DIGITS + 324
+"""From the least power of ten to this: those that make of a double an integer with as many digits as are written."""
+
+SCALE: Final = 1400
+"""Bits behind the point of a power of ten: the least one keeps more than 128 significant ones."""
+
+_WORD: Final = (1 << 64) - 1
 
 
 def is_there() -> bool:
@@ -51,11 +60,9 @@ def _told(column: Column) -> tuple[Any, ...]:
 def _powers_of_ten() -> NDArray[np.uint64]:
     """``10**k = (high * 2**64 + low) * 2**exponent``, but for what is cut off behind 128 bits; shape ``(powers, 3)``."""
     rows = []
-    for bits in scaled_powers_of_ten():
+    for k in range(LEAST_POWER, MOST_POWER + 1):
+        bits = 10**k << SCALE if k >= 0 else (1 << SCALE) // 10**-k
         shift = bits.bit_length() - 128
         top = bits >> shift
         rows.append((top >> 64, top & _WORD, (shift - SCALE) & _WORD))
     return np.array(rows, dtype=np.uint64)
-
-
-_WORD: Final = (1 << 64) - 1

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import struct
+import warnings
 
-from monitor.sinks.crc32c import crc32c
+with warnings.catch_warnings():
+    # Without its C extension the library says at import that it is slow. The user of a monitor can do nothing about that.
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+    import google_crc32c
 
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
@@ -18,6 +22,6 @@ def record(content: bytes) -> bytes:
 
 def _masked(content: bytes) -> bytes:
     """The checksum, changed so that a checksum of a text that holds checksums still says something."""
-    checksum = crc32c(content)
+    checksum = google_crc32c.value(content)
     rotated = checksum >> 15 | checksum << 17 & 0xFFFFFFFF
     return _CHECKSUM.pack(rotated + 0xA282EAD8 & 0xFFFFFFFF)

@@ -2,7 +2,7 @@
 
 What numpy and torch have takes a pass for each statistic, and a call for each pass. One loop does all of them at about the
 speed of memory, and a small tensor costs one call. It is built when the package is installed, if there is a C compiler; without
-it the kernels of torch operators and of numpy do the same work. Every processor computes the same bits (``host_pass.h``).
+it the kernel of numpy does the same work. Every processor computes the same bits (``host_pass.h``).
 """
 
 from __future__ import annotations

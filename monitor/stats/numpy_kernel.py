@@ -35,10 +35,14 @@ class _Scratch(threading.local):
 
 
 class NumpyKernel:
-    """Reduces arrays to table rows. May be used by several threads at once."""
+    """Reduces arrays to table rows. May be used by several threads at once.
 
-    def __init__(self, eps: float) -> None:
-        self._native: NativeKernel | None = native_kernel(eps)
+    Args:
+        with_native: Whether the native kernel is used where there is one.
+    """
+
+    def __init__(self, eps: float, *, with_native: bool = True) -> None:
+        self._native: NativeKernel | None = native_kernel(eps) if with_native else None
         self._bounds = {np.dtype(one): one(Epsilon.of(eps, one).bound) for one in (np.float32, np.float64)}
         self._chunks = Chunks()
         self._scratch = _Scratch()

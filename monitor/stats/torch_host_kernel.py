@@ -1,21 +1,34 @@
-"""The kernel for tensors in host memory: the native one where it is there, else torch's operators, a chunk at a time."""
+"""The kernel for tensors in host memory: the native one where it is there, else the kernel of numpy, a piece at a time."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats import native
 from monitor.stats.epsilon import Epsilon
 from monitor.stats.native import NativeKernel, native_kernel
+from monitor.stats.numpy_kernel import NumpyKernel, Row
 from monitor.stats.partials import COLUMNS, EMPTY, Floats, union
-from monitor.stats.torch_host_chunks import CHUNK, ChunkKernel, Row, zeros
 from monitor.stats.torch_modes import KEYS_ABOVE_US
 from monitor.stats.torch_small_tensors import Staging, reduce_segments
-from monitor.stats.torch_tensors import Readable, address_of, is_plain, is_unbroken, pieces, plain_address, readable
+from monitor.stats.torch_tensors import (
+    Readable,
+    address_of,
+    is_unbroken,
+    pieces,
+    plain_address,
+    readable,
+    working_precision,
+)
+
+PIECE: Final = 262_144
+"""Elements that are copied, or converted, at a time."""
 
 _FORMATS: Final = {
     torch.float32: native.FLOAT32,
@@ -23,6 +36,29 @@ _FORMATS: Final = {
     torch.bfloat16: native.BFLOAT16,
     torch.float16: native.FLOAT16,
 }
+
+
+class _Staging(threading.local):
+    """Buffers of a piece, a set for each thread: backward hooks may run on the engine's threads."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def of(self, piece: Tensor) -> NDArray[Any]:
+        """The elements in their working precision, magnitudes where they are complex. Good until the next call.
+
+        A copy also where nothing is converted: torch could not resize a storage any more that numpy has a view of.
+        """
+        precision = working_precision(piece.dtype)
+        if precision not in self._buffers:
+            self._buffers[precision] = torch.empty(PIECE, dtype=precision, device="cpu")
+        staged = self._buffers[precision][: piece.numel()].view(piece.shape)
+        if piece.is_complex():
+            exact = piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece
+            torch.abs(exact, out=staged)
+        else:
+            staged.copy_(piece)
+        return staged.view(-1).numpy()
 
 
 class HostKernel:
@@ -39,7 +75,8 @@ class HostKernel:
     def __init__(self, eps: float, *, with_native: bool = True) -> None:
         self._native: NativeKernel | None = native_kernel(eps) if with_native else None
         self.plain = None if self._native is None else self._native.of(native.FLOAT32)
-        self._chunks = ChunkKernel(eps)
+        self._numpy = NumpyKernel(eps, with_native=with_native)
+        self._staging = _Staging()
         self._bound = Epsilon.of(eps, np.float32).bound
         self._zero_is_small = eps > 0
 
@@ -65,8 +102,6 @@ class HostKernel:
     def reduce(self, x: Tensor) -> Row | Floats | None:
         """The row of ``x``, shape ``(len(COLUMNS),)``; None if it has no data to read."""
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
-            if self._native is None and x.numel() <= CHUNK and is_plain(x):
-                return self._chunks.reduce(x.view(-1))
             source = readable(x)
             return None if source is None else self._reduce(source)
 
@@ -76,7 +111,7 @@ class HostKernel:
             x = x.resolve_conj().resolve_neg()
         rows = self._rows(x)
         if source.implicit_zeros:
-            rows.append(zeros(source.implicit_zeros, self._zero_is_small))
+            rows.append(_zeros(source.implicit_zeros, self._zero_is_small))
         if source.repeats > 1:
             rows = [_repeated(row, source.repeats) for row in rows]
         if len(rows) == 1:
@@ -86,14 +121,11 @@ class HostKernel:
     def _rows(self, x: Tensor) -> list[Row | Floats]:
         """Rows that together are of ``x``."""
         whole = self._natively(x) if x.numel() and is_unbroken(x) else None
-        return [self._piece(piece) for piece in pieces(x, CHUNK)] if whole is None else [whole]
+        return [self._piece(piece) for piece in pieces(x, PIECE)] if whole is None else [whole]
 
     def _piece(self, piece: Tensor) -> Row | Floats:
-        v = self._chunks.converted(piece)
-        if self._native is not None and not v.is_contiguous():
-            v = self._chunks.scratch.like(v, v.dtype, "staged").copy_(v)
-        row = self._natively(v)
-        return self._chunks.reduce(v) if row is None else row
+        row = self._natively(piece) if piece.is_contiguous() else None
+        return self._numpy.reduce(self._staging.of(piece)) if row is None else row
 
     def _natively(self, x: Tensor) -> Floats | None:
         """The row of elements without gaps; None where the native kernel cannot tell, or is not there."""
@@ -102,6 +134,11 @@ class HostKernel:
             return None
         page: Floats = np.empty((1, len(COLUMNS)))
         return page[0] if self._native.reduce_into(address, x.numel(), form, page, 0) else None
+
+
+def _zeros(count: int, are_small: bool) -> Row:
+    """The row of that many zeros."""
+    return (1.0, count, 0.0, 0.0, 0.0, float(count * are_small), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _repeated(row: Any, times: int) -> Row:

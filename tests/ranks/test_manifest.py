@@ -2,7 +2,7 @@ import json
 import os
 import threading
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -103,7 +103,7 @@ def test_how_data_ran_stands_in_the_series_file_and_that_it_was_cut_in_a_note(ra
 def test_its_times_have_a_year_and_an_offset(rank):
     saved = rank.saved()
     started, now = (datetime.fromisoformat(time) for time in (saved.started, saved.saved))
-    assert started <= now <= datetime.now(timezone.utc)
+    assert started <= now <= datetime.now(UTC)
 
 
 def test_every_tenth_step_is_one_range(rank):
