@@ -12,7 +12,7 @@ from monitor.config.model import (
     Settings,
     Target,
 )
-from monitor.config.tensor_spec import TensorSpec
+from monitor.config.values import TensorSpec
 
 __all__ = [
     "Alert",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from monitor.config.explain import shown
+from monitor.config.errors import shown
 from monitor.config.jsonc import JsonError, parse
 from monitor.config.loading import ConfigError, content_of
 from monitor.dump.calls import ADVICE, Call, Recorded

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from monitor.config.explain import explain, shown, spelled
+from monitor.config.errors import explain, shown, spelled
 from monitor.config.jsonc import JsonError, Path, parse
 from monitor.config.loading import ConfigError, content_of
-from monitor.config.unused import said_of, without
+from monitor.config.unused_fields import said_of, without
 from monitor.dump.unused_fields import UNUSED
 from monitor.failures import LOGGER
 

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Final
 
-from monitor.config.explain import shown, spelled
+from monitor.config.errors import shown, spelled
 from monitor.config.jsonc import SPACE_OR_COMMENT, Document, Path, parse
 
 _STEP: Final = re.compile(r'\.([A-Za-z_][A-Za-z0-9_]*)|\[(0|[1-9][0-9]{0,8})\]|\[("(?:[^"\\]|\\.)*")\]')

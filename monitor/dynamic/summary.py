@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Final
 
 from monitor.config import MonitorConfig
-from monitor.config.explain import shown
+from monitor.config.errors import shown
 
 MOST_CHARACTERS: Final = 500
 NOTHING: Final = "no field differs"

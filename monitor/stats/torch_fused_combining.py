@@ -45,7 +45,7 @@ def _top(at, parts, ROWS: tl.constexpr):
 def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
     """``partials.union`` of the parts of a tensor, lane by lane and then pairwise: the same order each time."""
     top = tl.full((), 0.0, tl.float64)
-    if WORK == tl.float64:
+    if tl.float64 == WORK:
         top = _top(at, parts, ROWS)
     zero = tl.zeros((ROWS,), tl.float64)
     count, nans, posinfs, neginfs, smalls = zero, zero, zero, zero, zero
@@ -62,7 +62,7 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
         sums = _column(at, SUM, part, parts, there, 0.0)
         spread = _column(at, M2, part, parts, there, 0.0)
         squared = _column(at, SUMSQ, part, parts, there, 0.0)
-        if WORK == tl.float64:
+        if tl.float64 == WORK:
             exponent = _column(at, EXPONENT, part, parts, there, 0.0)
             down = power_of_two(tl.maximum(tl.minimum(exponent - top, 0.0), -1000.0).to(tl.int64))
             sums, spread, squared = sums * down, spread * down * down, squared * down * down

@@ -111,7 +111,7 @@ def _looked_at_again(
     count = end - start
     finite = (count - nans - posinfs - neginfs).to(tl.float64)
     exponent = tl.full((), 0, tl.int64)
-    if WORK == tl.float64:  # squares and sums of anything narrower fit a float64
+    if tl.float64 == WORK:  # squares and sums of anything narrower fit a float64
         absmax = tl.where(finite > 0.0, tl.maximum(tl.abs(lo), tl.abs(hi)), 0.0)
         if (absmax > 0.0) & ((absmax >= 1e100) | (absmax <= 1e-100)):
             exponent = exponent_of(absmax)
@@ -162,7 +162,7 @@ def _part(
     count = left.to(tl.float64)
     equal = (least == most) & (sumsq < INF)
     proven = (sumsq < INF) & (sumsq >= count * LEAST)
-    if WORK == tl.float64:
+    if tl.float64 == WORK:
         absmax = tl.maximum(tl.abs(least), tl.abs(most))
         inside = (absmax < 1e100) & ((absmax > 1e-100) | (absmax == 0.0))
         equal, proven = equal & inside, proven & inside

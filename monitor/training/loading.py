@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from monitor.config.explain import explain, nearest, shown
+from monitor.config.errors import explain, nearest, shown
 from monitor.config.jsonc import Path
 from monitor.config.loading import content_of, decoded, unusable
-from monitor.config.unused import said_of, without
+from monitor.config.unused_fields import said_of, without
 from monitor.failures import LOGGER
 from monitor.training.model import Callbacks, TrainingConfig
 from monitor.training.unused_fields import UNUSED

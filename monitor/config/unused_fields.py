@@ -1,19 +1,47 @@
-"""What the documents of the tool this one replaces write into a configuration, and the strict model does not take.
-
-Each of these has one meaning, so it is accepted, with a warning that names the line, the field and what is used instead. What
-could have been a slip of the hand stays an error.
-"""
+"""Fields of other tools' configurations that the monitor knows by name and has no use for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from monitor.config.explain import shown
-from monitor.config.explain import spelled as path_text
+from monitor.config.errors import shown, spelled
+from monitor.config.errors import spelled as path_text
 from monitor.config.jsonc import Document, Path
 from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig
 from monitor.config.values import FORMATS
+
+
+def without(fields: Mapping[str, Any], unused: Collection[Path], below: Path = ()) -> tuple[dict[str, Any], list[Path]]:
+    """The fields without those at the paths in ``unused``, and the paths that were there. ``fields`` stays as it is.
+
+    Args:
+        below: Where ``fields`` stand.
+    """
+    left: dict[str, Any] = {}
+    found: list[Path] = []
+    for name, value in fields.items():
+        path = (*below, name)
+        if path in unused:
+            found.append(path)
+        elif isinstance(value, dict):
+            left[name], deeper = without(value, unused, path)
+            found += deeper
+        else:
+            left[name] = value
+    return left, found
+
+
+def said_of(found: Collection[Path]) -> str:
+    """What to warn of, where there are any."""
+    names = ", ".join(spelled(path) for path in found)
+    return f"{names}: known and not used here, so without effect."
+
+
+# --- What the documents of the tool this one replaces write into a configuration, and the strict model does not take.
+#
+# Each of these has one meaning, so it is accepted, with a warning that names the line, the field and what is used
+# instead. What could have been a slip of the hand stays an error.
 
 DEFAULT_FORMAT: Final = "csv"
 
