@@ -37,7 +37,7 @@ from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Listener, Scanner
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.delivery import Delivery
-from monitor.pipeline.gaps import Gaps
+from monitor.pipeline.step_queue import Gaps
 from monitor.ranks.job import JobIdentity
 from monitor.ranks.manifest import Manifest, RankFacts
 from monitor.series import NO_MICRO_STEP, SeriesTable

@@ -23,7 +23,7 @@ from monitor.failures import Failures
 from monitor.home import home
 from monitor.pipeline.pipeline import Pipeline
 from monitor.pipeline.process import PROCESS
-from monitor.pipeline.watcher import Watcher
+from monitor.pipeline.protocols import Watcher
 from monitor.ranks.aside import set_aside
 from monitor.ranks.job import JobIdentity, Store, agree
 from monitor.ranks.manifest import Manifest, RankFacts

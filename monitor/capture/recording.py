@@ -18,7 +18,7 @@ from monitor.config import MonitorConfig
 from monitor.dynamic import Job
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
-from monitor.pipeline.watcher import Watcher
+from monitor.pipeline.protocols import Watcher
 from monitor.ranks.roles import Watched
 from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable

@@ -8,8 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from monitor.failures import Failures
-from monitor.pipeline.process import PROCESS
-from monitor.pipeline.ticket import Ticket
+from monitor.pipeline.process import PROCESS, Ticket
 from monitor.training.facts import StepFacts, StepNorms
 from monitor.training.joining import Joining
 from monitor.training.reporting import Reporting
