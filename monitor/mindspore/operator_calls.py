@@ -9,7 +9,7 @@ from monitor.capture.operator_calls import Call, CallRows
 from monitor.capture.recorder import Device, LateRows
 from monitor.mindspore.recorder import HOST, Recorder
 from monitor.mindspore.tensors import computing
-from monitor.stats.mindspore_tensors import has_data, on_host
+from monitor.stats.mindspore.tensors import has_data, on_host
 
 
 class OperatorCalls(CallRows, LateRows):

@@ -18,15 +18,11 @@ from monitor.capture import recorder
 from monitor.capture.recorder import Device, Watched
 from monitor.mindspore.tensors import computing, dtype_name
 from monitor.series import SeriesTable
-from monitor.stats.host_memory import HostPage
-from monitor.stats.mindspore_arithmetic import on_the_host
-from monitor.stats.mindspore_device_kernel import DeviceKernel, combined
-from monitor.stats.mindspore_host_kernel import HostKernel
-from monitor.stats.mindspore_magnitudes import count_magnitudes
-from monitor.stats.mindspore_memory import DevicePage
-from monitor.stats.mindspore_modes import beneath
-from monitor.stats.mindspore_tensors import has_data, on_host
-from monitor.stats.numpy_tensors import Raw
+from monitor.stats.host.array_kernel import Raw
+from monitor.stats.host.native import HostPage
+from monitor.stats.mindspore.arithmetic import on_the_host
+from monitor.stats.mindspore.kernels import DeviceKernel, HostKernel, combined
+from monitor.stats.mindspore.tensors import DevicePage, beneath, count_magnitudes, has_data, on_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import Page, PageMemory
 

@@ -26,8 +26,8 @@ from monitor.mindspore.collectives.operators import Kernel, Operator
 from monitor.mindspore.place import has_others, is_settled
 from monitor.placement import Ranks
 from monitor.ranks.ownership import Ownership, reaches
-from monitor.stats.mindspore_arithmetic import on_the_host
-from monitor.stats.mindspore_tensors import on_host
+from monitor.stats.mindspore.arithmetic import on_the_host
+from monitor.stats.mindspore.tensors import on_host
 from monitor.stats.partials import Floats
 
 SUMS: Final = frozenset({"all_reduce"})

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from monitor.pytorch.reduced_memory import ReducedMemory
-from monitor.stats.torch_modes import unseen
+from monitor.stats.torch.tensors import unseen
 
 KEEPS: Final = frozenset(
     {

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from monitor.stats.torch_capture import capturing
-from monitor.stats.torch_modes import beneath
-from monitor.stats.torch_persistent import persistent
+from monitor.stats.torch.memory import persistent
+from monitor.stats.torch.tensors import beneath, capturing
 
 OFF = -1
 _MICRO_STEP, _STEP, _COUNT = range(3)

@@ -16,9 +16,9 @@ from torch import Tensor
 from monitor.capture.operator_calls import LOCK_SECONDS, Call, CallRows
 from monitor.capture.recorder import LateRows
 from monitor.pytorch.recorder import Recorder, has_data
-from monitor.stats.host_memory import HostPage
+from monitor.stats.host.native import HostPage
 from monitor.stats.table import Page
-from monitor.stats.torch_small_tensors import Staging
+from monitor.stats.torch.small_tensors import Staging
 
 HOST: Final = torch.device("cpu")
 

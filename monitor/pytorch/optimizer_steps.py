@@ -24,7 +24,7 @@ from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.optimizers import optimizers_in
 from monitor.pytorch.grad_scaler import SCALER_PATCH
-from monitor.stats.torch_capture import capturing
+from monitor.stats.torch.tensors import capturing
 
 CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
 """Of the function that torch puts around every ``step``, and that calls the hooks."""

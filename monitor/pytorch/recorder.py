@@ -14,17 +14,15 @@ from monitor.capture.recorder import Device, Watched
 from monitor.pytorch.captured import Places
 from monitor.pytorch.compiled.values import NO_VALUE
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.host_memory import HostPage
-from monitor.stats.native import Reduce
+from monitor.stats.host.native import HostPage, Reduce
 from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, Slot
-from monitor.stats.torch_fused_list import is_listed
-from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_magnitudes import count_magnitudes, count_magnitudes_there
-from monitor.stats.torch_memory import DevicePage, write_histogram, write_numbers
-from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
-from monitor.stats.torch_op import Listed, reduce_into, reduce_listed
-from monitor.stats.torch_tensors import has_memory, is_plain, local_shard, plain_address
+from monitor.stats.torch.dispatch import Listed, reduce_into, reduce_listed
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.magnitudes import count_magnitudes, count_magnitudes_there
+from monitor.stats.torch.memory import DevicePage, write_histogram, write_numbers
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, has_memory, is_plain, local_shard, plain_address, unseen
+from monitor.stats.triton.tensor_list import is_listed
 
 HOST: Final = torch.device("cpu")
 

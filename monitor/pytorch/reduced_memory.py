@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monitor.placement import Ranks
-from monitor.stats.torch_tensors import end_of, is_unbroken, local_shard
+from monitor.stats.torch.tensors import end_of, is_unbroken, local_shard
 
 
 @dataclass(frozen=True, eq=False)

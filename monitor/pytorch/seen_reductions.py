@@ -14,7 +14,7 @@ from monitor.pytorch.buffer_writes import BufferWrites
 from monitor.pytorch.collectives.sums import SeenSums, runs_backward
 from monitor.pytorch.hooks import NO_HOOKS, HooksOfLoop
 from monitor.pytorch.reduced_memory import Groups, ReducedMemory, storage_of
-from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch.tensors import local_shard
 
 
 class SeenReductions:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from monitor.pytorch.frameworks.dtensor import activation_placement, layout_of, placement_of
-from monitor.stats.torch_modes import beneath
+from monitor.stats.torch.tensors import beneath
 
 __all__ = ["activation_placement", "computing", "layout_of", "placement_of"]
 

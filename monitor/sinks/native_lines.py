@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from monitor.sinks.columns import Column, Counts, Texts
 from monitor.sinks.python_lines import MOST_DIGITS, fixed_from
-from monitor.stats.native import is_wanted
+from monitor.stats.host.native import is_wanted
 
 try:
     from monitor.sinks import _lines

@@ -1,4 +1,4 @@
-/* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/native.py).
+/* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/host/native.py).
  *
  * Sums are those of double precision: squares of single precision neither overflow nor vanish there, and 2^53 is far beyond
  * the elements of a tensor. NaN fails every comparison, so extremes and counts pass it by, and shows in the sums. */

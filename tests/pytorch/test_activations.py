@@ -24,8 +24,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.func import functional_call
 from watching import Output, attached
 
-from monitor.stats.native import VARIABLE, NativeKernel
-from monitor.stats.numpy_kernel import NumpyKernel
+from monitor.stats.host.array_kernel import NumpyKernel
+from monitor.stats.host.native import VARIABLE, NativeKernel
 
 
 def values(*shape: int) -> Tensor:

@@ -13,7 +13,7 @@ from monitor.pytorch.compiled.values import NO_VALUE
 from monitor.pytorch.dump.reading import Reader
 from monitor.pytorch.recorder import Recorder
 from monitor.series import Series, SeriesTable
-from monitor.stats.native import VARIABLE
+from monitor.stats.host.native import VARIABLE
 from monitor.stats.rows import KindRows
 from monitor.stats.table import Sealed
 

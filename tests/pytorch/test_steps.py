@@ -17,8 +17,8 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.recorder import Recorder
-from monitor.stats.native import NativeKernel
-from monitor.stats.torch_host_kernel import HostKernel
+from monitor.stats.host.native import NativeKernel
+from monitor.stats.torch.host_kernel import HostKernel
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "min", "max"], "ndigits": 17}

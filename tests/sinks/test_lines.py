@@ -14,7 +14,7 @@ from sink_rows import Measured, Rank
 from monitor.sinks import lines, native_lines
 from monitor.sinks.lines import Lines, header
 from monitor.stats.histograms import LOSSES
-from monitor.stats.native import VARIABLE
+from monitor.stats.host.native import VARIABLE
 from monitor.stats.rows import Layout, StepRows
 
 

@@ -16,7 +16,7 @@ from monitor.sinks.columns import Column, Counts, Numbers, Texts
 from monitor.sinks.lines import Lines
 from monitor.sinks.native_lines import native_lines as joined
 from monitor.sinks.python_lines import python_lines
-from monitor.stats.native import VARIABLE
+from monitor.stats.host.native import VARIABLE
 
 _lines: Any = importlib.import_module("monitor.sinks._lines")
 

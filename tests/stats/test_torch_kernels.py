@@ -14,13 +14,13 @@ from interpreted import fused as fused_kernel
 from reference import assert_agrees, derived
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monitor.stats.epsilon import Epsilon
+from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, SMALLS, WRITES
-from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_fused_blocks import Blocks
-from monitor.stats.torch_fused_kernel import FusedKernel
-from monitor.stats.torch_host_kernel import PIECE, HostKernel
-from monitor.stats.torch_tensors import pieces
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.host_kernel import PIECE, HostKernel
+from monitor.stats.torch.tensors import pieces
+from monitor.stats.triton.elements import Blocks
+from monitor.stats.triton.launch import FusedKernel
 
 EPS = 1e-8
 Reduce = Callable[[torch.Tensor], np.ndarray]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_agrees
 
-from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_small_tensors import BATCH, SMALL, Staging
-from monitor.stats.torch_tensors import is_plain
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.small_tensors import BATCH, SMALL, Staging
+from monitor.stats.torch.tensors import is_plain
 
 EPS = 1e-8
 

@@ -10,7 +10,7 @@ import pytest
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Shard
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.numpy_kernel import NumpyKernel
+from monitor.stats.host.array_kernel import NumpyKernel
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, StepRows
 from monitor.training.facts import StepNorms

@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 from monitor.dump.measured import Leaf, Reading
 from monitor.failures import EarlierFailure
 from monitor.mindspore.tensors import computing
-from monitor.stats.mindspore_arithmetic import on_the_host
-from monitor.stats.mindspore_device_kernel import DeviceKernel, combined
-from monitor.stats.mindspore_modes import beneath
-from monitor.stats.mindspore_tensors import has_data, on_host
-from monitor.stats.numpy_kernel import NumpyKernel
-from monitor.stats.numpy_tensors import Raw, is_readable
+from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable
+from monitor.stats.mindspore.arithmetic import on_the_host
+from monitor.stats.mindspore.kernels import DeviceKernel, combined
+from monitor.stats.mindspore.tensors import beneath, has_data, on_host
 from monitor.stats.partials import Floats
 
 EPS: Final = 0.0

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from monitor.capture.features.results import Spread
-from monitor.stats.mindspore_arithmetic import Arithmetic, Array, computing
+from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
 
 KEYS: Final = 1024
 """Most keys of a block."""

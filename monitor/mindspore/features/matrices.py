@@ -11,7 +11,7 @@ from mindspore import Tensor
 from monitor.capture.features import krylov
 from monitor.capture.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
 from monitor.capture.features.results import Norms, Similarity
-from monitor.stats.mindspore_arithmetic import Arithmetic, Array, computing
+from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
 
 
 def norms_of(matrix: Tensor) -> Norms:

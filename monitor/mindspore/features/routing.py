@@ -11,7 +11,7 @@ from mindspore import Tensor, nn
 
 from monitor.capture.features.results import Routing
 from monitor.mindspore.features.attention import OUT_OF_SIGHT
-from monitor.stats.mindspore_arithmetic import Arithmetic, Array, computing
+from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
 
 DTYPES: Final = {"fp32": ms.float32, "fp64": ms.float64}
 """As Megatron's and MindSpeed's configurations name them."""

@@ -22,7 +22,7 @@ from monitor.capture.features.sources import (
     queries_and_keys,
 )
 from monitor.mindspore.features.attention import Scores
-from monitor.stats.mindspore_tensors import has_data
+from monitor.stats.mindspore.tensors import has_data
 
 FLOATS: Final = frozenset({ms.float64, ms.float32, ms.float16, ms.bfloat16})
 

@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, nn
 
 from monitor.mindspore.frameworks.clones import Clones, clones_in, fits, roles_of, told
 from monitor.mindspore.frameworks.optimizers import innermost, is_a
-from monitor.stats.mindspore_tensors import has_data, on_host
+from monitor.stats.mindspore.tensors import has_data, on_host
 
 STATE_NAMES: Final = {
     "exp_avg": ("exp_avg", "moment1", "moments1"),

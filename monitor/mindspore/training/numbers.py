@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspore import Parameter, Tensor
 
-from monitor.stats.mindspore_tensors import on_host
+from monitor.stats.mindspore.tensors import on_host
 from monitor.training.numbers import Number
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
 from monitor.mindspore.hooks import after_forward
-from monitor.stats.mindspore_tensors import on_host
+from monitor.stats.mindspore.tensors import on_host
 from monitor.training.facts import Tokens
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num")

@@ -12,7 +12,7 @@ from monitor.capture.updates import UpdateCollector
 from monitor.capture.watched_parameters import WatchedParameters
 from monitor.mindspore.features.reading import is_floating_point
 from monitor.mindspore.frameworks.adam import Moments
-from monitor.stats.mindspore_updates import Signed, adam_vectors
+from monitor.stats.mindspore.updates import Signed, adam_vectors
 
 
 class AdamCollector(UpdateCollector):

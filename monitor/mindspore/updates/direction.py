@@ -10,8 +10,8 @@ from monitor.capture.updates import UpdateCollector
 from monitor.capture.watched_parameters import WatchedParameters
 from monitor.mindspore.features.reading import is_floating_point
 from monitor.series import DIRECTION_KIND
-from monitor.stats.mindspore_tensors import has_data
-from monitor.stats.mindspore_updates import agreement
+from monitor.stats.mindspore.tensors import has_data
+from monitor.stats.mindspore.updates import agreement
 from monitor.stats.partials import COUNT, SUM
 
 

@@ -6,9 +6,9 @@ from mindspore import Tensor
 
 from monitor.capture import update_ratio
 from monitor.mindspore.features.reading import is_floating_point
-from monitor.stats.mindspore_arithmetic import Number
-from monitor.stats.mindspore_tensors import has_data
-from monitor.stats.mindspore_updates import Kept, kept, squares_of_update
+from monitor.stats.mindspore.arithmetic import Number
+from monitor.stats.mindspore.tensors import has_data
+from monitor.stats.mindspore.updates import Kept, kept, squares_of_update
 
 
 class RatioCollector(update_ratio.RatioCollector):

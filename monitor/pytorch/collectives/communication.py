@@ -23,8 +23,7 @@ from monitor.pytorch.collectives.operators import Method, Operator
 from monitor.pytorch.operator_calls import OperatorCalls
 from monitor.pytorch.place import initialized, is_settled
 from monitor.pytorch.recorder import Recorder
-from monitor.stats.torch_modes import KEYS_ABOVE_US, function_modes, unseen
-from monitor.stats.torch_tensors import end_of, local_shard
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, end_of, function_modes, local_shard, unseen
 
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 """Where in its storage a tensor lies: its type, size, stride and offset."""

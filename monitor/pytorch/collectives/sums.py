@@ -19,7 +19,7 @@ from monitor.pytorch.collectives.completion import Completion
 from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
 from monitor.pytorch.collectives.operators import Method, Operator
 from monitor.pytorch.reduced_memory import Groups, Over, ReducedMemory, storage_of
-from monitor.stats.torch_modes import beneath
+from monitor.stats.torch.tensors import beneath
 
 SUMS: Final = frozenset(
     {"all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}

@@ -32,7 +32,7 @@ from monitor.capture.hooks import Removable
 from monitor.failures import Failures
 from monitor.pytorch.compiled.tracing import Named, OpenCall, OpenCalls, follow
 from monitor.pytorch.compiled.values import value_of
-from monitor.stats.torch_modes import beneath
+from monitor.stats.torch.tensors import beneath
 
 TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
 """Whether this version of torch keeps operators that have an effect, in their order. Without, compiled code is not observed."""

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from monitor.dump.measured import Copy, Leaf, Reading
 from monitor.stats.partials import COLUMNS, Floats
-from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_modes import beneath, unseen
-from monitor.stats.torch_op import reduce_into
-from monitor.stats.torch_tensors import has_memory, is_plain, local_shard
+from monitor.stats.torch.dispatch import reduce_into
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.tensors import beneath, has_memory, is_plain, local_shard, unseen
 
 _functorch: Final[Any] = torch._C._functorch
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from monitor.capture.features.sources import NO_SCORES, MisfitError
 from monitor.pytorch.features.attention import Scores
 from monitor.pytorch.features.sources import SDPA, called_scores
-from monitor.stats.torch_modes import unseen
+from monitor.stats.torch.tensors import unseen
 
 
 class CallsWithin(TorchFunctionMode):

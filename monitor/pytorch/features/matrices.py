@@ -12,7 +12,7 @@ from torch import Tensor
 from monitor.capture.features import krylov
 from monitor.capture.features.krylov import CERTAIN, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
 from monitor.capture.features.results import Norms, Similarity
-from monitor.stats.torch_tensors import working_precision
+from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18
 """Elements that are converted at once on the host: a tensor of low precision has no copy of its size made."""

@@ -12,7 +12,7 @@ from monitor.pytorch.features.matrices import norms_of, similarity_of_rows
 from monitor.pytorch.features.routing import dtype_of_routing, entropy_from, entropy_of
 from monitor.pytorch.features.sources import bias_of, given_scores, local_matrix, matrix_of, tokens_of, whole_rows
 from monitor.pytorch.features.weight_placement import weight_placement
-from monitor.stats.torch_modes import beneath, unseen
+from monitor.stats.torch.tensors import beneath, unseen
 
 __all__ = [
     "beneath",

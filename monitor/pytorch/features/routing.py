@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from monitor.capture.features.results import Routing
-from monitor.stats.torch_tensors import working_precision
+from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18
 """Numbers that are worked on at once."""

@@ -23,7 +23,7 @@ from monitor.capture.features.sources import (
 )
 from monitor.pytorch.features.attention import Scores
 from monitor.pytorch.frameworks.dtensor import layout_of
-from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch.tensors import local_shard
 
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 PRODUCTS: Final = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})

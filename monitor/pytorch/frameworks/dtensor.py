@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
-from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch.tensors import local_shard
 
 Indices = NDArray[np.int64]
 

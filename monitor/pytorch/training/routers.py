@@ -14,7 +14,7 @@ from monitor.failures import Failures
 from monitor.names import clean_name, without_module
 from monitor.pytorch import backend
 from monitor.pytorch.training.numbers import arriving
-from monitor.stats.torch_tensors import local_shard
+from monitor.stats.torch.tensors import local_shard
 from monitor.training.facts import Tokens
 
 RECOGNISED: Final = frozenset({"MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"})

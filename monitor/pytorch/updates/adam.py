@@ -25,8 +25,8 @@ from monitor.capture.watched_parameters import WatchedParameters
 from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.updates.stepping import made, steps_made
 from monitor.stats.partials import WRITES
-from monitor.stats.torch_tensors import local_shard
-from monitor.stats.torch_updates import Scratch, signed, together
+from monitor.stats.torch.tensors import local_shard
+from monitor.stats.torch.updates import Scratch, signed, together
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
 """Classes, by name, whose step is this rule; a class made from one of them counts."""

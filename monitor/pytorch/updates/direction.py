@@ -18,8 +18,8 @@ from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.updates.stepping import made, steps_made
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM, WRITES
-from monitor.stats.torch_tensors import local_shard
-from monitor.stats.torch_updates import agreement
+from monitor.stats.torch.tensors import local_shard
+from monitor.stats.torch.updates import agreement
 
 
 class DirectionCollector(UpdateCollector):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from monitor.capture import update_ratio
-from monitor.stats.torch_tensors import local_shard
-from monitor.stats.torch_updates import squares_of_update
+from monitor.stats.torch.tensors import local_shard
+from monitor.stats.torch.updates import squares_of_update
 
 
 class RatioCollector(update_ratio.RatioCollector):

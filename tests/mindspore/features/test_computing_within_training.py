@@ -15,9 +15,9 @@ from monitor.mindspore.features.attention import spread
 from monitor.mindspore.features.matrices import norms_of, similarity_of_rows
 from monitor.mindspore.features.routing import entropy_from, entropy_of
 from monitor.mindspore.features.sources import given_scores, matrix_of, tokens_of
-from monitor.stats.mindspore_arithmetic import computing
-from monitor.stats.mindspore_modes import beneath, executor
-from monitor.stats.mindspore_updates import adam_vectors, agreement, kept, squares_of_update
+from monitor.stats.mindspore.arithmetic import computing
+from monitor.stats.mindspore.tensors import beneath, executor
+from monitor.stats.mindspore.updates import adam_vectors, agreement, kept, squares_of_update
 
 pytestmark = pytest.mark.usefixtures("where")
 

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from monitor.stats.epsilon import Epsilon
-from monitor.stats.partials import Floats
+from monitor.stats.ops import Epsilon
+from monitor.stats.partials import COLUMNS, WRITES, Floats
+from monitor.stats.table import PageCopy
 
 try:
     from monitor.stats import _host_kernel
@@ -65,3 +66,50 @@ def native_kernel(eps: float) -> NativeKernel | None:
 def is_wanted() -> bool:
     """Whether what was built in C is to be used, where it was."""
     return os.environ.get(VARIABLE) != "0"
+
+
+# --- Pages in host memory: numpy arrays, which no framework needs to know of.
+
+
+class HostPage:
+    """A page in host memory.
+
+    Attributes:
+        numbers: The live rows, shape ``(rows, columns)``.
+        cleared: The columns that are.
+    """
+
+    def __init__(self, rows: int, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
+        self.numbers: Floats = np.zeros((rows, columns))
+        self.cleared = cleared
+
+    def new_copy(self) -> PageCopy:
+        return HostPageCopy(self)
+
+    def clear(self) -> None:
+        self.numbers[:, self.cleared] = 0.0
+
+    def forget(self, row: int) -> None:
+        self.numbers[row, self.cleared] = 0.0
+
+    def rows_now(self) -> Floats:
+        return self.numbers.copy()
+
+
+class HostPageCopy:
+    """A sealed copy of a ``HostPage``."""
+
+    at_hand = True
+
+    def __init__(self, page: HostPage) -> None:
+        self._page = page
+        self._sealed = np.zeros_like(page.numbers)
+        self.nbytes = self._sealed.nbytes
+
+    def take(self, rows: int) -> None:
+        live = self._page.numbers[:rows]
+        np.copyto(self._sealed[:rows], live)
+        live[:, self._page.cleared] = 0.0
+
+    def rows(self) -> Floats:
+        return self._sealed

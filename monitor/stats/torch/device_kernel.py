@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monitor.stats.epsilon import Epsilon
+from monitor.stats.ops import Epsilon
 from monitor.stats.partials import (
     COLUMNS,
     COUNT,
@@ -29,8 +29,7 @@ from monitor.stats.partials import (
     SUMSQ,
     WRITES,
 )
-from monitor.stats.torch_modes import KEYS_ABOVE_US
-from monitor.stats.torch_tensors import Readable, pieces, readable, working_precision
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 1 << 22
 """Elements of a chunk: enough to fill a device, 16 MiB of float32 for a temporary."""

@@ -11,11 +11,10 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 from numpy.typing import NDArray
 
-from monitor.stats.epsilon import Epsilon
 from monitor.stats.histograms import UNIT_BINS
-from monitor.stats.mindspore_arithmetic import Array, Number, computing
-from monitor.stats.numpy_kernel import NumpyKernel
-from monitor.stats.numpy_tensors import Chunks, Raw, Reals
+from monitor.stats.host.array_kernel import Chunks, NumpyKernel, Raw, Reals
+from monitor.stats.mindspore.arithmetic import Array, Number, computing
+from monitor.stats.ops import Epsilon
 from monitor.stats.partials import (
     COLUMNS,
     COUNT,

@@ -27,8 +27,8 @@ from monitor.stats.partials import (
     Floats,
     union,
 )
-from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_tensors import pieces
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.tensors import pieces
 
 CHUNK: Final = 65_536
 CHUNK_THERE: Final = 1 << 22

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.partials import COLUMNS, COUNT, M2, MAX, MIN, SMALLS, SUM, SUMSQ, WRITES, Floats
-from monitor.stats.torch_tensors import plain_address
+from monitor.stats.torch.tensors import plain_address
 
 SMALL: Final = 1024
 """Elements up to which a tensor is cheaper as one of many."""

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.stats import native
-from monitor.stats.epsilon import Epsilon
-from monitor.stats.native import NativeKernel, native_kernel
-from monitor.stats.numpy_kernel import NumpyKernel, Row
+from monitor.stats.host import native
+from monitor.stats.host.array_kernel import NumpyKernel, Row
+from monitor.stats.host.native import NativeKernel, native_kernel
+from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, EMPTY, Floats, union
-from monitor.stats.torch_modes import KEYS_ABOVE_US
-from monitor.stats.torch_small_tensors import Staging, reduce_segments
-from monitor.stats.torch_tensors import (
+from monitor.stats.torch.small_tensors import Staging, reduce_segments
+from monitor.stats.torch.tensors import (
+    KEYS_ABOVE_US,
     Readable,
     address_of,
     is_unbroken,

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.histograms import BINS, UPPER
-from monitor.stats.numpy_magnitudes import EXPONENT_BINS, give_back_what_rounded, of_singles
-from monitor.stats.torch_modes import KEYS_ABOVE_US
-from monitor.stats.torch_persistent import persistent
-from monitor.stats.torch_tensors import Readable, pieces, readable, working_precision
+from monitor.stats.host.array_kernel import EXPONENT_BINS, give_back_what_rounded, of_singles
+from monitor.stats.torch.memory import persistent
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
 """Elements that are looked at together; in the cache, as in ``torch_host_kernel``."""

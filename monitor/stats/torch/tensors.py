@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -185,3 +186,61 @@ def working_precision(dtype: torch.dtype) -> torch.dtype:
     """What a dtype is reduced in: float32 for floats that fit, float64 for the rest (integers and bool among them)."""
     narrow = dtype in NARROW or (dtype.is_floating_point and dtype.itemsize == 1)
     return torch.float32 if narrow else torch.float64
+
+
+# --- What reading a tensor passes by: keys of torch's dispatcher, and modes of the user's.
+
+_K = torch._C.DispatchKey
+_ABOVE_US: Final = [
+    "ADInplaceOrView", "AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1", "AutogradMeta", "AutogradXPU",
+    "AutogradMPS", "AutogradNestedTensor", "AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1", "AutocastXPU", "AutocastMPS",
+    "Python", "PythonTLSSnapshot",
+]  # fmt: skip
+
+
+def _keys_above_us() -> torch._C.DispatchKeySet:
+    keys = torch._C.DispatchKeySet(_K.AutogradCPU)
+    for name in _ABOVE_US:
+        if hasattr(_K, name):
+            keys = keys | torch._C.DispatchKeySet(getattr(_K, name))
+    return keys
+
+
+KEYS_ABOVE_US: Final = _keys_above_us()
+"""Autograd, autocast and the user's dispatch modes: reading a tensor records nothing, casts nothing and is seen by nobody."""
+
+_NOTHING: Final = nullcontext()
+
+function_modes: Final[Any] = torch._C._len_torch_function_stack
+"""How many there are of the user's."""
+
+
+def unseen() -> AbstractContextManager[object]:
+    """What is called inside is not told to a ``TorchFunctionMode`` of the user's."""
+    return torch._C.DisableTorchFunction() if function_modes() else _NOTHING
+
+
+@contextmanager
+def beneath() -> Iterator[None]:
+    """What is computed inside is recorded by no graph, cast by no autocast, and told to no mode of the user's."""
+    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+        yield
+
+
+# --- Whether the current stream is being captured: what is called then goes into a graph of the device, and runs when it
+# does.
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched on ``device`` now is not run, but captured to be run again and again without us."""
+    return device.type != "cpu" and _question(device.type)()
+
+
+@cache
+def _question(kind: str) -> Callable[[], bool]:
+    """What the backend of a kind of device answers; one that cannot be asked captures nothing."""
+    return getattr(getattr(torch, kind, None), "is_current_stream_capturing", _no)
+
+
+def _no() -> bool:
+    return False

@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.stats.torch_fused_formats import FORMATS, READ, Format
-from monitor.stats.torch_fused_kernel import EVEN, ROW_BYTES, Engine, FusedKernel
-from monitor.stats.torch_modes import beneath
-from monitor.stats.torch_persistent import persistent
-from monitor.stats.torch_tensors import PLAIN, has_memory
+from monitor.stats.torch.memory import persistent
+from monitor.stats.torch.tensors import PLAIN, beneath, has_memory
+from monitor.stats.triton.elements import FORMATS, READ, Format
+from monitor.stats.triton.launch import EVEN, ROW_BYTES, Engine, FusedKernel
 
 MOST_TABLES: Final = 64
 """Tables that are kept: the lists of a model are the same each step."""

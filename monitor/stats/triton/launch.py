@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -10,16 +11,122 @@ import torch
 from torch import Tensor
 
 from monitor.failures import LOGGER
-from monitor.stats.epsilon import Epsilon
+from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_fused_blocks import Blocks, Cut, cut
-from monitor.stats.torch_fused_formats import FORMATS, READ, Format
-from monitor.stats.torch_fused_launch import Driver, Launch
-from monitor.stats.torch_fused_workspace import Workspace
-from monitor.stats.torch_modes import KEYS_ABOVE_US
-from monitor.stats.torch_persistent import made_here
-from monitor.stats.torch_tensors import PLAIN, in_memory_order, readable
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.memory import made_here, persistent
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, PLAIN, in_memory_order, readable
+from monitor.stats.triton.elements import FORMATS, READ, Blocks, Cut, Format, cut
+
+# --- Launching a compiled kernel at the cost of little more than the driver's call.
+#
+# Triton's own launch finds out the type and the alignment of every argument, and looks up what was compiled for them:
+# tens of microseconds each time. Here all that is known once a variant has been launched: arguments are whole numbers
+# of fixed types.
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What a launch has to know of a device.
+
+    Attributes:
+        device: The current device's number.
+        stream: The handle of a device's current stream.
+        capturing: Whether the current stream's work is being recorded to be run later.
+        on: Makes a device the current one.
+        warp: Threads that a device runs in step.
+    """
+
+    device: Callable[[], int]
+    stream: Callable[[int], int]
+    capturing: Callable[[], bool]
+    on: Callable[[int], Any]
+    warp: int = 32
+
+
+class Launch:
+    """One variant of a kernel, on one device.
+
+    Args:
+        function: The kernel, ``@triton.jit``.
+        constants: Its constants, which follow its other arguments.
+    """
+
+    def __init__(self, function: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._function = function
+        self._constants = dict(constants)
+        self._options = dict(options)
+        self._values = tuple(constants.values())
+        self._run: Callable[..., object] | None = None
+        self._handle: tuple[Any, Any] = (None, None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has run before: nothing is compiled any more."""
+        return self._run is not None
+
+    def __call__(self, programs: int, stream: int, *arguments: float) -> None:
+        """With ``programs`` programs, in ``stream``, which is the current one. Does not wait."""
+        if self._run is None:
+            self._first(programs, arguments)
+        else:
+            function, packed = self._handle
+            self._run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *self._values)
+
+    def _first(self, programs: int, arguments: tuple[float, ...]) -> None:
+        """Triton's own launch, which compiles. What it returns is launched from then on, where it is what is known here."""
+        compiled = self._function[(programs, 1, 1)](*arguments, **self._constants, **self._options)
+        try:
+            self._handle = (compiled.function, compiled.packed_metadata)
+            self._run = compiled.run
+        except AttributeError:  # the interpreter, or a Triton that has changed: the ordinary launch each time
+            self._run = None
+
+
+# --- Room for the rows of parts until the last program of a tensor combines them.
+
+PART_COLUMNS: Final = 11
+"""Numbers of a part (``COLUMNS`` in the source), float64."""
+
+_PARTS: Final = 2048
+_TENSORS: Final = 1024
+
+New = Callable[[torch.device, Callable[[], Tensor]], Tensor]
+
+
+class Workspace:
+    """Of one stream, whose launches run one after another and so can share it; or of one launch that is captured.
+
+    Args:
+        new: Where its memory is from.
+
+    Attributes:
+        rows: Address of the parts' rows.
+        counters: Address of an int32 a tensor: its programs that are done. 0 between launches, as the last program leaves it.
+    """
+
+    def __init__(self, device: torch.device, parts: int = _PARTS, tensors: int = _TENSORS, new: New = persistent) -> None:
+        self._device = device
+        self._new = new
+        self._rows = self._new_rows(parts)
+        self._counters = self._new_counters(tensors)
+        self.rows, self.counters = self._rows.data_ptr(), self._counters.data_ptr()
+
+    def reserve(self, parts: int, tensors: int) -> None:
+        """Room for so many at once. What was outgrown is free only after what its stream has still to do with it."""
+        if parts * PART_COLUMNS > self._rows.numel():
+            self._rows = self._new_rows(1 << (parts - 1).bit_length())
+            self.rows = self._rows.data_ptr()
+        if tensors > self._counters.numel():
+            self._counters = self._new_counters(1 << (tensors - 1).bit_length())
+            self.counters = self._counters.data_ptr()
+
+    def _new_rows(self, parts: int) -> Tensor:
+        return self._new(self._device, lambda: torch.empty(parts * PART_COLUMNS, dtype=torch.float64, device=self._device))
+
+    def _new_counters(self, tensors: int) -> Tensor:
+        return self._new(self._device, lambda: torch.zeros(tensors, dtype=torch.int32, device=self._device))
+
 
 ROW_BYTES: Final = 8 * len(COLUMNS)
 MOST_DIMS: Final = 4

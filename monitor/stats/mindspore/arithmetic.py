@@ -17,9 +17,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 
-from monitor.stats.mindspore_modes import beneath
-from monitor.stats.mindspore_tensors import on_host
-from monitor.stats.numpy_tensors import as_reals, rounded_to_bfloat16
+from monitor.stats.host.array_kernel import as_reals, rounded_to_bfloat16
+from monitor.stats.mindspore.tensors import beneath, on_host
 
 Array = Any
 """What an arithmetic computes with: arrays of numpy's, or tensors."""
