@@ -18,7 +18,7 @@ from monitor.ranks.records import MANIFEST_FILE
 from monitor.ranks.resume import Span, directories, last_word, preferred
 from monitor.ranks.roles import Watched
 from monitor.sinks import RECOVERIES
-from monitor.sinks.recovered import put_in_order
+from monitor.sinks.recovery import put_in_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from monitor.convert.rows import numbers_of, ops_of, read_record, steps_of
 from monitor.merge.discovery import SetAside
 from monitor.merge.drafts import draft_of
 from monitor.merge.engines import engine, run_in_order
-from monitor.sinks.scalars import BLOCK_ROWS, scalar_values
-from monitor.sinks.tensorboard import EventFile
+from monitor.sinks.tensorboard import BLOCK_ROWS, EventFile, scalar_values
 from monitor.stats.ops import TEXT_OPS
 
 ENDING: Final = "csv2tensorboard_by_step"

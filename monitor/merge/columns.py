@@ -8,8 +8,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from monitor.sinks.bins import FILLED, HISTOGRAM
-from monitor.sinks.measurements import PARTIALS, SUMS
+from monitor.sinks.arrow import FILLED, HISTOGRAM, PARTIALS, SUMS
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import NUMERIC_OPS, is_of

@@ -26,8 +26,8 @@ from monitor.merge.errors import MergeError, NothingRecordedError
 from monitor.merge.merging import Wanted, merge
 from monitor.merge.report import Report, summary
 from monitor.ranks.resume import Span, span_between
-from monitor.sinks.hdf5_content import ALL_STEPS
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.files import Steps
+from monitor.sinks.hdf5_read import ALL_STEPS
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2

@@ -23,8 +23,8 @@ from monitor.merge.survey import look
 from monitor.merge.tasks import Plan, kinds, shards_found, visits, write_runs
 from monitor.merge.tensors import catalogue
 from monitor.ranks.resume import Span
-from monitor.sinks.hdf5_content import ALL_STEPS
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.files import Steps
+from monitor.sinks.hdf5_read import ALL_STEPS
 
 PIECE_ROWS: Final = 250_000
 """What a worker holds at a time, unless a single step of a kind has more."""

@@ -18,7 +18,7 @@ from pyarrow.parquet import write_table as write_parquet
 
 from monitor.merge.columns import Columns
 from monitor.series import CALL_KIND
-from monitor.sinks.measurements import TEXT
+from monitor.sinks.arrow import TEXT
 from monitor.stats.features import FEATURES
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import CALLS, NUMERIC_OPS

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from monitor.merge.ordering import Index
 from monitor.ranks.records import StepsRecord
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.files import Steps
 
 Floats = NDArray[np.float64]
 

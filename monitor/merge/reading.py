@@ -25,9 +25,8 @@ from monitor.merge.shards import ForeignError, Shard
 from monitor.merge.survey import UNKNOWN
 from monitor.ranks.records import StepsRecord
 from monitor.series import DIRECTION_KIND, NO_MICRO_STEP
-from monitor.sinks.bins import HISTOGRAM
-from monitor.sinks.measurements import TEXT
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.arrow import HISTOGRAM, TEXT
+from monitor.sinks.files import Steps
 from monitor.stats.ops import CALLS
 
 IDENTITY: Final = [

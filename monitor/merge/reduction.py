@@ -26,7 +26,7 @@ from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts, same
 from monitor.ranks.ownership import OF_PARAMETERS
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.files import Steps
 from monitor.stats.histograms import MAGNITUDES, spelled
 from monitor.stats.ops import CALLS
 

@@ -21,8 +21,7 @@ from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts
 from monitor.series import ACTIVATION_KINDS, NO_MICRO_STEP
-from monitor.sinks.bins import HISTOGRAM, counts_of
-from monitor.sinks.measurements import PARTIALS
+from monitor.sinks.arrow import HISTOGRAM, PARTIALS, counts_of
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
 from monitor.stats.ops import CALLS

@@ -14,13 +14,12 @@ import pyarrow as pa
 from monitor.merge.columns import Columns
 from monitor.merge.discovery import SetAside, leads_out
 from monitor.series import DIRECTION_KIND
-from monitor.sinks import hdf5_files, shard_names
-from monitor.sinks.bins import FILLED, HISTOGRAM, parsed
+from monitor.sinks import files, hdf5_files
+from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, parsed
 from monitor.sinks.csv import read_csv
-from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_kind, read_lengths
-from monitor.sinks.measurements import IDENTITY
-from monitor.sinks.shard_names import Steps
-from monitor.sinks.written import BEGINNING
+from monitor.sinks.csv_files import BEGINNING
+from monitor.sinks.files import Steps
+from monitor.sinks.hdf5_read import NotAShardError, read_facts, read_kind, read_lengths
 from monitor.stats.histograms import MAGNITUDES
 
 _IDENTITY: Final = [(name, kind) for name, kind in IDENTITY.items() if name != "kind"]
@@ -93,11 +92,9 @@ def csv_shards_in(directory: Path, kinds: Collection[str] | None = None) -> tupl
     """
     found: list[Shard] = []
     aside = [
-        SetAside(str(named.path), UNFINISHED)
-        for named in shard_names.parts_in(directory)
-        if kinds is None or named.kind in kinds
+        SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory) if kinds is None or named.kind in kinds
     ]
-    for named in shard_names.shards_in(directory):
+    for named in files.shards_in(directory):
         if not _KIND.fullmatch(named.kind) or (kinds is not None and named.kind not in kinds):
             continue
         if (reason := _refused(named.path)) is not None:

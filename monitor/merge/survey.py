@@ -22,7 +22,7 @@ from monitor.placement import Placement, Ranks
 from monitor.ranks.records import ManifestError
 from monitor.ranks.series_file import MeasuredSeries
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND
-from monitor.sinks.measurements import TEXT
+from monitor.sinks.arrow import TEXT
 
 UNKNOWN: Final = -1
 

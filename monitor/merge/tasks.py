@@ -25,7 +25,7 @@ from monitor.merge.survey import SHARDS, Findings, Visit
 from monitor.merge.tensors import Kind
 from monitor.placement import Ranks
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.files import Steps
 from monitor.stats.histograms import HISTOGRAM_OPS
 
 RUNS_A_VISIT = 16

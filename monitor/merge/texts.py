@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.sinks.measurements import TEXT
+from monitor.sinks.arrow import TEXT
 
 NONE: Final = -1
 """The number of a row without text."""

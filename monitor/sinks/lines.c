@@ -1,4 +1,4 @@
-/* Rows of columns as lines of CSV text (see monitor/sinks/native_lines.py), made while other threads of Python go on.
+/* Rows of columns as lines of CSV text (see monitor/sinks/csv_text.py), made while other threads of Python go on.
  *
  * A double is m * 2^e with integers m and e, so its decimals are found with integers, rounded to the nearest, of two the even
  * one, as Python does. In scientific form it is multiplied by a power of ten, which is cut off after 128 bits: where what was

@@ -14,10 +14,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from monitor.sinks.cells import encodable
-from monitor.sinks.growing import GrowingFile, opened
-from monitor.sinks.records import record
-from monitor.sinks.tensorboard import FORMAT_VERSION, new_path
+from monitor.sinks.files import GrowingFile, opened
+from monitor.sinks.tensorboard import FORMAT_VERSION, new_path, record
+from monitor.sinks.text_cache import encodable
 from monitor.training.scalars import Scalar
 
 AGAINST_SAMPLES: Final = "-vs-samples"

@@ -15,7 +15,7 @@ from monitor.merge.output import read_merged
 from monitor.placement import Placement, Shard
 from monitor.ranks.history import Earlier
 from monitor.ranks.records import read_manifest
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.files import Steps
 from monitor.stats.ops import derive
 from monitor.stats.partials import Partials
 

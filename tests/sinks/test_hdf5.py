@@ -22,14 +22,13 @@ from sink_rows import SIX_OPS, Measured, Rank, partials_of, visible
 
 import monitor.sinks
 from monitor.series import Series
-from monitor.sinks import hdf5_shards
-from monitor.sinks.facts import Facts
+from monitor.sinks import hdf5
+from monitor.sinks.arrow import PARTIALS, SCHEMA, Facts, Measurements
+from monitor.sinks.arrow import partials_of as partials_in
+from monitor.sinks.files import Steps
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import held, recover
-from monitor.sinks.measurements import PARTIALS, SCHEMA, Measurements
-from monitor.sinks.measurements import partials_of as partials_in
-from monitor.sinks.recovered import Recovered
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.recovery import Recovered
 from monitor.stats.partials import COLUMNS, combine
 
 W = {"grad_reduced": [Measured("w")]}
@@ -341,8 +340,8 @@ class TestCut:
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hdf5_shards, "MOST_BYTES", 6000)
-        monkeypatch.setattr(hdf5_shards, "FULL", 1)
+        monkeypatch.setattr(hdf5, "MOST_BYTES", 6000)
+        monkeypatch.setattr(hdf5, "FULL", 1)
 
     def test_it_becomes_several_shards_called_after_their_steps(self, tmp_path: Path) -> None:
         rank = Rank(tmp_path, steps_per_record=10)
@@ -379,8 +378,8 @@ def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], s
     """Flushes, restarts, kills, steps that run back and thresholds that change, in any order, whether cut or not."""
     expected: dict[int, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hdf5_shards, "MOST_BYTES", most)
-        patch.setattr(hdf5_shards, "FULL", most)
+        patch.setattr(hdf5, "MOST_BYTES", most)
+        patch.setattr(hdf5, "FULL", most)
         rank = Rank(Path(directory), steps_per_record)
         sinks = {eps: Hdf5Sink(replace(rank.context, eps=eps)) for eps in EPS}
         at_work = sinks[EPS[0]]

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.sinks.columns import Counts, Join, Numbers
-from monitor.sinks.native_lines import native_lines
-from monitor.sinks.python_lines import MOST_DIGITS, python_lines
+from monitor.sinks.csv_text import MOST_DIGITS, Counts, Join, Numbers, native_lines, python_lines
 
 
 def cells(join: Join, column: Numbers, ndigits: int = 6) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from monitor.sinks.records import record
+from monitor.sinks.tensorboard import record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +53,7 @@ def test_without_the_c_extension_the_records_are_the_same_and_nothing_is_said() 
         (
             "import sys",
             "sys.modules['google_crc32c.cext'] = None",
-            "from monitor.sinks.records import record",
+            "from monitor.sinks.tensorboard import record",
             "import google_crc32c",
             "assert google_crc32c.implementation == 'python'",
             "sys.stdout.write(record(bytes(range(256)) * 3).hex())",

@@ -11,10 +11,10 @@ from killed_disk import killed_after
 from sink_rows import Measured, Rank, visible
 
 from monitor.sinks.csv import CsvSink, read_csv
-from monitor.sinks.recovered import Recovered
-from monitor.sinks.recovery import held as held_steps
-from monitor.sinks.recovery import recover
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.csv_recovery import held as held_steps
+from monitor.sinks.csv_recovery import recover
+from monitor.sinks.files import Steps
+from monitor.sinks.recovery import Recovered
 
 PER_RECORD = 3
 STEPS = 6

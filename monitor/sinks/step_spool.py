@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
-from monitor.sinks.facts import Facts
-from monitor.sinks.measurements import completed
+from monitor.sinks.arrow import Facts, completed
 
 _FRAME: Final = struct.Struct("<II")
 _OPTIONS: Final = IpcWriteOptions(compression="lz4", use_threads=False)

@@ -2,21 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.series import DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
-from monitor.sinks.bins import FILLED, HISTOGRAM, counts_of, of_kinds
-from monitor.sinks.cells import Cells
+from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
+from monitor.sinks.files import Steps
+from monitor.sinks.text_cache import Cells
 from monitor.stats.features import FEATURES, as_scalar
-from monitor.stats.histograms import MAGNITUDES, spelled
+from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, ending, spelled
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, counted, derive, is_of
-from monitor.stats.partials import COLUMNS, WRITES, Partials
+from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials
 from monitor.stats.rows import Layout, StepRows
+
+# --- Histograms as a column of Arrow: of each row the bins that hold something, null where there is none.
+#
+# Of 284 bins of magnitudes a tensor fills some thirty, so this is a tenth of what all of them take.
+
+HISTOGRAM: Final = "histogram"
+
+FILLED: Final = pa.large_list(pa.struct([("bin", pa.int16()), ("elements", pa.int64())]))
+"""In order of bins."""
+
+WHOLE: Final = pa.large_list(pa.int64())
+"""For who reads files: the elements of every bin."""
+
+
+_ENTRY: Final = list(FILLED.value_type)
+_SPELLED: Final = pa.array([ending(upper) for upper in UPPER.tolist()], type=pa.large_string())
+
+
+def upper_of(kind: str) -> Floats:
+    """The upper ends of the bins of a kind, shape ``(bins,)``."""
+    return UNIT_UPPER if kind in ADAM_KINDS else UPPER
+
+
+def filled(counts: Counts) -> pa.LargeListArray:
+    """The column of counts, shape ``(rows, bins)``, in the type ``FILLED``."""
+    rows, bins = np.nonzero(counts)
+    entries = pa.StructArray.from_arrays([pa.array(bins.astype(np.int16)), pa.array(counts[rows, bins])], fields=_ENTRY)
+    each = np.bincount(rows, minlength=len(counts))
+    return _lists(entries, each, each > 0)
+
+
+def of_kinds(kinds: Sequence[Partials]) -> pa.LargeListArray | None:
+    """The column of the rows of one kind after those of the other; None where no row has a histogram."""
+    if all(one.histogram is None for one in kinds):
+        return None
+    parts = [pa.nulls(len(one), FILLED) if one.histogram is None else filled(one.histogram) for one in kinds]
+    column = pa.concat_arrays(parts)
+    return column if column.null_count < len(column) else None
+
+
+def parsed(texts: pa.ChunkedArray) -> pa.LargeListArray:
+    """The column of what ``monitor.stats.histograms.spelled`` has made text of.
+
+    Raises:
+        ValueError: a text is something else.
+    """
+    joined = texts.combine_chunks().cast(pa.large_string())
+    entries = call_function("split_pattern_regex", [joined], SplitPatternOptions(" +"))
+    words = entries.flatten()
+    said = call_function("greater", [call_function("binary_length", [words]), pa.scalar(0, pa.int64())])
+    each = np.bincount(
+        np.repeat(np.arange(len(joined)), np.diff(entries.offsets.to_numpy()))[said.to_numpy(zero_copy_only=False)],
+        minlength=len(joined),
+    )
+    return _lists(_entries(words.filter(said)), each, each > 0)
+
+
+def _entries(words: pa.LargeStringArray) -> pa.StructArray:
+    pairs = call_function("split_pattern", [words], SplitPatternOptions(":"))
+    if (np.diff(pairs.offsets.to_numpy()) != 2).any():
+        raise ValueError("a histogram is not as it is spelled")
+    both = pairs.flatten()
+    upper, elements = (both.take(pa.array(np.arange(start, len(both), 2))) for start in (0, 1))
+    bins = call_function("index_in", [upper], SetLookupOptions(_SPELLED))
+    counts = elements.cast(pa.int64())
+    if bins.null_count or (counts.to_numpy() < 0).any():
+        raise ValueError("a histogram has a bin that there is not")
+    return pa.StructArray.from_arrays([bins.cast(pa.int16()), counts], fields=_ENTRY)
+
+
+def counts_of(column: pa.ChunkedArray | pa.LargeListArray, bins: int = BINS) -> Counts:
+    """The elements in each bin, shape ``(rows, bins)``, zeros where there is no histogram.
+
+    Args:
+        column: Of either type.
+    """
+    joined = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    counts = np.zeros((len(joined), bins), dtype=np.int64)
+    each = np.diff(joined.offsets.to_numpy())
+    entries = joined.flatten()
+    rows = np.repeat(np.arange(len(joined)), np.where(joined.is_valid(), each, 0))
+    if joined.type == FILLED:
+        counts[rows, entries.field("bin").to_numpy()] = entries.field("elements").to_numpy()
+    else:
+        start = np.repeat(np.cumsum(each) - each, each)
+        counts[rows, np.arange(len(rows)) - start] = entries.to_numpy()
+    return counts
+
+
+def whole(table: pa.Table) -> pa.Table:
+    """With the elements of every bin, where there are histograms; null in the rows that have none."""
+    if HISTOGRAM not in table.column_names:
+        return table
+    column = table[HISTOGRAM].combine_chunks()
+    codes = table["kind"].combine_chunks()
+    width = np.array([len(upper_of(kind)) for kind in codes.dictionary.to_pylist()])[codes.indices.to_numpy()]
+    there = column.is_valid().to_numpy(zero_copy_only=False)
+    each = np.where(there, width, 0)
+    counts = counts_of(column)
+    values = counts[np.arange(BINS) < each[:, None]]
+    return table.set_column(table.column_names.index(HISTOGRAM), HISTOGRAM, _lists(pa.array(values), each, there))
+
+
+def _lists(entries: pa.Array, each: NDArray[np.int64], there: NDArray[np.bool_]) -> pa.LargeListArray:
+    offsets = np.concatenate([[0], np.cumsum(each)])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), entries, mask=pa.array(~there))
+
 
 TEXT: Final = pa.dictionary(pa.int32(), pa.string())
 
@@ -197,3 +307,62 @@ def _columns(partials: Sequence[Partials]) -> Iterator[NDArray[np.float64] | NDA
     for number, name in enumerate(PARTIALS, WRITES + 1):
         column = np.concatenate([one.columns[number] for one in partials])
         yield column if name in SUMS else column.astype(np.int64)
+
+
+# --- What is to be known of measurements, beside their rows.
+
+SCHEMA_VERSION: Final = 2
+"""Of the ``hdf5`` format. Columns of version 1 were compressed by gzip."""
+
+METADATA: Final = b"monitor"
+"""Where ``Facts`` stand in the metadata of an Arrow schema, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is to be known of some steps.
+
+    Attributes:
+        rank: Who measured.
+        eps: What the partial ``smalls`` counts is below this.
+        ops: The statistics that were asked for when the last of the steps was sealed.
+        skipped: The steps that the optimizer skipped.
+        incomplete: The steps in the middle of which the run ended.
+    """
+
+    rank: int
+    eps: float
+    ops: tuple[str, ...] = ()
+    skipped: tuple[int, ...] = ()
+    incomplete: tuple[int, ...] = ()
+
+    def of(self, rows: StepRows) -> Facts:
+        """The same of one step."""
+        marked = {status: (rows.step,) if rows.status == status else () for status in ("skipped", "incomplete")}
+        return Facts(self.rank, self.eps, rows.ops, marked["skipped"], marked["incomplete"])
+
+    def fits(self, other: Facts) -> bool:
+        """Whether rows of both mean the same."""
+        return (self.rank, self.eps) == (other.rank, other.eps)
+
+    def then(self, later: Facts) -> Facts:
+        """Of these steps and later ones."""
+        skipped, incomplete = (*self.skipped, *later.skipped), (*self.incomplete, *later.incomplete)
+        return replace(later, skipped=skipped, incomplete=incomplete)
+
+    def only(self, steps: Steps) -> Facts:
+        """Of those of the steps that lie between these."""
+        within = ((s for s in marked if steps.first <= s <= steps.last) for marked in (self.skipped, self.incomplete))
+        skipped, incomplete = map(tuple, within)
+        return replace(self, skipped=skipped, incomplete=incomplete)
+
+    def packed(self) -> dict[bytes, bytes]:
+        """As metadata of an Arrow schema."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {METADATA: json.dumps({"schema_version": SCHEMA_VERSION, **fields}).encode()}
+
+    @classmethod
+    def unpacked(cls, metadata: Mapping[bytes, bytes]) -> Facts:
+        fields = json.loads(metadata[METADATA])
+        lists = {name: tuple(fields[name]) for name in ("ops", "skipped", "incomplete")}
+        return cls(fields["rank"], fields["eps"], **lists)

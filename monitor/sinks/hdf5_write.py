@@ -17,10 +17,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.sinks.bins import HISTOGRAM, counts_of, upper_of
-from monitor.sinks.facts import SCHEMA_VERSION, Facts
-from monitor.sinks.measurements import MISSING, PARTIALS, SCHEMA, by_kind
-from monitor.sinks.spool import Block
+from monitor.sinks.arrow import HISTOGRAM, MISSING, PARTIALS, SCHEMA, SCHEMA_VERSION, Facts, by_kind, counts_of, upper_of
+from monitor.sinks.step_spool import Block
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
 from monitor.stats.partials import COLUMNS, WRITES, Partials
