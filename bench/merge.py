@@ -38,11 +38,10 @@ from formats import complete
 from tables import Progress, aligned, save
 from writer import ELEMENTS, NDIGITS, OPS, gradients
 
+from monitor.coordinator.identity import JobIdentity, RankDirectory
+from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import Failures
 from monitor.placement import Placement, Shard
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.names import RankDirectory
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext

@@ -19,16 +19,15 @@ from monitor.anomalies.recording import EventFiles, OnlyEnd
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Listener, Scanner
 from monitor.config import MonitorConfig
+from monitor.coordinator.identity import JobIdentity, Store, agree
+from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.manifest_format import Watched
+from monitor.coordinator.output import prepare, set_aside
+from monitor.coordinator.rank_directory import home
 from monitor.failures import Failures
-from monitor.home import home
 from monitor.pipeline.pipeline import Pipeline
 from monitor.pipeline.process import PROCESS
 from monitor.pipeline.protocols import Watcher
-from monitor.ranks.aside import set_aside
-from monitor.ranks.job import JobIdentity, Store, agree
-from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.output import prepare
-from monitor.ranks.roles import Watched
 from monitor.series import SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import Sink, SinkContext

@@ -7,7 +7,7 @@ from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field
 
-from monitor.ranks.records import Natural, Record
+from monitor.coordinator.manifest_format import Natural, Record
 from monitor.series import NO_MICRO_STEP, Series
 
 MicroStep = Annotated[int, Field(ge=NO_MICRO_STEP)]

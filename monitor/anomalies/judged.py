@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from monitor.ranks.records import Natural, Record, StepsRecord
+from monitor.coordinator.manifest_format import Natural, Record, StepsRecord
 
 EVENTS_FOLDER: Final = "anomaly_detected"
 """In the base directory; in it a directory ``rank{r}`` for each rank that has judged a step."""

@@ -16,10 +16,10 @@ from monitor.anomalies.events import Event, message
 from monitor.anomalies.findings import Finding, Findings, earliest
 from monitor.anomalies.judged import EVENTS_FOLDER, Judged, events_file, judged_file
 from monitor.anomalies.kept import Entry, Kept
-from monitor.ranks.manifest import RankFacts
-from monitor.ranks.output import write_whole
-from monitor.ranks.ranges import StepRanges, StepsByCause
-from monitor.ranks.records import SCHEMA_VERSION, PipelineRecord, StepsRecord
+from monitor.coordinator.manifest import RankFacts
+from monitor.coordinator.manifest_format import SCHEMA_VERSION, PipelineRecord, StepsRecord
+from monitor.coordinator.output import write_whole
+from monitor.coordinator.step_ranges import StepRanges, StepsByCause
 from monitor.series import SeriesTable
 
 SHARE: Final = 20

@@ -21,9 +21,9 @@ from monitor.capture.parameter_series import NamedParameter, SeriesOf
 from monitor.capture.recorder import Recorder
 from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
+from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.placement import Placement
-from monitor.ranks.ownership import Ownership
 from monitor.run import Place
 from monitor.series import SeriesTable
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from monitor.capture.call_sites import CallSite
-from monitor.ranks.output import write_whole
+from monitor.coordinator.output import write_whole
 
 LOG_FILE: Final = "communication_log.csv"
 COLUMNS: Final = ("op", "group", "dtype", "shape", "calls", "stack")

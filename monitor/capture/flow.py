@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from monitor.capture.following import places_of
 from monitor.capture.recorder import Watched
-from monitor.ranks.flow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
+from monitor.coordinator.dataflow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
 from monitor.series import KINDS
 from monitor.stats.table import NOT_AN_ALIAS, StatsTable
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 from monitor.capture.clock import Clock
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.parameter_series import Among, NamedParameter, ParameterSeries, SeriesOf, Tensors
+from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.ranks.ownership import Ownership
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
 EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"

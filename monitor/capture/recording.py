@@ -15,11 +15,11 @@ from monitor.capture.names import ModelNames
 from monitor.capture.switching import PutInForce, Switching
 from monitor.capture.watch import Watch
 from monitor.config import MonitorConfig
+from monitor.coordinator.manifest_format import Watched
 from monitor.dynamic import Job
 from monitor.endings import OPEN
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.protocols import Watcher
-from monitor.ranks.roles import Watched
 from monitor.run import Place, Run, identity_of
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from monitor.capture.backend import Backend
 from monitor.capture.hooks import HookSet
+from monitor.coordinator.output import write_whole
 from monitor.failures import Failures
-from monitor.ranks.output import write_whole
 
 MAX_FRAMES: Final = 64
 

@@ -13,9 +13,9 @@ from monitor.capture.names import ModelNames
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.watch import Watch
 from monitor.config import MonitorConfig
+from monitor.coordinator.estimate import Bounds, KindLoad, estimate
 from monitor.failures import LOGGER
 from monitor.placement import Ranks
-from monitor.ranks.estimate import Bounds, KindLoad, estimate
 from monitor.selection import ModuleSelection
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, FORWARD_FEATURE_KINDS, PARAMETER_KINDS, REPLICA_KIND, Series, SeriesTable
 from monitor.stats.features import own_columns

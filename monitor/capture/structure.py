@@ -11,8 +11,8 @@ from typing import Any
 from monitor.capture.backend import Backend
 from monitor.capture.hooks import HookSet
 from monitor.capture.leaves import Leaf, described
+from monitor.coordinator.output import write_whole
 from monitor.failures import Failures
-from monitor.ranks.output import write_whole
 
 Description = dict[str, str]
 

@@ -11,11 +11,11 @@ from typing import Protocol
 from monitor.capture.clock import Schedule
 from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
+from monitor.coordinator.manifest import MOST_CONFIGURATIONS
+from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic import FROM_ALERT, RETURN, Control, Job, Journal, Switch
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
-from monitor.ranks.manifest import MOST_CONFIGURATIONS
-from monitor.ranks.records import ConfigurationRecord
 from monitor.run import Run
 
 PutInForce = Callable[[MonitorConfig, Schedule, int], None]

@@ -23,10 +23,10 @@ from monitor.capture.watch import Watch
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import is_dynamic
 from monitor.config.model import CcDistribution
+from monitor.coordinator.manifest_format import RECORDINGS, Watched
+from monitor.coordinator.output import base_directory, prepare
+from monitor.coordinator.ownership import Ownership, nobody_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
-from monitor.ranks.output import base_directory, prepare
-from monitor.ranks.ownership import Ownership, nobody_monitored
-from monitor.ranks.roles import RECORDINGS, Watched
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops

@@ -8,7 +8,7 @@ from typing import Any
 
 from monitor.capture.backend import Framework
 from monitor.config import MonitorConfig
-from monitor.ranks.ownership import Ownership
+from monitor.coordinator.ownership import Ownership
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from monitor.compare.findings import Compared, Finding
-from monitor.ranks.output import write_whole
+from monitor.coordinator.output import write_whole
 from monitor.terminal import plain
 
 COLUMNS: Final = (

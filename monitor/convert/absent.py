@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from monitor.convert.request import Request
+from monitor.coordinator.manifest_format import StepsRecord
 from monitor.merge.discovery import RankRun, discover, runs_of
 from monitor.merge.errors import MergeError
 from monitor.merge.merging import missing_ranks
-from monitor.ranks.records import StepsRecord
 
 SHOWN: Final = 10
 """Ranks; more are counted."""

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from monitor.convert.errors import ConversionError
 from monitor.convert.request import DATA_TYPES, Request
+from monitor.coordinator.identity import RankDirectory, timestamp_fields
+from monitor.coordinator.manifest_format import MANIFEST_FILE, NO_STEPS, StepsRecord
+from monitor.coordinator.resume import Span
 from monitor.merge.discovery import NO_END, Found, SetAside, discover, runs_of
 from monitor.merge.shards import Shard, csv_shards_in
-from monitor.ranks.names import RankDirectory, timestamp_fields
-from monitor.ranks.records import MANIFEST_FILE, NO_STEPS, StepsRecord
-from monitor.ranks.resume import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from monitor.convert.errors import ConversionError
-from monitor.ranks.names import timestamp_of
-from monitor.ranks.resume import Span, span_between
+from monitor.coordinator.identity import timestamp_of
+from monitor.coordinator.resume import Span, span_between
 from monitor.series import KINDS, shown_kind
 
 DATA_TYPES: Final = tuple(dict.fromkeys(map(shown_kind, KINDS)))

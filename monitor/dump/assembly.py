@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from monitor.coordinator.output import write_whole
 from monitor.dump.records import FILE, Damage, Record, read
 from monitor.dump.safe_files import opened
-from monitor.ranks.output import write_whole
 
 HEADER: Final = "header"
 STACK: Final = "frames"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from monitor.coordinator.output import remove_drafts
 from monitor.dump.assembly import OtherDumpError, finish
 from monitor.dump.records import FILE, is_written
 from monitor.dump.safe_files import is_directory
 from monitor.dump.writer import DATA
-from monitor.ranks.output import remove_drafts
 
 
 class Recovered(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.ranks.output import write_whole
+from monitor.coordinator.output import write_whole
 
 Array = NDArray[Any]
 

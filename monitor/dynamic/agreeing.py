@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from typing import Any, Final, Protocol
 
+from monitor.coordinator.store.protocol import LocalStore
 from monitor.dynamic.agreement import Agreement
 from monitor.dynamic.boundary import Boundary
 from monitor.dynamic.pace import ASKED_PER_SECOND, Horizon, Pace
 from monitor.dynamic.store import Store, own_connection, talk
 from monitor.failures import LOGGER, Failures
-from monitor.ranks.store.memory import LocalStore
 
 LONGEST_PAUSE_S: Final = 300.0
 SAY_AFTER_S: Final = 30.0

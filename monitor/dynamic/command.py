@@ -17,12 +17,12 @@ from monitor.config import ConfigError, MonitorConfig
 from monitor.config.jsonc import JsonError, parse
 from monitor.config.jsonc import Path as FieldPath
 from monitor.config.loading import config_in, content_of
+from monitor.coordinator.manifest_format import ManifestRecord
 from monitor.dynamic.editing import EditError, path_of
 from monitor.dynamic.settings_file import change_file
 from monitor.dynamic.status import ControlError, WatchedJob, disagreements, job_in
 from monitor.dynamic.summary import NOTHING as NO_DIFFERENCE
 from monitor.dynamic.summary import digest_of, summary
-from monitor.ranks.records import ManifestRecord
 from monitor.terminal import plain, say
 
 DONE, FLAWED, NOTHING = 0, 1, 2

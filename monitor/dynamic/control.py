@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from monitor.config import MonitorConfig
+from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic.agreeing import Agreeing, Alone, AmongOthers, Job
 from monitor.dynamic.agreement import Agreement
 from monitor.dynamic.boundary import Boundary
@@ -20,7 +21,6 @@ from monitor.dynamic.summary import NOTHING, digest_of, summary
 from monitor.dynamic.watching import INTERVAL_S, Watching
 from monitor.dynamic.wishes import Wishes
 from monitor.failures import LOGGER, Failures
-from monitor.ranks.records import ConfigurationRecord
 
 START_S: Final = 30.0
 """How long the start may wait for the store: as long as the run waits to settle its name."""
@@ -29,7 +29,7 @@ WATCHING_RANK: Final = 0
 
 
 class Journal(Protocol):
-    """Where a rank writes down what held when. ``monitor.ranks.manifest.Manifest`` is one. Any thread; must not wait."""
+    """Where a rank writes down what held when. ``monitor.coordinator.manifest.Manifest`` is one. Any thread; must not wait."""
 
     def configured(self, record: ConfigurationRecord) -> None:
         """A configuration has come into force."""

@@ -14,9 +14,8 @@ from filelock import FileLock, Timeout
 from monitor.config import ConfigError, MonitorConfig
 from monitor.config.jsonc import JsonError, Path
 from monitor.config.loading import config_in, content_of
+from monitor.coordinator.output import NO_LOCKS_HERE, write_whole
 from monitor.dynamic.editing import edited
-from monitor.ranks.claims import NO_LOCKS_HERE
-from monitor.ranks.output import write_whole
 
 LOCK_S: Final = 5.0
 """Editing takes milliseconds: whoever holds the lock for longer is stuck."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord
 from monitor.dynamic.control import WATCHING_RANK
 from monitor.merge.discovery import Found, choose, discover
 from monitor.merge.errors import MergeError
-from monitor.ranks.records import ConfigurationRecord, ManifestRecord
 
 MOST_REMARKS: Final = 20
 

@@ -22,10 +22,10 @@ from monitor.cli_arguments import (
     command_app,
     one_directory,
 )
+from monitor.coordinator.resume import Span, span_between
 from monitor.merge.errors import MergeError, NothingRecordedError
 from monitor.merge.merging import Wanted, merge
 from monitor.merge.report import Report, summary
-from monitor.ranks.resume import Span, span_between
 from monitor.sinks.files import Steps
 from monitor.sinks.hdf5_read import ALL_STEPS
 from monitor.terminal import say

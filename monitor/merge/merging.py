@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
+from monitor.coordinator.resume import Span
 from monitor.merge.discovery import Found, RankRun, choose, discover, runs_of, unmerged_formats
 from monitor.merge.drafts import draft_of
 from monitor.merge.engines import engine, run
@@ -22,7 +23,6 @@ from monitor.merge.report import Report
 from monitor.merge.survey import look
 from monitor.merge.tasks import Plan, kinds, shards_found, visits, write_runs
 from monitor.merge.tensors import catalogue
-from monitor.ranks.resume import Span
 from monitor.sinks.files import Steps
 from monitor.sinks.hdf5_read import ALL_STEPS
 

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from monitor.coordinator.manifest_format import StepsRecord
 from monitor.merge.ordering import Index
-from monitor.ranks.records import StepsRecord
 from monitor.sinks.files import Steps
 
 Floats = NDArray[np.float64]

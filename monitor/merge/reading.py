@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from monitor.coordinator.manifest_format import StepsRecord
 from monitor.merge.arrow_files import read_batch, write_file
 from monitor.merge.catalogue import Catalogue, Index
 from monitor.merge.columns import Columns
@@ -23,7 +24,6 @@ from monitor.merge.discovery import SetAside
 from monitor.merge.ordering import order_by, starts_of_runs
 from monitor.merge.shards import ForeignError, Shard
 from monitor.merge.survey import UNKNOWN
-from monitor.ranks.records import StepsRecord
 from monitor.series import DIRECTION_KIND, NO_MICRO_STEP
 from monitor.sinks.arrow import HISTOGRAM, TEXT
 from monitor.sinks.files import Steps

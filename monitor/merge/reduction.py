@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow.compute import binary_join  # type: ignore[attr-defined]
 
+from monitor.coordinator.ownership import OF_PARAMETERS
 from monitor.merge.arrow_files import read_file
 from monitor.merge.catalogue import Catalogue
 from monitor.merge.columns import Columns
@@ -24,7 +25,6 @@ from monitor.merge.rows import Rows, counts_elements, gathered
 from monitor.merge.statistics import Flags, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.texts import Texts, same
-from monitor.ranks.ownership import OF_PARAMETERS
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.files import Steps
 from monitor.stats.histograms import MAGNITUDES, spelled

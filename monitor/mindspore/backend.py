@@ -13,6 +13,7 @@ from monitor.capture.clock import Clock
 from monitor.capture.features.reading import Reading
 from monitor.capture.leaves import Leaves
 from monitor.capture.names import NamedParts
+from monitor.coordinator.store import ASKED_PER_SECOND
 from monitor.failures import LOGGER, Failures
 from monitor.mindspore import input_gradients
 from monitor.mindspore.calls import Calls
@@ -29,7 +30,6 @@ from monitor.mindspore.place import group_ranks, has_others, initialized, is_set
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.tensors import activation_placement, computing, layout_of, placement_of
 from monitor.mindspore.updates.updates import new_updates
-from monitor.ranks.store import ASKED_PER_SECOND
 
 __all__ = [
     "activation_placement",

@@ -14,13 +14,13 @@ from monitor.capture import gradients
 from monitor.capture.clock import Clock
 from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.mindspore import tensors
 from monitor.mindspore.frameworks.framework import Framework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.reductions import Reductions
-from monitor.ranks.ownership import Ownership
 
 NOT_SUMMED: Final = (
     "each backward hands out a gradient of its own, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "

@@ -12,8 +12,8 @@ import mindspore
 from mindspore import communication
 from mindspore.mint import distributed
 
+from monitor.coordinator.store import STORES, Rendezvous
 from monitor.failures import LOGGER
-from monitor.ranks.store import STORES, Rendezvous
 from monitor.run import Place
 
 ADDRESS: Final = "MONITOR_STORE"

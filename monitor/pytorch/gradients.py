@@ -13,6 +13,7 @@ from monitor.capture.clock import Clock
 from monitor.capture.gradients import NOT_ACCUMULATED, SUMMED_EARLY
 from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.pytorch import tensors
 from monitor.pytorch.after_backward import AfterBackward, LeftGradient
@@ -22,7 +23,6 @@ from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.reductions import Reductions
 from monitor.pytorch.untraced import untraced
-from monitor.ranks.ownership import Ownership
 
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "

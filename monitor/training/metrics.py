@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final
 from monitor.capture.errors import RunEnded
 from monitor.capture.trainer_mon import TrainerMon
 from monitor.config import MonitorConfig
+from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
-from monitor.ranks.output import prepare
 from monitor.run import Place
 from monitor.training.arguments import batch_size as size_of
 from monitor.training.arguments import count, flops, nothing, weakly

@@ -15,8 +15,8 @@ from sink_rows import Measured, Rank
 from monitor.anomalies.findings import Findings, earliest
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Scanner
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import RankFacts
+from monitor.coordinator.identity import JobIdentity
+from monitor.coordinator.manifest import RankFacts
 from monitor.stats.rows import StepRows
 
 NAN, INF = float("nan"), float("inf")

@@ -14,7 +14,7 @@ from sink_rows import Measured
 from monitor.anomalies.events import Event
 from monitor.anomalies.judged import Judged
 from monitor.anomalies.recording import EventFiles
-from monitor.ranks.manifest import RankFacts
+from monitor.coordinator.manifest import RankFacts
 
 FIELDS = ["rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id", "tag_name", "message", "group_mates"]
 

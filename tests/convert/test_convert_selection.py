@@ -14,8 +14,8 @@ from converted_job import at, files, job, plain, query
 
 import monitor
 from monitor.convert import ConversionError, Converted, CSV2DBConfig, csv2db, csv2tensorboard_by_step
-from monitor.ranks.history import Earlier
-from monitor.ranks.records import read_manifest
+from monitor.coordinator.manifest_format import read_manifest
+from monitor.coordinator.resume import Earlier
 
 ROOT = Path(monitor.__path__[0]).parent
 OTHER_JOB = "f" * 32
@@ -262,6 +262,6 @@ class TestArguments:
 
 
 def at_time(timestamp: str) -> bool:
-    from monitor.ranks.names import timestamp_fields
+    from monitor.coordinator.identity import timestamp_fields
 
     return len(timestamp_fields(timestamp)) == 5

@@ -10,10 +10,10 @@ from reading_back import Output
 
 from monitor.capture.recording import Recording
 from monitor.config import MonitorConfig
+from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord, read_manifest
+from monitor.coordinator.store import ASKED_PER_SECOND
 from monitor.failures import Failures
 from monitor.mindspore import backend
-from monitor.ranks.records import ConfigurationRecord, ManifestRecord, read_manifest
-from monitor.ranks.store import ASKED_PER_SECOND
 from monitor.run import Place
 
 

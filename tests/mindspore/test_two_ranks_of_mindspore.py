@@ -14,11 +14,11 @@ from reading_back import Output
 from typer.testing import CliRunner
 
 from monitor.anomalies.ranking.command import app as rank_anomalies
+from monitor.coordinator.manifest_format import read_manifest
+from monitor.coordinator.series_file import read_series
 from monitor.merge.command import app as monitor_merge
 from monitor.merge.output import read_merged
 from monitor.placement import Placement
-from monitor.ranks.records import read_manifest
-from monitor.ranks.series_file import read_series
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 PARAMETERS = ("first.weight", "first.bias", "second.weight", "second.bias")

@@ -13,8 +13,8 @@ from reading_back import Output
 from typer.testing import CliRunner
 
 from monitor.anomalies.ranking.command import app as rank_anomalies
+from monitor.coordinator.manifest_format import PipelineRecord, read_manifest
 from monitor.merge.command import app as monitor_merge
-from monitor.ranks.records import PipelineRecord, read_manifest
 
 PARTS = ("before", "none", "second", "stages", "model")
 MODEL_STEPS, STAGE_STEPS, FAULTY_STEP = 3, 4, 2

@@ -16,8 +16,8 @@ from launching import EVERY_STEP, Launcher, Started
 from recorded import Recorded, hidden, listed, rank_directories
 from typer.testing import CliRunner
 
+from monitor.coordinator.resume import KILLED
 from monitor.merge.command import app as merge_command
-from monitor.ranks.history import KILLED
 from monitor.sinks.csv_files import Written
 from monitor.sinks.hdf5 import read_hdf5
 

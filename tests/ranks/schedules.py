@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from monitor.ranks.flow import Pass
+from monitor.coordinator.dataflow import Pass
 
 
 def gpipe(_rank, _size, micro_steps, _chunks):

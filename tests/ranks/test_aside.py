@@ -5,9 +5,8 @@ from multiprocessing import get_context
 import pytest
 from filelock import FileLock
 
-from monitor.ranks.aside import set_aside
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.output import OutputError
+from monitor.coordinator.identity import JobIdentity
+from monitor.coordinator.output import OutputError, set_aside
 
 EARLIER = JobIdentity("0" * 32, "Dec03_21-34-40")
 JOB = JobIdentity("1a2b3c4d" * 4, "Dec04_08-00-00")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monitor.ranks.estimate import BYTES_PER_ROW
+from monitor.coordinator.estimate import BYTES_PER_ROW
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext

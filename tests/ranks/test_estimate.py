@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.ranks.estimate import Bounds, Estimate, KindLoad, estimate
+from monitor.coordinator.estimate import Bounds, Estimate, KindLoad, estimate
 
 GRADIENTS_AND_ACTIVATIONS = {"grad_reduced": KindLoad(100, 100, 1), "actv": KindLoad(400, 1600, 8)}
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import served
 
+from monitor.coordinator.identity import JobIdentity, agree
+from monitor.coordinator.store.client import StoreClient
 from monitor.failures import Failures
-from monitor.ranks.job import JobIdentity, agree
-from monitor.ranks.store.client import StoreClient
 
 SOON = timedelta(seconds=60)
 

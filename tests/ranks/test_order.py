@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import gpipe, interleaved, one_forward_one_backward
 
-from monitor.ranks.flow import Flow, Pass
-from monitor.ranks.order import PipelineOrder, RankPasses, Spot
-from monitor.ranks.records import ManifestRecord, PipelineRecord
+from monitor.coordinator.dataflow import Flow, Pass, PipelineOrder, RankPasses, Spot
+from monitor.coordinator.manifest_format import ManifestRecord, PipelineRecord
 from monitor.series import NO_MICRO_STEP
 
 FEW = settings(max_examples=40, deadline=None)

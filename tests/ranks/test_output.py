@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monitor.ranks.output import OutputError, base_directory, prepare, write_whole
+from monitor.coordinator.output import OutputError, base_directory, prepare, write_whole
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monitor.coordinator.ownership import Ownership, alike_over, nobody_monitored, reaches
 from monitor.placement import LOCAL, Placement, Shard
-from monitor.ranks.ownership import Ownership, alike_over, nobody_monitored, reaches
 from monitor.series import KINDS
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}

@@ -1,7 +1,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.ranks.ranges import LAST_STEP, MOST_CAUSES, OTHER_CAUSES, Rest, StepRange, StepRanges, StepsByCause, without_pairs
+from monitor.coordinator.step_ranges import (
+    LAST_STEP,
+    MOST_CAUSES,
+    OTHER_CAUSES,
+    Rest,
+    StepRange,
+    StepRanges,
+    StepsByCause,
+    without_pairs,
+)
 
 STEPS = st.lists(st.integers(0, 60) | st.integers(0, 10**12), max_size=80)
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from monitor.ranks import records
-from monitor.ranks.ranges import StepRanges
-from monitor.ranks.records import ManifestError, ManifestRecord, RecordedSteps, StepsRecord, read_manifest
+from monitor.coordinator import manifest_format
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, RecordedSteps, StepsRecord, read_manifest
+from monitor.coordinator.step_ranges import StepRanges
 
 RECORD = ManifestRecord(
     schema_version=1,
@@ -121,7 +121,7 @@ def test_a_directory_is_no_manifest(tmp_path):
 
 
 def test_a_file_without_end_is_not_read_to_the_end(path, monkeypatch):
-    monkeypatch.setattr(records, "MANIFEST_LIMIT", 1000)
+    monkeypatch.setattr(manifest_format, "MANIFEST_LIMIT", 1000)
     with pytest.raises(ManifestError, match="larger than any manifest"):
         read_manifest(path)
 

@@ -13,16 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monitor.coordinator.identity import JobIdentity
+from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.manifest_format import ManifestRecord, Watched, read_manifest
+from monitor.coordinator.output import claim, remove_drafts, write_whole
+from monitor.coordinator.rank_directory import home
+from monitor.coordinator.resume import (
+    KILLED,
+    MOST_EARLIER_RUNS,
+    Earlier,
+    Timeline,
+    directories,
+    last_word,
+    newest_step,
+    preferred,
+)
 from monitor.failures import Failures
-from monitor.home import home
-from monitor.ranks.claims import claim
-from monitor.ranks.history import KILLED, MOST_EARLIER_RUNS, Earlier, Timeline, newest_step
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.output import remove_drafts, write_whole
-from monitor.ranks.records import ManifestRecord, read_manifest
-from monitor.ranks.resume import directories, last_word, preferred
-from monitor.ranks.roles import Watched
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
@@ -164,7 +170,7 @@ class TestClaims:
 
     def test_it_does_not_outlive_a_process_that_was_killed_and_tells_when_that_began(self, tmp_path):
         program = (
-            "import sys, time; from pathlib import Path; from monitor.ranks.claims import claim;"
+            "import sys, time; from pathlib import Path; from monitor.coordinator.output import claim;"
             "held = claim(Path(sys.argv[1])); held.begin(); print('held', flush=True); time.sleep(600)"
         )
         process = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monitor.coordinator import series_file
+from monitor.coordinator.dataflow import NO_FLOW, Edge, Flow, Pass
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, SeriesReference
+from monitor.coordinator.series_file import Measured, MeasuredSeries, read_flow, read_series
 from monitor.placement import LOCAL, Placement, Shard
-from monitor.ranks import series_file
-from monitor.ranks.flow import NO_FLOW, Edge, Flow, Pass
-from monitor.ranks.records import ManifestError, ManifestRecord, SeriesReference
-from monitor.ranks.series_file import Measured, MeasuredSeries, read_flow, read_series
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows

@@ -12,7 +12,7 @@ import numpy as np
 from monitor.anomalies.ranking.earlier import earlier_steps
 from monitor.anomalies.ranking.evidence import Columns, Flags
 from monitor.anomalies.ranking.job import Job, Member
-from monitor.ranks.records import StepsRecord
+from monitor.coordinator.manifest_format import StepsRecord
 
 MOST_STEPS: Final = 5_000_000
 """Of a run. Of more steps, which a damaged file may claim, the first are gone through."""

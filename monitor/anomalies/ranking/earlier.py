@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monitor.anomalies.ranking.job import Member
-from monitor.ranks.history import KILLED
-from monitor.ranks.records import EarlierRun, ManifestRecord, StepsRecord
+from monitor.coordinator.manifest_format import EarlierRun, ManifestRecord, StepsRecord
+from monitor.coordinator.resume import KILLED
 
 
 class EarlierSteps(NamedTuple):

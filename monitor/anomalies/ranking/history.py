@@ -9,7 +9,7 @@ from typing import Final
 from monitor.anomalies.ranking.job import Job
 from monitor.anomalies.ranking.subjects import Role, modules_around, parent
 from monitor.anomalies.ranking.sweep import IN_PASSES, StageChunk, Weights
-from monitor.ranks.records import ManifestRecord, StepsRecord
+from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
 
 CHANGED_NOTE: Final = "grad_reduced"
 CHANGED: Final = "changed in place"

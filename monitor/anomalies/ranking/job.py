@@ -12,10 +12,10 @@ from typing import Final
 from monitor.anomalies.kept import MOST
 from monitor.anomalies.ranking.reading import Flaw, RecordingEvents
 from monitor.anomalies.ranking.wiring import Wiring, Wirings
+from monitor.coordinator.identity import RankDirectory
+from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 from monitor.merge.discovery import Found, RankRun, discover
 from monitor.merge.errors import MergeError
-from monitor.ranks.names import RankDirectory
-from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 
 MOST_RANKS: Final = 1_000_000
 """Of a job. A damaged number must not have us count for hours."""

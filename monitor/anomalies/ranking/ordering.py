@@ -2,7 +2,7 @@
 
 Steps come one after another. Within a step stand the weights that it began with, then forwards and backwards, then what the
 optimizer is given, then what it has made. Forwards and backwards stand in the turns that the schedule gives them
-(``monitor.ranks.order``). Where nobody knows the schedule they go by micro-step, and in each from stage to stage and back: what
+(``monitor.coordinator.dataflow``). Where nobody knows the schedule they go by micro-step, and in each from stage to stage and back: what
 needs the numbers of another event never stands before it then either, but micro-batches that took turns stand apart.
 """
 
@@ -19,8 +19,7 @@ from monitor.anomalies.ranking.evidence import Columns, Evidence
 from monitor.anomalies.ranking.job import Member
 from monitor.anomalies.ranking.reading import MOST_CHUNKS
 from monitor.anomalies.ranking.subjects import Role
-from monitor.ranks.flow import Pass
-from monitor.ranks.order import IN_BACKWARD, IN_FORWARD, PipelineOrder, RankPasses, Spot
+from monitor.coordinator.dataflow import IN_BACKWARD, IN_FORWARD, Pass, PipelineOrder, RankPasses, Spot
 from monitor.series import NO_MICRO_STEP
 
 _PHASE: Final = {

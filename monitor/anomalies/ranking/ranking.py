@@ -20,7 +20,7 @@ from monitor.anomalies.ranking.replicas import Alone, alone, shared
 from monitor.anomalies.ranking.span import Span, span_of
 from monitor.anomalies.ranking.subjects import Subject
 from monitor.anomalies.ranking.surroundings import Surroundings, surroundings
-from monitor.ranks.records import ManifestError
+from monitor.coordinator.manifest_format import ManifestError
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monitor.anomalies.ranking.subjects import ROOT, Role, Subject, modules_around, parent, stands_for, subject_of
+from monitor.coordinator.dataflow import Flow, Pass
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
+from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, SeriesColumns, read_columns
 from monitor.merge.discovery import leads_out
-from monitor.ranks.flow import Flow, Pass
-from monitor.ranks.records import ManifestError, ManifestRecord
-from monitor.ranks.series_file import LOCAL_PLACEMENT, NOT_MEASURED, SeriesColumns, read_columns
 from monitor.series import Series
 
 Side = tuple[Role, int, str]

@@ -18,9 +18,9 @@ from monitor.capture.modules import ModuleCollector
 from monitor.capture.names import ModelNames, NamedModule
 from monitor.capture.parameter_series import NamedParameter
 from monitor.config import MonitorConfig
+from monitor.coordinator.ownership import Ownership
 from monitor.failures import LOGGER
 from monitor.placement import LOCAL
-from monitor.ranks.ownership import Ownership
 from monitor.series import Series
 
 

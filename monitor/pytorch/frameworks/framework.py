@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from monitor.capture.backend import StepListener, Steps
 from monitor.capture.hooks import Removable
 from monitor.capture.parameter_series import NamedParameter
+from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
 from monitor.placement import LOCAL, Placement, Ranks, ranks_of
 from monitor.pytorch.frameworks.dtensor import mesh_groups, mesh_ranks, placement_of
@@ -27,7 +28,6 @@ from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in, 
 from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps
 from monitor.pytorch.place import group_ranks
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.series import MOMENT_KINDS
 
 

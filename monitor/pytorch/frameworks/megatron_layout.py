@@ -13,9 +13,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
 from monitor.capture.parameter_series import NamedParameter
+from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.pytorch.place import group_ranks
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION, alike_over
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.placement import Placement, Ranks
 from monitor.pytorch.frameworks.dtensor import is_cut, layout_of, ranks_along
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION, alike_over
 
 Layout = tuple[Any, Sequence[Any]]
 """A mesh and placements."""

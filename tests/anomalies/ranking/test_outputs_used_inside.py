@@ -6,7 +6,7 @@ import pytest
 
 from monitor.anomalies.ranking.subjects import subject_of
 from monitor.anomalies.ranking.wiring import Wiring
-from monitor.ranks.flow import Edge, Flow
+from monitor.coordinator.dataflow import Edge, Flow
 from monitor.series import Series
 
 BIAS = "m.output_1"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from monitor.anomalies.ranking.advice import advice
 from monitor.anomalies.ranking.command import app
 from monitor.anomalies.ranking.report import notes
-from monitor.ranks.history import KILLED
+from monitor.coordinator.resume import KILLED
 
 ROWS = len(list(PlayedRank().rows()))
 

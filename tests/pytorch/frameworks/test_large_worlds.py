@@ -31,10 +31,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from watching import Output, Row
 
 from monitor.capture import trainer_mon
+from monitor.coordinator.manifest_format import ManifestRecord, Recordings, read_manifest
+from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.pytorch import TrainerMon
-from monitor.ranks.records import ManifestRecord, read_manifest
-from monitor.ranks.roles import Recordings
-from monitor.ranks.series_file import MeasuredSeries, read_series
 
 AFTER_REDUCTION = ["grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"]
 OF_PARAMETERS = ["grad_unreduced", *AFTER_REDUCTION]

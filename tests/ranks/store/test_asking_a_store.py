@@ -12,11 +12,9 @@ from contextlib import contextmanager, suppress
 import pytest
 from serving import JOB, served
 
-from monitor.ranks.store.client import Meeting, StoreClient, greet
-from monitor.ranks.store.lines import MOST_BYTES
-from monitor.ranks.store.memory import LocalStore
-from monitor.ranks.store.rendezvous import Hello, RefusedError, Rendezvous
-from monitor.ranks.store.server import StoreServer
+from monitor.coordinator.store.client import Meeting, StoreClient, greet
+from monitor.coordinator.store.protocol import MOST_BYTES, Hello, LocalStore, RefusedError, Rendezvous
+from monitor.coordinator.store.server import StoreServer
 
 HOST = "127.0.0.1"
 MakeMeeting = Callable[[], Meeting]

@@ -14,14 +14,14 @@ from random import SystemRandom
 
 import pytest
 
-from monitor.ranks.store.rendezvous import PORT_OFFSET, PORTS
+from monitor.coordinator.store.protocol import PORT_OFFSET, PORTS
 
 ROOT = Path(__file__).resolve().parents[3]
 RANK = """
 import os, sys, threading, time
 from monitor.failures import Failures
-from monitor.ranks.job import agree
-from monitor.ranks.store import STORES, Rendezvous
+from monitor.coordinator.identity import agree
+from monitor.coordinator.store import STORES, Rendezvous
 port, rank, world = map(int, sys.argv[1:4])
 def store(rank=rank):
     return STORES.at(Rendezvous.beside("127.0.0.1", port, world), rank, serves=rank == 0)
@@ -110,7 +110,7 @@ def test_a_rank_that_is_started_again_alone_has_a_name_of_its_own_and_says_so(st
     ranks = [start(rank, "identity(); wait()") for rank in range(2)]
     names = [line(rank) for rank in ranks]
     end(ranks[1])
-    again = start(1, "from monitor.ranks.store import stores\nstores.Meeting.__init__.__defaults__ = (0.2,)\nidentity()")
+    again = start(1, "from monitor.coordinator.store import stores\nstores.Meeting.__init__.__defaults__ = (0.2,)\nidentity()")
     status, said, errors = end(again)
     assert status == 0
     assert said[0].startswith("False ")
@@ -163,7 +163,7 @@ except ConnectionError:
 
 def test_a_forked_child_neither_serves_nor_keeps_the_port_nor_the_name(start: Start) -> None:
     forks = """
-from monitor.ranks.store import stores
+from monitor.coordinator.store import stores
 stores.Meeting.__init__.__defaults__ = (0.2,)
 identity()
 store().add("count", 1)

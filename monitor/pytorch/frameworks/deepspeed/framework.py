@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from monitor.capture.backend import StepListener
 from monitor.capture.parameter_series import NamedParameter
 from monitor.capture.patches import CallPatch
+from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
 from monitor.placement import Placement, Ranks
 from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
@@ -22,7 +23,6 @@ from monitor.pytorch.frameworks.deepspeed.steps import EngineSteps
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.moments import Stepped
 from monitor.pytorch.frameworks.optimizers import innermost
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
 SCALED: Final = "multiplied by loss_scale, whose rows are in `other`: DeepSpeed divides by it inside its step"
 GROUPS: Final = {

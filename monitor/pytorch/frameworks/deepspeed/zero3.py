@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from monitor.capture.gradients import EACH_MICRO_BATCH
 from monitor.capture.hooks import HookSet, Removable
 from monitor.capture.parameter_series import NamedParameter
+from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
 from monitor.placement import Placement, Shard
 from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
@@ -23,7 +24,6 @@ from monitor.pytorch.frameworks.deepspeed.zero12 import ON_THEIR_WAY
 from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.frameworks.moments import Stepped
 from monitor.pytorch.hooks import first_after_accumulation
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION
 
 
 class Zero3(Repacked):

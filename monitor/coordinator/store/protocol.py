@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Final
 
 PORT_OFFSET: Final = 1_000
@@ -99,3 +103,83 @@ class Admission:
             return ""
         self._outlived = self._outlived or hello.rank == self._server_rank
         return f"it belongs to an earlier run: another process has used it as rank {hello.rank}"
+
+
+# --- The store of a process that has no other ranks, and what a ``StoreServer`` serves to those that it has.
+
+
+class LocalStore:
+    """A ``Store`` in the memory of a process that has no other ranks."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._held: dict[str, bytes] = {}
+
+    def check(self, keys: list[str], /) -> bool:
+        with self._lock:
+            return all(key in self._held for key in keys)
+
+    def get(self, key: str, /) -> bytes:
+        """Raises ``KeyError`` where others would wait: nobody else could set it."""
+        with self._lock:
+            return self._held[key]
+
+    def add(self, key: str, amount: int, /) -> int:
+        with self._lock:
+            held = int(self._held.get(key, b"0")) + amount
+            self._held[key] = str(held).encode()
+            return held
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        with self._lock:
+            held = self._held.get(key)
+            if held == expected.encode() or (held is None and not expected):
+                self._held[key] = desired.encode()
+                return self._held[key]
+            return expected.encode() if held is None else held
+
+
+# --- Messages between a store and those who ask it: a line of JSON each.
+
+MOST_BYTES: Final = 1 << 20
+"""Of a line. The longest that is sent is a configuration."""
+
+BLOCK: Final = 1 << 16
+
+
+class ProtocolError(ConnectionError):
+    """The other side speaks something else."""
+
+
+def spell(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Raises ``ProtocolError``."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise ProtocolError(f"expected a message of a store, received {line[:80]!r}")
+    return message
+
+
+def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """The one message that is under way. Bounded however slowly it comes.
+
+    Args:
+        deadline: By ``time.monotonic``.
+
+    Raises:
+        OSError: It did not come, or is none.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        received = connection.recv(BLOCK)
+        line += received
+        if not received or len(line) > MOST_BYTES:
+            raise ProtocolError("the connection was closed" if not received else f"a line has more than {MOST_BYTES} bytes")
+    return parse(line)

@@ -4,7 +4,7 @@ Gzipped JSON of columns, one entry a series, in the order of their numbers. ``ki
 ``layouts``; a layout of -1 is that of a series not measured yet; ``varies`` lists the series whose shape or dtype has changed
 since it was first measured. ``placement`` indexes ``placements``, -1 for what only this rank has, and these index ``groups``,
 in which each set of ranks stands once: a job of thousands of ranks has few different ones. ``flow_from`` and ``flow_to`` are
-the ends of edges between series, and ``passes`` the order of micro-batches, see ``monitor.ranks.flow``.
+the ends of edges between series, and ``passes`` the order of micro-batches, see ``monitor.coordinator.dataflow``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from monitor.coordinator.dataflow import NO_FLOW, Edge, Flow, Pass, edges_of_parameters
+from monitor.coordinator.manifest_format import (
+    SCHEMA_VERSION,
+    ManifestError,
+    ManifestRecord,
+    Natural,
+    Record,
+    known_version,
+    parsed,
+)
 from monitor.placement import LOCAL, Placement, Ranks, Shard
-from monitor.ranks.flow import NO_FLOW, Edge, Flow, Pass, edges_of_parameters
-from monitor.ranks.records import SCHEMA_VERSION, ManifestError, ManifestRecord, Natural, Record, known_version, parsed
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows, Layout, StepRows
 

@@ -5,8 +5,8 @@ It has the operations of torch's stores that are used here, and none that waits:
 ``add``, ``compare_set``, ``clone``. Every call is bounded in time. Any thread may call.
 """
 
-from monitor.ranks.store.rendezvous import Rendezvous
-from monitor.ranks.store.server import ASKED_PER_SECOND
-from monitor.ranks.store.stores import STORES
+from monitor.coordinator.store.protocol import Rendezvous
+from monitor.coordinator.store.server import ASKED_PER_SECOND
+from monitor.coordinator.store.stores import STORES
 
 __all__ = ["ASKED_PER_SECOND", "STORES", "Rendezvous"]

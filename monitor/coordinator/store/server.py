@@ -10,9 +10,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
-from monitor.ranks.store.lines import BLOCK, MOST_BYTES, ProtocolError, parse, spell
-from monitor.ranks.store.memory import LocalStore
-from monitor.ranks.store.rendezvous import Admission, Hello
+from monitor.coordinator.store.protocol import BLOCK, MOST_BYTES, Admission, Hello, LocalStore, ProtocolError, parse, spell
 
 OPERATIONS: Final = ("check", "get", "add", "compare_set")
 BACKLOG: Final = 4_096

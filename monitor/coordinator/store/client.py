@@ -8,8 +8,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
 
-from monitor.ranks.store.lines import ProtocolError, receive, spell
-from monitor.ranks.store.rendezvous import Hello, RefusedError, Rendezvous
+from monitor.coordinator.store.protocol import Hello, ProtocolError, RefusedError, Rendezvous, receive, spell
 
 FIRST_S: Final = 20.0
 """How long the store is looked for: it is there once the process that serves it comes to its first record. With the call that

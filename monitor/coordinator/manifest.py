@@ -19,24 +19,23 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-from monitor.failures import Failures
-from monitor.ranks.claims import Claim
-from monitor.ranks.flow import MOST_EDGES, Flow
-from monitor.ranks.history import Earlier, Timeline
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.output import write_whole
-from monitor.ranks.ranges import StepRange
-from monitor.ranks.records import (
+from monitor.coordinator.dataflow import MOST_EDGES, Flow
+from monitor.coordinator.identity import JobIdentity
+from monitor.coordinator.manifest_format import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
     ConfigurationRecord,
     ManifestRecord,
     PipelineRecord,
     SeriesReference,
+    Watched,
     WatchedRecord,
 )
-from monitor.ranks.roles import Watched
-from monitor.ranks.series_file import Measured, SeriesFile
+from monitor.coordinator.output import Claim, write_whole
+from monitor.coordinator.resume import Earlier, Timeline
+from monitor.coordinator.series_file import Measured, SeriesFile
+from monitor.coordinator.step_ranges import StepRange
+from monitor.failures import Failures
 from monitor.series import SeriesTable
 from monitor.stats.rows import StepRows
 

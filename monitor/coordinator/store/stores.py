@@ -9,11 +9,10 @@ import uuid
 from threading import Lock
 from typing import Final
 
+from monitor.coordinator.store.client import Meeting, StoreClient, greet
+from monitor.coordinator.store.protocol import Hello, LocalStore, Rendezvous
+from monitor.coordinator.store.server import StoreServer
 from monitor.failures import LOGGER
-from monitor.ranks.store.client import Meeting, StoreClient, greet
-from monitor.ranks.store.memory import LocalStore
-from monitor.ranks.store.rendezvous import Hello, Rendezvous
-from monitor.ranks.store.server import StoreServer
 
 OCCUPANT_S: Final = 0.5
 """How long training may be held up to tell the run before, if it is still there, that it has been outlived."""

@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from monitor.coordinator.identity import RankDirectory
+from monitor.coordinator.manifest_format import MANIFEST_FILE, Watched
+from monitor.coordinator.output import Claim, claim, prepare, remove_drafts
+from monitor.coordinator.resume import Earlier, Span, directories, last_word, newest_step, preferred
 from monitor.failures import LOGGER, Failures
-from monitor.ranks.claims import Claim, claim
-from monitor.ranks.history import Earlier, newest_step
-from monitor.ranks.names import RankDirectory
-from monitor.ranks.output import prepare, remove_drafts
-from monitor.ranks.records import MANIFEST_FILE
-from monitor.ranks.resume import Span, directories, last_word, preferred
-from monitor.ranks.roles import Watched
 from monitor.sinks import RECOVERIES
 from monitor.sinks.recovery import put_in_order
 
