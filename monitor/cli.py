@@ -29,7 +29,7 @@ COMMANDS: Final = {
         "monitor.convert.commands", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
     ),
     "csv2db": Listed("monitor.convert.commands", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
-    "ctl": Listed("monitor.dynamic.command", "app", "Show and change what a running job records."),
+    "ctl": Listed("monitor.dynamic.cli", "app", "Show and change what a running job records."),
     "dump-recover": Listed("monitor.dump.command", "app", "Complete the precision dump of a process that was killed."),
     "compare": Listed("monitor.compare.command", "app", "Compare two precision dumps, or two monitored runs."),
 }

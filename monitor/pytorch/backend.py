@@ -15,7 +15,7 @@ from monitor.capture.features.reading import Reading
 from monitor.capture.hooks import Removable
 from monitor.capture.leaves import Leaves
 from monitor.capture.names import NamedParts
-from monitor.dynamic.pace import ASKED_PER_SECOND
+from monitor.dynamic.step_boundary import ASKED_PER_SECOND
 from monitor.failures import Failures
 from monitor.pytorch import hooks, input_gradients
 from monitor.pytorch.calls import Calls, recomputing

@@ -19,7 +19,7 @@ from serving import served
 from monitor.config import load_config
 from monitor.coordinator.store.client import StoreClient
 from monitor.dynamic import Control, Job
-from monitor.dynamic.pace import Pace
+from monitor.dynamic.step_boundary import Pace
 from monitor.failures import Failures
 
 FAST = Pace(idle=0.02, open=0.005, waiting=0.002, patience=1.0, bound=2.0)

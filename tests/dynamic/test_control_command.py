@@ -15,8 +15,8 @@ from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.coordinator.output import prepare
-from monitor.dynamic.command import app
-from monitor.dynamic.summary import digest_of
+from monitor.dynamic.cli import app
+from monitor.dynamic.controller import digest_of
 from monitor.failures import Failures
 from monitor.series import SeriesTable
 

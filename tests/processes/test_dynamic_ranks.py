@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from monitor.config import MonitorConfig
 from monitor.coordinator.manifest import MANIFEST_FILE
 from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord, read_manifest
-from monitor.dynamic.command import app
-from monitor.dynamic.summary import digest_of
+from monitor.dynamic.cli import app
+from monitor.dynamic.controller import digest_of
 from monitor.sinks.csv import read_csv
 
 GRADIENTS: dict[str, Any] = {"dynamic_on": True, "wg_distribution": True, "ops": ["norm"], "step_count_per_record": 50}

@@ -26,8 +26,8 @@ import monitor.capture.switching as switching
 from monitor.config import MonitorConfig
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.dynamic import Control
-from monitor.dynamic.pace import Pace
-from monitor.dynamic.summary import digest_of
+from monitor.dynamic.controller import digest_of
+from monitor.dynamic.step_boundary import Pace
 from monitor.mindspore import TrainerMon
 
 PACE = Pace(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)

@@ -21,7 +21,7 @@ from monitor.config import load_config
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.coordinator.store import STORES, Rendezvous
 from monitor.dynamic import Control, Job
-from monitor.dynamic.pace import Pace
+from monitor.dynamic.step_boundary import Pace
 from monitor.failures import Failures
 
 LAST = 999

@@ -9,10 +9,8 @@ from threading import Event, Lock, Thread
 from typing import Any, Final, Protocol
 
 from monitor.coordinator.store.protocol import LocalStore
-from monitor.dynamic.agreement import Agreement
-from monitor.dynamic.boundary import Boundary
-from monitor.dynamic.pace import ASKED_PER_SECOND, Horizon, Pace
-from monitor.dynamic.store import Store, own_connection, talk
+from monitor.dynamic.consensus import Agreement, Store, own_connection, talk
+from monitor.dynamic.step_boundary import ASKED_PER_SECOND, Boundary, Horizon, Pace
 from monitor.failures import LOGGER, Failures
 
 LONGEST_PAUSE_S: Final = 300.0

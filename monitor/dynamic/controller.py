@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from typing import Any, Final, Protocol
 
 from monitor.config import MonitorConfig
+from monitor.config.errors import shown
 from monitor.coordinator.manifest_format import ConfigurationRecord
-from monitor.dynamic.agreeing import Agreeing, Alone, AmongOthers, Job
-from monitor.dynamic.agreement import Agreement
-from monitor.dynamic.boundary import Boundary
-from monitor.dynamic.course import Course
-from monitor.dynamic.pace import Horizon, Pace
-from monitor.dynamic.proposal import FROM_ALERT, FROM_FILE, FROM_START, Fields, Proposal, Switch
-from monitor.dynamic.summary import NOTHING, digest_of, summary
-from monitor.dynamic.watching import INTERVAL_S, Watching
-from monitor.dynamic.wishes import Wishes
+from monitor.dynamic.config_file import INTERVAL_S, Watching
+from monitor.dynamic.consensus import Agreement
+from monitor.dynamic.participant import Agreeing, Alone, AmongOthers, Job
+from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, Course, Fields, Proposal, Switch, Wishes
+from monitor.dynamic.step_boundary import Boundary, Horizon, Pace
 from monitor.failures import LOGGER, Failures
+
+# --- Two configurations against each other, in a line for people.
+
+MOST_CHARACTERS: Final = 500
+NOTHING: Final = "no field differs"
+
+
+def digest_of(config: MonitorConfig) -> str:
+    """Sixteen hexadecimal characters, the same for equal configurations on every rank."""
+    return sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def summary(before: MonitorConfig, after: MonitorConfig) -> str:
+    """The fields that differ: ``dynamic_on: false -> true, collect_times: 5 -> 10``."""
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    named = [
+        f"{name}: {shown(old.get(name))} -> {shown(new.get(name))}" for name in {**old, **new} if old.get(name) != new.get(name)
+    ]
+    said = ", ".join(named) or NOTHING
+    return said if len(said) <= MOST_CHARACTERS else said[: MOST_CHARACTERS - 4] + " ..."
+
 
 START_S: Final = 30.0
 """How long the start may wait for the store: as long as the run waits to settle its name."""
