@@ -31,8 +31,7 @@ import numpy as np
 from merge import watched
 from tables import Progress, aligned, save
 
-from monitor.anomalies.events import Event, Signal, message
-from monitor.anomalies.judged import EVENTS_FOLDER, Judged, events_file, judged_file
+from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, Signal, events_file, judged_file, message
 from monitor.coordinator.dataflow import Edge, Flow, Pass
 from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
@@ -52,7 +51,7 @@ SHAPES = ("flood", "sparse", "few ranks")
 SPARSE_STEPS = 100
 FEW = 64
 
-COMMAND = "from monitor.anomalies.ranking.command import app; app()"
+COMMAND = "from monitor.anomalies.ranking.cli import app; app()"
 EVENTS_FOUND = (1,)
 """The command's exit status where there are events."""
 

@@ -32,7 +32,7 @@ from tables import Progress, aligned, save
 from writer import NDIGITS, OPS
 
 from monitor.anomalies.alerts import Alerts
-from monitor.anomalies.recording import EventFiles
+from monitor.anomalies.event_files import EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Listener, Scanner
 from monitor.coordinator.identity import JobIdentity

@@ -23,7 +23,7 @@ class Listed(NamedTuple):
 COMMANDS: Final = {
     "merge": Listed("monitor.merge.command", "app", "Merge what the ranks of a job recorded into one data set."),
     "rank-anomalies": Listed(
-        "monitor.anomalies.ranking.command", "app", "Order the events of all ranks, and find the first fault."
+        "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),
     "csv2tensorboard": Listed(
         "monitor.convert.commands", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from monitor.anomalies.alarm import Alarm
-from monitor.anomalies.alerts import Alerts
-from monitor.anomalies.recording import EventFiles, OnlyEnd
+from monitor.anomalies.alerts import Alarm, Alerts
+from monitor.anomalies.event_files import EventFiles, OnlyEnd
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Listener, Scanner
 from monitor.config import MonitorConfig

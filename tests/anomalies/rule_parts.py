@@ -12,9 +12,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "sinks"))
 
 from sink_rows import Measured, Rank
 
-from monitor.anomalies.findings import Findings, earliest
 from monitor.anomalies.rules import RULES
-from monitor.anomalies.scanner import Scanner
+from monitor.anomalies.scanner import Findings, Scanner, earliest
 from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import RankFacts
 from monitor.stats.rows import StepRows

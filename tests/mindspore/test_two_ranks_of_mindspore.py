@@ -13,7 +13,7 @@ from ranks import Ranks, ended_job
 from reading_back import Output
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking.command import app as rank_anomalies
+from monitor.anomalies.ranking.cli import app as rank_anomalies
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.series_file import read_series
 from monitor.merge.command import app as monitor_merge

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from monitor.anomalies.events import Event, Signal, message
-from monitor.anomalies.judged import EVENTS_FOLDER, Judged, events_file, judged_file
+from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, Signal, events_file, judged_file, message
 from monitor.anomalies.ranking.ranking import Ranked, Ranking, ranking_of
 from monitor.coordinator.dataflow import Edge, Flow, Pass
 from monitor.coordinator.identity import JobIdentity, RankDirectory

@@ -13,9 +13,9 @@ import pytest
 from played_job import ROWS, PlayedRank, pipeline, replicas
 from typer.testing import CliRunner
 
-from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.ranking import job as job_module
-from monitor.anomalies.ranking.command import app
+from monitor.anomalies.ranking.cli import app
 from monitor.coordinator.dataflow import Pass
 from monitor.merge.discovery import discover
 

@@ -11,7 +11,7 @@ import torch
 from jobs import Job
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking.command import app
+from monitor.anomalies.ranking.cli import app
 from monitor.capture.gradients import AGGREGATED_EARLY
 from monitor.pytorch.gradients import CHANGED
 

@@ -15,9 +15,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
+from monitor.anomalies.ranking.graph import ROOT, Role, Subject, Wiring
 from monitor.anomalies.ranking.job import Group, Job, Member
-from monitor.anomalies.ranking.subjects import ROOT, Role, Subject
-from monitor.anomalies.ranking.wiring import Wiring
 from monitor.series import NO_MICRO_STEP, Series
 
 _NEVER: Final = 2**62

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
-from monitor.anomalies.ranking.history import notes_a_change
+from monitor.anomalies.ranking.graph import ROOT, Role, Subject, Wiring, parent
 from monitor.anomalies.ranking.job import Job, Member
-from monitor.anomalies.ranking.subjects import ROOT, Role, Subject, parent
-from monitor.anomalies.ranking.sweep import seam
-from monitor.anomalies.ranking.wiring import Wiring
-from monitor.anomalies.wording import listed
+from monitor.anomalies.ranking.origins import notes_a_change
+from monitor.anomalies.ranking.step_propagation import seam
 from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, Series
+
+# --- How what people read is spelled.
+
+SHOWN: Final = 10
+"""Of one cause; more are counted."""
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 3, 4 and 10 more``."""
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def capitalized(said: str) -> str:
+    """With a capital first letter, the others as they are."""
+    return said[:1].upper() + said[1:]
+
 
 _MADE_OF: Final = {"gradients": GRADIENT_KINDS, "moments": MOMENT_KINDS, "the weight before": ("param_origin",)}
 """A weight by the optimizer, and the kinds that show it."""

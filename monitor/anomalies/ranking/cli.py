@@ -13,11 +13,10 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from monitor.anomalies.ranking.advice import advice
 from monitor.anomalies.ranking.coverage import Wanted
+from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
-from monitor.anomalies.ranking.reading import NothingReadError, folder_of
-from monitor.anomalies.ranking.report import counts, listing, notes
+from monitor.anomalies.ranking.report import advice, counts, listing, notes
 from monitor.cli_arguments import Version, command_app, one_directory
 from monitor.coordinator.output import write_whole
 from monitor.merge.errors import MergeError

@@ -15,10 +15,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.ranking.evidence import Columns, Evidence
-from monitor.anomalies.ranking.job import Member
-from monitor.anomalies.ranking.reading import MOST_CHUNKS
-from monitor.anomalies.ranking.subjects import Role
+from monitor.anomalies.ranking.graph import Role
+from monitor.anomalies.ranking.job import Columns, Evidence, Member
+from monitor.anomalies.ranking.loading import MOST_CHUNKS
 from monitor.coordinator.dataflow import IN_BACKWARD, IN_FORWARD, Pass, PipelineOrder, RankPasses, Spot
 from monitor.series import NO_MICRO_STEP
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from monitor.anomalies.events import Event
-from monitor.anomalies.judged import EVENTS_FOLDER, JUDGED_LIMIT, Judged, events_file, judged_file
+from monitor.anomalies.events import EVENTS_FOLDER, JUDGED_LIMIT, Event, Judged, events_file, judged_file
 from monitor.coordinator.manifest_format import ManifestError, content_of, known_version, parsed
 from monitor.merge.discovery import leads_out
 from monitor.merge.engines import engine, run_in_order
