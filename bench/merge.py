@@ -52,7 +52,7 @@ KINDS = (SHARDED, OWN)
 STEPS_PER_RECORD = 100
 IDENTITY = JobIdentity("1a2b3c4d" * 4, "Dec03_21-34-40")
 
-MERGE = "from monitor.merge.command import app; app()"
+MERGE = "from monitor.merge.cli import app; app()"
 CONCAT = {
     "polars": """
 import sys, glob, polars as pl

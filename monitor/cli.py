@@ -21,7 +21,7 @@ class Listed(NamedTuple):
 
 
 COMMANDS: Final = {
-    "merge": Listed("monitor.merge.command", "app", "Merge what the ranks of a job recorded into one data set."),
+    "merge": Listed("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
     "rank-anomalies": Listed(
         "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),

@@ -13,7 +13,7 @@ from monitor.convert.errors import ConversionError
 from monitor.convert.recorded import Course, courses_of
 from monitor.convert.request import DATA_TYPES, Request
 from monitor.convert.rows import IDENTITY, read_record
-from monitor.merge.errors import MergeError
+from monitor.merge.atomic_output import MergeError
 from monitor.stats.ops import TEXT_OPS
 
 Row = Mapping[str, Any]

@@ -7,9 +7,9 @@ from typing import Final
 
 from monitor.convert.request import Request
 from monitor.coordinator.manifest_format import StepsRecord
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import RankRun, discover, runs_of
-from monitor.merge.errors import MergeError
-from monitor.merge.merging import missing_ranks
+from monitor.merge.merge import missing_ranks
 
 SHOWN: Final = 10
 """Ranks; more are counted."""

@@ -14,8 +14,8 @@ from monitor.convert.outcome import Converted, Gathered, bar, plainly
 from monitor.convert.recorded import Course, Record, courses_of
 from monitor.convert.request import Request, natural
 from monitor.convert.tables import MetricTables
-from monitor.merge.drafts import draft_of
-from monitor.merge.engines import engine, run_in_order
+from monitor.merge.atomic_output import draft_of
+from monitor.merge.executors import engine, run_in_order
 
 ENDING: Final = "csv2db"
 DATABASE: Final = "monitor_metrics.db"

@@ -16,9 +16,9 @@ from monitor.convert.outcome import Converted, Gathered, bar, plainly
 from monitor.convert.recorded import Course, Record, courses_of
 from monitor.convert.request import Request
 from monitor.convert.rows import numbers_of, ops_of, read_record, steps_of
+from monitor.merge.atomic_output import draft_of
 from monitor.merge.discovery import SetAside
-from monitor.merge.drafts import draft_of
-from monitor.merge.engines import engine, run_in_order
+from monitor.merge.executors import engine, run_in_order
 from monitor.sinks.tensorboard import BLOCK_ROWS, EventFile, scalar_values
 from monitor.stats.ops import TEXT_OPS
 

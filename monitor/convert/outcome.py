@@ -17,8 +17,8 @@ from monitor.convert.absent import absent_from
 from monitor.convert.errors import ConversionError, NothingRecordedError
 from monitor.convert.request import Request
 from monitor.failures import LOGGER
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import SetAside
-from monitor.merge.errors import MergeError
 
 MOST_SAID: Final = 20
 """Files set aside that are named one by one."""

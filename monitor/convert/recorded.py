@@ -14,7 +14,7 @@ from monitor.coordinator.identity import RankDirectory, timestamp_fields
 from monitor.coordinator.manifest_format import MANIFEST_FILE, NO_STEPS, StepsRecord
 from monitor.coordinator.resume import Span
 from monitor.merge.discovery import NO_END, Found, SetAside, discover, runs_of
-from monitor.merge.shards import Shard, csv_shards_in
+from monitor.merge.read_shards import Shard, csv_shards_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.convert.recorded import RankFiles, Record
 from monitor.merge.discovery import SetAside
-from monitor.merge.shards import ForeignError, csv_rows
+from monitor.merge.read_shards import ForeignError, csv_rows
 from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
 
 IDENTITY: Final = {"vpp_stage": pa.int64(), "name": pa.string(), "step": pa.int64(), "micro_step": pa.int64()}

@@ -22,8 +22,8 @@ from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRec
 from monitor.dynamic.config_file import EditError, change_file, path_of
 from monitor.dynamic.controller import NOTHING as NO_DIFFERENCE
 from monitor.dynamic.controller import WATCHING_RANK, digest_of, summary
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import Found, choose, discover
-from monitor.merge.errors import MergeError
 from monitor.terminal import plain, say
 
 # --- What the manifests of a job say of its configurations: what holds on which rank, since when, and whether the ranks

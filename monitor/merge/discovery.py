@@ -25,7 +25,7 @@ from monitor.coordinator.manifest_format import (
 )
 from monitor.coordinator.resume import Span, in_order
 from monitor.coordinator.series_file import MeasuredSeries, read_series
-from monitor.merge.errors import MergeError
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.matching import matched
 
 NO_END: Final = 2**63 - 1

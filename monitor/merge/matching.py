@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from monitor.merge.discovery import RankRun
 
+
 Runs = tuple["RankRun", ...]
 
 UNMATCHED: Final = (

@@ -14,7 +14,7 @@ from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.resume import Earlier
 from monitor.failures import Failures
-from monitor.merge.merging import Wanted, merge
+from monitor.merge.merge import Wanted, merge
 from monitor.merge.output import read_merged
 from monitor.merge.report import Report
 from monitor.placement import Placement, Shard

@@ -12,7 +12,7 @@ from recorded_job import RecordedRank, tensors
 from sink_rows import Measured
 from typer.testing import CliRunner
 
-from monitor.merge.command import app
+from monitor.merge.cli import app
 from monitor.placement import Placement, Shard
 
 RANKS = tuple(range(64))

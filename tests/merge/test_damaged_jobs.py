@@ -16,7 +16,7 @@ from recorded_job import FORMATS, RecordedRank, table
 from sink_rows import Measured
 from typer.testing import CliRunner
 
-from monitor.merge.command import app
+from monitor.merge.cli import app
 from monitor.placement import Placement, Shard
 
 RANKS = tuple(range(4))

@@ -12,7 +12,7 @@ from sink_rows import Measured, partials_of
 
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.resume import Earlier
-from monitor.merge.errors import MergeError
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.output import read_merged
 from monitor.placement import Placement, Shard
 from monitor.sinks.files import Steps

@@ -10,7 +10,7 @@ import pytest
 from recorded_job import files, merged, sharded
 
 from monitor.coordinator.manifest_format import StepsRecord
-from monitor.merge.planning import Planner, Window, in_groups, recorded_steps
+from monitor.merge.plan import Planner, Window, in_groups, recorded_steps
 from monitor.merge.survey import SHARDS
 from monitor.sinks.files import Steps
 from monitor.sinks.hdf5_read import ALL_STEPS

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from monitor.anomalies.ranking.cli import app as rank_anomalies
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.series_file import read_series
-from monitor.merge.command import app as monitor_merge
+from monitor.merge.cli import app as monitor_merge
 from monitor.merge.output import read_merged
 from monitor.placement import Placement
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from monitor.anomalies.ranking.cli import app as rank_anomalies
 from monitor.coordinator.manifest_format import PipelineRecord, read_manifest
-from monitor.merge.command import app as monitor_merge
+from monitor.merge.cli import app as monitor_merge
 
 PARTS = ("before", "none", "second", "stages", "model")
 MODEL_STEPS, STAGE_STEPS, FAULTY_STEP = 3, 4, 2

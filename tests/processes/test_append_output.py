@@ -17,7 +17,7 @@ from recorded import Recorded, hidden, listed, rank_directories
 from typer.testing import CliRunner
 
 from monitor.coordinator.resume import KILLED
-from monitor.merge.command import app as merge_command
+from monitor.merge.cli import app as merge_command
 from monitor.sinks.csv_files import Written
 from monitor.sinks.hdf5 import read_hdf5
 

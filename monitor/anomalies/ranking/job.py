@@ -17,8 +17,8 @@ from monitor.anomalies.ranking.graph import Subject, Wiring, Wirings, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
 from monitor.coordinator.identity import RankDirectory
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import Found, RankRun, discover
-from monitor.merge.errors import MergeError
 from monitor.series import Series
 
 MOST_RANKS: Final = 1_000_000

@@ -23,8 +23,8 @@ from monitor.cli_arguments import (
     one_directory,
 )
 from monitor.coordinator.resume import Span, span_between
-from monitor.merge.errors import MergeError, NothingRecordedError
-from monitor.merge.merging import Wanted, merge
+from monitor.merge.atomic_output import MergeError, NothingRecordedError
+from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import Report, summary
 from monitor.sinks.files import Steps
 from monitor.sinks.hdf5_read import ALL_STEPS

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from monitor.merge.rows import Rows
     from monitor.merge.statistics import Flags
 
+
 COMPARED: Final = ("norm", "min", "max", "nans", "infs")
 _OF_FEATURES: Final = {"linear_hook": ("frobenius_norm",)}
 """A spectral norm is approached from step to step, and two ranks may be on different ways to it."""

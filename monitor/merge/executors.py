@@ -16,7 +16,7 @@ from itertools import islice
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any, Final, ParamSpec, TypeVar
 
-from monitor.merge.errors import MergeError
+from monitor.merge.atomic_output import MergeError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from typing import Final
 import h5py
 import pyarrow as pa
 
-from monitor.merge.columns import Columns
 from monitor.merge.discovery import SetAside, leads_out
+from monitor.merge.output import Columns
 from monitor.series import DIRECTION_KIND
 from monitor.sinks import files, hdf5_files
 from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, parsed

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from monitor.coordinator.resume import Span
+from monitor.merge.atomic_output import MergeError, NothingRecordedError, draft_of
+from monitor.merge.combine import Outcome, reduce
 from monitor.merge.discovery import Found, RankRun, choose, discover, runs_of, unmerged_formats
-from monitor.merge.drafts import draft_of
-from monitor.merge.engines import engine, run
-from monitor.merge.errors import MergeError, NothingRecordedError
+from monitor.merge.executors import engine, run
+from monitor.merge.gather import put_in_order
 from monitor.merge.output import SUFFIXES, Format
-from monitor.merge.planning import Window, in_groups
-from monitor.merge.reading import put_in_order
-from monitor.merge.reduction import Outcome, reduce
+from monitor.merge.plan import Plan, Window, in_groups, kinds, shards_found, visits, write_runs
 from monitor.merge.report import Report
 from monitor.merge.survey import look
-from monitor.merge.tasks import Plan, kinds, shards_found, visits, write_runs
 from monitor.merge.tensors import catalogue
 from monitor.sinks.files import Steps
 from monitor.sinks.hdf5_read import ALL_STEPS
@@ -67,7 +65,7 @@ T = TypeVar("T")
 
 
 class Do(Protocol):
-    """Has tasks done; see ``monitor.merge.engines.run``."""
+    """Has tasks done; see ``monitor.merge.executors.run``."""
 
     def __call__(self, work: Callable[[Task], T], tasks: Iterable[Task], /) -> Iterator[tuple[Task, T]]:
         """Each task with its result, as they are done."""
