@@ -26,12 +26,12 @@ COMMANDS: Final = {
         "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),
     "csv2tensorboard": Listed(
-        "monitor.convert.commands", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
+        "monitor.convert.cli", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
     ),
-    "csv2db": Listed("monitor.convert.commands", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
+    "csv2db": Listed("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
     "ctl": Listed("monitor.dynamic.cli", "app", "Show and change what a running job records."),
     "dump-recover": Listed("monitor.dump.command", "app", "Complete the precision dump of a process that was killed."),
-    "compare": Listed("monitor.compare.command", "app", "Compare two precision dumps, or two monitored runs."),
+    "compare": Listed("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),
 }
 """By subcommand. ``trainermon NAME`` and the installed command ``monitor-NAME`` are the same."""
 

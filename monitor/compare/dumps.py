@@ -10,9 +10,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from monitor.compare.errors import ComparisonError
-from monitor.compare.findings import Compared, Finding
-from monitor.compare.values import Difference, of_leaves, of_tensors
+from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_leaves, of_tensors
 from monitor.dump.measured import SHOWN
 from monitor.dump.records import FILE as RECORDS
 from monitor.dump.records import is_written

@@ -20,10 +20,9 @@ from monitor.cli_arguments import (
     command_app,
     one_directory,
 )
-from monitor.convert import database, events
-from monitor.convert.errors import ConversionError, NothingRecordedError
-from monitor.convert.outcome import MOST_SAID, Converted
-from monitor.convert.request import DATA_TYPES, Request
+from monitor.convert import sqlite, tensorboard
+from monitor.convert.request import DATA_TYPES, ConversionError, NothingRecordedError, Request
+from monitor.convert.result import MOST_SAID, Converted
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
@@ -42,7 +41,11 @@ def monitor_csv2tensorboard(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="OUTPUT", help="A directory, new or empty.", show_default=f"DIR/{{time}}_{events.ENDING}"
+            "-o",
+            "--output",
+            metavar="OUTPUT",
+            help="A directory, new or empty.",
+            show_default=f"DIR/{{time}}_{tensorboard.ENDING}",
         ),
     ] = None,
     time_start: TimeStart = None,
@@ -63,7 +66,7 @@ def monitor_csv2tensorboard(
     converted.
     """
     asked, base = _listed(kinds), one_directory(directory, directory_option)
-    _run(lambda: events.to_events(Request.of(base, time_start, time_end, workers, asked, output, job, events.ENDING)))
+    _run(lambda: tensorboard.to_events(Request.of(base, time_start, time_end, workers, asked, output, job, tensorboard.ENDING)))
 
 
 @database_app.command()
@@ -72,7 +75,7 @@ def monitor_csv2db(
     directory_option: DirectoryOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="OUTPUT", help="A directory.", show_default=f"DIR/{{time}}_{database.ENDING}"),
+        typer.Option("-o", "--output", metavar="OUTPUT", help="A directory.", show_default=f"DIR/{{time}}_{sqlite.ENDING}"),
     ] = None,
     time_start: TimeStart = None,
     time_end: TimeEnd = None,
@@ -94,8 +97,8 @@ def monitor_csv2db(
     """
     asked, base = _listed(kinds), one_directory(directory, directory_option)
     _run(
-        lambda: database.to_database(
-            Request.of(base, time_start, time_end, workers, asked, output, job, database.ENDING), step_partition
+        lambda: sqlite.to_database(
+            Request.of(base, time_start, time_end, workers, asked, output, job, sqlite.ENDING), step_partition
         )
     )
 

@@ -1,17 +1,120 @@
-"""The tables of the database."""
+"""CSV to SQLite: all rows of a job in tables by kind and range of steps."""
 
 from __future__ import annotations
 
 import sqlite3
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from monitor.convert.cells import Block, Cells, Target
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from monitor.convert.read_csv import Course, Record, courses_of, ops_of, read_record
+from monitor.convert.request import Request, natural
+from monitor.convert.result import Converted, Gathered, bar, plainly
+from monitor.merge.atomic_output import draft_of
+from monitor.merge.discovery import SetAside
+from monitor.merge.executors import engine, run_in_order
 from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
+
+# --- Rows made ready for SQLite, by any process: columns of the values that it takes.
+
+NAN: Final = "nan"
+"""A measured NaN. SQLite has none, and would make null of it, which is what was not measured."""
+
+Cell = float | int | str | None
+Target = tuple[str, int, int | None]
+"""What is measured: name, chunk, and micro-step where it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellTask:
+    """Some records of one kind and rank."""
+
+    kind: str
+    rank: int
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The rows of a record, in order of steps. All columns have an entry a row.
+
+    Attributes:
+        targets: What is measured, in the order of first appearance.
+        target: Index in ``targets``.
+        ops: By name.
+    """
+
+    steps: list[int]
+    targets: list[Target]
+    target: list[int]
+    ops: dict[str, list[Cell]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """What came of a task: its rows, and the files that have none to give."""
+
+    kind: str
+    rank: int
+    blocks: list[Block]
+    set_aside: list[SetAside]
+
+
+def prepare(task: CellTask) -> Cells:
+    """Read the records of a task."""
+    cells = Cells(task.kind, task.rank, [], [])
+    for record in task.records:
+        rows, aside = read_record(record)
+        cells.set_aside.extend(aside)
+        if len(rows):
+            cells.blocks.append(_block(rows))
+    return cells
+
+
+def _block(rows: pa.Table) -> Block:
+    targets, target = _targets(rows)
+    ops = {op: _cells(op, rows[op]) for op in ops_of(rows)}
+    return Block(rows["step"].to_numpy().tolist(), targets, target.tolist(), ops)
+
+
+def _targets(rows: pa.Table) -> tuple[list[Target], NDArray[np.int64]]:
+    coded = [
+        rows[name].dictionary_encode(null_encoding="encode").combine_chunks() for name in ("name", "vpp_stage", "micro_step")
+    ]
+    shape = [len(one.dictionary) for one in coded]
+    codes = np.ravel_multi_index([one.indices.to_numpy() for one in coded], shape)
+    each, first, place = np.unique(codes, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    chosen = np.unravel_index(each[order], shape)
+    columns = [one.dictionary.take(pa.array(code)).to_pylist() for one, code in zip(coded, chosen, strict=True)]
+    target: NDArray[np.int64] = np.argsort(order)[place]  # the inverse of a permutation
+    return list(zip(*columns, strict=True)), target
+
+
+def _cells(op: str, column: pa.ChunkedArray) -> list[Cell]:
+    if op in TEXT_OPS or op in INTEGER_OPS:
+        texts: list[Cell] = column.to_pylist()
+        return texts
+    values = column.to_numpy()  # null is NaN here
+    cells: list[Cell] = values.tolist()
+    for row in np.flatnonzero(np.isnan(values)).tolist():
+        cells[row] = NAN
+    for row in np.flatnonzero(~column.is_valid().to_numpy()).tolist():
+        cells[row] = None
+    return cells
+
+
+# --- The tables of the database.
 
 MOST_JOINED: Final = 500
 """Tables in one view: more SQLite does not take."""
@@ -191,3 +294,113 @@ def _column(op: str) -> str:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+ENDING: Final = "csv2db"
+DATABASE: Final = "monitor_metrics.db"
+
+BATCH_ROWS: Final = 100_000
+"""What a process reads before it hands it on, about; unless a single record has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CSV2DBConfig:
+    """What ``csv2db`` is to convert.
+
+    Attributes:
+        monitor_path: The directory that the ranks' directories lie in.
+        time_start: Only directories from this timestamp on (``Dec03_21-34-40``); None: from the first.
+        time_end: Only directories up to this timestamp, itself included; None: to the last. Where it lies before
+            ``time_start``, New Year lies between them.
+        process_num: How many processes read. One writes.
+        data_type_list: Only these kinds; None: all.
+        step_partition: Steps that share a table.
+        output_dirpath: Directory of the database; None: ``{time}_csv2db`` in ``monitor_path``.
+        job: Beginning of the job's id, where there are several in that range of time.
+    """
+
+    monitor_path: str | PathLike[str]
+    time_start: str | None = None
+    time_end: str | None = None
+    process_num: int = 1
+    data_type_list: Sequence[str] | None = None
+    step_partition: int = 500
+    output_dirpath: str | PathLike[str] | None = None
+    job: str | None = None
+
+
+def csv2db(config: CSV2DBConfig) -> Converted:
+    """Write the CSV files of a job as a database, ``monitor_metrics.db``. ``docs/converting.md`` describes its tables.
+
+    It appears whole or not at all, and is the same, byte for byte, for any number of processes.
+
+    Returns:
+        What was written, and the files that were set aside, which are also logged.
+
+    Raises:
+        ConversionError: nothing was converted, because of what the message says.
+        OSError: the disk does not allow it.
+    """
+    return to_database(*checked(config)).log()
+
+
+def checked(config: CSV2DBConfig) -> tuple[Request, int]:
+    """What to convert, and how many steps share a table.
+
+    Raises:
+        ConversionError: a field cannot be what was meant.
+    """
+    request = Request.of(
+        config.monitor_path,
+        config.time_start,
+        config.time_end,
+        config.process_num,
+        config.data_type_list,
+        config.output_dirpath,
+        config.job,
+        ENDING,
+    )
+    return request, natural("step_partition", config.step_partition)
+
+
+def to_database(request: Request, step_partition: int) -> Converted:
+    """As ``csv2db``, and logs nothing."""
+    with plainly():
+        courses, aside = courses_of(request)
+        gathered = Gathered(aside)
+        tasks = [task for course in courses for task in _tasks(course)]
+        with _draft(request.output) as draft, bar() as shown:
+            processes = min(request.workers, len(tasks) or 1)
+            with MetricTables(draft, step_partition) as tables, engine(processes) as (executor, workers):
+                results = run_in_order(executor, workers, prepare, tasks)
+                for cells in shown.track(results, len(tasks), description="converting"):
+                    gathered.add(cells.rank, tables.insert(cells), cells.set_aside)
+                for index in shown.track(tables.indices(), description="indexing"):
+                    tables.make(index)
+            return gathered.converted(request, request.output / DATABASE)
+
+
+def _tasks(course: Course) -> Iterator[CellTask]:
+    """Its records in lots of about ``BATCH_ROWS``."""
+    lot: list[Record] = []
+    rows = 0
+    for record in course.records:
+        if lot and rows + record.rows > BATCH_ROWS:
+            yield CellTask(course.kind, course.rank, tuple(lot))
+            lot, rows = [], 0
+        lot.append(record)
+        rows += record.rows
+    yield CellTask(course.kind, course.rank, tuple(lot))
+
+
+@contextmanager
+def _draft(directory: Path) -> Iterator[Path]:
+    """The path to write the database at. It joins what is in ``directory``, or appears with it."""
+    other = "another output directory"
+    if directory.is_dir():
+        with draft_of(directory / DATABASE, "conversion", other) as draft:
+            yield draft
+    else:
+        with draft_of(directory, "conversion", other) as draft:
+            draft.mkdir()
+            yield draft / DATABASE

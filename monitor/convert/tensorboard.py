@@ -12,10 +12,9 @@ from typing import Final
 import pyarrow as pa
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
-from monitor.convert.outcome import Converted, Gathered, bar, plainly
-from monitor.convert.recorded import Course, Record, courses_of
+from monitor.convert.read_csv import Course, Record, courses_of, numbers_of, ops_of, read_record, steps_of
 from monitor.convert.request import Request
-from monitor.convert.rows import numbers_of, ops_of, read_record, steps_of
+from monitor.convert.result import Converted, Gathered, bar, plainly
 from monitor.merge.atomic_output import draft_of
 from monitor.merge.discovery import SetAside
 from monitor.merge.executors import engine, run_in_order
