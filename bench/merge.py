@@ -41,8 +41,7 @@ from writer import ELEMENTS, NDIGITS, OPS, gradients
 from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import Failures
-from monitor.placement import Placement, Shard
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.rows import KindRows, Layout, StepRows

@@ -38,8 +38,7 @@ from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.coordinator.step_ranges import StepRanges
 from monitor.failures import Failures
-from monitor.placement import Placement, Shard
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 

@@ -13,7 +13,7 @@ import pytest
 from monitor.config import MonitorConfig
 from monitor.coordinator.output import OutputError
 from monitor.failures import Failures
-from monitor.run import Place, Run
+from monitor.recording.run import Place, Run
 from monitor.series import SeriesTable
 
 _ORDINALS = itertools.count()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 
-from monitor.placement import LOCAL, Placement, Ranks, ranks_of
-from monitor.series import MOMENT_KINDS, PARAMETER_KINDS, UPDATE_KINDS, WEIGHT_FEATURE_KINDS
+from monitor.series import LOCAL, MOMENT_KINDS, PARAMETER_KINDS, UPDATE_KINDS, WEIGHT_FEATURE_KINDS, Placement, Ranks, ranks_of
 
 SAME_AFTER_REDUCTION: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS, *WEIGHT_FEATURE_KINDS, *UPDATE_KINDS})
 """Kinds in which the ranks of a data-parallel group hold replicas; their activations and unreduced gradients differ."""

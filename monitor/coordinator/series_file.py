@@ -33,8 +33,7 @@ from monitor.coordinator.manifest_format import (
     known_version,
     parsed,
 )
-from monitor.placement import LOCAL, Placement, Ranks, Shard
-from monitor.series import Series, SeriesTable
+from monitor.series import LOCAL, Placement, Ranks, Series, SeriesTable, Shard
 from monitor.stats.rows import KindRows, Layout, StepRows
 
 SERIES_LIMIT: Final = 256 * 2**20
@@ -188,7 +187,7 @@ def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, objec
 
 
 class ShardRecord(Record):
-    """``monitor.placement.Shard``, its ranks by number."""
+    """``monitor.series.Shard``, its ranks by number."""
 
     ranks: Natural
     global_shape: tuple[Natural, ...]
@@ -197,7 +196,7 @@ class ShardRecord(Record):
 
 
 class PlacementRecord(Record):
-    """``monitor.placement.Placement``, groups of ranks by number."""
+    """``monitor.series.Placement``, groups of ranks by number."""
 
     replicas: Natural
     unclaimed: Natural

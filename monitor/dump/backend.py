@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from monitor.capture.backend import Graph
-from monitor.capture.hooks import Removable
-from monitor.capture.leaves import Leaves
 from monitor.dump.measured import Leaf
 from monitor.failures import Failures
+from monitor.recording.backend import Graph
+from monitor.recording.protocols import Removable
+from monitor.recording.tensor_paths import Leaves
 
 
 class Reader(Protocol):

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from monitor.capture.backend import Target
-from monitor.capture.following import follow_inputs, follow_result, joint_name, on_several_threads
-from monitor.capture.held import HiddenError, hidden_result
-from monitor.capture.hooks import Removable
-from monitor.capture.input_gradients import SeveralThreadsError
 from monitor.dump.backend import DumpBackend
 from monitor.dump.measured import Slot
 from monitor.dump.names import CallName
 from monitor.dump.session import Backward, Session
 from monitor.dump.values import Trees, results
 from monitor.failures import Failures
+from monitor.recording.backend import Target
+from monitor.recording.following import follow_inputs, follow_result, joint_name, on_several_threads
+from monitor.recording.gradient_edges import SeveralThreadsError
+from monitor.recording.protocols import Removable
+from monitor.recording.tensor_paths import HiddenError, hidden_result
 
 ADVICE = "Its entry is missing from the dump."
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from monitor.capture.hooks import HookSet
 from monitor.dump.calls import ADVICE, Call, Recorded
 from monitor.dump.names import CallName
 from monitor.dump.parameter_gradients import ParameterGradients
 from monitor.dump.session import OpenModule
+from monitor.recording.protocols import HookSet
 
 
 class Tokens:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monitor.capture.hooks import HookSet
 from monitor.dump.assembly import assemble, damage_found, finish
 from monitor.dump.backend import Reader
 from monitor.dump.config import DumpConfig
@@ -23,6 +22,7 @@ from monitor.dump.stacks import Stacks
 from monitor.dump.values import file_name, filled
 from monitor.dump.writer import DATA, Entry, Writer
 from monitor.failures import Failures
+from monitor.recording.protocols import HookSet
 
 
 class Backward:

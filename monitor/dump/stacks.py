@@ -7,7 +7,7 @@ import linecache
 import sys
 from types import CodeType, FrameType
 
-from monitor.capture.stacks import MACHINERY, MAX_FRAMES
+from monitor.recording.module_info import MACHINERY, MAX_FRAMES
 
 _Key = tuple[tuple[CodeType, int], ...]
 

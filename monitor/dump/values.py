@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from monitor.capture.leaves import children as parts_of
 from monitor.dump.measured import Leaf, Slot
+from monitor.recording.tensor_paths import children as parts_of
 
 MAX_DEPTH: Final = 16
 MOST_BYTES: Final = 255

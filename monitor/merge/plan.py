@@ -30,8 +30,7 @@ from monitor.merge.output import Columns
 from monitor.merge.read_shards import Shard
 from monitor.merge.survey import SHARDS, Findings, Visit
 from monitor.merge.tensors import Kind, LayerNames
-from monitor.placement import Ranks
-from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND
+from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import Steps
 from monitor.stats.histograms import HISTOGRAM_OPS
 

@@ -20,8 +20,7 @@ from monitor.coordinator.series_file import MeasuredSeries
 from monitor.merge.arrow_tables import write_file
 from monitor.merge.discovery import RankRun, SetAside
 from monitor.merge.read_shards import Shard, shards_in
-from monitor.placement import Placement, Ranks
-from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND
+from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Placement, Ranks
 from monitor.sinks.arrow import TEXT
 
 UNKNOWN: Final = -1

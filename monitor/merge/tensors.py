@@ -15,7 +15,7 @@ import pyarrow as pa
 from monitor.merge.arrow_tables import order_by, read_file, starts_of_runs, write_file
 from monitor.merge.catalogue import SCHEMA, Index
 from monitor.merge.survey import SERIES, UNKNOWN
-from monitor.placement import Ranks
+from monitor.series import Ranks
 
 # --- Names that hold for the whole model, where every pipeline stage numbers its layers from 0.
 #

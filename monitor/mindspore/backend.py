@@ -1,4 +1,4 @@
-"""What MindSpore brings to what is common: see ``monitor.capture.backend``."""
+"""What MindSpore brings to what is common: see ``monitor.recording.backend``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from typing import Any
 
 from mindspore import nn
 
-from monitor.capture import arguments
-from monitor.capture.backend import Graph
-from monitor.capture.clock import Clock
-from monitor.capture.features.reading import Reading
-from monitor.capture.leaves import Leaves
-from monitor.capture.names import NamedParts
 from monitor.coordinator.store import ASKED_PER_SECOND
 from monitor.failures import LOGGER, Failures
 from monitor.mindspore import input_gradients
@@ -30,6 +24,12 @@ from monitor.mindspore.place import group_ranks, has_others, initialized, is_set
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.tensors import activation_placement, computing, layout_of, placement_of
 from monitor.mindspore.updates.updates import new_updates
+from monitor.recording import protocols
+from monitor.recording.backend import Graph
+from monitor.recording.features.reading import Reading
+from monitor.recording.model_names import NamedParts
+from monitor.recording.step_clock import Clock
+from monitor.recording.tensor_paths import Leaves
 
 __all__ = [
     "activation_placement",
@@ -83,7 +83,7 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
         TypeError: Something in it is no cell.
         ValueError: Nothing can be recorded, since everything is compiled.
     """
-    chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
+    chunks = protocols.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
     refuse_graph_mode()
     for chunk in chunks:
         if said := observable(chunk).told():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from monitor.capture import calls
-from monitor.capture.calls import Place
+from monitor.recording import protocols
+from monitor.recording.protocols import Place
 
 
-class Calls(calls.Calls):
+class Calls(protocols.Calls):
     """The calls of one cell in one step.
 
     A backward belongs to the forward before it: one function runs both. So what is repeated is of the latest micro-step, and if

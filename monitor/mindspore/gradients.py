@@ -10,10 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from monitor.capture import gradients
-from monitor.capture.clock import Clock
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.mindspore import tensors
@@ -21,6 +17,10 @@ from monitor.mindspore.frameworks.framework import Framework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.reductions import Reductions
+from monitor.recording import gradients
+from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.recording.protocols import Removable
+from monitor.recording.step_clock import Clock
 
 NOT_SUMMED: Final = (
     "each backward hands out a gradient of its own, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "

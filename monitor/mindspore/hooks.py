@@ -15,8 +15,8 @@ from typing import Any, Final
 from mindspore import Tensor, nn
 from mindspore.ops import constexpr
 
-from monitor.capture.hooks import Removable
 from monitor.failures import LOGGER
+from monitor.recording.protocols import Removable
 
 _COMPILED: Final = False
 """As everybody sees it but the compiler, which takes the word of a comment for it."""

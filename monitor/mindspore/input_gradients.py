@@ -21,10 +21,10 @@ from mindspore import Parameter, Tensor, mint
 from mindspore.common import _no_grad
 from mindspore.nn.cell import _pynative_executor
 
-from monitor.capture.hooks import Removable
-from monitor.capture.input_gradients import Engine, walk
 from monitor.failures import EarlierFailure
 from monitor.mindspore import hooks
+from monitor.recording.gradient_edges import Engine, walk
+from monitor.recording.protocols import Removable
 
 GRAPH_IS_THERE: Final = hasattr(Tensor, "_grad_node") and hasattr(_pynative_executor, "get_current_autodiff_engine_id")
 """Whether this version of MindSpore shows its graph. If not, ``requires_grad`` is False of every tensor."""

@@ -7,6 +7,6 @@ from typing import Final
 from mindspore import Tensor, nn
 from mindspore._c_expression import typing
 
-from monitor.capture.leaves import Leaves
+from monitor.recording.tensor_paths import Leaves
 
 LEAVES: Final = Leaves(Tensor, (nn.Cell, typing.Type))

@@ -8,11 +8,11 @@ from typing import Any
 
 from mindspore import nn
 
-from monitor.capture import modules
 from monitor.mindspore.modes import trains, warn_of_evaluation
+from monitor.recording import activations
 
 
-class ModuleCollector(modules.ModuleCollector):
+class ModuleCollector(activations.ModuleCollector):
     """All watched cells of one attachment, and the root hooks that tell micro-steps apart."""
 
     def counts(self, chunk: int, module: Any) -> bool:

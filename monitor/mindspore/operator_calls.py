@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from monitor.capture.operator_calls import Call, CallRows
-from monitor.capture.recorder import Device, LateRows
 from monitor.mindspore.recorder import HOST, Recorder
 from monitor.mindspore.tensors import computing
+from monitor.recording.collectives import Call, CallRows
+from monitor.recording.recorder import Device, LateRows
 from monitor.stats.mindspore.tensors import has_data, on_host
 
 

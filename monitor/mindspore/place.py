@@ -14,7 +14,7 @@ from mindspore.mint import distributed
 
 from monitor.coordinator.store import STORES, Rendezvous
 from monitor.failures import LOGGER
-from monitor.run import Place
+from monitor.recording.run import Place
 
 ADDRESS: Final = "MONITOR_STORE"
 """Names the place where ranks meet, ``HOST:PORT``, to a job whose launcher names none."""

@@ -14,9 +14,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 
-from monitor.capture import recorder
-from monitor.capture.recorder import Device, Watched
 from monitor.mindspore.tensors import computing, dtype_name
+from monitor.recording import recorder
+from monitor.recording.recorder import Device, Watched
 from monitor.series import SeriesTable
 from monitor.stats.host.array_kernel import Raw
 from monitor.stats.host.native import HostPage

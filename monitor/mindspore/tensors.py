@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspore.common import _no_grad
 
-from monitor.placement import LOCAL, Placement
+from monitor.series import LOCAL, Placement
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from monitor.capture.parameter_series import Among, NamedParameter
 from monitor.failures import Failures
 from monitor.pytorch.backward_end import when_backward_ends
+from monitor.recording.parameter_series import Among, NamedParameter
 
 MOST_SENTINELS: Final = 4
 """Gradients that are looked at: who clips, clips all of them."""

@@ -1,4 +1,4 @@
-"""What PyTorch brings to what is common: see ``monitor.capture.backend``."""
+"""What PyTorch brings to what is common: see ``monitor.recording.backend``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from monitor.capture import arguments
-from monitor.capture.backend import Graph
-from monitor.capture.clock import Clock
-from monitor.capture.features.reading import Reading
-from monitor.capture.hooks import Removable
-from monitor.capture.leaves import Leaves
-from monitor.capture.names import NamedParts
 from monitor.dynamic.step_boundary import ASKED_PER_SECOND
 from monitor.failures import Failures
 from monitor.pytorch import hooks, input_gradients
@@ -34,6 +27,13 @@ from monitor.pytorch.place import group_ranks, has_others, initialized, is_settl
 from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.tensors import activation_placement, computing, layout_of, placement_of
 from monitor.pytorch.updates.updates import new_updates
+from monitor.recording import protocols
+from monitor.recording.backend import Graph
+from monitor.recording.features.reading import Reading
+from monitor.recording.model_names import NamedParts
+from monitor.recording.protocols import Removable
+from monitor.recording.step_clock import Clock
+from monitor.recording.tensor_paths import Leaves
 
 __all__ = [
     "activation_placement",
@@ -82,7 +82,7 @@ optimizer_expected: str = "a torch.optim.Optimizer, or a wrapper that keeps one 
 
 def chunks_of(model: Any) -> Sequence[nn.Module]:
     """The chunks of a virtual pipeline, or the one module as a list of itself. Raises ``TypeError`` and ``ValueError``."""
-    return arguments.chunks_of(model, nn.Module, "torch.nn.Module")
+    return protocols.chunks_of(model, nn.Module, "torch.nn.Module")
 
 
 def parts(chunk: nn.Module) -> NamedParts:

@@ -13,9 +13,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-from monitor.capture import calls
-from monitor.capture.calls import Place
 from monitor.pytorch.input_gradients import sequence_nr
+from monitor.recording import protocols
+from monitor.recording.protocols import Place
 
 
 def recomputing() -> bool:
@@ -42,7 +42,7 @@ class _Begun:
         return run[position] if len(run) > position and None not in run else None
 
 
-class Calls(calls.Calls):
+class Calls(protocols.Calls):
     """The calls of one module in one step.
 
     Non-reentrant checkpointing repeats calls whose graph is there already; the repetition counts for nothing. Reentrant

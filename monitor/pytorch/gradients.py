@@ -8,11 +8,6 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from monitor.capture import gradients
-from monitor.capture.clock import Clock
-from monitor.capture.gradients import NOT_ACCUMULATED, SUMMED_EARLY
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.pytorch import tensors
@@ -23,6 +18,11 @@ from monitor.pytorch.place import has_others
 from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.reductions import Reductions
 from monitor.pytorch.untraced import untraced
+from monitor.recording import gradients
+from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY
+from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.recording.protocols import Removable
+from monitor.recording.step_clock import Clock
 
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "

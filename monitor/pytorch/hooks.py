@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from monitor.capture.hooks import Removable
 from monitor.pytorch.untraced import not_compiled_alone
+from monitor.recording.protocols import Removable
 
 
 class ModuleHook:

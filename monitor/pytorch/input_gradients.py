@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 
-from monitor.capture.hooks import Removable
-from monitor.capture.input_gradients import Engine, before, walk
+from monitor.recording.gradient_edges import Engine, before, walk
+from monitor.recording.protocols import Removable
 
 Write = Callable[[Tensor], None]
 Target = tuple[Node, int]

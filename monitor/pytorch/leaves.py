@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from monitor.capture.leaves import Leaves
+from monitor.recording.tensor_paths import Leaves
 
 LEAVES: Final = Leaves(
     Tensor, (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module)

@@ -9,12 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monitor.capture import modules
-from monitor.capture.backend import Backend
-from monitor.capture.calls import Place
-from monitor.capture.clock import Clock
-from monitor.capture.hooks import HookSet, Removable
-from monitor.capture.modules import ADVICE, Call
 from monitor.failures import Failures
 from monitor.pytorch.compiled.earlier import ADVICE as EARLIER
 from monitor.pytorch.compiled.earlier import HOOK_GUARDS
@@ -23,6 +17,11 @@ from monitor.pytorch.compiled.observers import Guarded, device_of
 from monitor.pytorch.compiled.operators import TRACEABLE, Observed
 from monitor.pytorch.hooks import after_forward, before_forward
 from monitor.pytorch.recorder import Recorder
+from monitor.recording import activations
+from monitor.recording.activations import ADVICE, Call
+from monitor.recording.backend import Backend
+from monitor.recording.protocols import HookSet, Place, Removable
+from monitor.recording.step_clock import Clock
 from monitor.selection import ALL_TENSORS, NO_TENSORS, ModuleSelection, TensorChoice
 
 
@@ -33,7 +32,7 @@ class CompiledCall(NamedTuple):
     step: int
 
 
-class ModuleWatcher(modules.ModuleWatcher):
+class ModuleWatcher(activations.ModuleWatcher):
     """The hooks of one module, and what stands for them in compiled code."""
 
     _module: nn.Module
@@ -132,7 +131,7 @@ class Root:
         self._collector.until_step_ends(list(handles))
 
 
-class ModuleCollector(modules.ModuleCollector):
+class ModuleCollector(activations.ModuleCollector):
     """All watched modules of one attachment."""
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: Backend) -> None:

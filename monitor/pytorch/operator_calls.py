@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monitor.capture.operator_calls import LOCK_SECONDS, Call, CallRows
-from monitor.capture.recorder import LateRows
 from monitor.pytorch.recorder import Recorder, has_data
+from monitor.recording.collectives import LOCK_SECONDS, Call, CallRows
+from monitor.recording.recorder import LateRows
 from monitor.stats.host.native import HostPage
 from monitor.stats.table import Page
 from monitor.stats.torch.small_tensors import Staging

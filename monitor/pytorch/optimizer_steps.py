@@ -18,12 +18,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from monitor.capture.backend import StepListener
-from monitor.capture.hooks import HookSet, Removable
-from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.optimizers import optimizers_in
 from monitor.pytorch.grad_scaler import SCALER_PATCH
+from monitor.recording.backend import StepListener
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.protocols import HookSet, Removable
 from monitor.stats.torch.tensors import capturing
 
 CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__

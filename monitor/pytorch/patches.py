@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from monitor.capture import patches
 from monitor.pytorch.untraced import untraced
+from monitor.recording import patches
 
 
 class TorchCallPatch(patches.CallPatch):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monitor.run import Place
+from monitor.recording.run import Place
 
 
 def is_settled() -> bool:

@@ -9,10 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from monitor.capture import recorder
-from monitor.capture.recorder import Device, Watched
 from monitor.pytorch.captured import Places
 from monitor.pytorch.compiled.values import NO_VALUE
+from monitor.recording import recorder
+from monitor.recording.recorder import Device, Watched
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host.native import HostPage, Reduce
 from monitor.stats.partials import Floats

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monitor.placement import Ranks
+from monitor.series import Ranks
 from monitor.stats.torch.tensors import end_of, is_unbroken, local_shard
 
 

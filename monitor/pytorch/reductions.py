@@ -13,15 +13,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from monitor.capture.parameter_series import NamedParameter
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
-from monitor.placement import Ranks
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.pipelining import stage_ranks
 from monitor.pytorch.hooks import hooks_of_loop
 from monitor.pytorch.place import has_others, is_settled
 from monitor.pytorch.reduced_memory import Groups, Over
+from monitor.recording.parameter_series import NamedParameter
+from monitor.series import Ranks
 
 
 class Reductions:

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from monitor.capture.errors import RunEnded
-from monitor.capture.trainer_mon import TrainerMon
 from monitor.config import MonitorConfig
 from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
-from monitor.run import Place
+from monitor.recording.protocols import RunEnded
+from monitor.recording.run import Place
+from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.arguments import batch_size as size_of
 from monitor.training.arguments import count, flops, nothing, weakly
 from monitor.training.backend import Backend, GradientScale, Routers

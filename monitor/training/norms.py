@@ -9,9 +9,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from monitor.failures import Failures
-from monitor.names import without_module
-from monitor.placement import Placement
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.selection import without_module
+from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable
 from monitor.stats.ops import derive
 from monitor.stats.partials import combine_groups
 from monitor.stats.rows import KindRows, StepRows

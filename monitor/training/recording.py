@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from monitor.capture.trainer_mon import TrainerMon
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
+from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.model import TrainingConfig
 from monitor.training.norms import NormReader, Whose
 from monitor.training.recorded import norms_of_state, recorded

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from monitor.capture.held import MOST_OBJECTS, NO_TENSORS, HiddenError, tensors_in
+from monitor.recording.tensor_paths import MOST_OBJECTS, NO_TENSORS, HiddenError, tensors_in
 
 
 class Tensor:

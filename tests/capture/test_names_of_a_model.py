@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from monitor.capture.names import ModelNames, NamedParts
 from monitor.config import MonitorConfig
+from monitor.recording.model_names import ModelNames, NamedParts
 
 
 def named(chunks: Sequence[Sequence[str]], **config: Any) -> ModelNames:

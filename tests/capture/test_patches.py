@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monitor.capture.patches import CallListener, CallPatch
+from monitor.recording.patches import CallListener, CallPatch
 
 
 class Told(CallListener):

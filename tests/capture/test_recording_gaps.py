@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from monitor.capture.gaps import gaps_of
 from monitor.config import MonitorConfig
-from monitor.placement import Placement
-from monitor.series import Series, SeriesTable
+from monitor.recording.missing import gaps_of
+from monitor.series import Placement, Series, SeriesTable
 
 RULES = {"alert": {"rules": [{"rule_name": "AnomalyNan"}]}}
 KINDS = ("xy_distribution", "wg_distribution", "param_distribution", "mv_distribution")

@@ -17,8 +17,7 @@ from monitor.failures import Failures
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.output import read_merged
 from monitor.merge.report import Report
-from monitor.placement import Placement, Shard
-from monitor.series import Series, SeriesTable
+from monitor.series import Placement, Series, SeriesTable, Shard
 from monitor.sinks import csv, hdf5, tensorboard
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.rows import KindRows, Layout, StepRows

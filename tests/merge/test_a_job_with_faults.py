@@ -13,7 +13,7 @@ from sink_rows import Measured
 from typer.testing import CliRunner
 
 from monitor.merge.cli import app
-from monitor.placement import Placement, Shard
+from monitor.series import Placement, Shard
 
 RANKS = tuple(range(64))
 MISSING, CUT_OFF, TWICE, TAMPERED = 11, 23, 37, 51

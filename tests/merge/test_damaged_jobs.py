@@ -17,7 +17,7 @@ from sink_rows import Measured
 from typer.testing import CliRunner
 
 from monitor.merge.cli import app
-from monitor.placement import Placement, Shard
+from monitor.series import Placement, Shard
 
 RANKS = tuple(range(4))
 CUT = (0, 1)

@@ -19,7 +19,7 @@ from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured, partials_of
 
 from monitor.merge import executors
-from monitor.placement import LOCAL, Placement, Shard
+from monitor.series import LOCAL, Placement, Shard
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import Partials
 

@@ -14,7 +14,7 @@ from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.resume import Earlier
 from monitor.merge.atomic_output import MergeError
 from monitor.merge.output import read_merged
-from monitor.placement import Placement, Shard
+from monitor.series import Placement, Shard
 from monitor.sinks.files import Steps
 from monitor.stats.ops import derive
 from monitor.stats.partials import Partials

@@ -18,7 +18,7 @@ from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.series_file import read_series
 from monitor.merge.cli import app as monitor_merge
 from monitor.merge.output import read_merged
-from monitor.placement import Placement
+from monitor.series import Placement
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 PARAMETERS = ("first.weight", "first.bias", "second.weight", "second.bias")

@@ -12,11 +12,11 @@ from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 from watching import EVERYTHING, Output, attached, train
 
-from monitor.capture import flow as observing
 from monitor.coordinator import dataflow
 from monitor.coordinator.dataflow import Flow, Pass
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.series_file import read_flow, read_series
+from monitor.recording import dataflow as observing
 from monitor.series import Series
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
@@ -272,7 +272,7 @@ def test_only_the_first_collected_step_is_looked_at(output: Output, monkeypatch:
         looked.append(1)
         return observed(*args)
 
-    monkeypatch.setattr("monitor.capture.attachment.observed", counted)
+    monkeypatch.setattr("monitor.recording.attachment.observed", counted)
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     with attached(output, model, optimizer, **{**EVERYTHING, "start_step": 2}):

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.coordinator.ownership import Ownership, alike_over, nobody_monitored, reaches
-from monitor.placement import LOCAL, Placement, Shard
-from monitor.series import KINDS
+from monitor.series import KINDS, LOCAL, Placement, Shard
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 OF_WEIGHTS = {"linear_hook", "moe_router_weight_hook"}

@@ -10,8 +10,7 @@ from monitor.coordinator import series_file
 from monitor.coordinator.dataflow import NO_FLOW, Edge, Flow, Pass
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, SeriesReference
 from monitor.coordinator.series_file import Measured, MeasuredSeries, read_flow, read_series
-from monitor.placement import LOCAL, Placement, Shard
-from monitor.series import Series, SeriesTable
+from monitor.series import LOCAL, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 

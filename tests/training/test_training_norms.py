@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement, Shard
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.series import LOCAL, NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.stats.host.array_kernel import NumpyKernel
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, StepRows

@@ -9,8 +9,6 @@ from typing import Any
 
 from mindspore import Tensor
 
-from monitor.capture import communication as capture
-from monitor.capture.operator_calls import Call
 from monitor.config.model import CcDistribution
 from monitor.failures import EarlierFailure, Failures
 from monitor.mindspore.collectives.completion import Handle
@@ -21,6 +19,8 @@ from monitor.mindspore.operator_calls import OperatorCalls
 from monitor.mindspore.place import initialized, is_settled
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.tensors import dtype_name
+from monitor.recording import collectives as capture
+from monitor.recording.collectives import Call
 
 
 class Communication(capture.Communication, CollectiveListener):

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore.communication import get_group_size, get_process_group_ranks, get_rank
 
-from monitor.capture.communication_groups import Group, Labels
+from monitor.recording.collectives import Group, Labels
 
 
 class Groups:

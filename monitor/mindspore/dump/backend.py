@@ -10,9 +10,6 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, communication, nn
 
-from monitor.capture.arguments import chunks_of
-from monitor.capture.backend import Graph
-from monitor.capture.hooks import Removable
 from monitor.dump.backend import ApiListener
 from monitor.failures import Failures
 from monitor.mindspore import input_gradients
@@ -24,6 +21,8 @@ from monitor.mindspore.leaves import LEAVES
 from monitor.mindspore.modes import observable
 from monitor.mindspore.place import initialized
 from monitor.mindspore.tensors import computing
+from monitor.recording.backend import Graph
+from monitor.recording.protocols import Removable, chunks_of
 
 __all__ = [
     "after_forward",

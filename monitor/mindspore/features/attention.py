@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from mindspore import Tensor
 
-from monitor.capture.features.results import Spread
+from monitor.recording.features.reading import Spread
 from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
 
 KEYS: Final = 1024

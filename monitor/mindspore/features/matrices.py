@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from mindspore import Tensor
 
-from monitor.capture.features import krylov
-from monitor.capture.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
-from monitor.capture.features.results import Norms, Similarity
+from monitor.recording.features import krylov
+from monitor.recording.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
+from monitor.recording.features.reading import Norms, Similarity
 from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
 
 

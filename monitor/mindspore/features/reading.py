@@ -1,4 +1,4 @@
-"""What MindSpore brings to features: see ``monitor.capture.features.reading``."""
+"""What MindSpore brings to features: see ``monitor.recording.features.reading``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from mindspore import Tensor, mint, nn
 
-from monitor.capture.parameter_series import NamedParameter
 from monitor.mindspore.features.attention import spread
 from monitor.mindspore.features.matrices import norms_of, similarity_of_rows
 from monitor.mindspore.features.routing import dtype_of_routing, entropy_from, entropy_of
 from monitor.mindspore.features.sources import FLOATS, bias_of, given_scores, local_matrix, matrix_of, tokens_of, whole_rows
-from monitor.placement import Placement
+from monitor.recording.parameter_series import NamedParameter
+from monitor.series import Placement
 
 __all__ = [
     "beneath",

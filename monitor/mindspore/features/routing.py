@@ -9,8 +9,8 @@ from typing import Any, Final
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from monitor.capture.features.results import Routing
 from monitor.mindspore.features.attention import OUT_OF_SIGHT
+from monitor.recording.features.reading import Routing
 from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
 
 DTYPES: Final = {"fp32": ms.float32, "fp64": ms.float64}

@@ -8,7 +8,8 @@ from typing import Any, Final
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from monitor.capture.features.sources import (
+from monitor.mindspore.features.attention import Scores
+from monitor.recording.features.reading import (
     MATRIX_NAMES,
     NO_SCORES,
     NOT_2D,
@@ -21,7 +22,6 @@ from monitor.capture.features.sources import (
     places_of,
     queries_and_keys,
 )
-from monitor.mindspore.features.attention import Scores
 from monitor.stats.mindspore.tensors import has_data
 
 FLOATS: Final = frozenset({ms.float64, ms.float32, ms.float16, ms.bfloat16})

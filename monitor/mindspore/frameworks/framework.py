@@ -7,13 +7,13 @@ from typing import Any, Final, Protocol
 
 from mindspore import Parameter, Tensor, nn
 
-from monitor.capture.backend import StepListener
 from monitor.failures import Failures
 from monitor.mindspore.frameworks.adam import Adams, Moments
 from monitor.mindspore.frameworks.optimizers import optimizers_in
 from monitor.mindspore.frameworks.state import State
 from monitor.mindspore.optimizer_steps import OptimizerSteps
-from monitor.placement import LOCAL, Placement
+from monitor.recording.backend import StepListener
+from monitor.series import LOCAL, Placement
 
 SCALED: Final = "the optimizer divides by its loss_scale: grad_unreduced, grad_reduced and actv_grad are multiplied by it"
 

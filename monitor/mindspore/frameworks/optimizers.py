@@ -6,8 +6,8 @@ from typing import Any
 
 from mindspore import nn
 
-from monitor.capture import arguments
-from monitor.capture.arguments import MAX_WRAPPERS
+from monitor.recording import protocols
+from monitor.recording.protocols import MAX_WRAPPERS
 
 
 def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
@@ -22,7 +22,7 @@ def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
         cell: nn.Cell = one
         return cell
 
-    return arguments.optimizers_in(given, checked, lambda one: one)
+    return protocols.optimizers_in(given, checked, lambda one: one)
 
 
 def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:

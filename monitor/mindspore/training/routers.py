@@ -11,9 +11,9 @@ import numpy as np
 from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
-from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
 from monitor.mindspore.hooks import after_forward
+from monitor.recording.protocols import HookSet
 from monitor.stats.mindspore.tensors import on_host
 from monitor.training.facts import Tokens
 

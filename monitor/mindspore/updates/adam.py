@@ -6,12 +6,12 @@ the optimizer corrects it. See ``monitor.mindspore.frameworks.adam`` for what ea
 
 from __future__ import annotations
 
-from monitor.capture.optimizer_turns import Stepping
-from monitor.capture.parameter_series import Computed, NamedParameter
-from monitor.capture.updates import UpdateCollector
-from monitor.capture.watched_parameters import WatchedParameters
 from monitor.mindspore.features.reading import is_floating_point
 from monitor.mindspore.frameworks.adam import Moments
+from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.parameter_series import Computed, NamedParameter
+from monitor.recording.parameters import WatchedParameters
+from monitor.recording.updates import UpdateCollector
 from monitor.stats.mindspore.updates import Signed, adam_vectors
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from monitor.capture.optimizer_turns import Stepping
-from monitor.capture.parameter_series import Computed, NamedParameter
-from monitor.capture.updates import UpdateCollector
-from monitor.capture.watched_parameters import WatchedParameters
 from monitor.mindspore.features.reading import is_floating_point
+from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.parameter_series import Computed, NamedParameter
+from monitor.recording.parameters import WatchedParameters
+from monitor.recording.updates import UpdateCollector
 from monitor.series import DIRECTION_KIND
 from monitor.stats.mindspore.tensors import has_data
 from monitor.stats.mindspore.updates import agreement

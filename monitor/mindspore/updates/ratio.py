@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from mindspore import Tensor
 
-from monitor.capture import update_ratio
 from monitor.mindspore.features.reading import is_floating_point
+from monitor.recording import updates
 from monitor.stats.mindspore.arithmetic import Number
 from monitor.stats.mindspore.tensors import has_data
 from monitor.stats.mindspore.updates import Kept, kept, squares_of_update
 
 
-class RatioCollector(update_ratio.RatioCollector):
+class RatioCollector(updates.RatioCollector):
     """On the host the copy is an array, on a device a tensor."""
 
     def _usable(self, weight: Tensor) -> Tensor | None:

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from monitor.capture import communication as capture
-from monitor.capture.operator_calls import Call
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.pytorch.collectives.completion import Completion
@@ -23,6 +21,8 @@ from monitor.pytorch.collectives.operators import Method, Operator
 from monitor.pytorch.operator_calls import OperatorCalls
 from monitor.pytorch.place import initialized, is_settled
 from monitor.pytorch.recorder import Recorder
+from monitor.recording import collectives as capture
+from monitor.recording.collectives import Call
 from monitor.stats.torch.tensors import KEYS_ABOVE_US, end_of, function_modes, local_shard, unseen
 
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from monitor.capture.communication_groups import Group, Labels
+from monitor.recording.collectives import Group, Labels
 
 
 class Groups:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from monitor.capture.leaves import Leaf
 from monitor.pytorch.compiled.operators import FOLLOW, SEE, Observed, begin, end
 from monitor.pytorch.leaves import LEAVES
+from monitor.recording.tensor_paths import Leaf
 from monitor.selection import TensorChoice
 
 

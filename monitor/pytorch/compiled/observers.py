@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monitor.capture.modules import ADVICE
 from monitor.failures import Failures
+from monitor.recording.activations import ADVICE
 
 
 class Called:

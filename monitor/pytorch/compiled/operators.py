@@ -28,10 +28,10 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from monitor.capture.hooks import Removable
 from monitor.failures import Failures
 from monitor.pytorch.compiled.tracing import Named, OpenCall, OpenCalls, follow
 from monitor.pytorch.compiled.values import value_of
+from monitor.recording.protocols import Removable
 from monitor.stats.torch.tensors import beneath
 
 TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")

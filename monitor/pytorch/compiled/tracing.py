@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from monitor.capture.backend import Graph
-from monitor.capture.following import follow_inputs, follow_result, slots_of
-from monitor.capture.hooks import Removable
 from monitor.pytorch import input_gradients
 from monitor.pytorch.input_gradients import Target, sequence_nr
+from monitor.recording.backend import Graph
+from monitor.recording.following import follow_inputs, follow_result, slots_of
+from monitor.recording.protocols import Removable
 
 GRAPH: Final[Graph] = input_gradients
 

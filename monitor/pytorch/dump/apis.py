@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from monitor.capture import patches
-from monitor.capture.patches import CallListener
 from monitor.dump.apis import api_list as read_list
 from monitor.dump.apis import packaged_list
 from monitor.dump.backend import ApiListener
 from monitor.pytorch.dump.given import as_given
 from monitor.pytorch.patches import TorchCallPatch
+from monitor.recording import patches
+from monitor.recording.patches import CallListener
 
 DISTRIBUTED: Final = "Distributed"
 

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monitor.capture.arguments import chunks_of
-from monitor.capture.backend import Graph
-from monitor.capture.hooks import Removable
 from monitor.dump.backend import ApiListener
 from monitor.failures import Failures
 from monitor.pytorch import input_gradients
@@ -21,6 +18,8 @@ from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
 from monitor.pytorch.leaves import LEAVES
 from monitor.pytorch.place import initialized
 from monitor.pytorch.tensors import computing
+from monitor.recording.backend import Graph
+from monitor.recording.protocols import Removable, chunks_of
 
 __all__ = [
     "after_forward",

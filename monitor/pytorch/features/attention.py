@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from monitor.capture.features.results import Spread
+from monitor.recording.features.reading import Spread
 from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from monitor.capture.features.sources import NO_SCORES, MisfitError
 from monitor.pytorch.features.attention import Scores
 from monitor.pytorch.features.sources import SDPA, called_scores
+from monitor.recording.features.reading import NO_SCORES, MisfitError
 from monitor.stats.torch.tensors import unseen
 
 

@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from monitor.capture.features import krylov
-from monitor.capture.features.krylov import CERTAIN, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
-from monitor.capture.features.results import Norms, Similarity
+from monitor.recording.features import krylov
+from monitor.recording.features.krylov import CERTAIN, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
+from monitor.recording.features.reading import Norms, Similarity
 from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18

@@ -1,4 +1,4 @@
-"""What PyTorch brings to features: see ``monitor.capture.features.reading``."""
+"""What PyTorch brings to features: see ``monitor.recording.features.reading``."""
 
 from __future__ import annotations
 

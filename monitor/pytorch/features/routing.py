@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from monitor.capture.features.results import Routing
+from monitor.recording.features.reading import Routing
 from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18

@@ -8,7 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from monitor.capture.features.sources import (
+from monitor.pytorch.features.attention import Scores
+from monitor.pytorch.frameworks.dtensor import layout_of
+from monitor.recording.features.reading import (
     MATRIX_NAMES,
     NO_SCORES,
     NOT_2D,
@@ -21,8 +23,6 @@ from monitor.capture.features.sources import (
     places_of,
     queries_and_keys,
 )
-from monitor.pytorch.features.attention import Scores
-from monitor.pytorch.frameworks.dtensor import layout_of
 from monitor.stats.torch.tensors import local_shard
 
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from monitor.capture.parameter_series import NamedParameter
 from monitor.coordinator.ownership import alike_over
-from monitor.placement import Placement
 from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
+from monitor.recording.parameter_series import NamedParameter
+from monitor.series import Placement
 
 
 def weight_placement(framework: Framework, rank: int, parameter: NamedParameter, seen: Tensor) -> Placement:

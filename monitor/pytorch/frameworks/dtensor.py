@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
+from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.stats.torch.tensors import local_shard
 
 Indices = NDArray[np.int64]

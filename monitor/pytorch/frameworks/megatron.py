@@ -10,11 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from monitor.capture.backend import StepListener, Steps
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
-from monitor.placement import Placement
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.frameworks.megatron_gradients import MainGradients
 from monitor.pytorch.frameworks.megatron_layout import Layout
@@ -22,6 +18,10 @@ from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, member
 from monitor.pytorch.frameworks.megatron_patches import check_version, unknown_version
 from monitor.pytorch.frameworks.megatron_steps import MegatronSteps
 from monitor.pytorch.frameworks.moments import Stepped
+from monitor.recording.backend import StepListener, Steps
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.protocols import Removable
+from monitor.series import Placement
 
 MEAN: Final = "a rank's own sum over its micro-batches; their mean over the data- and context-parallel ranks is grad_reduced"
 PER_TOKEN: Final = (

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from monitor.capture.hooks import HookSet, Removable
-from monitor.capture.parameter_series import NamedParameter
-from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.frameworks.megatron_patches import START_GRAD_SYNC
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.protocols import HookSet, Removable
 
 
 class MainGradients(CallListener):

@@ -12,10 +12,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
-from monitor.capture.parameter_series import NamedParameter
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
-from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
 from monitor.pytorch.place import group_ranks
+from monitor.recording.parameter_series import NamedParameter
+from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 
 @dataclass(frozen=True, slots=True)

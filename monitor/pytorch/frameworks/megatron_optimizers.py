@@ -10,8 +10,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from monitor.capture.arguments import MAX_WRAPPERS
 from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.recording.protocols import MAX_WRAPPERS
 
 GROUPS: Final = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from monitor.capture.backend import StepListener
-from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.megatron_optimizers import MasterWeights, members
 from monitor.pytorch.frameworks.megatron_patches import STEPS
+from monitor.recording.backend import StepListener
+from monitor.recording.patches import CallListener, CallPatch
 
 
 class MegatronSteps(CallListener):

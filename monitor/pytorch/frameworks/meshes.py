@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
-from monitor.placement import Placement, Ranks
 from monitor.pytorch.frameworks.dtensor import is_cut, layout_of, ranks_along
+from monitor.series import Placement, Ranks
 
 Layout = tuple[Any, Sequence[Any]]
 """A mesh and placements."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.placement import Placement, Shard, ranks_of
+from monitor.series import Placement, Shard, ranks_of
 
 DEALING: Final = "DistMuonAdamW"
 """The class that deals its work out to all ranks of the job."""

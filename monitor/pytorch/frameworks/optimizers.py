@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from monitor.capture import arguments
-from monitor.capture.arguments import MAX_WRAPPERS, held_by
+from monitor.recording import protocols
+from monitor.recording.protocols import MAX_WRAPPERS, held_by
 
 
 def optimizers_in(given: Any) -> tuple[Optimizer, ...]:
@@ -17,7 +17,7 @@ def optimizers_in(given: Any) -> tuple[Optimizer, ...]:
     Raises:
         TypeError: Something in it is no optimizer, or there is none.
     """
-    return arguments.optimizers_in(given, innermost, _unwrapped)
+    return protocols.optimizers_in(given, innermost, _unwrapped)
 
 
 def containers_in(given: Any) -> Iterator[Optimizer]:

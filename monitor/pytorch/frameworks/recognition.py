@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from monitor.capture.arguments import only
 from monitor.pytorch.frameworks.framework import Framework
+from monitor.recording.protocols import only
 
 
 def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> Framework:

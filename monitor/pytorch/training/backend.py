@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.names import clean_name, without_module
 from monitor.pytorch.frameworks.optimizers import optimizers_in
 from monitor.pytorch.place import place
 from monitor.pytorch.trainer_mon import TrainerMon
 from monitor.pytorch.training.gradient_scale import GradientScale
 from monitor.pytorch.training.numbers import kept
 from monitor.pytorch.training.routers import Routers
+from monitor.selection import clean_name, without_module
 from monitor.training.flops import NoCounterError
 from monitor.training.numbers import Number
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from monitor.capture.patches import CallListener
 from monitor.pytorch.patches import TorchCallPatch
+from monitor.recording.patches import CallListener
 
 CLIPPING: Final = TorchCallPatch(torch.nn.utils, "clip_grad_norm_", ("parameters", "max_norm"))
 

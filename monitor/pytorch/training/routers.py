@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
-from monitor.names import clean_name, without_module
 from monitor.pytorch import backend
 from monitor.pytorch.training.numbers import arriving
+from monitor.recording.protocols import HookSet
+from monitor.selection import clean_name, without_module
 from monitor.stats.torch.tensors import local_shard
 from monitor.training.facts import Tokens
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.capture.optimizer_turns import Stepping
-from monitor.capture.parameter_series import Computed, NamedParameter
-from monitor.capture.updates import UpdateCollector
-from monitor.capture.watched_parameters import WatchedParameters
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.moments import Stepped
 from monitor.pytorch.updates.groups import Groups
 from monitor.pytorch.updates.stepping import made, steps_made
+from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.parameter_series import Computed, NamedParameter
+from monitor.recording.parameters import WatchedParameters
+from monitor.recording.updates import UpdateCollector
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM, WRITES
 from monitor.stats.torch.tensors import local_shard

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from monitor.capture import update_ratio
+from monitor.recording import updates
 from monitor.stats.torch.tensors import local_shard
 from monitor.stats.torch.updates import squares_of_update
 
 
-class RatioCollector(update_ratio.RatioCollector):
+class RatioCollector(updates.RatioCollector):
     """Of what this rank holds."""
 
     def _usable(self, weight: Tensor) -> Tensor | None:

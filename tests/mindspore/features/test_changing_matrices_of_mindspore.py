@@ -10,9 +10,9 @@ import pytest
 from mindspore import Tensor
 from numpy_definitions import drawn, number
 
-from monitor.capture.features import krylov
 from monitor.mindspore.features import matrices
 from monitor.mindspore.features.matrices import norms_of
+from monitor.recording.features import krylov
 
 pytestmark = pytest.mark.usefixtures("where")
 

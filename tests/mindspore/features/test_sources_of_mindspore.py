@@ -9,7 +9,6 @@ from mindspore import Tensor, mint, nn
 from mindspore.common.initializer import initializer
 from numpy_definitions import drawn
 
-from monitor.capture.features.sources import NO_SCORES, NOT_2D, NOT_WHOLE, OTHER_LENGTHS, MisfitError
 from monitor.mindspore.features.sources import (
     bias_of,
     given_scores,
@@ -18,6 +17,7 @@ from monitor.mindspore.features.sources import (
     tokens_of,
     whole_rows,
 )
+from monitor.recording.features.reading import NO_SCORES, NOT_2D, NOT_WHOLE, OTHER_LENGTHS, MisfitError
 
 SBHD = "s,b,h,d"
 

@@ -22,7 +22,7 @@ from mindspore import Tensor, communication, nn, ops
 from mindspore.mint import distributed
 from ranks import tell
 
-import monitor.capture.switching as switching
+import monitor.recording.switching as switching
 from monitor.config import MonitorConfig
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.dynamic import Control

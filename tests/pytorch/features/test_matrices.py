@@ -11,9 +11,9 @@ import torch
 from definitions import similarity
 from torch import Tensor
 
-from monitor.capture.features import krylov
 from monitor.pytorch.features import matrices
 from monitor.pytorch.features.matrices import norms_of, similarity_of_rows
+from monitor.recording.features import krylov
 from monitor.stats.features import COLUMNS_OF
 from monitor.stats.partials import COLUMNS, MAX, SMALLS, SUMSQ, Partials
 

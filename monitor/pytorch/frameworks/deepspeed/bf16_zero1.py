@@ -7,16 +7,16 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import NamedParameter
-from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
-from monitor.placement import Placement
 from monitor.pytorch.frameworks.deepspeed.framework import DeepSpeed, Repacked, check_version
 from monitor.pytorch.frameworks.deepspeed.patches import REDUCE_PATCH
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece
 from monitor.pytorch.frameworks.deepspeed.zero12 import end_to_end, laid_out
 from monitor.pytorch.frameworks.framework import LocalGradients
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.protocols import Removable
+from monitor.series import Placement
 
 IN_A_PIPELINE: Final = "missing: the engine of a pipeline adds up and aggregates gradients in one go"
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from monitor.capture.arguments import MAX_WRAPPERS
-from monitor.placement import Ranks, ranks_of
 from monitor.pytorch.place import group_ranks
+from monitor.recording.protocols import MAX_WRAPPERS
+from monitor.series import Ranks, ranks_of
 
 DEFINES_ENGINE: Final = "deepspeed.runtime.engine"
 

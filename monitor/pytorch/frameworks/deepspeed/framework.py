@@ -9,12 +9,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from monitor.capture.backend import StepListener
-from monitor.capture.parameter_series import NamedParameter
-from monitor.capture.patches import CallPatch
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
-from monitor.placement import Placement, Ranks
 from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.loss_scale import is_scaled
 from monitor.pytorch.frameworks.deepspeed.patches import STEP_PATCH
@@ -23,6 +19,10 @@ from monitor.pytorch.frameworks.deepspeed.steps import EngineSteps
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.moments import Stepped
 from monitor.pytorch.frameworks.optimizers import innermost
+from monitor.recording.backend import StepListener
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.patches import CallPatch
+from monitor.series import Placement, Ranks
 
 SCALED: Final = "multiplied by loss_scale, whose rows are in `other`: DeepSpeed divides by it inside its step"
 GROUPS: Final = {

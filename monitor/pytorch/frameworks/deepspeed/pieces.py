@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from monitor.placement import Ranks, Shard
+from monitor.series import Ranks, Shard
 
 
 @dataclass(frozen=True, slots=True)

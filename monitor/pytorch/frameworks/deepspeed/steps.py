@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from monitor.capture.backend import StepListener
-from monitor.capture.hooks import HookSet
-from monitor.capture.patches import CallListener, CallPatch
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.deepspeed.loss_scale import grad_scaler_of, loss_scale_of
 from monitor.pytorch.frameworks.deepspeed.patches import STEP_PATCH
+from monitor.recording.backend import StepListener
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.protocols import HookSet
 
 
 class EngineSteps(CallListener):

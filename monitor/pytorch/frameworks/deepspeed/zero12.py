@@ -9,10 +9,10 @@ from typing import Any, Final
 from torch import Tensor
 from torch.distributed import get_rank
 
-from monitor.capture.gradients import EACH_MICRO_BATCH
 from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.framework import Repacked
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece, flat_shard
+from monitor.recording.gradients import EACH_MICRO_BATCH
 
 ON_THEIR_WAY: Final = "missing: when a step begins, gradients are still being copied to the optimizer on the host"
 ORTHOGONALISED: Final = "missing for the matrices that Muon steps: its updates have taken the place of their gradients by then"

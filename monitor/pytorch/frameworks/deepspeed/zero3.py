@@ -11,12 +11,8 @@ from torch import Tensor
 from torch.distributed import get_rank
 from torch.optim import Optimizer
 
-from monitor.capture.gradients import EACH_MICRO_BATCH
-from monitor.capture.hooks import HookSet, Removable
-from monitor.capture.parameter_series import NamedParameter
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
-from monitor.placement import Placement, Shard
 from monitor.pytorch.frameworks.deepspeed.engine import ranks_in
 from monitor.pytorch.frameworks.deepspeed.framework import Repacked
 from monitor.pytorch.frameworks.deepspeed.pieces import Piece, flat_shard
@@ -24,6 +20,10 @@ from monitor.pytorch.frameworks.deepspeed.zero12 import ON_THEIR_WAY
 from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.frameworks.moments import Stepped
 from monitor.pytorch.hooks import first_after_accumulation
+from monitor.recording.gradients import EACH_MICRO_BATCH
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.protocols import HookSet, Removable
+from monitor.series import Placement, Shard
 
 
 class Zero3(Repacked):
