@@ -30,7 +30,7 @@ COMMANDS: Final = {
     ),
     "csv2db": Listed("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
     "ctl": Listed("monitor.dynamic.cli", "app", "Show and change what a running job records."),
-    "dump-recover": Listed("monitor.dump.command", "app", "Complete the precision dump of a process that was killed."),
+    "dump-recover": Listed("monitor.dump.cli", "app", "Complete the precision dump of a process that was killed."),
     "compare": Listed("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),
 }
 """By subcommand. ``trainermon NAME`` and the installed command ``monitor-NAME`` are the same."""

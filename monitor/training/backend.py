@@ -11,8 +11,7 @@ from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.recording.run import Place
 from monitor.recording.trainer_mon import TrainerMon
-from monitor.training.facts import Tokens
-from monitor.training.numbers import Number
+from monitor.training.step import Number, Tokens
 
 
 class Routers(Protocol):

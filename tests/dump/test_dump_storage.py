@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from monitor.dump import load_tensor
-from monitor.dump.storage import bits_of, save_tensor
+from monitor.dump.writer import bits_of, save_tensor
 from monitor.pytorch.dump.reading import Reader
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor
 from numpy.typing import NDArray
 
-from monitor.dump.measured import Leaf, Reading
+from monitor.dump.values import Leaf, Reading
 from monitor.failures import EarlierFailure
 from monitor.mindspore.tensors import computing
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable

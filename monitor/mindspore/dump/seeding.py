@@ -10,7 +10,7 @@ from typing import Any, Final
 import mindspore as ms
 from mindspore import mint, nn, ops
 
-from monitor.dump.seeding import replace_everywhere, seed_python
+from monitor.dump.backend import replace_everywhere, seed_python
 
 
 def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> None:

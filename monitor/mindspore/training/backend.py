@@ -14,8 +14,8 @@ from monitor.mindspore.trainer_mon import TrainerMon
 from monitor.mindspore.training.gradient_scale import GradientScale
 from monitor.mindspore.training.numbers import kept
 from monitor.mindspore.training.routers import Routers
-from monitor.training.flops import NoCounterError
-from monitor.training.numbers import Number
+from monitor.training.scalars import NoCounterError
+from monitor.training.step import Number
 
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 

@@ -12,9 +12,8 @@ from monitor.mindspore.place import place
 from monitor.mindspore.training.metrics import TrainingMetrics
 from monitor.mindspore.training.numbers import kept
 from monitor.training import TrainingConfig, load_training_config
-from monitor.training.model import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
-from monitor.training.numbers import Number
-from monitor.training.step import Step
+from monitor.training.config import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
+from monitor.training.step import Number, Step
 
 
 class TrainingMetricsCallback(Callback):  # type: ignore[misc]

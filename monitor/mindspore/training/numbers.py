@@ -10,7 +10,7 @@ from typing import Any
 from mindspore import Parameter, Tensor
 
 from monitor.stats.mindspore.tensors import on_host
-from monitor.training.numbers import Number
+from monitor.training.step import Number
 
 
 def kept(x: Any) -> Number:

@@ -15,7 +15,7 @@ from monitor.failures import Failures
 from monitor.mindspore.hooks import after_forward
 from monitor.recording.protocols import HookSet
 from monitor.stats.mindspore.tensors import on_host
-from monitor.training.facts import Tokens
+from monitor.training.step import Tokens
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num")
 CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")

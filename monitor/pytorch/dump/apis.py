@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from monitor.dump.apis import api_list as read_list
-from monitor.dump.apis import packaged_list
 from monitor.dump.backend import ApiListener
+from monitor.dump.levels import api_list as read_list
+from monitor.dump.levels import packaged_list
 from monitor.pytorch.dump.given import as_given
 from monitor.pytorch.patches import TorchCallPatch
 from monitor.recording import patches

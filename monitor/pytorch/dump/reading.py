@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.dump.measured import Copy, Leaf, Reading
+from monitor.dump.values import Copy, Leaf, Reading
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch.dispatch import reduce_into
 from monitor.stats.torch.host_kernel import HostKernel

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from monitor.dump.seeding import replace_everywhere, seed_python
+from monitor.dump.backend import replace_everywhere, seed_python
 
 Function = Callable[..., Any]
 

@@ -20,8 +20,8 @@ from monitor.pytorch.training.gradient_scale import GradientScale
 from monitor.pytorch.training.numbers import kept
 from monitor.pytorch.training.routers import Routers
 from monitor.selection import clean_name, without_module
-from monitor.training.flops import NoCounterError
-from monitor.training.numbers import Number
+from monitor.training.scalars import NoCounterError
+from monitor.training.step import Number
 
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 

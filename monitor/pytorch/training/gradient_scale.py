@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from monitor.failures import Failures
 from monitor.pytorch.training.numbers import kept
-from monitor.training.numbers import Number
+from monitor.training.step import Number
 
 
 class GradientScale:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monitor.training.numbers import Number
+from monitor.training.step import Number
 
 
 def kept(x: Any) -> Number:

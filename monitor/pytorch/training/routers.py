@@ -15,7 +15,7 @@ from monitor.pytorch.training.numbers import arriving
 from monitor.recording.protocols import HookSet
 from monitor.selection import clean_name, without_module
 from monitor.stats.torch.tensors import local_shard
-from monitor.training.facts import Tokens
+from monitor.training.step import Tokens
 
 RECOGNISED: Final = frozenset({"MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"})
 """Classes whose forward returns logits, scores and the numbers of the experts that were chosen."""

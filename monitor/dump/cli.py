@@ -1,17 +1,59 @@
-"""``monitor-dump-recover``: dumps of processes that were killed."""
+"""What a process that was killed had recorded, made into files afterwards."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import typer
 from rich.console import Console
 
 from monitor.cli_arguments import DirectoryOption, Version, command_app, one_directory
-from monitor.dump.assembly import damage_found
-from monitor.dump.recovery import recover
+from monitor.coordinator.output import remove_drafts
+from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_directory, is_written
+from monitor.dump.writer import DATA
 from monitor.terminal import say
+
+
+class Recovered(NamedTuple):
+    """What became of one rank's step.
+
+    Attributes:
+        entries: How many its files have now; None where nothing was done.
+        reason: Why not.
+        damaged: Lines of the records that could not be read. The records were kept if there are any.
+    """
+
+    directory: Path
+    entries: int | None
+    reason: str = ""
+    damaged: int = 0
+
+
+def recover(directory: Path) -> Iterator[Recovered]:
+    """Complete every step below ``directory`` that was left behind. Links are not followed."""
+    for records in sorted(directory.rglob(FILE)):
+        yield _recovered(records)
+
+
+def _recovered(records: Path) -> Recovered:
+    directory = records.parent
+    try:
+        if is_written(records):
+            return Recovered(directory, None, "a process is still writing to it")
+        for place in (directory, directory / DATA):
+            if is_directory(place):
+                remove_drafts(place)
+        entries, damaged = finish(directory, check=True)
+        return Recovered(directory, entries, damaged=damaged)
+    except (OSError, OtherDumpError) as error:
+        return Recovered(directory, None, str(error))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        return Recovered(directory, None, f"it holds what no dump does: {error!r}")
+
+
+# --- ``monitor-dump-recover``: dumps of processes that were killed.
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
 """Exit statuses: every dump is complete; one could not be completed, has lost records, or is not there; no such directory."""

@@ -10,10 +10,9 @@ from typing import Any, Final
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
 from monitor.recording.trainer_mon import TrainerMon
-from monitor.training.model import TrainingConfig
-from monitor.training.norms import NormReader, Whose
-from monitor.training.recorded import norms_of_state, recorded
-from monitor.training.writing import Writing
+from monitor.training.config import TrainingConfig
+from monitor.training.norms import NormReader, Whose, norms_of_state, recorded
+from monitor.training.reporting import Writing
 
 LISTENER: Final = "the training metrics"
 FLUSH_SECONDS: Final = 30.0
