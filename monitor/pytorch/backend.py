@@ -10,23 +10,22 @@ from torch import nn
 
 from monitor.dynamic.step_boundary import ASKED_PER_SECOND
 from monitor.failures import Failures
-from monitor.pytorch import hooks, input_gradients
+from monitor.pytorch import calls, hooks
+from monitor.pytorch.activations import ModuleCollector
 from monitor.pytorch.calls import Calls, recomputing
-from monitor.pytorch.collectives.installing import communication
+from monitor.pytorch.collectives.recording import communication
 from monitor.pytorch.compiled.hooks import TracedHook
-from monitor.pytorch.compiled.observers import Called, device_of
 from monitor.pytorch.compiled.operators import TRACEABLE, Observed
+from monitor.pytorch.compiled.tracing import Called, device_of
 from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.pipelining import rehearsing
 from monitor.pytorch.frameworks.recognition import framework_of
 from monitor.pytorch.gradients import GradientCollector
 from monitor.pytorch.hooks import takes_hooks
-from monitor.pytorch.leaves import LEAVES
-from monitor.pytorch.modules import ModuleCollector
-from monitor.pytorch.place import group_ranks, has_others, initialized, is_settled, place, versions
+from monitor.pytorch.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.pytorch.recorder import Recorder
-from monitor.pytorch.tensors import activation_placement, computing, layout_of, placement_of
-from monitor.pytorch.updates.updates import new_updates
+from monitor.pytorch.tensors import LEAVES, activation_placement, computing, layout_of, placement_of
+from monitor.pytorch.updates import new_updates
 from monitor.recording import protocols
 from monitor.recording.backend import Graph
 from monitor.recording.features.reading import Reading
@@ -69,7 +68,7 @@ __all__ = [
     "versions",
 ]
 
-graph: Graph = input_gradients
+graph: Graph = calls
 leaves: Leaves = LEAVES
 reading_of_features: Reading = reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder

@@ -10,7 +10,7 @@ import torch
 
 from monitor.dump import load_tensor
 from monitor.dump.writer import bits_of, save_tensor
-from monitor.pytorch.dump.reading import Reader
+from monitor.pytorch.dump.backend import Reader
 
 
 def stored(tmp_path: Path, x: torch.Tensor) -> Path:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from monitor.pytorch.compiled.values import NO_VALUE
-from monitor.pytorch.dump.reading import Reader
+from monitor.pytorch.compiled.operators import NO_VALUE
+from monitor.pytorch.dump.backend import Reader
 from monitor.pytorch.recorder import Recorder
 from monitor.recording.recorder import Watched
 from monitor.series import Series, SeriesTable

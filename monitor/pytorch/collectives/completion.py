@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monitor.failures import Failures
-from monitor.pytorch.backward_end import when_backward_ends
-from monitor.pytorch.patches import TorchCallPatch
+from monitor.pytorch.hooks import TorchCallPatch, when_backward_ends
 from monitor.recording import patches
 from monitor.recording.patches import CallListener
 

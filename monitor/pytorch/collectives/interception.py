@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
 from monitor.pytorch.collectives.operators import Method, Operator, Overload, issuers, methods, operators, wait_operator
-from monitor.pytorch.patches import TorchCallPatch
-from monitor.pytorch.untraced import untraced
+from monitor.pytorch.hooks import TorchCallPatch, untraced
 from monitor.recording import patches
 from monitor.recording.patches import CallListener
 

@@ -16,14 +16,11 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.dtensor import mesh_groups, mesh_ranks, placement_of
-from monitor.pytorch.frameworks.meshes import Layout, Meshes, layouts_of
-from monitor.pytorch.frameworks.moments import Moments, Stepped
-from monitor.pytorch.frameworks.nanochat import placement_of_moments
-from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in, wrappers_in
+from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
+from monitor.pytorch.frameworks.optimizer_state import Moments, Stepped, placement_of_moments
 from monitor.pytorch.frameworks.reducers import Reducers
-from monitor.pytorch.optimizer_steps import OptimizerSteps
-from monitor.pytorch.place import group_ranks
+from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
+from monitor.pytorch.process_group import group_ranks
 from monitor.recording.backend import StepListener, Steps
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import Removable

@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import alike_over
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.dtensor import placed
+from monitor.pytorch.frameworks.dtensor import Layout, placed
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.frameworks.meshes import Layout
-from monitor.pytorch.patches import TorchCallPatch
-from monitor.pytorch.place import group_ranks
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.process_group import group_ranks
 from monitor.recording import patches
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of, ranks_along
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.patches import TorchCallPatch
+from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording import patches
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from types import CodeType, FrameType
 
-from monitor.pytorch.place import group_ranks
+from monitor.pytorch.process_group import group_ranks
 from monitor.series import Ranks
 
 

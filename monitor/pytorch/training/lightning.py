@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from monitor.pytorch.patches import TorchCallPatch
-from monitor.pytorch.training.calls import NormOfOptimizer, rows_of
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.training.backend import NormOfOptimizer, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.recording.protocols import only
 from monitor.training import TrainingConfig, load_training_config

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.pytorch.collectives.communication import Communication
+from monitor.pytorch.collectives.recording import Communication
 from monitor.recording.collectives import Call
 
 

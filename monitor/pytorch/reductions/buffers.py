@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from monitor.pytorch.reduced_memory import ReducedMemory
+from monitor.pytorch.reductions.memory import ReducedMemory
 from monitor.stats.torch.tensors import unseen
 
 KEEPS: Final = frozenset(

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from monitor.failures import Failures
-from monitor.pytorch.compiled.earlier import ADVICE as EARLIER
-from monitor.pytorch.compiled.earlier import HOOK_GUARDS
-from monitor.pytorch.compiled.hooks import TracedHook, TracedInputs, TracedOutputs
-from monitor.pytorch.compiled.observers import Guarded, device_of
+from monitor.pytorch.compiled.hooks import ADVICE as EARLIER
+from monitor.pytorch.compiled.hooks import HOOK_GUARDS, TracedHook, TracedInputs, TracedOutputs
 from monitor.pytorch.compiled.operators import TRACEABLE, Observed
+from monitor.pytorch.compiled.tracing import Guarded, device_of
 from monitor.pytorch.hooks import after_forward, before_forward
 from monitor.pytorch.recorder import Recorder
 from monitor.recording import activations
