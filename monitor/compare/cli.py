@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from monitor.cli_arguments import Version, command_app
+from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
 from monitor.compare.values import Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole

@@ -9,17 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from monitor.cli_arguments import (
-    Directory,
-    DirectoryOption,
-    Job,
-    TimeEnd,
-    TimeStart,
-    Version,
-    Workers,
-    command_app,
-    one_directory,
-)
+from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.convert import sqlite, tensorboard
 from monitor.convert.request import DATA_TYPES, ConversionError, NothingRecordedError, Request
 from monitor.convert.result import MOST_SAID, Converted

@@ -9,7 +9,7 @@ from typing import Annotated, Final, NamedTuple
 import typer
 from rich.console import Console
 
-from monitor.cli_arguments import DirectoryOption, Version, command_app, one_directory
+from monitor.cli import DirectoryOption, Version, command_app, one_directory
 from monitor.coordinator.output import remove_drafts
 from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_directory, is_written
 from monitor.dump.writer import DATA

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from monitor.cli_arguments import DirectoryOption, Job, Version, command_app, one_directory
+from monitor.cli import DirectoryOption, Job, Version, command_app, one_directory
 from monitor.config import ConfigError, MonitorConfig
 from monitor.config.jsonc import JsonError, parse
 from monitor.config.jsonc import Path as FieldPath

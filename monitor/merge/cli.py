@@ -11,17 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from monitor.cli_arguments import (
-    Directory,
-    DirectoryOption,
-    Job,
-    TimeEnd,
-    TimeStart,
-    Version,
-    Workers,
-    command_app,
-    one_directory,
-)
+from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.coordinator.resume import Span, span_between
 from monitor.merge.atomic_output import MergeError, NothingRecordedError
 from monitor.merge.merge import Wanted, merge

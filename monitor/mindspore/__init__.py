@@ -1,10 +1,9 @@
 """The monitor for MindSpore."""
 
 try:
-    from monitor.mindspore.callback import MonitorCallback
-    from monitor.mindspore.dump.callback import MsprobeInitStep, MsprobeStep
+    from monitor.mindspore.callbacks import MonitorCallback, MsprobeInitStep, MsprobeStep
+    from monitor.mindspore.dump.backend import seed_all
     from monitor.mindspore.dump.debugger import PrecisionDebugger
-    from monitor.mindspore.dump.seeding import seed_all
     from monitor.mindspore.trainer_mon import TrainerMon
     from monitor.recording.protocols import RunEnded
 except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.mindspore import tensors
-from monitor.mindspore.frameworks.framework import Framework
+from monitor.mindspore.frameworks import Framework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.reductions import Reductions

@@ -94,3 +94,19 @@ def _say_once() -> None:
 
 def _discard(_: object) -> None:
     """A hook that returned something would replace what the cell is given, or gives."""
+
+
+# --- Whether MindSpore compiles what is called, wherever a version keeps the answer.
+
+__all__ = ["jit_context"]
+
+try:
+    from mindspore.graph.jit_context import jit_context
+except ImportError:  # before 2.9
+    try:
+        from mindspore.common.jit_context import jit_context
+    except ImportError:  # where nothing is traced
+
+        def jit_context() -> Any:
+            """None: nothing is being traced."""
+            return None

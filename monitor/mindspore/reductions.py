@@ -20,10 +20,8 @@ from mindspore import Tensor, communication, nn
 
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
-from monitor.mindspore.collectives.completion import Handle
-from monitor.mindspore.collectives.interception import INTERCEPTION, CollectiveListener
-from monitor.mindspore.collectives.operators import Kernel, Operator
-from monitor.mindspore.place import has_others, is_settled
+from monitor.mindspore.collective_operators import INTERCEPTION, CollectiveListener, Handle, Kernel, Operator
+from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Ranks
 from monitor.stats.mindspore.arithmetic import on_the_host

@@ -17,7 +17,7 @@ from monitor.anomalies.ranking.coverage import Wanted
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.report import advice, counts, listing, notes
-from monitor.cli_arguments import Version, command_app, one_directory
+from monitor.cli import Version, command_app, one_directory
 from monitor.coordinator.output import write_whole
 from monitor.merge.atomic_output import MergeError
 from monitor.terminal import say

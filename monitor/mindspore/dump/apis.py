@@ -18,7 +18,7 @@ from mindspore.ops import Primitive
 from monitor.dump.backend import ApiListener
 from monitor.dump.levels import api_list as read_list
 from monitor.dump.levels import packaged_list
-from monitor.mindspore.compiling import jit_context
+from monitor.mindspore.hooks import jit_context
 
 PLACES: Final = {
     "Functional": ops,

@@ -8,9 +8,9 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
-from monitor.mindspore.place import place
+from monitor.mindspore.process_group import place
+from monitor.mindspore.training.backend import kept
 from monitor.mindspore.training.metrics import TrainingMetrics
-from monitor.mindspore.training.numbers import kept
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.config import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
 from monitor.training.step import Number, Step

@@ -13,7 +13,7 @@ from mindspore.mint import distributed
 from ranks import tell
 
 from monitor.failures import Failures
-from monitor.mindspore.place import group_ranks, has_others, initialized, is_settled, place
+from monitor.mindspore.process_group import group_ranks, has_others, initialized, is_settled, place
 from monitor.recording.run import identity_of
 
 

@@ -1,14 +1,15 @@
-"""Where the numbers of a feature are: in what a cell is called with, in its weight."""
+"""What MindSpore brings to features: see ``monitor.recording.features.reading``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
 
-from monitor.mindspore.features.attention import Scores
+from monitor.mindspore.features import Scores, dtype_of_routing, entropy_from, entropy_of, norms_of, similarity_of_rows, spread
 from monitor.recording.features.reading import (
     MATRIX_NAMES,
     NO_SCORES,
@@ -22,7 +23,11 @@ from monitor.recording.features.reading import (
     places_of,
     queries_and_keys,
 )
+from monitor.recording.parameter_series import NamedParameter
+from monitor.series import Placement
 from monitor.stats.mindspore.tensors import has_data
+
+# --- Where the numbers of a feature are: in what a cell is called with, in its weight.
 
 FLOATS: Final = frozenset({ms.float64, ms.float32, ms.float16, ms.bfloat16})
 
@@ -103,3 +108,69 @@ def _lying(cell: nn.Cell, name: str) -> Any:
 
 def _places(cell: nn.Cell) -> tuple[Mapping[str, Any], ...]:
     return vars(cell), cell._params, cell._cells
+
+
+__all__ = [
+    "beneath",
+    "bias_of",
+    "dtype_of_routing",
+    "embeds",
+    "entropy_from",
+    "entropy_of",
+    "given_scores",
+    "is_floating_point",
+    "is_linear",
+    "local_matrix",
+    "matrix_of",
+    "norms_of",
+    "searching",
+    "similarity_of_rows",
+    "spread",
+    "tokens_of",
+    "unseen",
+    "unwrapped",
+    "weight_placement",
+    "whole_rows",
+]
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Nobody looks on."""
+    return nullcontext()
+
+
+def beneath() -> AbstractContextManager[object]:
+    """Whatever is computed sees to that itself: on the host there is nothing to see to."""
+    return nullcontext()
+
+
+def is_floating_point(x: Any) -> bool:
+    """Whether it is a tensor, and of floating-point numbers."""
+    return isinstance(x, Tensor) and x.dtype in FLOATS
+
+
+def embeds(cell: nn.Cell) -> bool:
+    """Whether the weight of a cell is a table."""
+    return isinstance(cell, nn.Embedding | nn.EmbeddingLookup | mint.nn.Embedding)
+
+
+def is_linear(cell: nn.Cell) -> bool:
+    """Whether what a cell returns is a product with its weight, and nothing else."""
+    return isinstance(cell, mint.nn.Linear) or (isinstance(cell, nn.Dense) and cell.activation is None)
+
+
+def unwrapped(cell: nn.Cell) -> nn.Cell:
+    """Nothing wraps cells here."""
+    return cell
+
+
+def searching(cell: nn.Cell) -> None:
+    """What a cell calls is not shown to anybody."""
+    del cell
+
+
+def weight_placement(framework: Any, rank: int, parameter: NamedParameter, seen: Any) -> Placement:
+    """How a weight relates to what other ranks find: as it does between forwards."""
+    del rank, seen
+    found: Placement = framework.placement("param_origin", parameter)
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspore import nn
 
-from monitor.mindspore.modes import trains, warn_of_evaluation
+from monitor.mindspore.calls import trains, warn_of_evaluation
 from monitor.recording import activations
 
 
