@@ -2,8 +2,8 @@
 
 Steps come one after another. Within a step stand the weights that it began with, then forwards and backwards, then what the
 optimizer is given, then what it has made. Forwards and backwards stand in the turns that the schedule gives them
-(``monitor.coordinator.dataflow``). Where nobody knows the schedule they go by micro-step, and in each from stage to stage and back: what
-needs the numbers of another event never stands before it then either, but micro-batches that took turns stand apart.
+(``monitor.coordinator.dataflow``). Where the schedule is unknown they stand by micro-step, and in each from stage to stage and
+back: what needs the numbers of another event never stands before it then either, but micro-batches that took turns stand apart.
 """
 
 from __future__ import annotations

@@ -14,21 +14,7 @@ import torch
 from torch import Tensor
 
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    EXPONENT,
-    M2,
-    MAX,
-    MIN,
-    NANS,
-    NEGINFS,
-    POSINFS,
-    SMALLS,
-    SUM,
-    SUMSQ,
-    WRITES,
-)
+from monitor.stats.partials import COLUMNS, COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, WRITES
 from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 1 << 22
