@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def sampled(cases: Sequence[T], *chosen: int) -> list[T]:
-    """The cases of a test: all of them under `make prove`, else those at the positions that are ``chosen``, or the first one."""
+    """The cases of a test: all of them under `make prove`, else the ones at positions ``chosen``, or the first."""
     return list(cases) if PROVES else [cases[position] for position in chosen or (0,)]
 
 
