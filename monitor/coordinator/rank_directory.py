@@ -14,7 +14,8 @@ from monitor.coordinator.manifest_format import MANIFEST_FILE, Watched
 from monitor.coordinator.output import Claim, claim, prepare, remove_drafts
 from monitor.coordinator.resume import Earlier, Span, directories, last_word, newest_step, preferred
 from monitor.failures import LOGGER, Failures
-from monitor.sinks import RECOVERIES
+from monitor.formats import FORMATS
+from monitor.sinks import recovery_of
 from monitor.sinks.recovery import put_in_order
 
 
@@ -106,7 +107,7 @@ def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: 
     record = last_word(directory)
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
-    recoveries = {name: make() for name, make in RECOVERIES.items() if name in (*written, *formats)}
+    recoveries = {name: recovery for name in FORMATS if name in (*written, *formats) and (recovery := recovery_of(name))}
     found = put_in_order(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
     for path in found.aside:
         LOGGER.warning("[rank %d] %s was left by a process that was killed and is damaged: it was set aside.", rank, path)
