@@ -215,6 +215,15 @@ def test_of_several_jobs_one_must_be_chosen(tmp_path: Path) -> None:
     assert [row["max"] for row in tensors(tmp_path)] == [0.0]
 
 
+@pytest.mark.parametrize(("groups", "missing"), [({"dp": [0, 1]}, [1]), ({}, [])], ids=["in-a-group-of-it", "in-none"])
+def test_a_rank_that_recorded_another_model_is_missing_where_a_group_of_this_model_has_it(
+    tmp_path: Path, groups: dict[str, list[int]], missing: list[int]
+) -> None:
+    alone(tmp_path, world_size=2, launch="f" * 32, groups=groups)
+    alone(tmp_path, rank=1, world_size=2, launch="f" * 32, job="2" * 32)
+    assert merged(tmp_path, job=JOB).told()["missing_ranks"] == missing
+
+
 def test_the_three_formats_hold_the_same(tmp_path: Path) -> None:
     sharded(tmp_path)
     one = RecordedRank(tmp_path, 5, 8, "csv", job="f" * 32, ops=("norm", "mean"))
