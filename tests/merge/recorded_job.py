@@ -86,6 +86,10 @@ class RecordedRank:
             sink.write(rows)
         self.manifest.written(rows)
 
+    def flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()

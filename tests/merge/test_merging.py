@@ -255,6 +255,20 @@ def test_of_formats_that_were_recorded_side_by_side_each_row_is_taken_once(tmp_p
     assert {row["std"] is None for row in tensors(tmp_path)} == {"hdf5" not in formats}
 
 
+def test_of_formats_side_by_side_the_one_has_the_steps_that_the_other_lacks(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, format=["csv", "hdf5"])
+    for step in range(5):
+        one.write(step, {"grad_reduced": [Measured("w", [float(step)])]})
+        if step == 1:
+            one.flush()
+            (shard,) = one.directory.glob("*.h5")
+            of_two_steps = shard.read_bytes()
+    one.close()
+    shard.write_bytes(of_two_steps)
+    merged(tmp_path)
+    assert [(row["step"], row["max"]) for row in tensors(tmp_path)] == [(step, float(step)) for step in range(5)]
+
+
 def test_of_tensorboard_alone_nothing_can_be_merged_and_that_is_said(tmp_path: Path) -> None:
     one = alone(tmp_path, format="tensorboard")
     said = f"no rows of what was asked for\n  {one.directory.name}: rank 0 recorded tensorboard alone, which cannot be merged"
