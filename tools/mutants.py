@@ -143,6 +143,7 @@ def main(arguments: Sequence[str]) -> int:
             for one, place in zip(mutants, places, strict=True):
                 print(f"{one.name:50} {place.path.relative_to(PROJECT)}:{place.line + 1}")
             return 0
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the tests end, and the copy goes
         with copy_of(PROJECT) as project:
             return report(mutants, project)
     except MutantError as error:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, PROJECT, Mutant, MutantError, Package, mutants_of, place_of, planted, report
+from mutants import MUTANTS, PROJECT, Mutant, MutantError, Package, mutants_of, place_of, planted, report, run
 
 SMALL = Package("small", ("renamed", "small"), ("tests/renamed", "tests/small"))
 MODULE = """
@@ -33,6 +33,15 @@ def test_the_mean_of_equal_numbers_is_that_number():
 
 def test_the_mean_is_between_the_numbers():
     assert mean([1, 3]) == 2
+"""
+SLOW = """
+import os
+import time
+from pathlib import Path
+
+def test_slow():
+    Path("pid").write_text(str(os.getpid()))
+    time.sleep(600)
 """
 SIGN = Mutant(SMALL, "mean", "return total / len(numbers)", "return -total / len(numbers)", "a wrong sign")
 UNSEEN = Mutant(SMALL, "Sums.of_none", "return 0", "return 1", "off by one")
@@ -78,6 +87,14 @@ def test_tests_that_fail_without_a_mutant_are_not_used(project):
     (project / "tests/small/test_sums.py").write_text("def test_wrong():\n    assert False\n")
     with pytest.raises(MutantError, match=r"package small: without a mutant tests/small/test_sums\.py::test_wrong fails"):
         report([SIGN], project)
+
+
+def test_tests_that_hang_are_ended_and_count_as_failed(project):
+    slow, pid = project / "tests/small/test_slow.py", project / "pid"
+    slow.write_text(SLOW)
+    outcome = run([slow], project, limit=5.0)
+    assert outcome.failed == "hangs: ended after 5 s"
+    assert not pid.exists() or not Path("/proc", pid.read_text()).exists()
 
 
 def test_a_mutant_is_in_its_module_for_as_long_as_it_is_planted(project):
