@@ -1,30 +1,32 @@
-# Every target does its own set-up, in this directory, from nothing but python3 (3.10 or newer) with venv and pip.
+# Every target does its own set-up, in this directory, from nothing but python3 (3.11 or newer) with venv and pip.
 # ARGS is handed on:    make test ARGS="-k csv -x"    make demo ARGS="--steps 200"
 # Another interpreter:  make test PYTHON=python3.11
 
 PYTHON ?= python3
 ARGS ?=
-EXAMPLES ?= 500
+EXAMPLES ?= 2000
 
 # Ranks and test workers are processes of their own; more threads than that would only take turns on the cores.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-fault test generated-loops lint bench clean environment numpy2 peer
+.PHONY: help demo demo-fault check test prove lint bench wheel clean environment numpy2 peer
 
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-# Where numpy has a part in what becomes of torch's tensors, up to the files.
-NUMPY2_TESTS := tests/stats $(addprefix tests/pytorch/test_,$(addsuffix .py,activations activation_gradients gradients \
-	weights_and_moments updates formats_train metrics micro_steps steps trainer_mon))
+# The inner loop: the folders that start few processes and compile nothing.
+UNIT := $(addprefix tests/,anomalies compare convert coordinator dump dynamic pipeline recording sinks stats) \
+	$(wildcard tests/test_*.py) --ignore tests/stats/triton
 
 help:
 	@echo "make demo        train a small GPT on two ranks, monitored, show what was recorded, merge it (ARGS=\"--steps 200\")"
 	@echo "make demo-fault  let something break on one of two ranks, and find out where (ARGS=\"--seed 3\": somewhere else)"
-	@echo "make test        run the tests (ARGS=\"-k csv\": those; ARGS=--mindspore: those of MindSpore)"
-	@echo "make generated-loops  training loops drawn at random, each number beside a reference (EXAMPLES=2000)"
+	@echo "make check       the inner loop: unit tests, linters, types (3 minutes on two cores)"
+	@echo "make test        all that a change can break (12 minutes; ARGS=\"-k csv\": those; ARGS=--mindspore: those of MindSpore)"
+	@echo "make prove       every case that make test takes samples of, and EXAMPLES=2000 generated training loops (an hour)"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
+	@echo "make wheel       the package for other machines, in dist/: with its modules in C, for Python 3.11 and later"
 	@echo "make clean       remove the environments and caches; recordings stay"
 
 environment:
@@ -43,19 +45,25 @@ demo: environment
 demo-fault: environment
 	@.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 tools/demo/find_fault.py $(ARGS)
 
+check: environment
+	.venv/bin/python $(PYTEST) $(UNIT) $(ARGS)
+
+# Torch's tests run with numpy 2, MindSpore's and the inner loop with numpy 1.
 ifeq ($(ARGS),)
 test: environment numpy2
-	.venv/bin/python $(PYTEST)
+	.venv-numpy2/bin/python $(PYTEST)
 	.venv/bin/python $(PYTEST) --mindspore
-	.venv-numpy2/bin/python $(PYTEST) $(NUMPY2_TESTS)
 else
-test: environment
-	.venv/bin/python $(PYTEST) $(ARGS)
+test: environment numpy2
+	$(if $(findstring --mindspore,$(ARGS)),.venv,.venv-numpy2)/bin/python $(PYTEST) $(ARGS)
 endif
 
-# The tests run 50 loops, the same each time; this runs others, as many as are asked for.
-generated-loops: environment
-	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest tests/generated_loops -x $(ARGS)
+# Samples become everything; the generated loops are others than in the tests, and as many as EXAMPLES says.
+prove: environment numpy2
+	PROVE=1 .venv-numpy2/bin/python $(PYTEST)
+	PROVE=1 .venv/bin/python $(PYTEST) --mindspore
+	PROVE=1 .venv/bin/python $(PYTEST) $(UNIT)
+	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest tests/generated_loops -x
 
 lint: environment
 	.venv/bin/python -m ruff check .
@@ -76,6 +84,9 @@ bench: environment peer
 	.venv/bin/python bench/mindspore_overhead.py
 	.venv/bin/python bench/mindspore_precision_dump.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
+
+wheel: environment
+	.venv/bin/python -m build --wheel --outdir dist
 
 clean:
 	rm -rf .venv .venv-numpy2 .venv-peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from tables import aligned, save
 
 from monitor.config import load_config
+from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic import Control, Job
 from monitor.failures import Failures
-from monitor.ranks.records import ConfigurationRecord
 
 
 class NoJournal:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from monitor.stats.ops import derive
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.torch_host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import HostKernel
 
 EPS = 1e-8
 WIDTH = 4096

@@ -38,12 +38,10 @@ from formats import complete
 from tables import Progress, aligned, save
 from writer import ELEMENTS, NDIGITS, OPS, gradients
 
+from monitor.coordinator.identity import JobIdentity, RankDirectory
+from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import Failures
-from monitor.placement import Placement, Shard
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.names import RankDirectory
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.rows import KindRows, Layout, StepRows
@@ -53,7 +51,7 @@ KINDS = (SHARDED, OWN)
 STEPS_PER_RECORD = 100
 IDENTITY = JobIdentity("1a2b3c4d" * 4, "Dec03_21-34-40")
 
-MERGE = "from monitor.merge.command import app; app()"
+MERGE = "from monitor.merge.cli import app; app()"
 CONCAT = {
     "polars": """
 import sys, glob, polars as pl

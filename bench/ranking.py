@@ -31,17 +31,14 @@ import numpy as np
 from merge import watched
 from tables import Progress, aligned, save
 
-from monitor.anomalies.events import Event, Signal, message
-from monitor.anomalies.judged import EVENTS_FOLDER, Judged, events_file, judged_file
+from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, Signal, events_file, judged_file, message
+from monitor.coordinator.dataflow import Edge, Flow, Pass
+from monitor.coordinator.identity import JobIdentity, RankDirectory
+from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.manifest_format import StepsRecord
+from monitor.coordinator.step_ranges import StepRanges
 from monitor.failures import Failures
-from monitor.placement import Placement, Shard
-from monitor.ranks.flow import Edge, Flow, Pass
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.names import RankDirectory
-from monitor.ranks.ranges import StepRanges
-from monitor.ranks.records import StepsRecord
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, Layout, StepRows
 
@@ -53,7 +50,7 @@ SHAPES = ("flood", "sparse", "few ranks")
 SPARSE_STEPS = 100
 FEW = 64
 
-COMMAND = "from monitor.anomalies.ranking.command import app; app()"
+COMMAND = "from monitor.anomalies.ranking.cli import app; app()"
 EVENTS_FOUND = (1,)
 """The command's exit status where there are events."""
 

@@ -32,14 +32,14 @@ from tables import Progress, aligned, save
 from writer import NDIGITS, OPS
 
 from monitor.anomalies.alerts import Alerts
-from monitor.anomalies.recording import EventFiles
+from monitor.anomalies.event_files import EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Listener, Scanner
+from monitor.coordinator.identity import JobIdentity
+from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.delivery import Delivery
-from monitor.pipeline.gaps import Gaps
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import Manifest, RankFacts
+from monitor.pipeline.step_queue import Gaps
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from monitor.config import ConfigError, MonitorConfig, load_config
+    from monitor.coordinator.manifest_format import ManifestError, read_manifest
+    from monitor.coordinator.series_file import read_series
     from monitor.dump import load_tensor
     from monitor.merge.output import read_merged
-    from monitor.ranks.records import ManifestError, read_manifest
-    from monitor.ranks.series_file import read_series
     from monitor.sinks.csv import read_csv
     from monitor.sinks.hdf5 import read_hdf5
 
@@ -35,15 +35,15 @@ __all__ = [
 
 _MODULES: Final = {
     "ConfigError": "monitor.config",
-    "ManifestError": "monitor.ranks.records",
+    "ManifestError": "monitor.coordinator.manifest_format",
     "MonitorConfig": "monitor.config",
     "load_config": "monitor.config",
     "load_tensor": "monitor.dump",
     "read_csv": "monitor.sinks.csv",
     "read_hdf5": "monitor.sinks.hdf5",
-    "read_manifest": "monitor.ranks.records",
+    "read_manifest": "monitor.coordinator.manifest_format",
     "read_merged": "monitor.merge.output",
-    "read_series": "monitor.ranks.series_file",
+    "read_series": "monitor.coordinator.series_file",
 }
 
 _NOT_INSTALLED: Final = "0+not.installed"

@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
-from monitor.cli_arguments import Version, command_app
+import monitor
+
+# --- Arguments that the commands share, so that the same argument means and says the same in all of them.
+
+
+def command_app() -> typer.Typer:
+    """An empty command. Its help is plain text: the same in a log and in a terminal, whatever characters an example has."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trainermon {monitor.__version__}")
+        raise typer.Exit
+
+
+Directory = Annotated[
+    Path | None,
+    typer.Argument(metavar="DIR", help="The directory that contains the ranks' directories.", show_default=False),
+]
+DirectoryOption = Annotated[Path | None, typer.Option("-d", "--directory", metavar="DIR", help="The same as the argument DIR.")]
+Job = Annotated[
+    str | None, typer.Option(metavar="ID", help="The id of the job, or its beginning, if the directory contains several jobs.")
+]
+TimeStart = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Only directories from this timestamp on, as in Dec03_21-34-40.")
+]
+TimeEnd = Annotated[str | None, typer.Option(metavar="TIME", help="Only directories up to this timestamp, inclusive.")]
+Workers = Annotated[int, typer.Option(min=1, help="The number of processes.")]
+Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")]
+
+
+def one_directory(argument: Path | None, option: Path | None) -> Path:
+    """The directory of a command, which is given either as an argument or with ``-d``.
+
+    Raises:
+        typer.BadParameter: It is given twice, or not at all.
+    """
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"the directory is given twice: {argument}, and -d {option}. Give one.", param_hint="DIR")
+    directory = argument if argument is not None else option
+    if directory is None:
+        raise typer.BadParameter("no directory is given. Give it as an argument, or with -d.", param_hint="DIR")
+    return directory
 
 
 class Listed(NamedTuple):
@@ -21,17 +65,17 @@ class Listed(NamedTuple):
 
 
 COMMANDS: Final = {
-    "merge": Listed("monitor.merge.command", "app", "Merge what the ranks of a job recorded into one data set."),
+    "merge": Listed("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
     "rank-anomalies": Listed(
-        "monitor.anomalies.ranking.command", "app", "Order the events of all ranks, and find the first fault."
+        "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),
     "csv2tensorboard": Listed(
-        "monitor.convert.commands", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
+        "monitor.convert.cli", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
     ),
-    "csv2db": Listed("monitor.convert.commands", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
-    "ctl": Listed("monitor.dynamic.command", "app", "Show and change what a running job records."),
-    "dump-recover": Listed("monitor.dump.command", "app", "Complete the precision dump of a process that was killed."),
-    "compare": Listed("monitor.compare.command", "app", "Compare two precision dumps, or two monitored runs."),
+    "csv2db": Listed("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
+    "ctl": Listed("monitor.dynamic.cli", "app", "Show and change what a running job records."),
+    "dump-recover": Listed("monitor.dump.cli", "app", "Complete the precision dump of a process that was killed."),
+    "compare": Listed("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),
 }
 """By subcommand. ``trainermon NAME`` and the installed command ``monitor-NAME`` are the same."""
 

@@ -7,10 +7,9 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from monitor.ranks.store.client import Meeting
-from monitor.ranks.store.memory import LocalStore
-from monitor.ranks.store.rendezvous import Hello, Rendezvous
-from monitor.ranks.store.server import StoreServer
+from monitor.coordinator.store.client import Meeting
+from monitor.coordinator.store.protocol import Hello, LocalStore, Rendezvous
+from monitor.coordinator.store.server import StoreServer
 
 JOB = "a job"
 

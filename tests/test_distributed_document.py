@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from monitor.coordinator.series_file import PlacementRecord, ShardRecord
 from monitor.pytorch import TrainerMon
-from monitor.ranks.series_file import PlacementRecord, ShardRecord
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")

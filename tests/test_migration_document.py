@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from monitor.names import squashed
+from monitor.selection import squashed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "migrating-from-msprobe.md").read_text(encoding="utf-8")

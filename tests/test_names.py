@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.names import WRAPPERS, NearestNames, clean_name, parents, short_name, squashed, without_module
+from monitor.selection import WRAPPERS, NearestNames, clean_name, parents, short_name, squashed, without_module
 
 COMPONENTS = (
     "",

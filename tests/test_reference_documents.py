@@ -24,7 +24,7 @@ from monitor.config import ConfigError, MonitorConfig, load_config
 from monitor.config.jsonc import JsonError, parse
 from monitor.dump.config import load as load_dump_config
 from monitor.pytorch import RunEnded, TrainerMon
-from monitor.training.loading import training_config_in
+from monitor.training.config import training_config_in
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path(os.environ.get("MONITOR_REFERENCE", ROOT.parent / "shared" / "reference"))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from monitor.config import MonitorConfig
+from monitor.coordinator.output import OutputError
 from monitor.failures import Failures
-from monitor.ranks.output import OutputError
-from monitor.run import Place, Run
+from monitor.recording.run import Place, Run
 from monitor.series import SeriesTable
 
 _ORDINALS = itertools.count()

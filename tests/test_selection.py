@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.config import Target
-from monitor.names import parents, squashed
 from monitor.selection import (
     ALL_TENSORS,
     MAX_EXPLAINED,
@@ -20,6 +19,8 @@ from monitor.selection import (
     Selection,
     TensorChoice,
     Unmatched,
+    parents,
+    squashed,
 )
 
 MODULES = ("", "h", "h.1", "h.1.mlp", "h.10", "h.10.mlp", "ln_f")

@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-OLDEST_PYTHON = (3, 10)
+OLDEST_PYTHON = (3, 11)
 STAMP = "made-from"
 DECIDING = (
     "pyproject.toml",
+    "setup.py",
     "constraints.txt",
     "monitor/stats/host_kernel.c",
     "monitor/stats/host_pass.h",
@@ -50,7 +51,7 @@ def main(arguments):
 def unusable_interpreter():
     """Why this interpreter cannot serve, or an empty string."""
     if sys.version_info < OLDEST_PYTHON:
-        return f"This is Python {sys.version.split()[0]}; 3.10 or newer is needed. Name another: make PYTHON=python3.11 ..."
+        return f"This is Python {sys.version.split()[0]}; 3.11 or newer is needed. Name another: make PYTHON=python3.11 ..."
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from monitor import MonitorConfig
-from monitor.config.allowed import FieldSchema, Node
+from monitor.config.errors import FieldSchema, Node
 from monitor.config.model import Capability
 
 DOCUMENT: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,8 +34,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 from xml.etree import ElementTree
-
-import tomllib
 
 PROJECT: Final = Path(__file__).resolve().parent.parent
 MUTANTS: Final = Path(__file__).with_suffix(".toml")

@@ -24,8 +24,8 @@ from tables import Progress, aligned, save
 from torch import Tensor
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_fused_device import DeviceKernels
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.dispatch import DeviceKernels
 
 EPS: Final = 1e-8
 DTYPES: Final = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
 """``python -m monitor.anomalies`` is ``monitor-rank-anomalies``."""
 
-from monitor.anomalies.ranking.command import app
+from monitor.anomalies.ranking.cli import app
 
 if __name__ == "__main__":
     app(prog_name="monitor-rank-anomalies")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from time import monotonic
 from typing import Final
 
 from monitor.anomalies.events import message
-from monitor.anomalies.findings import Finding, Findings, Group, earliest, time_of
+from monitor.anomalies.scanner import Finding, Findings, Group, earliest, time_of
 from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 from monitor.terminal import plain
@@ -137,3 +138,31 @@ def _ranking(where: Path | None) -> str:
 def _spelled(cause: tuple[str, str]) -> str:
     rule, op = cause
     return f"{rule} ({op})"
+
+
+# --- The alarm: says that a rule has fired, to whoever then looks closer.
+
+
+class Alarm:
+    """A listener of the scanner.
+
+    Args:
+        ring: Called for every step in which a rule fired, on the writer thread. Must not wait.
+    """
+
+    def __init__(self, ring: weakref.WeakMethod[Callable[[], object]]) -> None:
+        self._ring = ring
+
+    def judged(self, findings: Findings) -> None:
+        """See ``Listener``."""
+        if findings.groups and (ring := self._ring()) is not None:
+            ring()
+
+    def not_judged(self, step: int, reason: str) -> None:
+        """Of a step that nobody saw there is nothing to say."""
+
+    def save(self) -> None:
+        """There is nothing to keep."""
+
+    def close(self) -> None:
+        """Nor then."""

@@ -2,13 +2,197 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import ClassVar, Final, NamedTuple
 
-from monitor.anomalies.columns import Rule
-from monitor.anomalies.nonfinite import AnomalyNan
-from monitor.anomalies.turbulence import AnomalyTurbulence
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.anomalies.scanner import Columns, Fired, Flags, Rule
+from monitor.stats.ops import derive
+from monitor.stats.partials import COUNT, EXPONENT, MAX, MIN, NANS, SUM, SUMSQ, Floats, Partials
+
+# --- ``AnomalyNan``: values that are not finite, and those that are too large.
+
+
+class AnomalyNan:
+    """Fires on a tensor with a NaN (statistic ``nans``), else with an Inf (``infs``), else with a magnitude above the
+    threshold, if there is one (``absmax``): at most once a row.
+    """
+
+    name: ClassVar[str] = "AnomalyNan"
+    fields: ClassVar[int] = 0
+
+    def __init__(self, threshold: float | None = None) -> None:
+        self._threshold: Final = threshold
+
+    def judge(self, columns: Columns, _state: Floats, /) -> Iterator[Fired]:
+        """See ``Rule``."""
+        bad = columns.nonfinite
+        if bad is not None:
+            nans = columns.partials.columns[NANS] > 0
+            yield Fired("nans", np.flatnonzero(nans), nonfinite=True)
+            yield Fired("infs", np.flatnonzero(bad & ~nans), nonfinite=True)
+        if self._threshold is not None:
+            yield from self._too_large(columns, self._threshold)
+
+    def _too_large(self, columns: Columns, threshold: float) -> Iterator[Fired]:
+        """Extremes are over the finite elements, and of none of them -Inf at most."""
+        low, high = columns.partials.columns[MIN], columns.partials.columns[MAX]
+        if not len(low) or (high.max() <= threshold and low.min() >= -threshold):
+            return
+        large = (high > threshold) | (low < -threshold)
+        yield Fired("absmax", np.flatnonzero(large if columns.nonfinite is None else large & ~columns.nonfinite))
+
+
+# --- ``AnomalyTurbulence``: a norm or a mean that is far from what it used to be.
+#
+# A value is compared with the running mean m of what was seen before, in both directions: |x - m| > threshold * |m|.
+#
+# - **The mean forgets.** A new value has the weight 1/min(n, 100): a plain mean at first, then one over about a hundred
+#   steps.
+# - **A spike does not poison it.** A value that fired enters only up to the bound that it crossed, so that healthy
+#   steps after a
+#   spike are not called deviant, while a level that lasts is accepted in time.
+# - **What is not finite never enters**, and fires once for its row. A tensor without elements is not an observation.
+# - **A mean that is almost zero fluctuates by any factor.** Where the running ``mean`` is below a tenth of the tensor's
+#   own scale
+#   (its running root mean square), deviations of ``mean`` are judged against that scale. So they are where it is below
+#   twice its
+#   sampling error: n elements of which half are negative have a mean of the order of their scale over the root of n.
+# - **From zero there is no relative deviation.** Where the running norm is exactly 0 (a bias before its first update),
+#   the first
+#   value that is not 0 is no event and starts the means afresh.
+
+OPS: Final = ("norm", "mean")
+"""In this order wherever there are two columns of something below."""
+
+LONGEST: Final = 100.0
+"""The weight of a new value never falls below one over this."""
+
+NEAR_ZERO: Final = 0.1
+"""Of the root mean square: a running mean below it says little about the tensor."""
+
+SAMPLING_ERRORS: Final = 2.0
+"""A running mean below so many of its sampling error does so, too."""
+
+BLOCK: Final = 32768
+"""Rows judged together, so that what is computed of them stays in the cache."""
+
+# What is remembered of a row: the two running means; how many values are in them, up to ``LONGEST``; the number of elements,
+# and kept since tensors seldom change their size, what makes of a norm the root mean square and the mean that is almost zero.
+_MEANS: Final = slice(0, 2)
+_NORM, _MEAN, _SEEN, _COUNT, _SHARE, _NEAR = range(6)
+
+
+class _Deviants(NamedTuple):
+    """Rows that fired, and the means that their values were compared with."""
+
+    rows: NDArray[np.int64]
+    means: Floats
+
+
+class AnomalyTurbulence:
+    """See the module.
+
+    Args:
+        threshold: The relative deviation that is still normal. From 1 on no fall of a norm is noticed, not even one to 0.
+    """
+
+    name: ClassVar[str] = "AnomalyTurbulence"
+    fields: ClassVar[int] = 6
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold: Final = threshold
+        self._work = np.empty((3, len(OPS), BLOCK))
+        self._above = np.empty((len(OPS), BLOCK), np.bool_)
+
+    def judge(self, columns: Columns, state: Floats, /) -> Iterator[Fired]:
+        """See ``Rule``."""
+        found: dict[str, list[_Deviants]] = defaultdict(list)
+        with np.errstate(all="ignore"):
+            for begin in range(0, len(columns.partials), BLOCK):
+                self._judge(columns, state, begin, found)
+        if columns.nonfinite is not None:
+            yield Fired("norm", np.flatnonzero(columns.nonfinite), nonfinite=True)
+        for op in OPS:
+            if op in found:
+                rows, means = (np.concatenate(parts) for parts in zip(*found[op], strict=True))
+                yield Fired(op, rows, means)
+
+    def _judge(self, columns: Columns, state: Floats, begin: int, found: dict[str, list[_Deviants]]) -> None:
+        """One block of rows, from ``begin`` on. In place: to allocate would take as long as to compute."""
+        block = slice(begin, begin + BLOCK)
+        known, partials = state[:, block], columns.partials.columns[:, block]
+        values, bounds, off = self._work[:, :, : known.shape[1]]
+        above = self._above[:, : known.shape[1]]
+        observed = _observe(partials, known[_MEANS], values, careful=_any(columns.nonfinite, block))
+        self._bound(known, partials[COUNT], bounds, scratch=off[0])
+        weight = _weigh(known, observed, bounds)
+        np.subtract(values, known[_MEANS], out=off)
+        if np.count_nonzero(np.greater(np.abs(off, out=values), bounds, out=above)):
+            _note(found, begin, above, known[_MEANS])
+            np.clip(off, -bounds, bounds, out=off)
+        off *= weight
+        known[_MEANS] += off
+
+    def _bound(self, known: Floats, counts: Floats, bounds: Floats, scratch: Floats) -> None:
+        """How far each value may be from its mean."""
+        norm, mean = bounds
+        if not np.array_equal(counts, known[_COUNT]):
+            known[_COUNT] = counts
+            known[_SHARE] = 1.0 / np.sqrt(np.maximum(counts, 1.0))
+            known[_NEAR] = known[_SHARE] * np.maximum(NEAR_ZERO, SAMPLING_ERRORS * known[_SHARE])
+        scale = np.multiply(known[_NORM], known[_SHARE], out=norm)
+        np.abs(known[_MEAN], out=mean)
+        np.copyto(mean, scale, where=mean < np.multiply(known[_NORM], known[_NEAR], out=scratch))
+        mean *= self._threshold
+        np.multiply(known[_NORM], self._threshold, out=norm)
+
+
+def _observe(partials: Floats, means: Floats, values: Floats, *, careful: bool) -> Flags | None:
+    """Put the statistics of each row into ``values``; of a row that is no observation the running ones, which change nothing.
+
+    Returns:
+        Which rows are observations; None if all are.
+    """
+    if careful or partials[COUNT].min() == 0 or not partials[EXPONENT].min() == 0 == partials[EXPONENT].max():
+        values[0], _ = derive("norm", Partials(partials))
+        values[1], measured = derive("mean", Partials(partials))
+        observed: Flags = measured & np.isfinite(values).all(axis=0)
+        np.copyto(values, means, where=~observed)
+        return observed
+    np.sqrt(partials[SUMSQ], out=values[0])
+    np.divide(partials[SUM], partials[COUNT], out=values[1])
+    return None
+
+
+def _weigh(known: Floats, observed: Flags | None, bounds: Floats) -> Floats | float:
+    """The weight of the new values, of which one more is now known. Where there is no mean yet, nothing is out of bounds."""
+    unknown = known[_NORM] == 0 if known[_NORM].min() == 0 else None
+    if unknown is None and known[_SEEN].min() == LONGEST:
+        return 1.0 / LONGEST
+    known[_SEEN] += 1.0 if observed is None else observed
+    np.minimum(known[_SEEN], LONGEST, out=known[_SEEN])
+    if unknown is not None:
+        known[_SEEN, unknown] = 1.0
+        bounds[:, unknown] = np.inf
+    weight: Floats = 1.0 / known[_SEEN]
+    return weight
+
+
+def _note(found: dict[str, list[_Deviants]], begin: int, above: Flags, means: Floats) -> None:
+    for op, where, mean in zip(OPS, above, means, strict=True):
+        rows = np.flatnonzero(where)
+        if len(rows):
+            found[op].append(_Deviants(rows + begin, mean[rows]))
+
+
+def _any(flags: Flags | None, block: slice) -> bool:
+    return flags is not None and bool(flags[block].any())
+
 
 RULES: Final[Mapping[str, Callable[..., Rule]]] = MappingProxyType(
     {rule.name: rule for rule in (AnomalyTurbulence, AnomalyNan)}

@@ -2,17 +2,225 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from monitor.anomalies.alignment import Aligned
-from monitor.anomalies.columns import Columns, Fired, Flags, Rule
-from monitor.anomalies.findings import Findings, Group
+from monitor.anomalies.events import Signal
+from monitor.series import NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable
 from monitor.stats.features import own_columns
+from monitor.stats.ops import derive
+from monitor.stats.partials import NANS, NEGINFS, Floats, Partials
 from monitor.stats.rows import KindRows, StepRows
+
+# --- What rules remember of rows, kept aligned with the rows of the step at hand.
+
+MOST_ABSENT: Final = 200_000
+"""Rows that a step lacks are remembered up to this number, or twice as many as it has: names may be new in every step."""
+
+
+class Aligned:
+    """Numbers for the (series, micro-step) of a kind that were seen, in columns.
+
+    Those of the rows seen last stand in front, in the order of these rows, the others behind them, those seen longest ago
+    last. A step with the same rows, as nearly all have, costs one comparison; one with others a rearrangement of everything.
+    """
+
+    def __init__(self, fields: int) -> None:
+        self._series = self._micro_step = np.zeros(0, np.int64)
+        self._columns = np.zeros((fields, 0))
+        self._present = 0
+
+    def with_rows(self, rows: KindRows) -> Floats:
+        """The numbers of these rows, shape ``(fields, rows)``, to be changed in place; zeros where a row is new."""
+        here = slice(0, self._present)
+        if not (np.array_equal(rows.series, self._series[here]) and np.array_equal(rows.micro_step, self._micro_step[here])):
+            self._rearrange(rows)
+        return self._columns[:, : self._present]
+
+    def _rearrange(self, rows: KindRows) -> None:
+        known = len(self._series)
+        series, micro_step = np.append(self._series, rows.series), np.append(self._micro_step, rows.micro_step)
+        keys = series * (micro_step.max(initial=NO_MICRO_STEP) + 2) + micro_step + 1
+        source = _places(keys[:known], keys[known:])
+        absent = np.ones(known + 1, np.bool_)
+        absent[source] = absent[known] = False
+        rest = np.flatnonzero(absent)[: max(MOST_ABSENT, 2 * len(rows))]
+        new = np.zeros((len(self._columns), 1))
+        self._columns = np.append(self._columns, new, axis=1).take(np.append(source, rest), axis=1)
+        self._series = np.append(rows.series, self._series[rest])
+        self._micro_step = np.append(rows.micro_step, self._micro_step[rest])
+        self._present = len(rows)
+
+
+def _places(known: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each wanted key stands among those known; ``len(known)`` where it does not."""
+    order = np.argsort(known, kind="stable")  # call order is nearly sorted, which this makes use of
+    place = np.searchsorted(known, wanted, sorter=order)
+    found = np.append(order, len(known))[place]
+    found[np.append(known, -1)[found] != wanted] = len(known)
+    return found
+
+
+# --- What a rule is given and what it answers: whole columns, never a row at a time.
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The rows of one kind in one step, as rules see them."""
+
+    partials: Partials
+
+    @cached_property
+    def nonfinite(self) -> Flags | None:
+        """Which rows are of tensors that hold a NaN or an Inf; None if no row is, as nearly always."""
+        counts = self.partials.columns[NANS : NEGINFS + 1]
+        return counts.any(axis=0) if counts.size and counts.max() > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fired:
+    """What a rule saw of one statistic.
+
+    Attributes:
+        op: The statistic.
+        rows: On which the rule fired, ascending.
+        means: The running mean that each of their values was compared with; None for a rule that compares with none.
+        nonfinite: Whether the rule fired because of a NaN or an Inf.
+    """
+
+    op: str
+    rows: NDArray[np.int64]
+    means: Floats | None = None
+    nonfinite: bool = False
+
+    def among(self, chosen: Flags) -> Fired:
+        """Those on which ``chosen``, aligned with ``rows``, is true."""
+        means = None if self.means is None else self.means[chosen]
+        return Fired(self.op, self.rows[chosen], means, self.nonfinite)
+
+
+class Rule(Protocol):
+    """An alert rule. What it remembers of each row lies outside, in ``state``, so that one object judges every kind.
+
+    Attributes:
+        name: As the configuration spells it.
+        fields: How many numbers it remembers of a row.
+    """
+
+    name: ClassVar[str]
+    fields: ClassVar[int]
+
+    def judge(self, columns: Columns, state: Floats, /) -> Iterable[Fired]:
+        """What it fires on. At most once on a row of a tensor that holds a NaN or an Inf.
+
+        Args:
+            state: Shape ``(fields, rows)``, aligned with the rows, changed in place; zeros where a row was never seen.
+        """
+
+
+# --- What the rules fired on in one step: columns, of which only what is shown or kept becomes events.
+
+
+class Finding(NamedTuple):
+    """One statistic of one row that a rule fired on.
+
+    Attributes:
+        series: Index in the rank's ``SeriesTable``.
+    """
+
+    call_id: int
+    series: int
+    micro_step: int
+    signal: Signal
+    nonfinite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one rule saw of one statistic in the rows of one kind, which stand in call order."""
+
+    rule: str
+    kind: str
+    rows: KindRows
+    fired: Fired
+
+    def __len__(self) -> int:
+        return len(self.fired.rows)
+
+    @property
+    def cause(self) -> tuple[str, str]:
+        """Rule and statistic."""
+        return self.rule, self.fired.op
+
+    def first(self, most: int, table: SeriesTable) -> Iterator[Finding]:
+        """In the order of the step: see ``time_of``."""
+        fired, order = self.fired, self._order(table)[:most]
+        rows = fired.rows[order]
+        values, _ = derive(fired.op, self.rows.partials.take(rows))
+        columns = (column[rows].tolist() for column in (self.rows.call_id, self.rows.series, self.rows.micro_step))
+        means = [None] * len(rows) if fired.means is None else fired.means[order].tolist()
+        for call_id, series, micro_step, value, mean in zip(*columns, values.tolist(), means, strict=True):
+            yield Finding(call_id, series, micro_step, Signal(self.rule, fired.op, value, mean), fired.nonfinite)
+
+    def _order(self, table: SeriesTable) -> NDArray[np.intp]:
+        """Replicas are of several kinds, the weights that the step began with among them."""
+        order = np.arange(len(self))
+        if self.kind != REPLICA_KIND:
+            return order
+        later = [not _began_with(table[one]) for one in self.rows.series[self.fired.rows].tolist()]
+        return order[np.argsort(later, kind="stable")]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Of one step. The findings of a row are those of the first rule that fired on it: one for each statistic.
+
+    Attributes:
+        rows: How many rows the rules judged.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    rows: int
+
+    def __len__(self) -> int:
+        return sum(map(len, self.groups))
+
+    def by_rule(self) -> Counter[str]:
+        """How many."""
+        counts: Counter[str] = Counter()
+        for group in self.groups:
+            counts[group.rule] += len(group)
+        return counts
+
+
+def earliest(groups: Iterable[Group], most: int, series: SeriesTable) -> list[Finding]:
+    """The first in the order of the step; of one row in the order of the groups."""
+    in_order = heapq.merge(*(group.first(most, series) for group in groups), key=partial(time_of, series=series))
+    return list(islice(in_order, most))
+
+
+def time_of(finding: Finding, series: SeriesTable) -> tuple[bool, int]:
+    """By which the findings of a step stand in the order in which they happened.
+
+    The weights that a step begins with are measured at its end, when the optimizer steps: forward has used them before.
+    """
+    return not _began_with(series[finding.series]), finding.call_id
+
+
+def _began_with(series: Series) -> bool:
+    kind = series.name.partition("/")[0] if series.kind == REPLICA_KIND else series.kind
+    return kind == "param_origin"
 
 
 class Listener(Protocol):

@@ -10,13 +10,11 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from monitor.compare.errors import ComparisonError
-from monitor.compare.findings import Compared, Finding
-from monitor.compare.values import Difference, of_leaves, of_tensors
-from monitor.dump.measured import SHOWN
-from monitor.dump.records import FILE as RECORDS
-from monitor.dump.records import is_written
-from monitor.dump.storage import bits_of, load_tensor
+from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_leaves, of_tensors
+from monitor.dump.files import FILE as RECORDS
+from monitor.dump.files import is_written
+from monitor.dump.values import SHOWN
+from monitor.dump.writer import bits_of, load_tensor
 
 FILES: Final = ("dump.json", "debug.json")
 DATA: Final = "dump_tensor_data"

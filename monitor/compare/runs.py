@@ -6,14 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from monitor.compare.errors import ComparisonError
-from monitor.compare.findings import Compared, Finding
-from monitor.compare.values import of_numbers
-from monitor.convert.errors import ConversionError
-from monitor.convert.recorded import Course, courses_of
-from monitor.convert.request import DATA_TYPES, Request
-from monitor.convert.rows import IDENTITY, read_record
-from monitor.merge.errors import MergeError
+from monitor.compare.values import Compared, ComparisonError, Finding, of_numbers
+from monitor.convert.read_csv import IDENTITY, Course, courses_of, read_record
+from monitor.convert.request import DATA_TYPES, ConversionError, Request
+from monitor.merge.atomic_output import MergeError
 from monitor.stats.ops import TEXT_OPS
 
 Row = Mapping[str, Any]

@@ -1,18 +1,8 @@
 """The configuration: a JSON file, read once into a frozen, validated ``MonitorConfig``."""
 
 from monitor.config.loading import ConfigError, load_config
-from monitor.config.model import (
-    Alert,
-    AlertRule,
-    CcDistribution,
-    L2Targets,
-    MonitorConfig,
-    OnAlert,
-    RuleArgs,
-    Settings,
-    Target,
-)
-from monitor.config.tensor_spec import TensorSpec
+from monitor.config.model import Alert, AlertRule, CcDistribution, L2Targets, MonitorConfig, OnAlert, RuleArgs, Settings, Target
+from monitor.config.values import TensorSpec
 
 __all__ = [
     "Alert",

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from monitor.config.explain import explain, shown
+from monitor.config.errors import explain, shown
 from monitor.config.jsonc import Document, JsonError, Path, parse
 from monitor.config.model import MonitorConfig, OnAlert
-from monitor.config.tolerated import tolerated
+from monitor.config.unused_fields import tolerated
 from monitor.failures import LOGGER
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"

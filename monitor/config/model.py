@@ -21,8 +21,19 @@ from pydantic import (
     model_validator,
 )
 
-from monitor.config.tensor_spec import TensorSpec
-from monitor.config.values import INT64_MAX, Formats, Patterns, Positive, Ranks, Seconds, Side, Step, Strings, TimestampRange
+from monitor.config.values import (
+    INT64_MAX,
+    Formats,
+    Patterns,
+    Positive,
+    Ranks,
+    Seconds,
+    Side,
+    Step,
+    Strings,
+    TensorSpec,
+    TimestampRange,
+)
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

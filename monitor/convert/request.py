@@ -9,10 +9,20 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
-from monitor.convert.errors import ConversionError
-from monitor.ranks.names import timestamp_of
-from monitor.ranks.resume import Span, span_between
+from monitor.coordinator.identity import timestamp_of
+from monitor.coordinator.resume import Span, span_between
 from monitor.series import KINDS, shown_kind
+
+# --- What stops a conversion.
+
+
+class ConversionError(ValueError):
+    """Nothing was converted. The message says what is wrong, and what to change."""
+
+
+class NothingRecordedError(ConversionError):
+    """The ranks' directories can be read, and hold no CSV rows."""
+
 
 DATA_TYPES: Final = tuple(dict.fromkeys(map(shown_kind, KINDS)))
 """What files are called after."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, Final, Protocol
 
-from monitor.capture.backend import Graph
-from monitor.capture.hooks import Removable
-from monitor.capture.leaves import Leaves
-from monitor.dump.measured import Leaf
+import numpy as np
+
+from monitor.dump.values import Leaf
 from monitor.failures import Failures
+from monitor.recording.backend import Graph
+from monitor.recording.protocols import Removable
+from monitor.recording.tensor_paths import Leaves
 
 
 class Reader(Protocol):
@@ -118,3 +124,53 @@ class DumpBackend(Protocol):
         Raises:
             ValueError: It says why, and what to do.
         """
+
+
+# --- What goes wrong while a dump is recorded: said once, and kept beside what was dumped.
+
+ERRORS: Final = "dump_error_info.log"
+
+
+class DumpFailures(Failures):
+    """Attributes:
+    directory: Of the rank's step.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__(rank)
+        self.directory: Path | None = None
+
+    def _once(self, cause: str, message: str, error: BaseException | None) -> None:
+        super()._once(cause, message, error)
+        if self.directory is not None:
+            with suppress(OSError), open(self.directory / ERRORS, "a", encoding="utf-8") as file:
+                file.write(f"{message.strip()}\n")
+
+
+# --- Randomness fixed, as far as no framework has a part in it.
+
+LARGEST = (1 << 32) - 1
+"""Of the seeds that numpy takes."""
+
+
+def seed_python(seed: int) -> None:
+    """Seed Python's generator and numpy's, and the hashes of processes that this one starts.
+
+    Raises:
+        ValueError: ``seed`` is no whole number from 0 to 2^32 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST:
+        raise ValueError(f"seed is {seed!r}: expected a whole number from 0 to {LARGEST}.")
+    random.seed(seed)
+    np.random.seed(seed)
+    os.environ["PYTHONHASHSEED"] = str(seed)
+
+
+def replace_everywhere(package: str, name: str, original: Any, replacement: Any) -> None:
+    """Let ``name`` stand for ``replacement`` in each module of a package where it stands for ``original``.
+
+    A framework's modules import functions from each other, and each holds a reference of its own.
+    """
+    for path, module in list(sys.modules.items()):
+        if (path == package or path.startswith(f"{package}.")) and vars(module).get(name) is original:
+            setattr(module, name, replacement)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from monitor.capture.backend import Target
-from monitor.capture.following import follow_inputs, follow_result, joint_name
-from monitor.capture.held import HiddenError, hidden_result
-from monitor.capture.hooks import Removable
 from monitor.dump.backend import DumpBackend
-from monitor.dump.measured import Slot
-from monitor.dump.names import CallName
-from monitor.dump.session import Backward, Session
-from monitor.dump.values import Trees, results
+from monitor.dump.session import Backward, CallName, Session
+from monitor.dump.values import Slot, Trees, results
 from monitor.failures import Failures
+from monitor.recording.backend import Target
+from monitor.recording.following import follow_inputs, follow_result, joint_name, on_several_threads
+from monitor.recording.gradient_edges import SeveralThreadsError
+from monitor.recording.protocols import Removable
+from monitor.recording.tensor_paths import HiddenError, hidden_result
 
 ADVICE = "Its entry is missing from the dump."
 
@@ -147,7 +148,10 @@ class Call:
         if self._inputs:
             given_back = self._all_given([x for x, _ in given], outputs)
             targets = {target: slots[0] for target, slots in self._inputs.items()}
-            self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
+            try:
+                self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
+            except SeveralThreadsError:
+                self._recorded.failures.warn("operations of several threads", on_several_threads(name))
 
     def _all_given(self, given: list[Any], outputs: Sequence[Any]) -> list[Any]:
         """All that it gave and that has a gradient; nothing if some of that may be hidden: sums over a part would be wrong."""
@@ -170,3 +174,38 @@ class Call:
         take = self._session.expect(backward, slot)
         guarded: Callable[[Any], None] = self._recorded.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
         return guarded
+
+
+# --- Methods that may be called on an object or on its class.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class HasLatest(Protocol):
+    """A class that knows the object of it that was made last."""
+
+    def latest(self, asked_for: str) -> Any:
+        """That object. Raises ``RuntimeError`` where there is none, with the name of the method that needs one."""
+
+
+class OnClassToo(Generic[P, R]):
+    """A method that on the class means the object that was made last.
+
+    >>> PrecisionDebugger("config.json")                # doctest: +SKIP
+    >>> PrecisionDebugger.start(model)                  # doctest: +SKIP
+    """
+
+    def __init__(self, method: Callable[Concatenate[Any, P], R]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, one: Any, kind: HasLatest) -> Callable[P, R]:
+        if one is not None:
+            return MethodType(self._method, one)
+
+        @functools.wraps(self._method)
+        def on_latest(*args: P.args, **kwargs: P.kwargs) -> R:
+            return self._method(kind.latest(self._method.__name__), *args, **kwargs)
+
+        return on_latest

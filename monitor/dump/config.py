@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from monitor.config.explain import explain, shown, spelled
+from monitor.config.errors import explain, shown, spelled
 from monitor.config.jsonc import JsonError, Path, parse
 from monitor.config.loading import ConfigError, content_of
-from monitor.config.unused import said_of, without
-from monitor.dump.unused_fields import UNUSED
+from monitor.config.unused_fields import said_of, without
 from monitor.failures import LOGGER
+
+# --- Fields of the original's ``config.json`` that this dump has no use for.
+#
+# Source: the default ``config.json`` of mindstudio-probe 26.2.0 and what its pages about it list (8.3, 26.0). A name
+# that is not in them is a typo, and an error.
+
+OTHER_TASKS: Final = (
+    "acc_check",
+    "run_ut",
+    "overflow_check",
+    "free_benchmark",
+    "grad_probe",
+    "nan_check",
+    "structure",
+    "exception_dump",
+)
+"""Sections of tasks that are not recorded here, whatever they hold."""
+
+SWITCHES: Final = ("extra_info", "async_dump", "enable_dataloader", "precision", "dump_enable")
+"""Tensors are always read as they are met, statistics are always computed in high precision, and stacks are always kept."""
+
+OF_SECTIONS: Final = {
+    "statistics": ("tensor_list", "device"),
+    "tensor": ("file_format", "backward_input", "summary_mode", "bench_path", "diff_nums"),
+}
+
+UNUSED: Final[frozenset[Path]] = frozenset(
+    {(name,) for name in (*OTHER_TASKS, *SWITCHES)}
+    | {(section, name) for section, names in OF_SECTIONS.items() for name in names}
+)
 
 TASKS: Final = ("statistics", "tensor")
 LEVELS: Final = ("L0", "L1", "mix", "debug")
@@ -170,3 +199,57 @@ def _read(name: str) -> tuple[dict[str, Any], Mapping[Path, int]]:
 
 def _listed(name: str, problems: list[str]) -> str:
     return f"{name}: {problems[0]}" if len(problems) == 1 else "\n  ".join([f"{name}: several problems", *problems])
+
+
+# --- Which calls of a step are recorded, and what of them.
+
+Direction = Literal["forward", "backward"]
+Section = Literal["input", "output"]
+
+DIRECTIONS: Final = ("forward", "backward")
+
+
+class Selection:
+    """The choice of a configuration."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self._listed = [tuple(name.split(".")) for name in chosen.names]
+        self._scope = [_of_call(name) for name in chosen.scope]
+        modes = set(chosen.data_mode) - ({"all"} if len(chosen.data_mode) > 1 else set())
+        self._directions = {mode for mode in DIRECTIONS if mode in modes} or set(DIRECTIONS)
+        self._sections = {mode for mode in ("input", "output") if mode in modes} or {"input", "output"}
+        self._inside = not self._scope
+
+    def restart(self) -> None:
+        """A step begins."""
+        self._inside = not self._scope
+
+    def begins(self, name: str) -> bool:
+        """A call begins, ``name`` that of its forward. Whether it lies in the scope."""
+        if self._scope and not self._inside and _of_call(name) == self._scope[0]:
+            self._inside = True
+        return self._inside
+
+    def ended(self, name: str) -> None:
+        """It has ended, and with it perhaps the scope."""
+        if self._scope and self._inside and _of_call(name) == self._scope[1]:
+            self._inside = False
+
+    def wants(self, direction: Direction, section: Section | None = None) -> bool:
+        """Whether anything of a direction is recorded, or a section of it."""
+        return direction in self._directions and (section is None or section in self._sections)
+
+    def lists(self, name: str, enclosing: Sequence[str]) -> bool:
+        """Whether a name is among those that were listed, or within a module that is."""
+        if not self._listed:
+            return True
+        return any(_contains(tuple(one.split(".")), part) for one in (name, *enclosing) for part in self._listed)
+
+
+def _of_call(name: str) -> tuple[str, ...]:
+    """A call's name without the direction, which a scope does not tell apart."""
+    return tuple(part for part in name.split(".") if part not in DIRECTIONS)
+
+
+def _contains(name: tuple[str, ...], part: tuple[str, ...]) -> bool:
+    return any(name[start : start + len(part)] == part for start in range(len(name) - len(part) + 1))

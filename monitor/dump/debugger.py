@@ -9,17 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from monitor.dump import points
-from monitor.dump.apis import ApiDump
-from monitor.dump.backend import DumpBackend, Interception
-from monitor.dump.calls import Recorded
+from monitor.dump import levels
+from monitor.dump.backend import DumpBackend, DumpFailures, Interception
+from monitor.dump.calls import OnClassToo, Recorded
 from monitor.dump.config import load
-from monitor.dump.errors import DumpFailures
-from monitor.dump.modules import ModuleDump, Tokens
-from monitor.dump.on_class import OnClassToo
-from monitor.dump.parameter_gradients import ParameterGradients
-from monitor.dump.session import Session
-from monitor.dump.turn import TURN
+from monitor.dump.levels import ApiDump, ModuleDump, ParameterGradients, Tokens
+from monitor.dump.session import TURN, Session
 from monitor.dump.writer import Writer
 from monitor.pipeline.process import PROCESS
 
@@ -192,7 +187,7 @@ class PrecisionDebugger:
         self._leave_to_the_parent()
         if self._is_chosen() and (session := self._opened()) is not None:
             recorded = Recorded(session, self._backend, self._failures)
-            self._failures.guarded("saving a value", points.save, of=name)(recorded, variable, name, backward=save_backward)
+            self._failures.guarded("saving a value", levels.save, of=name)(recorded, variable, name, backward=save_backward)
 
     @OnClassToo
     def set_init_step(self, step: int) -> None:

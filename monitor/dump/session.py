@@ -3,26 +3,152 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import os
+import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple
 
-from monitor.capture.hooks import HookSet
-from monitor.dump.assembly import assemble, damage_found, finish
 from monitor.dump.backend import Reader
-from monitor.dump.config import DumpConfig
-from monitor.dump.directories import begun
-from monitor.dump.measured import Leaf, Slot
-from monitor.dump.names import CallName
-from monitor.dump.selection import Section, Selection
-from monitor.dump.stacks import Stacks
-from monitor.dump.values import file_name, filled
+from monitor.dump.config import DumpConfig, Section, Selection
+from monitor.dump.files import FILE, MAIN, Records, assemble, damage_found, finish, is_written
+from monitor.dump.values import Leaf, Slot, file_name, filled
 from monitor.dump.writer import DATA, Entry, Writer
 from monitor.failures import Failures
+from monitor.recording.module_info import MACHINERY, MAX_FRAMES
+from monitor.recording.protocols import HookSet
+
+# --- Who sees the calls of APIs: one debugger at a time, since each would stand in the way of the other and be seen by it.
+
+
+class Turn:
+    """Is had by one object of a process, as long as it lives."""
+
+    def __init__(self) -> None:
+        self._holder: weakref.ref[object] | None = None
+        self._pid = 0
+
+    def refuse_another(self, holder: object) -> None:
+        """Raises ``RuntimeError`` if somebody else has it."""
+        now = self._holder() if self._holder is not None and self._pid == os.getpid() else None
+        if now is not None and now is not holder:
+            said = "another PrecisionDebugger records the calls of APIs (level L1 or mix)"
+            raise RuntimeError(f"{said}: call its stop() before this start().")
+
+    def take(self, holder: object) -> None:
+        self._holder, self._pid = weakref.ref(holder), os.getpid()
+
+    def give_back(self, holder: object) -> None:
+        if self._holder is not None and self._holder() is holder:
+            self._holder = None
+
+
+TURN: Final = Turn()
+"""A framework's functions are there once in a process."""
+
+# --- The directory of a rank's step, and what stands in it when it is begun.
+
+
+def begun(directory: Path, failures: Failures) -> Records:
+    """The directory is there, with records that are this process's own. What another process has left is set aside.
+
+    Raises:
+        BlockingIOError: Another process writes there.
+        OSError: It cannot be made.
+    """
+    try:
+        _set_aside(directory, failures)
+        directory.mkdir(parents=True, exist_ok=True)
+        return Records(directory / FILE)
+    except BlockingIOError:
+        said = f"another process writes to {directory}: give each process a number of its own, start(rank_id=...)"
+        raise BlockingIOError(said) from None
+
+
+def _set_aside(directory: Path, failures: Failures) -> None:
+    records = directory / FILE
+    left = os.path.lexists(records)
+    if left and is_written(records):
+        raise BlockingIOError
+    if not left and not any(os.path.lexists(directory / name) for name in MAIN):
+        return
+    aside = _free(directory)
+    aside.parent.mkdir(exist_ok=True)
+    directory.rename(aside)
+    directory.mkdir()  # where what is said is written, too
+    held = "what a process had recorded that was killed" if left else "the dump of an earlier run"
+    todo = ": trainermon dump-recover makes its files." if left else "."
+    failures.warn(f"set aside {aside}", f"{directory} held {held}. It is in {aside} now{todo}")
+
+
+def _free(directory: Path) -> Path:
+    """``step0.left1/rank0`` for ``step0/rank0``: no step of the dump."""
+    step = directory.parent
+    places = (step.with_name(f"{step.name}.left{n}") / directory.name for n in itertools.count(1))
+    return next(place for place in places if not os.path.lexists(place))
+
+
+# --- What calls are called in the files.
+
+
+class CallName(NamedTuple):
+    """A call among those of its step.
+
+    Attributes:
+        base: ``Module.conv1.Conv2d`` of a module, ``Functional.relu`` of an API.
+        number: How many calls of the same came before.
+        of_module: Modules have the direction before the number, APIs behind it.
+    """
+
+    base: str
+    number: int
+    of_module: bool
+
+    def of(self, direction: str) -> str:
+        """The name of its forward or its backward."""
+        return f"{self.base}.{direction}.{self.number}" if self.of_module else f"{self.base}.{self.number}.{direction}"
+
+
+# --- The Python stacks that calls come from. A program has few: each is spelled once, and a number afterwards.
+
+_Key = tuple[tuple[CodeType, int], ...]
+
+
+class Stacks:
+    """The stacks of a step."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[_Key, int] = {}
+        self._unused = itertools.count()
+
+    def here(self) -> tuple[int, list[str] | None]:
+        """The number of the stack that leads here, and where it is new its frames, innermost first."""
+        key = _frames(sys._getframe(1))
+        number = self._numbers.get(key)
+        if number is not None:
+            return number, None
+        number = self._numbers[key] = next(self._unused)  # two threads that meet here have one each
+        return number, [_spelled(code, line) for code, line in key]
+
+
+def _frames(frame: FrameType | None) -> _Key:
+    """Those of the user's program and of libraries, without ours and the machinery that calls modules."""
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < MAX_FRAMES:
+        if not str(frame.f_globals.get("__name__", "")).startswith(MACHINERY):
+            found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _spelled(code: CodeType, line: int) -> str:
+    return f"File {code.co_filename}, line {line}, in {code.co_name}, \n {linecache.getline(code.co_filename, line).strip()}"
 
 
 class Backward:

@@ -11,10 +11,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import index_in  # type: ignore[attr-defined]
 
-from monitor.merge.arrow_files import read_file
+from monitor.merge.arrow_tables import NONE, Texts, read_file
 from monitor.merge.survey import UNKNOWN
-from monitor.merge.texts import NONE, Texts
-from monitor.sinks.measurements import TEXT
+from monitor.sinks.arrow import TEXT
 
 Index = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -13,12 +13,20 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from monitor.merge.errors import MergeError
+from monitor.coordinator.identity import RankDirectory
+from monitor.coordinator.manifest_format import (
+    MANIFEST_FILE,
+    ManifestError,
+    ManifestRecord,
+    Natural,
+    Record,
+    parsed,
+    read_manifest,
+)
+from monitor.coordinator.resume import Span, in_order
+from monitor.coordinator.series_file import MeasuredSeries, read_series
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.matching import matched
-from monitor.ranks.names import RankDirectory
-from monitor.ranks.records import MANIFEST_FILE, ManifestError, ManifestRecord, Natural, Record, parsed, read_manifest
-from monitor.ranks.resume import Span, in_order
-from monitor.ranks.series_file import MeasuredSeries, read_series
 
 NO_END: Final = 2**63 - 1
 

@@ -1,8 +1,8 @@
 """Which directories of one launch are of the same recording, where ranks began unequal numbers of them.
 
-Ranks agree on a job id for each model by what is the same on all ranks (``monitor.ranks.roles``). Where a rank watches one more
-model that looks like another's (an average of the weights, not wrapped either), that id goes by how many came before, and is
-another on each rank. All manifests together tell more: the names of the parameters, and who has how many of them.
+Ranks agree on a job id for each model by what is the same on all ranks (``monitor.coordinator.manifest_format``). Where a rank
+watches one more model that looks like another's (an average of the weights, not wrapped either), that id goes by how many came
+before, and is another on each rank. All manifests together tell more: the names of the parameters, and which rank has how many.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from monitor.merge.discovery import RankRun
+
 
 Runs = tuple["RankRun", ...]
 

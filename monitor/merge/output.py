@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,13 +17,57 @@ from pyarrow.csv import ConvertOptions, ParseOptions, read_csv, write_csv  # typ
 from pyarrow.parquet import read_table as read_parquet
 from pyarrow.parquet import write_table as write_parquet
 
-from monitor.merge.columns import Columns
 from monitor.series import CALL_KIND
-from monitor.sinks.measurements import TEXT
-from monitor.sinks.planes import LEVEL, compressed
-from monitor.stats.features import FEATURES
+from monitor.sinks.arrow import FILLED, HISTOGRAM, PARTIALS, SUMS, TEXT
+from monitor.stats.features import FEATURES, own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
-from monitor.stats.ops import CALLS, NUMERIC_OPS
+from monitor.stats.ops import CALLS, NUMERIC_OPS, is_of
+
+# --- What there is of the rows of a kind, in shards and in merged tables.
+
+Fields = Iterable[tuple[str, pa.DataType]]
+
+_PARTIALS: Final = [(name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Of one kind.
+
+    Attributes:
+        ops: In the order in which they stand in merged tables: of features their own columns. ``magnitude_histogram`` is text
+            there, and as a number how many elements were counted.
+        histogram: Whether rows may have a histogram of magnitudes.
+    """
+
+    kind: str
+    ops: tuple[str, ...] = NUMERIC_OPS
+    histogram: bool = False
+
+    @classmethod
+    def of(cls, kind: str, *, histograms: bool) -> Columns:
+        """Args: histograms: Whether the job has counted magnitudes."""
+        own = own_columns(kind)
+        if own or not histograms or not is_of(MAGNITUDES, kind):
+            return cls(kind, own or NUMERIC_OPS)
+        return cls(kind, (*NUMERIC_OPS, *LOSSES, MAGNITUDES), histogram=True)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Those of the ops that are numbers."""
+        return tuple(op for op in self.ops if op != MAGNITUDES)
+
+    def exact(self, identity: Fields) -> pa.Schema:
+        """Of rows whose partials are known."""
+        return pa.schema([*identity, *_PARTIALS, *self._histogram()])
+
+    def rounded(self, identity: Fields) -> pa.Schema:
+        """Of rows of which only ops were kept; null is what is not known."""
+        return pa.schema([*identity, *((op, pa.float64()) for op in self.numbers), *self._histogram()])
+
+    def _histogram(self) -> list[tuple[str, pa.DataType]]:
+        return [(HISTOGRAM, FILLED)] if self.histogram else []
+
 
 Format = Literal["hdf5", "csv", "parquet"]
 
@@ -120,7 +165,7 @@ def _write_hdf5(rows: pa.Table, path: Path) -> None:
     """A dataset a column. Of text, numbers that stand for what is in ``{column}_values``. Where something is missing,
     ``{column}_missing`` is 1.
     """
-    with h5py.File(path, "w") as file:
+    with h5py.File(path, "w", rdcc_nbytes=0) as file:
         for name in rows.column_names:
             column = rows[name].combine_chunks()
             if pa.types.is_dictionary(column.type):
@@ -134,18 +179,8 @@ def _write_hdf5(rows: pa.Table, path: Path) -> None:
 
 
 def _dataset(file: h5py.File, name: str, values: NDArray[Any]) -> None:
-    """Chunks are compressed here, and not by the library, which would spend most of the time on digits that are noise."""
-    if not len(values):
-        file.create_dataset(name, data=values)
-        return
-    chunk = min(len(values), CHUNK_ROWS)
-    options = {"compression": "gzip", "compression_opts": LEVEL, "shuffle": True}
-    dataset = file.create_dataset(name, values.shape, values.dtype, chunks=(chunk,), **options)
-    for start in range(0, len(values), chunk):
-        part = values[start : start + chunk]
-        if len(part) < chunk:
-            part = np.concatenate([part, np.zeros(chunk - len(part), dtype=values.dtype)])
-        dataset.id.write_direct_chunk((start,), compressed(part))
+    chunked = {"chunks": (min(len(values), CHUNK_ROWS),), "shuffle": True, "compression": "lzf"} if len(values) else {}
+    file.create_dataset(name, data=values, **chunked)
 
 
 def _read_hdf5(path: Path) -> pa.Table:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from monitor.merge.copies import Disagreement
+from monitor.coordinator.manifest_format import StepsRecord
+from monitor.coordinator.resume import collected_every, newest_step, steps_between
+from monitor.coordinator.step_ranges import StepRange, StepRanges, without_pairs
+from monitor.merge.combine import NOT_RECORDED, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
-from monitor.merge.missing import NOT_RECORDED
-from monitor.merge.reduction import Outcome
-from monitor.ranks.history import collected_every, newest_step, steps_between
-from monitor.ranks.ranges import StepRange, StepRanges, without_pairs
-from monitor.ranks.records import StepsRecord
+from monitor.merge.replicas import Disagreement
 from monitor.series import NO_MICRO_STEP
 
 MOST_LISTED: Final = 1000

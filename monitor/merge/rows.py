@@ -13,16 +13,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from monitor.merge.arrow_tables import Texts, order_by
 from monitor.merge.catalogue import Catalogue
-from monitor.merge.columns import Columns
-from monitor.merge.ordering import order_by
-from monitor.merge.reading import is_exact
+from monitor.merge.gather import is_exact
+from monitor.merge.output import Columns
 from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
-from monitor.merge.texts import Texts
 from monitor.series import ACTIVATION_KINDS, NO_MICRO_STEP
-from monitor.sinks.bins import HISTOGRAM, counts_of
-from monitor.sinks.measurements import PARTIALS
+from monitor.sinks.arrow import HISTOGRAM, PARTIALS, counts_of
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
 from monitor.stats.ops import CALLS
@@ -90,7 +88,7 @@ def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue, kep
     """The rows of these tables in order of steps, of one step as the tables stand.
 
     Args:
-        tables: In order of ranks, as ``monitor.merge.reading.read`` gives them.
+        tables: In order of ranks, as ``monitor.merge.gather.read`` gives them.
         ranks: Of each directory of the job.
     """
     found = _Gathering(tables)

@@ -15,14 +15,13 @@ from typing import Final
 
 import pyarrow as pa
 
-from monitor.merge.arrow_files import write_file
+from monitor.coordinator.manifest_format import ManifestError
+from monitor.coordinator.series_file import MeasuredSeries
+from monitor.merge.arrow_tables import write_file
 from monitor.merge.discovery import RankRun, SetAside
-from monitor.merge.shards import Shard, shards_in
-from monitor.placement import Placement, Ranks
-from monitor.ranks.records import ManifestError
-from monitor.ranks.series_file import MeasuredSeries
-from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND
-from monitor.sinks.measurements import TEXT
+from monitor.merge.read_shards import Shard, shards_in
+from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Placement, Ranks
+from monitor.sinks.arrow import TEXT
 
 UNKNOWN: Final = -1
 

@@ -1,12 +1,11 @@
 """The monitor for MindSpore."""
 
 try:
-    from monitor.capture.errors import RunEnded
-    from monitor.mindspore.callback import MonitorCallback
-    from monitor.mindspore.dump.callback import MsprobeInitStep, MsprobeStep
+    from monitor.mindspore.callbacks import MonitorCallback, MsprobeInitStep, MsprobeStep
+    from monitor.mindspore.dump.backend import seed_all
     from monitor.mindspore.dump.debugger import PrecisionDebugger
-    from monitor.mindspore.dump.seeding import seed_all
     from monitor.mindspore.trainer_mon import TrainerMon
+    from monitor.recording.protocols import RunEnded
 except ModuleNotFoundError as error:
     if error.name != "mindspore":  # MindSpore is installed, and another module is missing
         raise

@@ -1,4 +1,4 @@
-"""What MindSpore brings to what is common: see ``monitor.capture.backend``."""
+"""What MindSpore brings to what is common: see ``monitor.recording.backend``."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from typing import Any
 
 from mindspore import nn
 
-from monitor.capture import arguments
-from monitor.capture.backend import Graph
-from monitor.capture.clock import Clock
-from monitor.capture.features.reading import Reading
-from monitor.capture.leaves import Leaves
-from monitor.capture.names import NamedParts
+from monitor.coordinator.store import ASKED_PER_SECOND
 from monitor.failures import LOGGER, Failures
-from monitor.mindspore import input_gradients
-from monitor.mindspore.calls import Calls
-from monitor.mindspore.collectives.installing import communication
-from monitor.mindspore.features import reading
-from monitor.mindspore.frameworks.recognition import framework_of
+from monitor.mindspore import calls, features_reading
+from monitor.mindspore.activations import ModuleCollector
+from monitor.mindspore.calls import Calls, in_backward, observable, refuse_graph_mode, trains
+from monitor.mindspore.collectives import communication
+from monitor.mindspore.frameworks import framework_of
 from monitor.mindspore.gradients import GradientCollector
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
-from monitor.mindspore.input_gradients import in_backward
-from monitor.mindspore.leaves import LEAVES
-from monitor.mindspore.modes import observable, refuse_graph_mode, trains
-from monitor.mindspore.modules import ModuleCollector
-from monitor.mindspore.place import group_ranks, has_others, initialized, is_settled, place, versions
+from monitor.mindspore.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.mindspore.recorder import Recorder
-from monitor.mindspore.tensors import activation_placement, computing, layout_of, placement_of
-from monitor.mindspore.updates.updates import new_updates
-from monitor.ranks.store import ASKED_PER_SECOND
+from monitor.mindspore.tensors import LEAVES, activation_placement, computing, layout_of, placement_of
+from monitor.mindspore.updates import new_updates
+from monitor.recording import protocols
+from monitor.recording.backend import Graph
+from monitor.recording.features.reading import Reading
+from monitor.recording.model_names import NamedParts
+from monitor.recording.step_clock import Clock
+from monitor.recording.tensor_paths import Leaves
 
 __all__ = [
     "activation_placement",
@@ -65,9 +61,9 @@ __all__ = [
     "versions",
 ]
 
-graph: Graph = input_gradients
+graph: Graph = calls
 leaves: Leaves = LEAVES
-reading_of_features: Reading = reading
+reading_of_features: Reading = features_reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = in_backward
 
@@ -83,7 +79,7 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
         TypeError: Something in it is no cell.
         ValueError: Nothing can be recorded, since everything is compiled.
     """
-    chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
+    chunks = protocols.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
     refuse_graph_mode()
     for chunk in chunks:
         if said := observable(chunk).told():

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from monitor.capture import gradients
-from monitor.capture.clock import Clock
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.mindspore import tensors
-from monitor.mindspore.frameworks.framework import Framework
+from monitor.mindspore.frameworks import Framework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.reductions import Reductions
-from monitor.ranks.ownership import Ownership
+from monitor.recording import gradients
+from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.recording.protocols import Removable
+from monitor.recording.step_clock import Clock
 
 NOT_SUMMED: Final = (
     "each backward hands out a gradient of its own, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "
@@ -88,7 +88,7 @@ class GradientCollector(gradients.GradientCollector):
         if self._not_reduced:
             self._note("grad_reduced", self._not_reduced)
         if not self._each_micro_step and self._clock.micro_steps > 1:
-            self._note("grad_unreduced", NOT_SUMMED)
+            self.say_of_local(NOT_SUMMED)
 
     def end_turn(self, held: Among) -> None:
         super().end_turn(held)

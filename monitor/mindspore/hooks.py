@@ -15,8 +15,8 @@ from typing import Any, Final
 from mindspore import Tensor, nn
 from mindspore.ops import constexpr
 
-from monitor.capture.hooks import Removable
 from monitor.failures import LOGGER
+from monitor.recording.protocols import Removable
 
 _COMPILED: Final = False
 """As everybody sees it but the compiler, which takes the word of a comment for it."""
@@ -94,3 +94,19 @@ def _say_once() -> None:
 
 def _discard(_: object) -> None:
     """A hook that returned something would replace what the cell is given, or gives."""
+
+
+# --- Whether MindSpore compiles what is called, wherever a version keeps the answer.
+
+__all__ = ["jit_context"]
+
+try:
+    from mindspore.graph.jit_context import jit_context
+except ImportError:  # before 2.9
+    try:
+        from mindspore.common.jit_context import jit_context
+    except ImportError:  # where nothing is traced
+
+        def jit_context() -> Any:
+            """None: nothing is being traced."""
+            return None

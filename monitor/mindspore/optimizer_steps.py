@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from mindspore import Tensor, nn
 
-from monitor.capture.backend import StepListener
-from monitor.capture.hooks import HookSet
 from monitor.failures import Failures
 from monitor.mindspore.hooks import after_forward, before_forward
+from monitor.recording.backend import StepListener
+from monitor.recording.protocols import HookSet
 
 
 class Given(Protocol):

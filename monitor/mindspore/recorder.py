@@ -14,19 +14,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 
-from monitor.capture import recorder
-from monitor.capture.recorder import Device, Watched
 from monitor.mindspore.tensors import computing, dtype_name
+from monitor.recording import recorder
+from monitor.recording.recorder import Device, Watched
 from monitor.series import SeriesTable
-from monitor.stats.host_memory import HostPage
-from monitor.stats.mindspore_arithmetic import on_the_host
-from monitor.stats.mindspore_device_kernel import DeviceKernel, combined
-from monitor.stats.mindspore_host_kernel import HostKernel
-from monitor.stats.mindspore_magnitudes import count_magnitudes
-from monitor.stats.mindspore_memory import DevicePage
-from monitor.stats.mindspore_modes import beneath
-from monitor.stats.mindspore_tensors import has_data, on_host
-from monitor.stats.numpy_tensors import Raw
+from monitor.stats.host.array_kernel import Raw
+from monitor.stats.host.native import HostPage
+from monitor.stats.mindspore.arithmetic import on_the_host
+from monitor.stats.mindspore.kernels import DeviceKernel, HostKernel, combined
+from monitor.stats.mindspore.tensors import DevicePage, beneath, count_magnitudes, has_data, on_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import Page, PageMemory
 
@@ -53,10 +49,7 @@ class Recorder(recorder.Recorder):
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
 
-    def _settle(self) -> None:
-        """Every row is entered when it is read."""
-
-    def _forget_step(self, *, settled: bool) -> None:
+    def _forget_step(self) -> None:
         """Nothing is remembered of a step."""
 
     def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:

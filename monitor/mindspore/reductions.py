@@ -18,16 +18,14 @@ from typing import Any, Final
 import numpy as np
 from mindspore import Tensor, communication, nn
 
-from monitor.capture.patches import CallListener, CallPatch
+from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
-from monitor.mindspore.collectives.completion import Handle
-from monitor.mindspore.collectives.interception import INTERCEPTION, CollectiveListener
-from monitor.mindspore.collectives.operators import Kernel, Operator
-from monitor.mindspore.place import has_others, is_settled
-from monitor.placement import Ranks
-from monitor.ranks.ownership import Ownership, reaches
-from monitor.stats.mindspore_arithmetic import on_the_host
-from monitor.stats.mindspore_tensors import on_host
+from monitor.mindspore.collective_operators import INTERCEPTION, CollectiveListener, Handle, Kernel, Operator
+from monitor.mindspore.process_group import has_others, is_settled
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.series import Ranks
+from monitor.stats.mindspore.arithmetic import on_the_host
+from monitor.stats.mindspore.tensors import on_host
 from monitor.stats.partials import Floats
 
 SUMS: Final = frozenset({"all_reduce"})

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
+from mindspore import Tensor, nn
+from mindspore._c_expression import typing
 from mindspore.common import _no_grad
 
-from monitor.placement import LOCAL, Placement
+from monitor.recording.tensor_paths import Leaves
+from monitor.series import LOCAL, Placement
 
 
 @contextmanager
@@ -40,3 +43,8 @@ def activation_placement(x: Any) -> Placement:
 def dtype_name(dtype: Any) -> str:
     """As rows have it: ``mindspore.float32``."""
     return f"mindspore.{str(dtype).lower()}"
+
+
+# --- The tensors in a cell's arguments and results.
+
+LEAVES: Final = Leaves(Tensor, (nn.Cell, typing.Type))

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from mindspore import nn
 
-from monitor.capture import trainer_mon
-from monitor.capture.backend import Backend
 from monitor.mindspore import backend
+from monitor.recording import trainer_mon
+from monitor.recording.backend import Backend
 
 
 class TrainerMon(trainer_mon.TrainerMon):

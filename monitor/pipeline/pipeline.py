@@ -11,11 +11,8 @@ from typing import Final, Generic, TypeVar
 
 from monitor.failures import Failures
 from monitor.pipeline.delivery import Arranged, Delivery
-from monitor.pipeline.gaps import Gaps
-from monitor.pipeline.patience import Patience
-from monitor.pipeline.ring import Ring
-from monitor.pipeline.sealed import Journal, Sealed
-from monitor.pipeline.watcher import Watcher
+from monitor.pipeline.protocols import Journal, Sealed, Watcher
+from monitor.pipeline.step_queue import Gaps, Patience, Ring
 from monitor.pipeline.writer import Writer
 from monitor.sinks.protocol import Sink
 from monitor.stats.rows import StepRows

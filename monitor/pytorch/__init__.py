@@ -1,10 +1,10 @@
 """The monitor for PyTorch."""
 
 try:
-    from monitor.capture.errors import RunEnded
+    from monitor.pytorch.dump.backend import seed_all
     from monitor.pytorch.dump.debugger import PrecisionDebugger
-    from monitor.pytorch.dump.seeding import seed_all
     from monitor.pytorch.trainer_mon import TrainerMon
+    from monitor.recording.protocols import RunEnded
 except ModuleNotFoundError as error:
     if error.name != "torch":  # torch is installed, and another module is missing
         raise

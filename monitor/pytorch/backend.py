@@ -1,4 +1,4 @@
-"""What PyTorch brings to what is common: see ``monitor.capture.backend``."""
+"""What PyTorch brings to what is common: see ``monitor.recording.backend``."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from monitor.capture import arguments
-from monitor.capture.backend import Graph
-from monitor.capture.clock import Clock
-from monitor.capture.features.reading import Reading
-from monitor.capture.hooks import Removable
-from monitor.capture.leaves import Leaves
-from monitor.capture.names import NamedParts
-from monitor.dynamic.pace import ASKED_PER_SECOND
+from monitor.dynamic.step_boundary import ASKED_PER_SECOND
 from monitor.failures import Failures
-from monitor.pytorch import hooks, input_gradients
+from monitor.pytorch import calls, hooks
+from monitor.pytorch.activations import ModuleCollector
 from monitor.pytorch.calls import Calls, recomputing
-from monitor.pytorch.collectives.installing import communication
+from monitor.pytorch.collectives.recording import communication
 from monitor.pytorch.compiled.hooks import TracedHook
-from monitor.pytorch.compiled.observers import Called, device_of
 from monitor.pytorch.compiled.operators import TRACEABLE, Observed
+from monitor.pytorch.compiled.tracing import Called, device_of
 from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.pipelining import rehearsing
 from monitor.pytorch.frameworks.recognition import framework_of
 from monitor.pytorch.gradients import GradientCollector
 from monitor.pytorch.hooks import takes_hooks
-from monitor.pytorch.leaves import LEAVES
-from monitor.pytorch.modules import ModuleCollector
-from monitor.pytorch.place import group_ranks, has_others, initialized, is_settled, place, versions
+from monitor.pytorch.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.pytorch.recorder import Recorder
-from monitor.pytorch.tensors import activation_placement, computing, layout_of, placement_of
-from monitor.pytorch.updates.updates import new_updates
+from monitor.pytorch.tensors import LEAVES, activation_placement, computing, layout_of, placement_of
+from monitor.pytorch.updates import new_updates
+from monitor.recording import protocols
+from monitor.recording.backend import Graph
+from monitor.recording.features.reading import Reading
+from monitor.recording.model_names import NamedParts
+from monitor.recording.protocols import Removable
+from monitor.recording.step_clock import Clock
+from monitor.recording.tensor_paths import Leaves
 
 __all__ = [
     "activation_placement",
@@ -69,7 +68,7 @@ __all__ = [
     "versions",
 ]
 
-graph: Graph = input_gradients
+graph: Graph = calls
 leaves: Leaves = LEAVES
 reading_of_features: Reading = reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
@@ -82,7 +81,7 @@ optimizer_expected: str = "a torch.optim.Optimizer, or a wrapper that keeps one 
 
 def chunks_of(model: Any) -> Sequence[nn.Module]:
     """The chunks of a virtual pipeline, or the one module as a list of itself. Raises ``TypeError`` and ``ValueError``."""
-    return arguments.chunks_of(model, nn.Module, "torch.nn.Module")
+    return protocols.chunks_of(model, nn.Module, "torch.nn.Module")
 
 
 def parts(chunk: nn.Module) -> NamedParts:

@@ -2,31 +2,121 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from monitor.capture import gradients
-from monitor.capture.clock import Clock
-from monitor.capture.gradients import NOT_ACCUMULATED
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.pytorch import tensors
-from monitor.pytorch.after_backward import AfterBackward, LeftGradient
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import first_after_accumulation
-from monitor.pytorch.place import has_others
+from monitor.pytorch.hooks import first_after_accumulation, untraced, when_backward_ends
+from monitor.pytorch.process_group import has_others
 from monitor.pytorch.recorder import Recorder
-from monitor.pytorch.reductions import Reductions
-from monitor.pytorch.untraced import untraced
-from monitor.ranks.ownership import Ownership
+from monitor.pytorch.reductions.seen import Reductions
+from monitor.recording import gradients
+from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY
+from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.recording.protocols import Removable
+from monitor.recording.step_clock import Clock
+
+# --- What becomes of gradients between the end of backward and the optimizer's step: clipping, above all.
+#
+# The place where they are read is the step, so a loop that clips has done it by then. A reducer that writes to
+# gradients inside backward is no such change, and most of them do: what counts is the version of a gradient when
+# backward, the reducer's part of it included, has ended.
+
+MOST_SENTINELS: Final = 4
+"""Gradients that are looked at: who clips, clips all of them."""
+
+
+class LeftGradient:
+    """A gradient as it was left, to tell later whether anybody has replaced or changed it since.
+
+    Of a view, what it is a view of counts: FSDP makes new views of one gradient after every micro-batch. Changes behind the
+    version (``p.grad.data``) are not seen.
+    """
+
+    __slots__ = ("_gradient", "_version")
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = weakref.ref(_whole(gradient))
+        self._version = gradient._version
+
+    def stands_in(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self._gradient() is _whole(gradient)
+
+    def is_intact(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self.stands_in(gradient) and gradient._version == self._version
+
+
+class AfterBackward:
+    """Follows the first and the last gradients of each backward of a step."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._task = -1
+        self._latest: NamedParameter | None = None
+        self._sentinels: dict[NamedParameter, LeftGradient | None] = {}
+
+    def begin_step(self) -> None:
+        self._latest = None
+        self._sentinels.clear()
+
+    def arrived(self, parameter: NamedParameter) -> None:
+        """Backward has come to a parameter."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._sentinels = dict.fromkeys(self._sentinels)  # should this backward not come to its end
+            self._add(parameter)
+            when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
+        self._latest = parameter
+
+    def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: Among = None) -> bool:
+        """Whether a gradient that is about to be read was written to since backward has ended.
+
+        Args:
+            reduced: Finds what is about to be read. Where that is not what backward has left, nothing is known.
+            held: The parameters that are about to be read.
+        """
+        for parameter, left in self._sentinels.items():
+            gradient = None if left is None or (held is not None and parameter not in held) else reduced(parameter)
+            if left is not None and left.stands_in(gradient) and not left.is_intact(gradient):
+                return True
+        return False
+
+    def _add(self, parameter: NamedParameter) -> None:
+        if len(self._sentinels) < MOST_SENTINELS:
+            self._sentinels.setdefault(parameter)
+
+    def _ended(self) -> None:
+        """Later backwards of a step add to the gradients of earlier ones, so all are looked at anew."""
+        self._task = -1
+        if self._latest is not None:
+            self._add(self._latest)
+        for parameter in self._sentinels:
+            gradient = parameter.tensor.grad
+            self._sentinels[parameter] = None if gradient is None else LeftGradient(gradient)
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    base: Tensor | None = gradient._base
+    return gradient if base is None else base
+
 
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "
     "row holds what the optimizer was given"
+)
+SUMMED_ADVICE: Final = (
+    "In step {} the gradient of {} may already have been a sum over data-parallel ranks when it was accumulated. A hook of "
+    "Tensor.register_hook that reduces has this effect. Such gradients have no grad_unreduced. Reduce them in "
+    "register_post_accumulate_grad_hook or after backward to have the rows."
 )
 UNSCALED: Final = "divided by loss_scale"
 STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
@@ -68,9 +158,10 @@ class GradientCollector(gradients.GradientCollector):
         self._parameters = self._unreduced.parameters
         self._left: dict[NamedParameter, LeftGradient] = {}
         self._read: set[NamedParameter] = set()
+        self._said_summed = False
+        self._summed: set[NamedParameter] = set()
         self._after_backward = AfterBackward(failures)
         self._scaling = ""
-        self._said: dict[str, None] = {}
         self._reductions = Reductions(framework, ownership, failures, self._reduced.parameters)
         caught = framework.catch_unreduced(self._parameters, self, failures)
         if caught is not None:
@@ -87,10 +178,15 @@ class GradientCollector(gradients.GradientCollector):
         super().begin_step()
         self._left.clear()
         self._read.clear()
+        self._summed.clear()
         self._after_backward.begin_step()
         self._scaling = ""
         if len(self._reduced):
             self._reductions.begin_step()
+
+    def pause(self) -> None:
+        super().pause()
+        self._reductions.pause()
 
     def forward_begins(self, root: nn.Module) -> None:
         self._reductions.forward_begins(root)
@@ -152,7 +248,7 @@ class GradientCollector(gradients.GradientCollector):
         if gradient is None:
             return
         self._arrives(parameter, gradient)
-        if parameter in self._stepped:
+        if parameter in self._stepped or parameter in self._summed:
             return
         if self._clock.micro_steps == 1 and not self._each_micro_step:  # nothing to count or to follow
             self._unreduced.record(parameter, gradient)
@@ -164,7 +260,7 @@ class GradientCollector(gradients.GradientCollector):
         if self._framework.tells_twice and complete is self._each_micro_step:
             return
         self._arrives(parameter, gradient)
-        if parameter in self._stepped:
+        if parameter in self._stepped or parameter in self._summed:
             return
         if complete and not self._each_micro_step:
             self._unreduced.record(parameter, gradient)
@@ -174,8 +270,17 @@ class GradientCollector(gradients.GradientCollector):
 
     def _arrives(self, parameter: NamedParameter, gradient: Tensor) -> None:
         self._after_backward.arrived(parameter)
-        if self._reductions.follows:
-            self._reductions.arrived(parameter, gradient)
+        if self._reductions.follows and self._reductions.arrived(parameter, gradient):
+            self._is_summed(parameter)
+
+    def _is_summed(self, parameter: NamedParameter) -> None:
+        """What has arrived is no longer this rank's alone, nor is what later backwards of the step add to."""
+        self._summed.add(parameter)
+        self._left.pop(parameter, None)
+        if not self._said_summed and parameter not in self._stepped:
+            self._said_summed = True
+            self.say_of_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
+            self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
 
     def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
         micro_step = self._micro_step(parameter)
@@ -192,7 +297,7 @@ class GradientCollector(gradients.GradientCollector):
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
         if before is not None and not before.stands_in(gradient):
-            self._note("grad_unreduced", NOT_ACCUMULATED)
+            self.say_of_local(NOT_ACCUMULATED)
         self._left[parameter] = LeftGradient(gradient)
 
     def _finish_short_accumulation(self, held: Among) -> None:

@@ -6,14 +6,54 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from types import FunctionType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from monitor.capture.hooks import Removable
-from monitor.pytorch.untraced import not_compiled_alone
+from monitor.recording import patches
+from monitor.recording.protocols import Removable
+
+# --- Functions of ours in the place of torch's own: a compiler is to find them as opaque as what they stand for.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """``function``, which a compiler neither looks into nor compiles, nor anything that it calls.
+
+    ``torch.compiler.disable`` does the same with a wrapper that costs every call a microsecond, and imports the compiler.
+    """
+    strategy = _skip_with_all_it_calls()
+    if strategy is None:
+        disabled: F = torch.compiler.disable(function)
+        return disabled
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def not_compiled_alone(function: F) -> F:
+    """``function``, which a compiler does not compile as a piece of its own where it comes to it between two graphs: there it
+    runs as it is. Within what is compiled it is traced.
+    """
+    strategy = _skip_with_all_it_calls()
+    if strategy is not None:
+        torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def _skip_with_all_it_calls() -> Any:
+    """None where this version of torch has no such thing."""
+    frames: Any = torch._C._dynamo.eval_frame
+    try:
+        return frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    except AttributeError:
+        return None
 
 
 class ModuleHook:
@@ -82,6 +122,25 @@ def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Rem
     return removable
 
 
+class HooksOfLoop(NamedTuple):
+    """Whether hooks of the training loop on a parameter see its gradient before and after it is accumulated.
+
+    Those that are registered on the node of autograd do not show.
+    """
+
+    before: bool
+    after: bool
+
+
+NO_HOOKS: Final = HooksOfLoop(before=False, after=False)
+
+
+def hooks_of_loop(parameter: Any) -> HooksOfLoop:
+    """Of a parameter that has one hook of ours, after accumulation."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return HooksOfLoop(bool(getattr(parameter, "_backward_hooks", None)), after is not None and len(after) > 1)
+
+
 def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
     """Give a hook a number that the same hook has in every module: torch counts them, and a compiler compiles code for each
     number of a hook that is always called, so that layers could not share theirs.
@@ -90,3 +149,30 @@ def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
     for hooks in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
         hooks[number] = hooks.pop(handle.id)  # type: ignore[assignment]
     handle.id = number
+
+
+# --- Patches of torch's own functions, which its compiler meets.
+
+
+class TorchCallPatch(patches.CallPatch):
+    """Where a compiler could not look into the function, it does not look into what stands in its place."""
+
+    def _opaque(self, patched: Any, original: Any) -> Any:
+        return patched if isinstance(original, FunctionType) else untraced(patched)
+
+
+# --- The end of the backward in progress, before whoever called it goes on.
+
+
+def when_backward_ends(then: Callable[[], None]) -> None:
+    """Call ``then`` after what a reducer has asked for at the end of the backward in progress.
+
+    The engine makes its final calls in the order in which they were asked for. A reducer asks when its last gradient has
+    arrived, which is after the first; so this asks for another one when it is called itself.
+    """
+    _queue(lambda: _queue(then))
+
+
+def _queue(call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # where no engine runs the backward: in compiled code
+        Variable._execution_engine.queue_callback(call)

@@ -6,28 +6,91 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.capture import recorder
-from monitor.capture.recorder import Device, Watched
-from monitor.pytorch.captured import Places
-from monitor.pytorch.compiled.values import NO_VALUE
+from monitor.pytorch.compiled.operators import NO_VALUE
+from monitor.recording import recorder
+from monitor.recording.recorder import Device, Watched
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.host_memory import HostPage
-from monitor.stats.native import Reduce
+from monitor.stats.host.native import HostPage, Reduce
 from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, Slot
-from monitor.stats.torch_copies import Copies
-from monitor.stats.torch_fused_list import is_listed
-from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_magnitudes import count_magnitudes, count_magnitudes_there
-from monitor.stats.torch_memory import DevicePage, write_histogram, write_numbers
-from monitor.stats.torch_modes import KEYS_ABOVE_US, unseen
-from monitor.stats.torch_op import Listed, reduce_into, reduce_listed
-from monitor.stats.torch_tensors import has_memory, is_plain, local_shard, plain_address
+from monitor.stats.torch.dispatch import Listed, reduce_into, reduce_listed
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.magnitudes import count_magnitudes, count_magnitudes_there
+from monitor.stats.torch.memory import DevicePage, persistent, write_histogram, write_numbers
+from monitor.stats.torch.tensors import (
+    KEYS_ABOVE_US,
+    beneath,
+    capturing,
+    has_memory,
+    is_plain,
+    local_shard,
+    plain_address,
+    unseen,
+)
+from monitor.stats.triton.tensor_list import is_listed
+
+# --- Where training is, for code that was captured in a device's graph: it runs without us, and reads this on the device.
+#
+# A captured kernel has its row's address, and adds to it what stands here: the micro-step, or a negative number where
+# nothing is to be written. The host changes it between the graphs, or a captured forward of the root as it begins.
+
+OFF = -1
+_MICRO_STEP, _STEP, _COUNT = range(3)
+
+
+class Places:
+    """The micro-step of each chunk on each device.
+
+    Args:
+        captures: Whether the current stream of a device is being captured.
+    """
+
+    def __init__(self, captures: Callable[[torch.device], bool] = capturing) -> None:
+        self.captures = captures
+        self._places: dict[tuple[torch.device, int], Tensor] = {}
+        self._active = False
+
+    def make(self, device: torch.device, chunk: int) -> None:
+        """Have a place, before anything is captured: what is made in a capture would be made anew by every run."""
+        if (device, chunk) not in self._places and not self.captures(device):
+            self._places[device, chunk] = persistent(device, lambda: torch.full((3,), OFF, dtype=torch.int64, device=device))
+            self._fill(self._places[device, chunk])
+
+    def has(self, device: torch.device, chunk: int) -> bool:
+        return (device, chunk) in self._places
+
+    def micro_step(self, device: torch.device, chunk: int) -> Tensor:
+        """No dimensions: the micro-step of the forward in progress, ``OFF`` where it has no rows."""
+        return self._places[device, chunk][_MICRO_STEP]
+
+    def step(self, device: torch.device, chunk: int) -> Tensor:
+        """No dimensions: 0, ``OFF`` in a step that is not collected."""
+        return self._places[device, chunk][_STEP]
+
+    def step_begins(self, active: bool) -> None:
+        """No micro-step has begun."""
+        self._active = active
+        for place in self._places.values():
+            self._fill(place)
+
+    def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
+        """Another forward of a chunk's root. One more than there are rows for has none."""
+        with beneath():
+            for (_, other), place in self._places.items():
+                if other == chunk:
+                    count = place[_COUNT].add_(1)
+                    wanted = (place[_STEP] == 0) & (count < micro_steps)
+                    place[_MICRO_STEP].copy_(torch.where(wanted, count, OFF))
+
+    def _fill(self, place: Tensor) -> None:
+        with beneath():
+            place.fill_(OFF)
+            if self._active:
+                place[_STEP].fill_(0)
+
 
 HOST: Final = torch.device("cpu")
 
@@ -61,19 +124,13 @@ class Recorder(recorder.Recorder):
 
     def _take_eps(self, eps: float) -> None:
         self.host = HostKernel(eps)
-        self._copies = Copies(eps, self.host.reduce, self._enter)
 
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         assert isinstance(device, torch.device)
         with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
             return HostPage(rows, columns, cleared) if device.type == "cpu" else DevicePage(rows, device, columns, cleared)
 
-    def _settle(self) -> None:
-        self._copies.reduce()
-
-    def _forget_step(self, *, settled: bool) -> None:
-        if not settled:
-            self._copies.discard()
+    def _forget_step(self) -> None:
         self._seen.clear()
 
     def activate(self, wanted: bool) -> None:
@@ -126,19 +183,12 @@ class Recorder(recorder.Recorder):
     def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
         with self.lock:
             plain = None if self._magnitudes else self.host.plain
-            rows, orders, layouts, copied = [], [], [], []  # type: list[int], list[int], list[int], list[Tensor]
             listed: list[tuple[Watched, Listed]] = []
             for watched, x in items:
                 try:
                     address = plain_address(x)
                     if address and plain is not None:
                         self._read_directly(plain, watched, x, 0, address)
-                    elif address and self._is_copied(x):
-                        slot, layout = self._slot(watched, HOST, 0)[0], self.table.layout_of(x.shape, x.dtype)
-                        rows.append(slot.row)
-                        orders.append(self.table.next_order())
-                        layouts.append(layout)
-                        copied.append(x)
                     elif not address and (one := self._listed(watched, x)) is not None:
                         listed.append((watched, one))
                     elif address or has_data(x):
@@ -147,9 +197,6 @@ class Recorder(recorder.Recorder):
                     failed(watched, error)
             for place, why in reduce_listed([one for _, one in listed], self._eps):
                 failed(listed[place][0], why)
-            if rows:
-                self._copies.take_all(rows, copied)
-                self.table.note_rows(np.array(rows), np.array(orders), np.array(layouts))
 
     def _read_directly(self, plain: Reduce, watched: Watched, x: Tensor, micro_step: int, address: int) -> None:
         """A plain tensor that stands for no other: what ``_record`` comes to, in few calls, since a hook finds the code of each
@@ -186,21 +233,17 @@ class Recorder(recorder.Recorder):
             if seen is not None and seen.version == version and seen.tensor() is x:
                 if seen.row == row:  # which holds it, and may stand for others
                     return
-                self._copies.give_up(row)
                 self.table.note(row, seen.layout, alias=seen.row)
                 return
         # What can fail comes first: then there is no row.
         layout = self.table.layout_of(x.shape, x.dtype) if address else self.layout(x)
-        if address and self._is_copied(x):
-            self._copies.take(row, x)
-        elif address and self.host.plain is not None and not self._magnitudes:
+        if address and self.host.plain is not None and not self._magnitudes:
             self.host.plain(address, x.numel(), numbers_of(slot.page), slot.local_row + offset)
         else:
             if self._magnitudes:
                 self._count_magnitudes(x, slot.page, slot.local_row + offset)
             if not self.reduce(x, slot.page, slot.local_row + offset):
                 return
-            self._copies.give_up(row)
         self.table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
             self._remember(x, version, row, layout)
@@ -243,24 +286,12 @@ class Recorder(recorder.Recorder):
                 if histogram is not None:
                     write_histogram(self._histogram_page(slot.page, device), slot.local_row + offset, histogram)
                 write_numbers(slot.page.memory, slot.local_row + offset, numbers)
-            self._copies.give_up(slot.row + offset)
             self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
-
-    def _is_copied(self, x: Tensor) -> bool:
-        return self.host.plain is None and not self._magnitudes and self._copies.takes(x)
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_there(x)
         if counts is not None:
             write_histogram(self._histogram_page(page, x.device), local_row, counts)
-
-    def _enter(self, rows: NDArray[np.int64], numbers: Floats) -> None:
-        """The numbers of rows on the host that were noted before."""
-        for page in self.table.pages:
-            here = (rows >= page.first_row) & (rows < page.first_row + page.rows)
-            if here.any():
-                assert isinstance(page.memory, HostPage)
-                page.memory.numbers[rows[here] - page.first_row] = numbers[here]
 
     def reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
         memory = page.memory

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
+from torch import Tensor, nn
 
 from monitor.pytorch.frameworks.dtensor import activation_placement, layout_of, placement_of
-from monitor.stats.torch_modes import beneath
+from monitor.recording.tensor_paths import Leaves
+from monitor.stats.torch.tensors import beneath
 
 __all__ = ["activation_placement", "computing", "layout_of", "placement_of"]
 
@@ -18,3 +21,10 @@ def computing() -> Iterator[None]:
     """What is computed inside is recorded by no graph, and seen by no mode of the user's."""
     with torch.no_grad(), beneath():
         yield
+
+
+# --- The tensors in a module's arguments and results.
+
+LEAVES: Final = Leaves(
+    Tensor, (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module)
+)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from monitor.capture import trainer_mon
-from monitor.capture.arguments import count
-from monitor.capture.backend import Backend
 from monitor.pytorch import backend
+from monitor.recording import trainer_mon
+from monitor.recording.backend import Backend
+from monitor.recording.protocols import count
 
 
 class TrainerMon(trainer_mon.TrainerMon):

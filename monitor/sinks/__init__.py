@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from monitor.sinks.protocol import Sink, SinkContext
-from monitor.sinks.recovered import Recovery
+from monitor.sinks.recovery import Recovery
 
 __all__ = ["FORMATS", "RECOVERIES", "Recovery", "Sink", "SinkContext", "make_sink"]
 
@@ -37,9 +37,9 @@ def _api(context: SinkContext) -> Sink:
 
 
 def _csv_recovery() -> Recovery:
-    from monitor.sinks import recovery
+    from monitor.sinks import csv_recovery
 
-    return recovery
+    return csv_recovery
 
 
 def _hdf5_recovery() -> Recovery:

@@ -2,21 +2,260 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from os import PathLike, fspath
+from pathlib import Path
+from typing import Final
 
 import h5py
+import numpy as np
 import pyarrow as pa
 
-from monitor.sinks.bins import whole
-from monitor.sinks.facts import Facts
-from monitor.sinks.hdf5_content import ALL_STEPS, NotAShardError, read_rows
-from monitor.sinks.hdf5_shards import Hdf5Shards
-from monitor.sinks.measurements import Measurements, with_ops
+from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Facts, Measurements, whole, with_ops
+from monitor.sinks.files import GrowingFile, Steps, opened
+from monitor.sinks.hdf5_files import Names, Shard, is_shard, part_name, shard_name, write_hidden
+from monitor.sinks.hdf5_read import ALL_STEPS, NotAShardError, read_rows
+from monitor.sinks.hdf5_write import image
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.shard_names import Steps
-from monitor.sinks.spool import Block
+from monitor.sinks.step_spool import Block, blocks
 from monitor.stats.rows import StepRows
+
+# --- The files of the ``hdf5`` format in a rank's directory: what is in which, when they are seen, what becomes of those
+# before.
+#
+# Steps gather in a hidden part until their record is complete; then a shard is made of them and takes its name. A
+# record of very many rows is cut into several shards, each called after the steps that it holds, since a shard is made
+# in memory.
+#
+# A step that is written again takes the place of the old one and of all after it in its record. So a part begins with
+# what the shards of its record hold of earlier steps, and its shard takes their place.
+
+PLAIN: Final = pa.schema([(one.name, pa.string() if pa.types.is_dictionary(one.type) else one.type) for one in SCHEMA])
+"""``SCHEMA`` with texts in place of numbers that stand for them."""
+
+MIB: Final = 1 << 20
+
+MOST_BYTES: Final = 64 * MIB
+"""Of a part: about 1.2 million rows. While a shard is made of it, that takes 120 MB of memory."""
+
+FULL: Final = 16 * MIB
+"""A shard of this size is not carried on by the steps that follow it."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A shard in the making.
+
+    Attributes:
+        file: The hidden file with its blocks, or with all of the shard.
+        record: The steps that it may hold.
+        first: The first step that it holds.
+        since: The first step that is new: whatever else is visible of it and of those after it in the record is to go.
+        last: The last new step; None while there is none.
+        replaces: The shards that it carries on.
+    """
+
+    file: GrowingFile
+    record: Steps
+    first: int
+    since: int
+    last: int | None = None
+    replaces: list[Path] = field(default_factory=list)
+
+    def takes(self, step: int) -> bool:
+        """Whether ``step`` can be added at its end."""
+        return self.record.holds(Steps(step, step)) and (self.last is None or self.last < step) and not self.file.released
+
+
+class Hdf5Shards:
+    """The shards of a directory, one in the making at most.
+
+    Every method may raise OSError: what is visible then holds whole steps, and the next step can be tried.
+    """
+
+    def __init__(self, directory: Path, steps_per_record: int) -> None:
+        self._directory = directory
+        self._steps_per_record = steps_per_record
+        self._part: _Part | None = None
+        self._names = Names(directory, steps_per_record)
+
+    def write(self, step: int, block: Block) -> None:
+        """Add one step."""
+        self._make_way(step)
+        part = self._part = self._part or self._new(step, block.facts)
+        try:
+            part.file.write(block.packed())
+        except BaseException:
+            self._forget(part)
+            raise
+        part.file.keep()
+        part.last = step
+        if step == part.record.last or part.file.size >= MOST_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make a shard of what has been gathered."""
+        part = self._part
+        if part is None:
+            return
+        try:
+            self._publish(part)
+            self._part = None
+        except OSError:
+            if part.file.gone():
+                self._drop(part)
+            raise
+
+    def close(self) -> None:
+        """The same, and let go of all files, also of a part that could not become a shard."""
+        try:
+            self.flush()
+        finally:
+            if self._part is not None:
+                with suppress(OSError):
+                    self._part.file.release()
+            self._part = None
+
+    def take_up(self, left: Path, record: Steps, size: int, rows: pa.Table, facts: Facts) -> None:
+        """Make visible what another process had in the making, unless all of it is.
+
+        Args:
+            left: Its part, of which the first ``size`` bytes are whole.
+            rows: What it holds.
+        """
+        steps = set(rows["step"].to_pylist())
+        fitting = [shard for shard in self._names.shards_of(record) if shard.facts.fits(facts)]
+        since = _news(rows, [shard.rows(record) for shard in fitting])
+        if since is None:
+            left.unlink()
+            return
+        carried_on = [shard.path for shard in fitting if {step for step in shard.steps() if step < since} <= steps]
+        file = GrowingFile(left, opened(left), size, size)
+        self._publish(_Part(file, record, min(steps), since, max(steps), carried_on))
+
+    def _make_way(self, step: int) -> None:
+        """Finish the part if ``step`` cannot be added to it."""
+        part = self._part
+        if part is not None and part.file.gone():
+            self._drop(part)
+            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", part.file.path)
+        if part is not None and not part.takes(step):
+            self.flush()
+
+    def _forget(self, part: _Part) -> None:
+        if part.last is None:
+            self._drop(part)
+        else:
+            part.file.forget()
+
+    def _drop(self, part: _Part) -> None:
+        part.file.discard()
+        self._part = None
+
+    def _new(self, step: int, facts: Facts) -> _Part:
+        record = Steps.of_record(step, self._steps_per_record)
+        path = self._directory / part_name(shard_name(record))
+        part = _Part(GrowingFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
+        try:
+            for shard in _carried_on(self._names.shards_of(record), step, facts):
+                self._carry(part, shard)
+        except BaseException:
+            part.file.discard()
+            raise
+        return part
+
+    def _carry(self, part: _Part, shard: Shard) -> None:
+        """Begin ``part`` with what the shard holds of earlier steps."""
+        earlier = Steps(part.record.first, part.since - 1)
+        for block in shard.blocks(earlier):
+            part.file.write(block.packed())
+        part.file.keep()
+        part.first = min(part.first, shard.span.first)
+        part.replaces.append(shard.path)
+
+    def _publish(self, part: _Part) -> None:
+        size = part.file.size
+        part.file.release()
+        _make_shard(Path(part.file.path))
+        self._take_out(part)
+        self._give_name(part, cut=size >= MOST_BYTES)
+
+    def _take_out(self, part: _Part) -> None:
+        """Rid the shards that ``part`` does not carry on of what was written again."""
+        again = Steps(part.since, part.record.last)
+        for shard in self._names.shards_of(part.record, anywhere=True):
+            if shard.path not in part.replaces and shard.span.meets(again):
+                _rewrite(shard, again)
+
+    def _give_name(self, part: _Part, *, cut: bool) -> None:
+        path = self._free_path(part, cut=cut)
+        # By way of a file that it replaces, and when the others are gone, so that its rows are never there twice.
+        first, *others = part.replaces or [path]
+        for other in others:
+            other.unlink(missing_ok=True)
+        os.replace(part.file.path, first)
+        if first != path:
+            os.replace(first, path)
+        self._names.add(path)
+
+    def _free_path(self, part: _Part, *, cut: bool) -> Path:
+        last = part.record.last if part.last is None else part.last
+        shares = any(path not in part.replaces for path in self._names.of(part.record))
+        steps = Steps(part.first, last) if shares or (cut and last < part.record.last) else part.record
+        paths = (self._directory / shard_name(steps, copy) for copy in count(1))
+        return next(path for path in paths if path in part.replaces or not os.path.lexists(path))
+
+
+def _carried_on(shards: list[Shard], step: int, facts: Facts) -> list[Shard]:
+    """Those with steps from ``step`` on, which are to go, and the last one before it, unless it is full."""
+    fitting = sorted((shard for shard in shards if shard.facts.fits(facts)), key=lambda shard: shard.span)
+    before = [shard for shard in fitting if shard.span.last < step]
+    return [shard for shard in before[-1:] if shard.size < FULL] + [shard for shard in fitting if shard.span.last >= step]
+
+
+def _make_shard(path: Path) -> None:
+    """Turn a part into a shard, still hidden. Any number of times."""
+    if is_shard(path):
+        return
+    try:
+        content = image(blocks(path))
+    except (ValueError, RuntimeError) as error:  # nothing to be done with it, now or later
+        path.unlink(missing_ok=True)
+        raise OSError(errno.EIO, f"no shard could be made of it, and it is gone: {error!r}", str(path)) from error
+    write_hidden(path, content)
+
+
+def _rewrite(shard: Shard, without: Steps) -> None:
+    kept = [*shard.blocks(Steps(0, without.first - 1)), *shard.blocks(Steps(without.last + 1, shard.span.last))]
+    if kept:
+        write_hidden(shard.path, image(kept))
+    else:
+        shard.path.unlink(missing_ok=True)
+
+
+def _news(rows: pa.Table, visible: list[pa.Table]) -> int | None:
+    """The first step of which there is something else among the rows than in the visible ones; None if there is none."""
+    new, *known = (_plain(table) for table in (rows, *visible))
+    old = pa.concat_tables([new.slice(0, 0), *known])
+    steps = np.unique(new["step"].to_numpy()).tolist()
+    return next((step for step in steps if not _of_step(new, step).equals(_of_step(old, step))), None)
+
+
+def _plain(rows: pa.Table) -> pa.Table:
+    """With texts in place of numbers that stand for texts, and with the column of histograms: so rows can be compared."""
+    plain = rows.select(SCHEMA.names).replace_schema_metadata(None).cast(PLAIN)
+    histograms = rows[HISTOGRAM] if HISTOGRAM in rows.column_names else pa.nulls(len(rows), FILLED)
+    return plain.append_column(HISTOGRAM, histograms)
+
+
+def _of_step(rows: pa.Table, step: int) -> pa.Table:
+    return rows.filter(pa.array(rows["step"].to_numpy() == step))
+
 
 __all__ = ["Hdf5Sink", "NotAShardError", "read_hdf5"]
 
@@ -57,7 +296,7 @@ def read_hdf5(
     steps: tuple[int, int] | None = None,
     ops: Sequence[str] | None = None,
 ) -> pa.Table:
-    """The rows of one file: what each is of, and its partials (``monitor.sinks.measurements.SCHEMA``). Where rows have
+    """The rows of one file: what each is of, and its partials (``monitor.sinks.arrow.SCHEMA``). Where rows have
     histograms a column ``histogram`` follows, lists of the elements of every bin; null in the rows that have none.
 
     Kind by kind, and within a kind in the order in which they were measured. What is to be known of the steps stands in the

@@ -13,10 +13,10 @@ from typing import Final
 import h5py
 import pyarrow as pa
 
-from monitor.sinks.facts import Facts
-from monitor.sinks.hdf5_content import NotAShardError, read_facts, read_rows, read_span, read_steps
-from monitor.sinks.shard_names import Steps
-from monitor.sinks.spool import Block
+from monitor.sinks.arrow import Facts
+from monitor.sinks.files import Steps
+from monitor.sinks.hdf5_read import NotAShardError, read_facts, read_rows, read_span, read_steps
+from monitor.sinks.step_spool import Block
 
 _SHARD_NAME: Final = re.compile(r"metrics_(\d+)-(\d+)(?:\.\d+)?\.h5")
 _PART_NAME: Final = re.compile(r"\.metrics_(\d+)-(\d+)\.h5\.part")

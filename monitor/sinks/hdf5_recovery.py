@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from monitor.sinks.files import Steps
+from monitor.sinks.hdf5 import Hdf5Shards
 from monitor.sinks.hdf5_files import Shard, drafts_in, is_shard, parts_in, shards_in
-from monitor.sinks.hdf5_shards import Hdf5Shards
-from monitor.sinks.recovered import Recovered, changed, checked, is_regular, set_aside
-from monitor.sinks.shard_names import Steps
-from monitor.sinks.spool import blocks, whole_bytes
+from monitor.sinks.recovery import Recovered, changed, checked, is_regular, set_aside
+from monitor.sinks.step_spool import blocks, whole_bytes
 
 
 def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recovered:  # noqa: ARG001 - one file has all kinds
-    """See ``monitor.sinks.recovered.Recovery``."""
+    """See ``monitor.sinks.recovery.Recovery``."""
     for draft in drafts_in(directory):  # what it was to replace is there
         draft.unlink()
     recovered = Recovered()
@@ -34,7 +34,7 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
 
 
 def held(directory: Path, steps: Steps) -> set[int]:
-    """See ``monitor.sinks.recovered.Recovery``."""
+    """See ``monitor.sinks.recovery.Recovery``."""
     shards = (Shard.read(path) for path, named in shards_in(directory) if named.meets(steps) and is_regular(path))
     return {step for shard in shards if shard is not None for step in shard.steps()}
 

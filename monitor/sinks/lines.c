@@ -1,4 +1,4 @@
-/* Rows of columns as lines of CSV text (see monitor/sinks/native_lines.py), made while other threads of Python go on.
+/* Rows of columns as lines of CSV text (see monitor/sinks/csv_text.py), made while other threads of Python go on.
  *
  * A double is m * 2^e with integers m and e, so its decimals are found with integers, rounded to the nearest, of two the even
  * one, as Python does. In scientific form it is multiplied by a power of ten, which is cut off after 128 bits: where what was
@@ -310,11 +310,11 @@ static PyObject *text_of(column *columns, int width, Py_ssize_t rows, form *with
         }
         room += most;
     }
-    PyObject *text = PyBytes_FromStringAndSize(NULL, room);
+    PyObject *text = PyByteArray_FromStringAndSize(NULL, room);
     if (text == NULL) {
         return NULL;
     }
-    char *begin = PyBytes_AS_STRING(text), *to = begin;
+    char *begin = PyByteArray_AsString(text), *to = begin;
     with->state = PyEval_SaveThread();
     Py_ssize_t row = 0;
     for (Py_ssize_t piece = 0; piece < pieces; piece++) {
@@ -331,10 +331,14 @@ static PyObject *text_of(column *columns, int width, Py_ssize_t rows, form *with
         Py_DECREF(text);
         return PyErr_NoMemory();
     }
-    return _PyBytes_Resize(&text, to - begin) < 0 ? NULL : text;
+    if (PyByteArray_Resize(text, to - begin) < 0) {
+        Py_CLEAR(text);
+    }
+    return text;
 }
 
 static PyObject *lines(PyObject *module, PyObject *args) {
+    (void)module;
     PyObject *told, *ends_of, *powers_of, *positions_of;
     form with;
     int first;
@@ -344,7 +348,7 @@ static PyObject *lines(PyObject *module, PyObject *args) {
     }
     with.state = NULL;
     with.failed = 0;
-    Py_ssize_t width = PyTuple_GET_SIZE(told), pieces = 0, words = 0, room = 0;
+    Py_ssize_t width = PyTuple_Size(told), pieces = 0, words = 0, room = 0;
     if (width < 1 || width > MOST_COLUMNS || with.ndigits < 0 || with.ndigits > MOST_DIGITS || !(with.fixed_from >= 1e-3)) {
         return PyErr_Format(PyExc_ValueError, "%zd columns with %d decimals", width, with.ndigits);
     }
@@ -370,7 +374,7 @@ static PyObject *lines(PyObject *module, PyObject *args) {
         }
     }
     for (Py_ssize_t i = 0; sound && i < width; i++) {
-        sound = take_column(PyTuple_GET_ITEM(told, i), &columns[i], rows);
+        sound = take_column(PyTuple_GetItem(told, i), &columns[i], rows);
     }
     if (sound) {
         text = text_of(columns, (int)width, rows, &with, ends, pieces, positions);

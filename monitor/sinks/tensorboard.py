@@ -5,21 +5,271 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain, count
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.plugins.histogram import metadata
+from tensorboard.util.tensor_util import make_tensor_proto
 
-from monitor.sinks.growing import GrowingFile, opened
+from monitor.series import ADAM_KINDS, NO_MICRO_STEP, Series, SeriesTable, shown_kind
+from monitor.sinks.files import GrowingFile, opened
 from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.records import record
-from monitor.sinks.scalars import Scalars, summary_field
-from monitor.sinks.tensorboard_histograms import Histograms
-from monitor.stats.rows import StepRows
+from monitor.sinks.text_cache import Cells, Piece, blocks, encodable
+from monitor.stats.histograms import FIRST_POWER, MAGNITUDES, UNIT_BINS, UNIT_UPPER, UPPER
+from monitor.stats.ops import TEXT_OPS, counted, derive
+from monitor.stats.partials import Floats, Partials
+from monitor.stats.rows import KindRows, StepRows
+
+# --- The scalars of a step as TensorBoard's protocol buffers spell them, a column at a time.
+#
+# As Python objects, one a value, they would take 2 µs each and the interpreter all the while. Their bytes are few and
+# fixed: of each value its length, the tag with its length, and four bytes of the number. So each part is a column of
+# texts and Arrow joins them.
+
+BLOCK_ROWS: Final = 16384
+
+# Field numbers and wire types of tensorboard/compat/proto: summary.proto and event.proto.
+_VALUE, _TAG, _SIMPLE_VALUE, _SUMMARY = b"\x0a", b"\x0a", b"\x15", b"\x2a"
+_NUMBER_BYTES: Final = len(_SIMPLE_VALUE) + 4
+
+_NOTHING: Final = pa.scalar(b"", type=pa.binary())
+
+
+def summary_field(values: list[memoryview]) -> bytes:
+    """The field ``summary`` of an event that has these values."""
+    return b"".join([_SUMMARY, _varint(sum(map(len, values))), *values])
+
+
+class Scalars:
+    """Spells the values of one rank. Keeps the beginning of each series' tag."""
+
+    def __init__(self, series: SeriesTable, rank: int) -> None:
+        self._rank = rank
+        self._names = Cells(series, _beginning)
+
+    def of(self, rows: StepRows) -> Iterator[memoryview]:
+        """Fields ``value`` of a summary, many in each piece. A piece may be empty."""
+        for block in blocks([rows], BLOCK_ROWS):
+            tags = self._tags(block)
+            partials = Partials.joined(piece.rows.partials for piece in block)
+            for op in block[0].ops:
+                if op not in TEXT_OPS:
+                    yield scalar_values(tags, op, *derive(op, partials))
+
+    def _tags(self, block: list[Piece]) -> pa.BinaryArray:
+        """Of each row: ``Series.tag``."""
+        series = np.concatenate([piece.rows.series for piece in block])
+        micro_step = np.concatenate([piece.rows.micro_step for piece in block]) - NO_MICRO_STEP
+        micro_steps = ["", *(f":{i}" for i in range(int(micro_step.max(initial=0))))]
+        kind = np.repeat(np.arange(len(block)), [len(piece.rows) for piece in block])
+        kinds = [f"/rank{self._rank}/{shown_kind(piece.kind)}" for piece in block]
+        columns = [self._names.take(series), _taken(micro_steps, micro_step), _taken(kinds, kind)]
+        return _join([column.cast(pa.binary()) for column in columns])
+
+
+def _beginning(series: Series) -> str:
+    return f"{series.vpp_stage}:{series.name}"
+
+
+def _taken(texts: list[str], index: NDArray[np.int64]) -> pa.StringArray:
+    return pa.array(texts, type=pa.string()).take(pa.array(index))
+
+
+def scalar_values(tags: pa.BinaryArray, op: str, values: Floats, valid: NDArray[np.bool_]) -> memoryview:
+    """Fields ``value`` of a summary, one for each value that is there and that single precision can hold.
+
+    Args:
+        tags: Of each row, without the ``_{op}`` at the end; shape ``(rows,)``.
+        values: float64, shape ``(rows,)``.
+        valid: Which of them were measured, shape ``(rows,)``.
+    """
+    numbers, there = _single(values, valid)
+    if not there.all():
+        tags, numbers = tags.filter(pa.array(there)), numbers[there]
+    ending = f"_{op}".encode()
+    lengths = call_function("binary_length", [tags]).to_numpy() + len(ending)
+    constant = pa.scalar(ending + _SIMPLE_VALUE, type=pa.binary())
+    return _text(_join([_beginnings(lengths), tags, constant, _four_bytes(numbers)]))
+
+
+def _single(values: Floats, valid: NDArray[np.bool_]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """In single precision, and which are there. A finite number that would become infinite is not."""
+    with np.errstate(over="ignore"):
+        numbers = values.astype("<f4")
+    return numbers, valid & (np.isfinite(numbers) | ~np.isfinite(values))
+
+
+def _beginnings(lengths: NDArray[np.int64]) -> pa.BinaryArray:
+    """What stands in front of a tag of each of these lengths."""
+    each, place = np.unique(lengths, return_inverse=True)
+    return pa.array([_in_front_of(length) for length in each.tolist()], type=pa.binary()).take(pa.array(place))
+
+
+def _in_front_of(length: int) -> bytes:
+    tag = _TAG + _varint(length)
+    return _VALUE + _varint(len(tag) + length + _NUMBER_BYTES) + tag
+
+
+def _four_bytes(numbers: NDArray[np.float32]) -> pa.BinaryArray:
+    fixed = pa.FixedSizeBinaryArray.from_buffers(pa.binary(4), len(numbers), [None, pa.py_buffer(numbers)])
+    return fixed.cast(pa.binary())
+
+
+def _join(columns: list[pa.BinaryArray]) -> pa.BinaryArray:
+    return call_function("binary_join_element_wise", [*columns, _NOTHING])
+
+
+def _text(texts: pa.BinaryArray) -> memoryview:
+    """One after the other."""
+    one = pa.ListArray.from_arrays(pa.array([0, len(texts)], type=pa.int32()), texts)
+    return memoryview(call_function("binary_join", [one, _NOTHING])[0].as_buffer())
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    spelled = bytearray()
+    while number > 0x7F:
+        spelled.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*spelled, number])
+
+
+# --- Records of an event file: a text with its length, both with a checksum, so that a torn one is recognised.
+
+with warnings.catch_warnings():
+    # Without its C extension the library says at import that it is slow. The user of a monitor can do nothing about that.
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+    import google_crc32c
+
+_LENGTH = struct.Struct("<Q")
+_CHECKSUM = struct.Struct("<I")
+
+
+def record(content: bytes) -> bytes:
+    """``content`` framed for the end of a file."""
+    length = _LENGTH.pack(len(content))
+    return b"".join([length, _masked(length), content, _masked(content)])
+
+
+def _masked(content: bytes) -> bytes:
+    """The checksum, changed so that a checksum of a text that holds checksums still says something."""
+    checksum = google_crc32c.value(content)
+    rotated = checksum >> 15 | checksum << 17 & 0xFFFFFFFF
+    return _CHECKSUM.pack(rotated + 0xA282EAD8 & 0xFFFFFFFF)
+
+
+# --- The histograms of a step, as TensorBoard shows them: a list of buckets, each a left edge, a right edge and a count.
+#
+# The counts are those of the bins, untouched. What has to be found for them is an axis on which people can read them,
+# and edges that are finite.
+
+SIGNED: Final = "histogram"
+"""Ends the tags of histograms of signed numbers."""
+
+_OF_MAGNITUDES: Final = metadata.create_summary_metadata(
+    display_name=None,
+    description=(
+        "Elements by the base-2 logarithm of their magnitude: at −10 stand those around 2⁻¹⁰. "
+        "Zeros, which have no logarithm, are left out, and so are NaN and Inf."
+    ),
+)
+_OF_SIGNED: Final = metadata.create_summary_metadata(
+    display_name=None,
+    description=(
+        f"Elements by their value: {UNIT_BINS} equal bins between −1 and 1 and one for all that lies beyond at each side, "
+        "which ends at the least and at the greatest element. NaN and Inf are left out."
+    ),
+)
+
+_POWERS: Final[Floats] = np.log2(UPPER[1:-1])
+_LOWEST: Final = float(FIRST_POWER - 1)
+"""Where the bin of the smallest magnitudes begins: behind it single precision has nothing."""
+
+
+class Histograms:
+    """Spells the histograms of one rank."""
+
+    def __init__(self, series: SeriesTable, rank: int) -> None:
+        self._series = series
+        self._rank = rank
+
+    def of(self, rows: StepRows) -> Iterator[memoryview]:
+        """Fields ``value`` of a summary: of magnitudes where they are among the ops, of signed numbers of ``ADAM_KINDS``."""
+        for kind in rows.kinds:
+            if kind in ADAM_KINDS:
+                yield from self._spelled(rows.read(kind), SIGNED, _OF_SIGNED)
+            elif MAGNITUDES in rows.ops_of(kind):
+                yield from self._spelled(rows.read(kind), MAGNITUDES, _OF_MAGNITUDES)
+
+    def _spelled(self, rows: KindRows, ending: str, described: SummaryMetadata) -> Iterator[memoryview]:
+        buckets_of = signed if ending == SIGNED else magnitudes
+        for row in np.flatnonzero(counted(rows.partials)).tolist():
+            buckets = buckets_of(rows.partials, row)
+            if len(buckets):
+                tag = self._series[rows.series[row]].tag(self._rank, int(rows.micro_step[row]))
+                yield histogram_value(f"{tag}_{ending}", buckets, described)
+
+
+def histogram_value(tag: str, buckets: Floats, described: SummaryMetadata) -> memoryview:
+    """A field ``value`` of a summary that is a histogram.
+
+    Args:
+        buckets: Left edge, right edge and count of each bucket, ascending, float64, shape ``(buckets, 3)``.
+    """
+    summary = Summary()
+    summary.value.add(tag=encodable(tag), metadata=described, tensor=make_tensor_proto(buckets, dtype=np.float64))
+    return memoryview(summary.SerializeToString())
+
+
+def magnitudes(partials: Partials, row: int) -> Floats:
+    """Buckets over log2|x|, from the first that has elements to the last; none where all elements are zero.
+
+    The bin for what single precision does not reach ends at the greatest magnitude there is.
+    """
+    counts = _histogram(partials, row)[1:]
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return np.empty((0, 3))
+    greatest = max(abs(partials["min"][row]), abs(partials["max"][row]), UPPER[-2])
+    edges = np.array([_LOWEST, *_POWERS, np.log2(greatest)])
+    return _buckets(edges, counts, slice(int(filled[0]), int(filled[-1]) + 1))
+
+
+def signed(partials: Partials, row: int) -> Floats:
+    """Buckets over x: always those between -1 and 1, so that the axis stays, and those beyond where they have elements.
+
+    None where a bin beyond has elements and the extremes say otherwise.
+    """
+    counts = _histogram(partials, row)[: len(UNIT_UPPER)]
+    below, above = counts[0] > 0, counts[-1] > 0
+    least, greatest = partials["min"][row], partials["max"][row]
+    if (below and not -np.inf < least <= UNIT_UPPER[0]) or (above and not UNIT_UPPER[-2] <= greatest < np.inf):
+        return np.empty((0, 3))
+    edges = np.array([least, *UNIT_UPPER[:-1], greatest])
+    return _buckets(edges, counts, slice(0 if below else 1, len(counts) - (0 if above else 1)))
+
+
+def _histogram(partials: Partials, row: int) -> NDArray[np.int64]:
+    assert partials.histogram is not None, "of rows that were counted"
+    counts: NDArray[np.int64] = partials.histogram[row]
+    return counts
+
+
+def _buckets(edges: Floats, counts: NDArray[np.int64], some: slice) -> Floats:
+    return np.column_stack([edges[:-1], edges[1:], counts])[some]
+
 
 FORMAT_VERSION: Final = "brain.Event:2"
 

@@ -22,6 +22,9 @@ Derived = tuple[Floats, Valid]
 MATRICES: Final = SMALLS
 """Of how many matrices a row is; a number of one of them does not add up."""
 
+LEAST_SQUARES: Final = 1e-280
+"""Smaller sums of squares may have lost terms that are too small for float64."""
+
 PLACES: Final[dict[str, tuple[int, ...]]] = {
     "attention_hook": (COUNT, SUM, SUMSQ),
     "linear_hook": (COUNT, MATRICES, SUMSQ, MAX),
@@ -59,9 +62,16 @@ def _spectral(p: Partials) -> Derived:
     return p.columns[MAX], p.columns[MATRICES] == 1
 
 
+def _frobenius(p: Partials) -> Derived:
+    """Missing where squares of finite elements have left the range of float64, as the spectral norm shows."""
+    squares, spectral = p.columns[SUMSQ], p.columns[MAX]
+    too_great = np.isposinf(squares) & np.isfinite(spectral)
+    return np.sqrt(squares), ~too_great & ~((squares < LEAST_SQUARES) & (spectral > 0))
+
+
 def _stable_rank(p: Partials) -> Derived:
-    spectral, there = _spectral(p)
-    return np.sqrt(p.columns[SUMSQ]) / spectral, there & (spectral != 0)
+    (frobenius, known), (spectral, there) = _frobenius(p), _spectral(p)
+    return frobenius / spectral, known & there & (spectral != 0)
 
 
 def _similarity(p: Partials) -> Derived:
@@ -76,7 +86,7 @@ def _ratio(p: Partials) -> Derived:
 
 COLUMNS_OF: Final[dict[str, dict[str, Callable[[Partials], Derived]]]] = {
     "attention_hook": {"entropy": _mean(SUM), "softmax_max": _mean(SUMSQ)},
-    "linear_hook": {"sr": _stable_rank, "kernel_norm": _spectral, "frobenius_norm": _root(SUMSQ)},
+    "linear_hook": {"sr": _stable_rank, "kernel_norm": _spectral, "frobenius_norm": _frobenius},
     "moe_router_weight_hook": {"router_weight_similarity": _similarity},
     "moe_router_logit_hook": {"per_token_expert_entropy": _mean(SUM)},
     "update_ratio": {"update_ratio": _ratio, "update_norm": _root(SUM), "weight_norm": _root(SUMSQ)},

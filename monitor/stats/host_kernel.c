@@ -1,4 +1,4 @@
-/* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/native.py).
+/* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/host/native.py).
  *
  * Sums are those of double precision: squares of single precision neither overflow nor vanish there, and 2^53 is far beyond
  * the elements of a tensor. NaN fails every comparison, so extremes and counts pass it by, and shows in the sums. */
@@ -138,6 +138,8 @@ static int runs(const char *name) {
 static kernel chosen = reduce_anywhere;
 
 static PyObject *kernels(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
     PyObject *names = PyList_New(0);
     for (int i = 0; names != NULL && i < KERNEL_COUNT; i++) {
         PyObject *name = runs(KERNELS[i].name) ? PyUnicode_FromString(KERNELS[i].name) : NULL;
@@ -150,7 +152,8 @@ static PyObject *kernels(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *choose(PyObject *module, PyObject *name) {
-    const char *wanted = PyUnicode_AsUTF8(name);
+    (void)module;
+    const char *wanted = PyUnicode_AsUTF8AndSize(name, NULL);
     if (wanted == NULL) {
         return NULL;
     }
@@ -194,6 +197,7 @@ static int reduce_into_row(const void *x, size_t n, enum format format, double b
 }
 
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
     if (count != 6) {
         return PyErr_Format(PyExc_TypeError, "reduce takes 6 arguments, not %zd", count);
     }

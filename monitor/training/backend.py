@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from monitor.capture.trainer_mon import TrainerMon
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.run import Place
-from monitor.training.facts import Tokens
-from monitor.training.numbers import Number
+from monitor.recording.run import Place
+from monitor.recording.trainer_mon import TrainerMon
+from monitor.training.step import Number, Tokens
 
 
 class Routers(Protocol):

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TextIO
 
-from monitor.training.facts import StepFacts
-from monitor.training.model import TENSORBOARD
+from monitor.training.config import TENSORBOARD
 from monitor.training.scalars import Scalar
+from monitor.training.step import StepFacts
 
 FILE: Final = "expert_counts.jsonl"
 ON_BOARD: Final = frozenset({TENSORBOARD})

@@ -2,38 +2,109 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from monitor.capture.errors import RunEnded
-from monitor.capture.trainer_mon import TrainerMon
 from monitor.config import MonitorConfig
+from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
-from monitor.ranks.output import prepare
-from monitor.run import Place
-from monitor.training.arguments import batch_size as size_of
-from monitor.training.arguments import count, flops, nothing, weakly
+from monitor.recording.protocols import RunEnded
+from monitor.recording.run import Place
+from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.backend import Backend, GradientScale, Routers
-from monitor.training.events import EventWriter
+from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
-from monitor.training.facts import StepFacts
-from monitor.training.flops import FlopCount, Given
-from monitor.training.loading import load_training_config
-from monitor.training.log import LogWriter
-from monitor.training.model import TrainingConfig
 from monitor.training.norms import Whose
-from monitor.training.numbers import Number
-from monitor.training.recording import NormRecording
-from monitor.training.reporting import Reporting
-from monitor.training.step import ATTRIBUTES, Step
-from monitor.training.texts import texts
-from monitor.training.writing import Writing
+from monitor.training.outputs import EventWriter, LogWriter, texts
+from monitor.training.reporting import Reporting, Writing
+from monitor.training.scalars import MEASURED, FlopCount, Given
+from monitor.training.step import ATTRIBUTES, Number, Step, StepFacts
+from monitor.training.tensor_monitor import NormRecording
+
+# --- What ``TrainingMetrics`` may be given, checked before anything is attached; what a step is told, as it can be used.
+
+
+def count(name: str, value: Any, least: int) -> int:
+    """An integer of any kind (numpy's too), as a plain one.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is below ``least``.
+    """
+    if not _is_integer(value):
+        raise TypeError(f"{name} is {value!r} and must be an integer.")
+    if value < least:
+        raise ValueError(f"{name} is {value} and must be at least {least}.")
+    return int(value)
+
+
+def flops(value: Any) -> Given:
+    """Floating point operations of a step: a number, ``"measure"`` or None.
+
+    Raises:
+        TypeError: It is no number, and no word that is known.
+        ValueError: It is not above 0, or not finite.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value == MEASURED:
+        return MEASURED
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f'model_flops is {value!r} and must be a number, "{MEASURED}" or None.')
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"model_flops is {value} and must be a number above 0.")
+    return number
+
+
+def weakly(name: str, x: Any) -> Callable[[], Any]:
+    """A reference that does not let it live on; of several optimizers one of each, in a list until one of them is gone.
+
+    Raises:
+        TypeError: It can be no model and no optimizer.
+    """
+    if x is None:
+        return nothing
+    if isinstance(x, (list, tuple, Mapping)):
+        each = [weakly(name, one) for one in (x.values() if isinstance(x, Mapping) else x)]
+        return partial(_all_of, each)
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        raise TypeError(f"{name} is a {type(x).__name__}: expected the {name} itself.") from None
+
+
+def _all_of(references: Sequence[Callable[[], Any]]) -> list[Any] | None:
+    found = [reference() for reference in references]
+    return None if any(one is None for one in found) else found
+
+
+def nothing() -> None:
+    """In place of what there is not."""
+
+
+def batch_size(value: Any, failures: Failures) -> int | None:
+    """Samples of a step; None where it says nothing that they could be, which is said once. Waits for no device."""
+    if value is None:
+        return None
+    if _is_integer(value) and value > 0:
+        return int(value)
+    said = f"batch_size is {value!r}" if isinstance(value, int | float | str) else f"batch_size is a {type(value).__name__}"
+    failures.warn("batch_size", f"{said} and must be an integer above 0: the samples of steps are not known.")
+    return None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
 
 FLUSH_SECONDS: Final = 30.0
 
@@ -231,7 +302,7 @@ class TrainingMetrics:
         self._failures.hand_back()
         ended = time.monotonic()
         self.steps += 1
-        size = size_of(step.batch_size, self._failures)
+        size = batch_size(step.batch_size, self._failures)
         self._samples = None if self._samples is None or size is None else self._samples + size
         self._recording.realign(self.steps)
         if self._writing is None or self._closed:

@@ -3,13 +3,78 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any, Final, Literal
 
-from monitor.training.facts import StepFacts, StepNorms
-from monitor.training.model import DESTINATIONS, LOG, TrainingConfig
-from monitor.training.numbers import Number, read
-from monitor.training.rates import Rates
+from monitor.failures import Failures
+from monitor.training.config import DESTINATIONS, LOG, TrainingConfig
+from monitor.training.step import Number, StepFacts, StepNorms, read
+
+# --- How fast training goes, in the units that users know.
+
+SECONDS_PER_DAY: Final = 86_400
+BILLION: Final = 1e9
+TERA: Final = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the steps since rates were last asked for.
+
+    Attributes:
+        iteration_time: Seconds a step, the time between steps included.
+        throughput: Samples a second and device; None where nobody said how many samples there are.
+        model_tflops: 10^12 floating point operations of the model a second, on this device; None where they are not known.
+        samples_per_day: 10^9 samples a day, on all devices.
+    """
+
+    iteration_time: float
+    throughput: float | None = None
+    model_tflops: float | None = None
+    samples_per_day: float | None = None
+
+
+class Pace:
+    """Adds up steps until somebody asks how fast they were.
+
+    Args:
+        devices: How many share the samples.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self._devices = devices
+        self._last: float | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps, self._samples, self._flops, self._unknown = 0, 0, 0.0, False
+
+    def begin(self, at: float) -> None:
+        """The first step began, in the seconds in which ends are told. Later calls say nothing."""
+        self._last = at if self._last is None else self._last
+
+    def add(self, samples: int | None, flops: float | None) -> None:
+        """A step has ended."""
+        self._steps += 1
+        self._unknown |= samples is None
+        self._samples += samples or 0
+        self._flops += flops or 0.0
+
+    def rates(self, now: float) -> Rates:
+        """Of the steps added since this was last called, the last of which ended ``now``."""
+        seconds, self._last = now - (now if self._last is None else self._last), now
+        steps, samples, flops, unknown = self._steps, self._samples, self._flops, self._unknown
+        self._forget()
+        known = seconds > 0 and not unknown and samples
+        throughput = samples / seconds / self._devices if known else None
+        return Rates(
+            seconds / max(steps, 1),
+            throughput,
+            flops / seconds / TERA if flops and seconds > 0 else None,
+            None if throughput is None else throughput * self._devices * SECONDS_PER_DAY / BILLION,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +189,74 @@ class StateScalars:
 def _one(metric: str, value: float | None, x: int, where: frozenset[str]) -> Iterator[Scalar]:
     if where and value is not None:
         yield Scalar(metric, value, x, where)
+
+
+# --- How many floating point operations a step of this rank's model takes: given, or counted once.
+
+MEASURED: Final = "measure"
+Given = float | Literal["measure"] | None
+
+NOTHING_COUNTED: Final = "No floating point operations were counted in the first step: pass model_flops as a number."
+
+
+class NoCounterError(Exception):
+    """The floating point operations of this model cannot be counted. Says why, and what to do."""
+
+
+Counter = Callable[[Any], AbstractContextManager[Callable[[], float]]]
+
+
+class FlopCount:
+    """Counts in the first step that is told of, if the number was not given.
+
+    Attributes:
+        per_step: None while it is not known.
+
+    Args:
+        given: The number; ``"measure"`` to count; None for neither.
+        counter: Makes, for a model, what counts while it is entered.
+
+    Raises:
+        NoCounterError: ``counter`` raises it where it has nothing that counts.
+    """
+
+    def __init__(self, given: Given, counter: Counter, failures: Failures) -> None:
+        self.per_step = None if isinstance(given, str) else given
+        self._wanted = given == MEASURED
+        self._counter = counter
+        self._failures = failures
+        self._entered = ExitStack()
+        self._counted: Callable[[], float] | None = None
+        self._so_far = 0.0
+
+    def begin(self, model: Any) -> None:
+        """What is to be counted begins: a step, or a part of the first one."""
+        if not self._wanted or self._counted is not None:
+            return
+        try:
+            self._counted = self._entered.enter_context(self._counter(model))
+        except NoCounterError as error:
+            self._wanted = False
+            self._failures.warn("flops", str(error))
+
+    def pause(self) -> None:
+        """It has returned, or has raised. Any number of times."""
+        counted, self._counted = self._counted, None
+        self._entered.close()
+        if counted is not None:
+            self._so_far += counted()
+
+    def give_up(self) -> None:
+        """What was counted has raised: it is not that of a step, and the next step is counted."""
+        self.pause()
+        self._so_far = 0.0
+
+    def end(self) -> None:
+        """The step has done its work. Any number of times."""
+        self.pause()
+        if not self._wanted:
+            return
+        self._wanted = False
+        self.per_step = self._so_far or None
+        if self.per_step is None:
+            self._failures.warn("flops", NOTHING_COUNTED)

@@ -12,11 +12,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "sinks"))
 
 from sink_rows import Measured, Rank
 
-from monitor.anomalies.findings import Findings, earliest
 from monitor.anomalies.rules import RULES
-from monitor.anomalies.scanner import Scanner
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import RankFacts
+from monitor.anomalies.scanner import Findings, Scanner, earliest
+from monitor.coordinator.identity import JobIdentity
+from monitor.coordinator.manifest import RankFacts
 from monitor.stats.rows import StepRows
 
 NAN, INF = float("nan"), float("inf")

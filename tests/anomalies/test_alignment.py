@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rule_parts import Watched, said
 from sink_rows import Measured
 
-from monitor.anomalies.alignment import Aligned
+from monitor.anomalies.scanner import Aligned
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows
 

@@ -11,10 +11,9 @@ import pytest
 from rule_parts import INF, NAN, Watched, facts, read
 from sink_rows import Measured
 
-from monitor.anomalies.events import Event
-from monitor.anomalies.judged import Judged
-from monitor.anomalies.recording import EventFiles
-from monitor.ranks.manifest import RankFacts
+from monitor.anomalies.event_files import EventFiles
+from monitor.anomalies.events import Event, Judged
+from monitor.coordinator.manifest import RankFacts
 
 FIELDS = ["rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id", "tag_name", "message", "group_mates"]
 

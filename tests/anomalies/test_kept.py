@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from monitor.anomalies.kept import Entry, Kept
+from monitor.anomalies.event_files import Entry, Kept
 
 
 def entries(step: int, count: int) -> list[Entry]:

@@ -93,7 +93,7 @@ class ByRow:
         judged = [rule.judge(row) for rule in self._known.setdefault(key, made)]  # each of them remembers the row
         said = ((name, found) for (name, _), found in zip(self._rules, judged, strict=True) if found)
         name, first = next(said, ("", []))
-        return [Event(*key, name, op, value, mean) for op, value, mean in first]
+        return [Event(*key, name, op, float(value), mean and float(mean)) for op, value, mean in first]
 
 
 def spelled(events: Any) -> list[str]:

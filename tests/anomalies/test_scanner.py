@@ -10,8 +10,8 @@ import pytest
 from rule_parts import INF, NAN, Watched, said
 from sink_rows import Measured
 
-from monitor.anomalies.findings import Findings
 from monitor.anomalies.rules import RULES
+from monitor.anomalies.scanner import Findings
 from monitor.config import AlertRule, RuleArgs
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, FEATURE_KINDS
 from monitor.stats.partials import COUNT, MAX, SUM, SUMSQ, Partials

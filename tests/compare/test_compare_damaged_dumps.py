@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from monitor.compare.command import app
-from monitor.dump.records import FILE, Records
+from monitor.compare.cli import app
+from monitor.dump.files import FILE, Records
 
 TENSOR = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "Max": 1.0, "Min": 1.0, "Mean": 1.0, "Norm": 1.5}
 

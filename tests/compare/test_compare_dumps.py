@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from monitor.compare.command import app
+from monitor.compare.cli import app
 from monitor.compare.values import of_numbers, of_tensors
 from monitor.pytorch import PrecisionDebugger
 

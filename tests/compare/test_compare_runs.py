@@ -8,7 +8,7 @@ from pathlib import Path
 from converted_job import job, plain
 from typer.testing import CliRunner
 
-from monitor.compare.command import app
+from monitor.compare.cli import app
 
 
 def compared(*arguments: object) -> tuple[int, str]:

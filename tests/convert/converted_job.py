@@ -11,7 +11,7 @@ from recorded_job import RecordedRank
 from sink_rows import Measured
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from monitor.ranks.names import RankDirectory
+from monitor.coordinator.identity import RankDirectory
 
 NAMES = ("layers.0.w", 'a,"b"\n"', "=cmd()", "", "ü\t'; DROP TABLE x; --", "l.input_0#1")
 NAN, INF = float("nan"), float("inf")

@@ -7,7 +7,7 @@ from converted_job import curves, plain, query
 from typer import Typer
 from typer.testing import CliRunner
 
-from monitor.convert.commands import database_app, tensorboard_app
+from monitor.convert.cli import database_app, tensorboard_app
 from monitor.convert.request import DATA_TYPES
 
 APPS = pytest.mark.parametrize("app", [tensorboard_app, database_app], ids=["tensorboard", "db"])

@@ -13,7 +13,7 @@ from converted_job import files, job, plain, query
 from recorded_job import RecordedRank
 from sink_rows import SIX_OPS, Measured
 
-from monitor.convert import ConversionError, CSV2DBConfig, csv2db, database, tables
+from monitor.convert import ConversionError, CSV2DBConfig, csv2db, sqlite
 from monitor.sinks.csv import read_csv
 
 
@@ -124,7 +124,7 @@ def test_it_says_how_far_it_goes(tmp_path: Path) -> None:
 
 def test_the_number_of_processes_and_the_moment_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(tmp_path)
-    monkeypatch.setattr(database, "BATCH_ROWS", 50)
+    monkeypatch.setattr(sqlite, "BATCH_ROWS", 50)
     one, again, many = (converted(tmp_path, str(i), process_num=n) for i, n in enumerate((1, 1, 2)))
     assert one.read_bytes() == again.read_bytes() == many.read_bytes()
 
@@ -132,12 +132,12 @@ def test_the_number_of_processes_and_the_moment_change_no_byte(tmp_path: Path, m
 def test_how_rows_are_cut_into_tasks_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(tmp_path)
     whole = converted(tmp_path, "whole").read_bytes()
-    monkeypatch.setattr(database, "BATCH_ROWS", 1)
+    monkeypatch.setattr(sqlite, "BATCH_ROWS", 1)
     assert converted(tmp_path, "cut").read_bytes() == whole
 
 
 def test_more_tables_than_a_view_can_join_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_JOINED", 2)
+    monkeypatch.setattr(sqlite, "MOST_JOINED", 2)
     plain(tmp_path, steps=range(3))
     path = converted(tmp_path, step_partition=1)
     assert query(path, "SELECT count(*) FROM sqlite_master WHERE type = 'view'") == [(0,)]
@@ -145,7 +145,7 @@ def test_more_tables_than_a_view_can_join_have_none(tmp_path: Path, monkeypatch:
 
 
 def test_a_view_joins_as_many_tables_as_sqlite_takes(tmp_path: Path) -> None:
-    plain(tmp_path, steps=range(tables.MOST_JOINED), steps_per_record=1000)
+    plain(tmp_path, steps=range(sqlite.MOST_JOINED), steps_per_record=1000)
     assert query(converted(tmp_path, step_partition=1), "SELECT norm FROM grad_reduced WHERE step = 499") == [(1.0,)]
 
 
@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_nothing_and_is_said_in_one_sentence(tmp_path: Path) 
 
 
 def _killed_in_the_middle(base: Path) -> None:
-    tables.MetricTables.make = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    sqlite.MetricTables.make = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     converted(base)
 
 

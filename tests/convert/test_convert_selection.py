@@ -14,8 +14,8 @@ from converted_job import at, files, job, plain, query
 
 import monitor
 from monitor.convert import ConversionError, Converted, CSV2DBConfig, csv2db, csv2tensorboard_by_step
-from monitor.ranks.history import Earlier
-from monitor.ranks.records import read_manifest
+from monitor.coordinator.manifest_format import read_manifest
+from monitor.coordinator.resume import Earlier
 
 ROOT = Path(monitor.__path__[0]).parent
 OTHER_JOB = "f" * 32
@@ -222,6 +222,11 @@ class TestArguments:
         plain(tmp_path)
         assert converted(tmp_path, data_type_list=[]).rows == 3
 
+    @pytest.mark.parametrize("convert", [csv2tensorboard_by_step, lambda path: csv2db(CSV2DBConfig(path))])
+    def test_a_directory_is_all_that_has_to_be_given(self, tmp_path: Path, convert: Callable[[str], Converted]) -> None:
+        plain(tmp_path)
+        assert convert(str(tmp_path)).rows == 3
+
     @pytest.mark.parametrize(("convert", "ending"), [("db", "_csv2db"), ("curves", "_csv2tensorboard_by_step")])
     def test_the_output_lies_beside_the_ranks_and_is_named_after_the_time(
         self, tmp_path: Path, convert: str, ending: str, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +262,6 @@ class TestArguments:
 
 
 def at_time(timestamp: str) -> bool:
-    from monitor.ranks.names import timestamp_fields
+    from monitor.coordinator.identity import timestamp_fields
 
     return len(timestamp_fields(timestamp)) == 5

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from monitor.cli import app
 from monitor.convert import CSV2DBConfig
-from monitor.convert.commands import database_app
+from monitor.convert.cli import database_app
 from monitor.convert.request import DATA_TYPES
 from monitor.pytorch import TrainerMon
 

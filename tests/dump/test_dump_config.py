@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from monitor.config import ConfigError
-from monitor.dump.config import DumpConfig, load
-from monitor.dump.unused_fields import OF_SECTIONS, OTHER_TASKS, SWITCHES
+from monitor.dump.config import OF_SECTIONS, OTHER_TASKS, SWITCHES, DumpConfig, load
 
 
 def written(tmp_path: Path, **fields: Any) -> Path:

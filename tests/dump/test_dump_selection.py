@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from monitor.dump.config import Chosen
-from monitor.dump.selection import Selection
+from monitor.dump.config import Chosen, Selection
 
 
 def selection(**fields: Any) -> Selection:

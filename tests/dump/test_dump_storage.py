@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from monitor.dump import load_tensor
-from monitor.dump.storage import bits_of, save_tensor
-from monitor.pytorch.dump.reading import Reader
+from monitor.dump.writer import bits_of, save_tensor
+from monitor.pytorch.dump.backend import Reader
 
 
 def stored(tmp_path: Path, x: torch.Tensor) -> Path:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from monitor.dump.errors import DumpFailures
-from monitor.dump.measured import Leaf
-from monitor.dump.records import FILE, Damage, Records, read
+from monitor.dump.backend import DumpFailures
+from monitor.dump.files import FILE, Damage, Records, read
+from monitor.dump.values import Leaf
 from monitor.dump.writer import DATA, MOST_BYTES, Entry, Writer
 from monitor.failures import EarlierFailure
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitor.ranks.records import ConfigurationRecord
+from monitor.coordinator.manifest_format import ConfigurationRecord
 
 
 class Noted:

@@ -11,14 +11,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from monitor.dynamic.agreement import COMMIT, Agreement
-from monitor.dynamic.boundary import Boundary
-from monitor.dynamic.course import Course
-from monitor.dynamic.pace import Horizon, Pace
-from monitor.dynamic.proposal import FROM_ALERT, FROM_FILE, FROM_START, Proposal
-from monitor.dynamic.store import CompareSet, _done
-from monitor.dynamic.wishes import Wishes
-from monitor.ranks.store.memory import LocalStore
+from monitor.coordinator.store.protocol import LocalStore
+from monitor.dynamic.consensus import COMMIT, Agreement, CompareSet, _done
+from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, Course, Proposal, Wishes
+from monitor.dynamic.step_boundary import Boundary, Horizon, Pace
 
 PACE = Pace(1.0, 1.0, 1.0, 1.0, 1.0)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modelled import Ahead, ModelRank, World
 
-from monitor.dynamic.boundary import Boundary
-from monitor.dynamic.store import Add
+from monitor.dynamic.consensus import Add
+from monitor.dynamic.step_boundary import Boundary
 
 Ends = set[frozenset[tuple[int, int]]]
 

@@ -128,7 +128,7 @@ def test_what_ended_at_the_last_step_is_written_before_the_end(training: Trainin
 def test_a_file_that_cannot_be_written_is_said_once_and_training_goes_on(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("monitor.dynamic.settings_file.write_whole", unwritable)
+    monkeypatch.setattr("monitor.dynamic.config_file.write_whole", unwritable)
     training.control.ended()
     training.look(2)
     assert list(training.failures.counts.values()) == [1]

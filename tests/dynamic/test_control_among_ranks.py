@@ -17,10 +17,10 @@ from journals import Noted
 from serving import served
 
 from monitor.config import load_config
+from monitor.coordinator.store.client import StoreClient
 from monitor.dynamic import Control, Job
-from monitor.dynamic.pace import Pace
+from monitor.dynamic.step_boundary import Pace
 from monitor.failures import Failures
-from monitor.ranks.store.client import StoreClient
 
 FAST = Pace(idle=0.02, open=0.005, waiting=0.002, patience=1.0, bound=2.0)
 SOON = timedelta(seconds=60)

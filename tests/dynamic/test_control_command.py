@@ -11,14 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from monitor.config import load_config
-from monitor.dynamic.command import app
-from monitor.dynamic.summary import digest_of
+from monitor.coordinator.identity import JobIdentity, RankDirectory
+from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.manifest_format import ConfigurationRecord
+from monitor.coordinator.output import prepare
+from monitor.dynamic.cli import app
+from monitor.dynamic.controller import digest_of
 from monitor.failures import Failures
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.names import RankDirectory
-from monitor.ranks.output import prepare
-from monitor.ranks.records import ConfigurationRecord
 from monitor.series import SeriesTable
 
 START = '{\n  // one file for all\n  "dynamic_on": false,\n  "collect_times": 5,\n}\n'

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monitor.config.jsonc import JsonError, parse
-from monitor.dynamic.editing import EditError, edited, path_of
+from monitor.dynamic.config_file import EditError, edited, path_of
 
 
 @pytest.mark.parametrize(

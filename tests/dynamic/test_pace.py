@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.dynamic.pace import Pace
+from monitor.dynamic.step_boundary import Pace
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 from filelock import FileLock
 
 from monitor.config import ConfigError, MonitorConfig, load_config
-from monitor.dynamic import settings_file
-from monitor.dynamic.settings_file import FileWatch, Refused, change_file
+from monitor.dynamic import config_file
+from monitor.dynamic.config_file import FileWatch, Refused, change_file
 
 LATER = time.time_ns() + 10**12
 """A look at a moment when no file is fresh."""
@@ -63,7 +63,7 @@ def test_a_change_within_a_tick_of_the_file_system_is_seen(path: Path, watch: Fi
 
 
 def test_an_unchanged_file_is_not_read(watch: FileWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings_file, "_regular", lambda _: pytest.fail("it was read"))
+    monkeypatch.setattr(config_file, "_regular", lambda _: pytest.fail("it was read"))
     assert watch.look(LATER) is None
 
 
@@ -184,6 +184,6 @@ def test_of_many_who_write_at_once_none_is_lost(path: Path) -> None:
 
 
 def test_a_lock_that_is_never_let_go_of_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings_file, "LOCK_S", 0.1)
+    monkeypatch.setattr(config_file, "LOCK_S", 0.1)
     with FileLock(path.with_name(".config.json.lock")), pytest.raises(TimeoutError, match="held by another process"):
         change_file(str(path), {("dynamic_on",): False})

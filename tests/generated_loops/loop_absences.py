@@ -6,7 +6,7 @@ from typing import Final
 
 COMPLETE_EARLY: Final = (
     "grad_unreduced: the last micro-batch did not reach the parameter, and its gradient was clipped or unscaled before anybody "
-    "could know, or its optimizer did not step (docs/architecture.md, docs/optimizers.md)"
+    "could know, or its optimizer did not step (docs/decisions/057-unreduced-gradients-are-read-once.md, docs/optimizers.md)"
 )
 LEAF: Final = (
     "actv_grad of an output: a tensor that no operation has made, as a parameter, may be a result in several micro-batches. It "

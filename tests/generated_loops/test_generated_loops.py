@@ -18,7 +18,7 @@ from loop_training import Observer, Training
 from loops import Loop, loops
 
 EXAMPLES = int(os.environ.get("GENERATED_LOOPS", "50"))
-"""``make generated-loops EXAMPLES=2000`` runs more."""
+"""``make prove`` runs more."""
 
 MOST_SHOWN = 12
 

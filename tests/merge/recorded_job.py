@@ -10,16 +10,14 @@ import numpy as np
 import pyarrow as pa
 from sink_rows import SIX_OPS, Measured, table_rows
 
+from monitor.coordinator.identity import JobIdentity, RankDirectory
+from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.resume import Earlier
 from monitor.failures import Failures
-from monitor.merge.merging import Wanted, merge
+from monitor.merge.merge import Wanted, merge
 from monitor.merge.output import read_merged
 from monitor.merge.report import Report
-from monitor.placement import Placement, Shard
-from monitor.ranks.history import Earlier
-from monitor.ranks.job import JobIdentity
-from monitor.ranks.manifest import Manifest, RankFacts
-from monitor.ranks.names import RankDirectory
-from monitor.series import Series, SeriesTable
+from monitor.series import Placement, Series, SeriesTable, Shard
 from monitor.sinks import csv, hdf5, tensorboard
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.rows import KindRows, Layout, StepRows

@@ -12,8 +12,8 @@ from recorded_job import RecordedRank, tensors
 from sink_rows import Measured
 from typer.testing import CliRunner
 
-from monitor.merge.command import app
-from monitor.placement import Placement, Shard
+from monitor.merge.cli import app
+from monitor.series import Placement, Shard
 
 RANKS = tuple(range(64))
 MISSING, CUT_OFF, TWICE, TAMPERED = 11, 23, 37, 51

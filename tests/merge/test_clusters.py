@@ -11,9 +11,9 @@ import pytest
 from distributed import LocalCluster
 from recorded_job import alone, files, merged, sharded
 
-from monitor.merge import engines
-from monitor.merge.errors import MergeError
-from monitor.merge.merging import Wanted, merge
+from monitor.merge import executors
+from monitor.merge.atomic_output import MergeError
+from monitor.merge.merge import Wanted, merge
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def started(workers: int) -> LocalCluster:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "PATIENCE", 0.3)
+    monkeypatch.setattr(executors, "PATIENCE", 0.3)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_cluster_without_workers_is_refused(tmp_path: Path) -> None:
 def test_where_the_cluster_goes_away_in_the_middle_that_is_said_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "PATIENCE", 3.0)
+    monkeypatch.setattr(executors, "PATIENCE", 3.0)
     sharded(tmp_path, steps=60)
     with started(1) as short_lived:
         wanted = Wanted(tmp_path, tmp_path / "merged", rows=3, dask=short_lived.scheduler_address)

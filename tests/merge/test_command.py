@@ -8,7 +8,7 @@ from recorded_job import RecordedRank
 from sink_rows import Measured
 from typer.testing import CliRunner
 
-from monitor.merge.command import app
+from monitor.merge.cli import app
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from recorded_job import FORMATS, RecordedRank, merged, sharded, table, tensors
 from sink_rows import Measured
 
 from monitor.merge.report import Report
-from monitor.placement import Placement
+from monitor.series import Placement
 
 
 def test_of_copies_that_every_rank_writes_one_is_taken(tmp_path: Path) -> None:

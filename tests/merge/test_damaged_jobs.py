@@ -16,8 +16,8 @@ from recorded_job import FORMATS, RecordedRank, table
 from sink_rows import Measured
 from typer.testing import CliRunner
 
-from monitor.merge.command import app
-from monitor.placement import Placement, Shard
+from monitor.merge.cli import app
+from monitor.series import Placement, Shard
 
 RANKS = tuple(range(4))
 CUT = (0, 1)

@@ -19,7 +19,7 @@ from recorded_job import RecordedRank, alone, merged, sharded, table, tensors
 from sink_rows import Measured
 from typer.testing import CliRunner
 
-from monitor.merge.command import app
+from monitor.merge.cli import app
 
 SHARD = "metrics_0-4.h5"
 

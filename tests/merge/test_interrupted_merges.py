@@ -18,8 +18,8 @@ from filelock import FileLock
 from hanging import until
 from recorded_job import files, merged, sharded
 
-from monitor.merge import merging
-from monitor.merge.errors import MergeError
+from monitor.merge import merge
+from monitor.merge.atomic_output import MergeError
 
 SPAWN = multiprocessing.get_context("spawn")
 SOON = 60.0
@@ -46,7 +46,7 @@ def merge_until(moment: int, base: Path) -> None:
         if done == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    merging.merge(merging.Wanted(base, base / "merged", rows=3), die)
+    merge.merge(merge.Wanted(base, base / "merged", rows=3), die)
 
 
 def test_what_is_there_is_not_overwritten(job: Path) -> None:
@@ -66,7 +66,7 @@ def attempt(base: Path, start: Any, told: Any) -> None:
     """Wait for all the others, merge, and tell what came of it."""
     start.wait(SOON)
     try:
-        merging.merge(merging.Wanted(base, base / "merged", rows=3))
+        merge.merge(merge.Wanted(base, base / "merged", rows=3))
         told.put("")
     except MergeError as error:
         told.put(str(error))
@@ -96,7 +96,7 @@ def test_a_merge_that_is_killed_leaves_nothing_under_the_name_and_the_next_one_s
     assert [path.name for path in job.iterdir() if path.name.endswith(".draft")] == []
 
 
-COMMAND = (sys.executable, "-c", "from monitor.merge.command import app; app()")
+COMMAND = (sys.executable, "-c", "from monitor.merge.cli import app; app()")
 
 
 def command(base: Path) -> subprocess.Popen[bytes]:
@@ -146,7 +146,7 @@ def kill_a_worker(base: Path, told: Any) -> None:
             os.kill(child.pid or 0, signal.SIGKILL)
 
     try:
-        merging.merge(merging.Wanted(base, base / "merged", rows=3, workers=2), kill)
+        merge.merge(merge.Wanted(base, base / "merged", rows=3, workers=2), kill)
     except MergeError as error:
         told.put(str(error))
 

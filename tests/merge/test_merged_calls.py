@@ -11,7 +11,7 @@ from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured
 
 from monitor.merge.output import read_merged
-from monitor.placement import Placement, Shard
+from monitor.series import Placement, Shard
 
 OUTPUTS = ("hdf5", "csv", "parquet")
 STEPS = 3

@@ -11,7 +11,7 @@ from sink_rows import SIX_OPS, Measured, magnitudes_of
 
 from monitor.merge.output import PER_RANK
 from monitor.merge.report import Report
-from monitor.placement import Placement, Shard
+from monitor.series import Placement, Shard
 from monitor.stats.histograms import LOSSES, spelled
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 

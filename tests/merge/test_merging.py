@@ -10,12 +10,12 @@ import pytest
 from recorded_job import FORMATS, JOB, VALUES, RecordedRank, alone, merged, sharded, table, tensors
 from sink_rows import Measured, partials_of
 
-from monitor.merge.errors import MergeError
+from monitor.coordinator.manifest_format import read_manifest
+from monitor.coordinator.resume import Earlier
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.output import read_merged
-from monitor.placement import Placement, Shard
-from monitor.ranks.history import Earlier
-from monitor.ranks.records import read_manifest
-from monitor.sinks.shard_names import Steps
+from monitor.series import Placement, Shard
+from monitor.sinks.files import Steps
 from monitor.stats.ops import derive
 from monitor.stats.partials import Partials
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from recorded_job import merged, tensors
 
+from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import discover
-from monitor.merge.errors import MergeError
 
 Ran = Callable[[str], Path]
 

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 from recorded_job import files, merged, sharded
 
-from monitor.merge.planning import Planner, Window, in_groups, recorded_steps
+from monitor.coordinator.manifest_format import StepsRecord
+from monitor.merge.plan import Planner, Window, in_groups, recorded_steps
 from monitor.merge.survey import SHARDS
-from monitor.ranks.records import StepsRecord
-from monitor.sinks.hdf5_content import ALL_STEPS
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.files import Steps
+from monitor.sinks.hdf5_read import ALL_STEPS
 
 
 def shards(*each: tuple[int, int, int, int]) -> pa.Table:

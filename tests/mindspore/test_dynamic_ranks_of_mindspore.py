@@ -8,13 +8,13 @@ import pytest
 from ranks import Ranks, ended_job
 from reading_back import Output
 
-from monitor.capture.recording import Recording
 from monitor.config import MonitorConfig
+from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord, read_manifest
+from monitor.coordinator.store import ASKED_PER_SECOND
 from monitor.failures import Failures
 from monitor.mindspore import backend
-from monitor.ranks.records import ConfigurationRecord, ManifestRecord, read_manifest
-from monitor.ranks.store import ASKED_PER_SECOND
-from monitor.run import Place
+from monitor.recording.recording import Recording
+from monitor.recording.run import Place
 
 
 @pytest.fixture(scope="module")

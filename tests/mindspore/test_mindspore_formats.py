@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training import Net, inputs
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking.command import app
+from monitor.anomalies.ranking.cli import app
 from monitor.series import NO_MICRO_STEP, Series
 from monitor.sinks.csv import read_csv
 from monitor.sinks.hdf5 import read_hdf5

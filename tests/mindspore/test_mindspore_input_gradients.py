@@ -14,8 +14,8 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import _no_grad
 
 from monitor.failures import EarlierFailure
-from monitor.mindspore import input_gradients
-from monitor.mindspore.input_gradients import (
+from monitor.mindspore import calls
+from monitor.mindspore.calls import (
     gradient_target,
     in_backward,
     made_since,
@@ -354,7 +354,7 @@ def test_an_error_of_training_that_a_question_meets_is_training_s() -> None:
 
 
 def test_without_a_graph_to_ask_nothing_requires_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_gradients, "GRAPH_IS_THERE", False)
+    monkeypatch.setattr(calls, "GRAPH_IS_THERE", False)
     w, told = weight(), []
 
     def function(x: Tensor) -> Tensor:

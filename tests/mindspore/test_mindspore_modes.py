@@ -13,7 +13,7 @@ from training import Net, train
 
 from monitor.failures import Failures
 from monitor.mindspore.backend import chunks_of
-from monitor.mindspore.modes import compiled, observable, refuse_graph_mode, warn_of_evaluation
+from monitor.mindspore.calls import compiled, observable, refuse_graph_mode, warn_of_evaluation
 
 
 class Compiled(nn.Cell):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore
 import pytest
 
-from monitor.mindspore.place import _rendezvous, group_ranks, has_others, initialized, is_settled, place, versions
+from monitor.mindspore.process_group import _rendezvous, group_ranks, has_others, initialized, is_settled, place, versions
 
 
 @pytest.fixture(autouse=True)

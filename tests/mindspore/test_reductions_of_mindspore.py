@@ -9,8 +9,8 @@ import pytest
 from ranks import Ranks, ended_job
 from reading_back import Output
 
-from monitor.capture.gradients import NOT_REDUCED
-from monitor.ranks.records import read_manifest
+from monitor.coordinator.manifest_format import read_manifest
+from monitor.recording.gradients import NOT_REDUCED
 
 REDUCED = ["in-place", "awaited", "by-primitive", "then-clipped", "reducer"]
 LOCAL = ["none", "clipped", "loss-alone", "weights-averaged", "squares"]

@@ -13,12 +13,12 @@ from ranks import Ranks, ended_job
 from reading_back import Output
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking.command import app as rank_anomalies
-from monitor.merge.command import app as monitor_merge
+from monitor.anomalies.ranking.cli import app as rank_anomalies
+from monitor.coordinator.manifest_format import read_manifest
+from monitor.coordinator.series_file import read_series
+from monitor.merge.cli import app as monitor_merge
 from monitor.merge.output import read_merged
-from monitor.placement import Placement
-from monitor.ranks.records import read_manifest
-from monitor.ranks.series_file import read_series
+from monitor.series import Placement
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 PARAMETERS = ("first.weight", "first.bias", "second.weight", "second.bias")

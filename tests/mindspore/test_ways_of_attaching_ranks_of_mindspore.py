@@ -12,9 +12,9 @@ from ranks import Ranks, ended_job
 from reading_back import Output
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking.command import app as rank_anomalies
-from monitor.merge.command import app as monitor_merge
-from monitor.ranks.records import PipelineRecord, read_manifest
+from monitor.anomalies.ranking.cli import app as rank_anomalies
+from monitor.coordinator.manifest_format import PipelineRecord, read_manifest
+from monitor.merge.cli import app as monitor_merge
 
 PARTS = ("before", "none", "second", "stages", "model")
 MODEL_STEPS, STAGE_STEPS, FAULTY_STEP = 3, 4, 2

@@ -214,7 +214,7 @@ class Program:
     def __init__(self, directory: Path, code: str) -> None:
         self.directory = directory
         begin = f"from pipeline_parts import *\nimport os, signal, sys, threading, time\ndirectory = Path({str(directory)!r})\n"
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), *map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-c", begin + textwrap.dedent(code)],
             env={**os.environ, "PYTHONPATH": path},

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.pipeline.gaps import Gaps
+from monitor.pipeline.step_queue import Gaps
 
 Told = list[tuple[int, str]]
 

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from monitor.failures import Failures
-from monitor.pipeline.guarded import Guarded
+from monitor.pipeline.delivery import Guarded
 
 
 def raise_(error: BaseException):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_parts import Copy, FileJournal, Onlooker, journal_in, pipeline_in, pipeline_of, record, steps_in, until
 
-from monitor.pipeline import inbox
-from monitor.pipeline.inbox import Asked, Inbox, Request, Submitted
-from monitor.pipeline.ticket import Ticket
+from monitor.pipeline import writer
+from monitor.pipeline.process import Ticket
+from monitor.pipeline.writer import Asked, Inbox, Request, Submitted
 
 FOR_EVER = 1000.0
 
@@ -21,7 +21,7 @@ FOR_EVER = 1000.0
 @pytest.fixture
 def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but a hurry ends a rest."""
-    monkeypatch.setattr(inbox, "APART_SECONDS", FOR_EVER)
+    monkeypatch.setattr(writer, "APART_SECONDS", FOR_EVER)
 
 
 def put(box: Inbox[Copy], *steps: int, hurry: bool = False) -> None:
@@ -44,13 +44,13 @@ def test_a_step_after_a_long_pause_is_taken_out_at_once(monkeypatch: pytest.Monk
     box: Inbox[Copy] = Inbox()
     for step in range(3):
         now = step * (FOR_EVER + 1.0)
-        monkeypatch.setattr(inbox, "monotonic", lambda now=now: now)
+        monkeypatch.setattr(writer, "monotonic", lambda now=now: now)
         put(box, step)
         assert taken(box) == [step]
 
 
 def test_steps_that_follow_quickly_are_taken_out_together_when_the_rest_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "APART_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "APART_SECONDS", 0.2)
     box: Inbox[Copy] = Inbox()
     put(box, 0)
     assert taken(box) == [0]

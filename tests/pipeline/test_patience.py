@@ -1,5 +1,5 @@
 from monitor.failures import Failures
-from monitor.pipeline.patience import MOST_WARNINGS, Patience
+from monitor.pipeline.step_queue import MOST_WARNINGS, Patience
 
 
 def test_steps_that_meet_the_full_queue_one_after_the_other_share_a_budget():

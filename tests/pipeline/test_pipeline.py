@@ -19,8 +19,8 @@ from pipeline_parts import (
 )
 
 from monitor.failures import Failures
-from monitor.pipeline import inbox
-from monitor.pipeline.ring import GATHERED_BYTES
+from monitor.pipeline import writer
+from monitor.pipeline.step_queue import GATHERED_BYTES
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_of_steps_that_come_together_each_has_its_turn_whatever_becomes_of_the_o
                 raise ValueError("not this one")
             super().write(rows)
 
-    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
     watcher = Onlooker()
     sinks = {"picky": Picky(tmp_path / "picky"), "other": RecordSink(tmp_path / "other")}
     pipeline = pipeline_of(sinks, journal, new_sealed=Broken, copies=100, watchers={"watcher": watcher})
@@ -199,7 +199,7 @@ def test_of_steps_that_come_together_each_has_its_turn_whatever_becomes_of_the_o
 
 
 def test_steps_before_one_that_is_waited_for_do_not_wait_with_it(tmp_path, journal, monkeypatch):
-    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
     watcher = Onlooker()
     pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal, copies=100, watchers={"watcher": watcher})
     arrives = threading.Event()
@@ -229,7 +229,7 @@ class Seer(RecordSink):
 
 
 def test_a_sink_that_can_make_use_of_it_is_told_what_comes(tmp_path, journal, monkeypatch):
-    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
     seer = Seer(tmp_path / "seer")
     pipeline = pipeline_of({"seer": seer, "other": RecordSink(tmp_path / "other")}, journal, copies=100)
     record(pipeline, 0)
@@ -258,7 +258,7 @@ def test_no_more_is_foretold_at_once_than_is_gathered(tmp_path, journal, hanging
 
 
 def test_one_that_fails_to_foresee_is_given_every_step_all_the_same(tmp_path, journal, monkeypatch):
-    monkeypatch.setattr(inbox, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
     failures = Failures()
     pipeline = pipeline_of({"seer": Seer(tmp_path / "seer", MemoryError())}, journal, copies=100, failures=failures)
     record(pipeline, 0)

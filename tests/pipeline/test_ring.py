@@ -3,7 +3,7 @@ import time
 import pytest
 from pipeline_parts import Copy
 
-from monitor.pipeline.ring import GATHERED_BYTES, Ring
+from monitor.pipeline.step_queue import GATHERED_BYTES, Ring
 
 
 def ring_of(queue_bytes: int, nbytes: int = 100) -> Ring[Copy]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from monitor.anomalies.events import Event
-from monitor.anomalies.judged import EVENTS_FOLDER, Judged
+from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged
 
 ALWAYS = {"alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0}}], "dump": True}}
 """Whatever changes is an event."""

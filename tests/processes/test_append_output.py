@@ -16,10 +16,10 @@ from launching import EVERY_STEP, Launcher, Started
 from recorded import Recorded, hidden, listed, rank_directories
 from typer.testing import CliRunner
 
-from monitor.merge.command import app as merge_command
-from monitor.ranks.history import KILLED
+from monitor.coordinator.resume import KILLED
+from monitor.merge.cli import app as merge_command
+from monitor.sinks.csv_files import Written
 from monitor.sinks.hdf5 import read_hdf5
-from monitor.sinks.written import Written
 
 STEPS = 20
 ALL_YEAR = ["Jan01_00-00-00", "Dec31_23-59-59"]

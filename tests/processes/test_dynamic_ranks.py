@@ -17,10 +17,10 @@ from recorded import listed, rank_directories
 from typer.testing import CliRunner
 
 from monitor.config import MonitorConfig
-from monitor.dynamic.command import app
-from monitor.dynamic.summary import digest_of
-from monitor.ranks.manifest import MANIFEST_FILE
-from monitor.ranks.records import ConfigurationRecord, ManifestRecord, read_manifest
+from monitor.coordinator.manifest import MANIFEST_FILE
+from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord, read_manifest
+from monitor.dynamic.cli import app
+from monitor.dynamic.controller import digest_of
 from monitor.sinks.csv import read_csv
 
 GRADIENTS: dict[str, Any] = {"dynamic_on": True, "wg_distribution": True, "ops": ["norm"], "step_count_per_record": 50}

@@ -11,7 +11,7 @@ import pytest
 from launching import EVERY_STEP, Launcher, Started
 from recorded import Recorded, rank_directories
 
-from monitor.ranks.records import read_manifest
+from monitor.coordinator.manifest_format import read_manifest
 
 STEPS = 150
 """More than a run gets to before it is killed, as a rule."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from watching import Output
 
-from monitor.capture.recording import Recording
 from monitor.pytorch import TrainerMon
+from monitor.recording.recording import Recording
 
 GRADIENTS: dict[str, Any] = {"dynamic_on": True, "wg_distribution": True, "ops": ["norm"]}
 """The cheapest that has rows in every step."""

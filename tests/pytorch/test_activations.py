@@ -24,8 +24,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.func import functional_call
 from watching import Output, attached
 
-from monitor.stats.native import VARIABLE, NativeKernel
-from monitor.stats.torch_copies import Copies
+from monitor.stats.host.array_kernel import NumpyKernel
+from monitor.stats.host.native import VARIABLE, NativeKernel
 
 
 def values(*shape: int) -> Tensor:
@@ -263,9 +263,9 @@ def test_a_tensor_seen_by_several_hooks_is_read_once(output: Output, monkeypatch
 
         return call
 
-    of, take = NativeKernel.of, Copies.take
+    of, reduce = NativeKernel.of, NumpyKernel.reduce
     monkeypatch.setattr(NativeKernel, "of", lambda kernel, form: counting(of(kernel, form)))
-    monkeypatch.setattr(Copies, "take", counting(take))
+    monkeypatch.setattr(NumpyKernel, "reduce", counting(reduce))
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Identity()), nn.ReLU(inplace=True))
 
     found = activations(output, model, torch.ones(2, 4))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
-from monitor.pytorch.buffer_writes import BufferWrites
-from monitor.pytorch.reduced_memory import Over, ReducedMemory
+from monitor.pytorch.reductions.buffers import BufferWrites
+from monitor.pytorch.reductions.memory import Over, ReducedMemory
 
 GROUPS = (Over((0, 1)),)
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monitor.capture.recorder import Watched
-from monitor.pytorch.captured import OFF, Places
-from monitor.pytorch.compiled.values import NO_VALUE
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.compiled.operators import NO_VALUE
+from monitor.pytorch.recorder import OFF, Places, Recorder
+from monitor.recording.recorder import Watched
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows
 from monitor.stats.table import Sealed

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from watching import Output
 
-from monitor.anomalies.judged import Judged
+from monitor.anomalies.events import Judged
 from monitor.config import load_config
 from monitor.pytorch import RunEnded, TrainerMon
 from monitor.sinks.hdf5 import read_hdf5

@@ -10,7 +10,7 @@ from switched import GRADIENTS, training
 from torch import nn
 from watching import Output, warnings_in
 
-from monitor.merge.merging import Wanted, merge
+from monitor.merge.merge import Wanted, merge
 from monitor.merge.output import read_merged
 from monitor.pytorch import TrainerMon
 from monitor.sinks.csv import read_csv

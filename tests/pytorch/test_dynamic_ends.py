@@ -16,8 +16,8 @@ from switched import GRADIENTS, Training, our_threads, training
 from torch import nn
 from watching import Output, footprint, warnings_in
 
-from monitor.capture import parameter_rows, trainer_mon
 from monitor.pytorch import backend
+from monitor.recording import parameter_rows, trainer_mon
 
 OF_THE_PROCESS = "monitor-signals"
 

@@ -12,11 +12,11 @@ from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 from watching import EVERYTHING, Output, attached, train
 
-from monitor.capture import flow as observing
-from monitor.ranks import flow
-from monitor.ranks.flow import Flow, Pass
-from monitor.ranks.records import read_manifest
-from monitor.ranks.series_file import read_flow, read_series
+from monitor.coordinator import dataflow
+from monitor.coordinator.dataflow import Flow, Pass
+from monitor.coordinator.manifest_format import read_manifest
+from monitor.coordinator.series_file import read_flow, read_series
+from monitor.recording import dataflow as observing
 from monitor.series import Series
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
@@ -256,7 +256,7 @@ def test_without_activations_parameters_have_edges_alone(output: Output) -> None
 
 
 def test_there_is_a_bound_and_the_manifest_says_that_it_was_met(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (observing, flow):
+    for module in (observing, dataflow):
         monkeypatch.setattr(module, "MOST_EDGES", 3)
     recorded(output, small_model(), wg_distribution=False, param_distribution=False, mv_distribution=False)
     _, found = flow_of(output)
@@ -272,7 +272,7 @@ def test_only_the_first_collected_step_is_looked_at(output: Output, monkeypatch:
         looked.append(1)
         return observed(*args)
 
-    monkeypatch.setattr("monitor.capture.attachment.observed", counted)
+    monkeypatch.setattr("monitor.recording.attachment.observed", counted)
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     with attached(output, model, optimizer, **{**EVERYTHING, "start_step": 2}):

@@ -14,8 +14,8 @@ from torch import nn
 from watching import EVERYTHING, Output, attached, train
 
 from monitor.series import NO_MICRO_STEP, Series
+from monitor.sinks.arrow import Facts
 from monitor.sinks.csv import read_csv
-from monitor.sinks.facts import Facts
 from monitor.sinks.hdf5 import read_hdf5
 
 OPS = EVERYTHING["ops"]

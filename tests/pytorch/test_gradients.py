@@ -13,8 +13,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import Output, assert_rows, attached
 
-from monitor.capture.recorder import Watched
 from monitor.pytorch.recorder import Recorder
+from monitor.recording.recorder import Watched
 
 GRADIENTS = {"wg_distribution": True, "ops": ["min", "max", "mean", "norm", "zeros", "nans", "infs", "std"], "ndigits": 17}
 Rows = dict[tuple[str, int, int | None], torch.Tensor]

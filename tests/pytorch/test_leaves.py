@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from monitor.capture.leaves import described
-from monitor.pytorch.leaves import LEAVES
+from monitor.pytorch.tensors import LEAVES
+from monitor.recording.tensor_paths import described
 
 A, B, C = (torch.full((1,), float(n)) for n in range(3))
 

@@ -11,8 +11,8 @@ from torch.optim import SGD
 from typer.testing import CliRunner
 from watching import Output, attached, train, warnings_in
 
-from monitor.anomalies.judged import EVENTS_FOLDER
-from monitor.anomalies.ranking.command import app
+from monitor.anomalies.events import EVENTS_FOLDER
+from monitor.anomalies.ranking.cli import app
 
 RULES: dict[str, Any] = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
 WEIGHTS: dict[str, Any] = {"wg_distribution": True, "param_distribution": True, "ops": ["norm"], **RULES}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from monitor.pytorch.place import group_ranks, has_others, is_settled, place, versions
+from monitor.pytorch.process_group import group_ranks, has_others, is_settled, place, versions
 
 
 @pytest.fixture

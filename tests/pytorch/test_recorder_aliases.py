@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from monitor.capture.recorder import Watched
 from monitor.pytorch.recorder import Recorder
+from monitor.recording.recorder import Watched
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import MAX
 from monitor.stats.table import Sealed

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from monitor.capture.recorder import Watched
-from monitor.pytorch.compiled.values import NO_VALUE
-from monitor.pytorch.dump.reading import Reader
+from monitor.pytorch.compiled.operators import NO_VALUE
+from monitor.pytorch.dump.backend import Reader
 from monitor.pytorch.recorder import Recorder
+from monitor.recording.recorder import Watched
 from monitor.series import Series, SeriesTable
-from monitor.stats.native import VARIABLE
+from monitor.stats.host.native import VARIABLE
 from monitor.stats.rows import KindRows
 from monitor.stats.table import Sealed
 

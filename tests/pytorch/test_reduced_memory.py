@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from monitor.pytorch.reduced_memory import Over, ReducedMemory
+from monitor.pytorch.reductions.memory import Over, ReducedMemory
 
 WORLD, NODE = Over((0, 1)), Over((0, 2))
 

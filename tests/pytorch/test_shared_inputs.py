@@ -115,6 +115,59 @@ def test_an_input_that_is_given_back_has_the_gradient_of_the_modules_own_uses(ho
     assert of_inputs(found, "inner") == statistics("inner.input_1", torch.full((3, 4), 3.0))
 
 
+class UsesWhatComesBack(nn.Module):
+    """Uses ``b`` and what ``inner`` gives back in its place."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.make = nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.make(x)
+        y, back = self.inner(x, b)
+        return y.sum() + 10 * b.sum() + 100 * back.sum()
+
+
+@pytest.mark.parametrize("hooked", [("inner",), ("inner.inner",), ("inner", "inner.inner"), ("inner", "inner.inner", "")])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_full_backward_hook_of_the_users_is_no_use_of_a_tensor(hooked: tuple[str, ...], output: Output) -> None:
+    model = seeded(lambda: UsesWhatComesBack(Around(Passing("tuple"))))
+    for name in hooked:
+        model.get_submodule(name).register_full_backward_hook(lambda *_: None)
+
+    found = gradients(output, model)
+
+    for module in ("inner", "inner.inner"):
+        assert of_inputs(found, module) == statistics(f"{module}.input_1", torch.full((3, 4), 3.0))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_module_that_does_nothing_has_no_row_where_a_full_backward_hook_is_on_it(output: Output) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1)))
+    model[1].register_full_backward_hook(lambda *_: None)
+
+    found = observed(output, model, lambda: model(values()).sum().backward()).numbers("actv_grad")
+
+    assert of_inputs(found, "1") == {}
+    assert of_inputs(found, "2") != {}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_tensor_in_several_places_behind_a_full_backward_hook_has_the_total(output: Output) -> None:
+    model = nn.ModuleDict({"inner": Passing("tuple"), "make": nn.Linear(4, 4).double()})
+    model["inner"].register_full_backward_hook(lambda *_: None)
+
+    def run() -> None:
+        b = model["make"](values())
+        y, back = model["inner"](b, b)
+        (y.sum() + 100 * back.sum()).backward()
+
+    found = observed(output, model, run).numbers("actv_grad")
+
+    assert of_inputs(found, "inner") == statistics("inner.input_0+1", torch.full((3, 4), 4.0))
+
+
 class Bag:
     """An object of no class that the monitor knows."""
 

@@ -17,9 +17,8 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.recorder import Recorder
-from monitor.stats.native import NativeKernel
-from monitor.stats.torch_copies import Copies
-from monitor.stats.torch_host_kernel import HostKernel
+from monitor.stats.host.native import NativeKernel
+from monitor.stats.torch.host_kernel import HostKernel
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "min", "max"], "ndigits": 17}
@@ -75,8 +74,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for way, name in ((HostKernel, "reduce_into"), (Copies, "take"), (Copies, "take_all")):
-        monkeypatch.setattr(way, name, counting(name, getattr(way, name)))
+    monkeypatch.setattr(HostKernel, "reduce_into", counting("reduce_into", HostKernel.reduce_into))
     of = NativeKernel.of
     monkeypatch.setattr(NativeKernel, "of", lambda kernel, form: counting("plain", of(kernel, form)))
     return taken

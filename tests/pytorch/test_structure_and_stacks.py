@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from watching import Output, attached, footprint, train
 
-from monitor.capture.structure import StructureCollector
 from monitor.pytorch import RunEnded
+from monitor.recording.module_info import StructureCollector
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 

@@ -25,9 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import EVERYTHING, Output, attached, footprint, train, warnings_in
 
 from monitor.config import ConfigError
+from monitor.coordinator.output import OutputError
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.recorder import Recorder
-from monitor.ranks.output import OutputError
 from monitor.sinks.csv import CsvSink
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))

@@ -10,13 +10,12 @@ import pytest
 from sink_rows import Measured, Rank
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from monitor.sinks import hdf5_image
+from monitor.sinks import hdf5_write
+from monitor.sinks.arrow import Facts, Measurements, partials_of
 from monitor.sinks.csv import CsvSink, read_csv
-from monitor.sinks.facts import Facts
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import recover
-from monitor.sinks.measurements import Measurements, partials_of
-from monitor.sinks.spool import Block
+from monitor.sinks.step_spool import Block
 from monitor.sinks.tensorboard import TensorBoardSink
 from monitor.stats.rows import StepRows
 
@@ -89,7 +88,7 @@ def test_hdf5_has_a_dataset_where_minus_one_stands_for_a_row_that_is_not_of_call
     write(rank, counted(rank))
     with h5py.File(out / SHARD) as file:
         assert file["other/calls"][...].tolist() == [4, -1, 1]
-        assert (file["other/calls"].dtype, file["other/calls"].compression) == ("int64", "gzip")
+        assert (file["other/calls"].dtype, file["other/calls"].compression) == ("int64", "lzf")
         assert "calls" not in file["grad_reduced"]
 
 
@@ -150,7 +149,7 @@ def test_a_record_goes_on_when_calls_are_counted_no_longer(rank: Rank, out: Path
 def test_rows_of_calls_may_begin_in_any_chunk_of_a_record(
     rank: Rank, out: Path, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
-    monkeypatch.setattr(hdf5_image, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(hdf5_write, "CHUNK_ROWS", 4)
     write(rank, *(uncounted(rank, step) for step in range(before)), *(counted(rank, step) for step in range(before, 5)))
     assert calls_in(out / SHARD) == [None] * 3 * before + OF_THE_ROWS * (5 - before)
 

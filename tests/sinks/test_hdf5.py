@@ -22,14 +22,13 @@ from sink_rows import SIX_OPS, Measured, Rank, partials_of, visible
 
 import monitor.sinks
 from monitor.series import Series
-from monitor.sinks import hdf5_shards
-from monitor.sinks.facts import Facts
+from monitor.sinks import hdf5
+from monitor.sinks.arrow import PARTIALS, SCHEMA, Facts, Measurements
+from monitor.sinks.arrow import partials_of as partials_in
+from monitor.sinks.files import Steps
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import held, recover
-from monitor.sinks.measurements import PARTIALS, SCHEMA, Measurements
-from monitor.sinks.measurements import partials_of as partials_in
-from monitor.sinks.recovered import Recovered
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.recovery import Recovered
 from monitor.stats.partials import COLUMNS, combine
 
 W = {"grad_reduced": [Measured("w")]}
@@ -208,10 +207,10 @@ class TestContent:
             assert {name for name in group if name not in PARTIALS} == {
                 *("series", "series_id", "vpp_stage", "step", "micro_step", "call_id", "shape", "shape_id", "dtype", "dtype_id")
             }
-            assert {name: dataset.compression for name, dataset in group.items()} == dict.fromkeys(group, "gzip")
+            assert {(dataset.shuffle, dataset.compression) for dataset in group.values()} == {(True, "lzf")}
             found = {name: np.asarray(value).tolist() for name, value in file.attrs.items()}
         assert found == {
-            "schema_version": 1,
+            "schema_version": 2,
             "rank": 0,
             "eps": 1e-8,
             "ops": list(SIX_OPS),
@@ -341,8 +340,8 @@ class TestCut:
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hdf5_shards, "MOST_BYTES", 6000)
-        monkeypatch.setattr(hdf5_shards, "FULL", 1)
+        monkeypatch.setattr(hdf5, "MOST_BYTES", 6000)
+        monkeypatch.setattr(hdf5, "FULL", 1)
 
     def test_it_becomes_several_shards_called_after_their_steps(self, tmp_path: Path) -> None:
         rank = Rank(tmp_path, steps_per_record=10)
@@ -379,8 +378,8 @@ def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], s
     """Flushes, restarts, kills, steps that run back and thresholds that change, in any order, whether cut or not."""
     expected: dict[int, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hdf5_shards, "MOST_BYTES", most)
-        patch.setattr(hdf5_shards, "FULL", most)
+        patch.setattr(hdf5, "MOST_BYTES", most)
+        patch.setattr(hdf5, "FULL", most)
         rank = Rank(Path(directory), steps_per_record)
         sinks = {eps: Hdf5Sink(replace(rank.context, eps=eps)) for eps in EPS}
         at_work = sinks[EPS[0]]
@@ -753,10 +752,11 @@ class TestForeign:
         with pytest.raises(NotAShardError, match="schema_version"):
             read_hdf5(tmp_path / "x.h5")
 
-    def test_a_later_schema_is_refused_with_both_versions(self, shard: Path) -> None:
+    @pytest.mark.parametrize("version", [1, 7])
+    def test_another_schema_is_refused_with_both_versions(self, shard: Path, version: int) -> None:
         with h5py.File(shard, "r+") as file:
-            file.attrs["schema_version"] = 7
-        with pytest.raises(NotAShardError, match="its schema version is 7, and this version of the monitor reads 1"):
+            file.attrs["schema_version"] = version
+        with pytest.raises(NotAShardError, match=f"its schema version is {version}, and this version of the monitor reads 2"):
             read_hdf5(shard)
 
     def test_what_is_no_hdf5_is_an_os_error(self, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from sink_rows import Measured, Rank, magnitudes_of
 
-from monitor.sinks import hdf5_image
+from monitor.sinks import hdf5_write
+from monitor.sinks.arrow import partials_of
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import recover
-from monitor.sinks.measurements import partials_of
 from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, spelled
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ, combine_groups
 
@@ -61,7 +61,7 @@ class TestFeatures:
             assert {"entropy", "sr", "mg_direction", "histogram"}.isdisjoint(file["grad_reduced"])
 
     def test_rows_beyond_a_chunk_have_theirs(self, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hdf5_image, "CHUNK_ROWS", 4)
+        monkeypatch.setattr(hdf5_write, "CHUNK_ROWS", 4)
         steps = [{"mg_direction": [Measured(f"p{i}", numbers={COUNT: 10, SUM: i}) for i in range(3)]}] * 3
         with h5py.File(written(rank, *steps)) as file:
             np.testing.assert_array_equal(file["mg_direction/mg_direction"][...], [0, 0.1, 0.2] * 3)
@@ -99,7 +99,7 @@ class TestHistograms:
             histogram = file["grad_reduced/histogram"]
             np.testing.assert_array_equal(histogram[...], [magnitudes_of(SMALL)] * 2)
             np.testing.assert_array_equal(histogram.attrs["upper"], UPPER)
-            assert (histogram.dtype, histogram.chunks, histogram.compression) == (np.int64, (2, BINS), "gzip")
+            assert (histogram.dtype, histogram.chunks, histogram.compression) == (np.int64, (2, BINS), "lzf")
 
     def test_those_of_signed_numbers_have_bins_of_their_own(self, rank: Rank) -> None:
         path = written(rank, {"adam_update": [SIGNED], "grad_reduced": [COUNTED]})
@@ -122,7 +122,7 @@ class TestHistograms:
         assert "histogram" not in read_hdf5(path, kinds=["actv"]).column_names
 
     def test_those_beyond_a_chunk_stand_with_their_rows(self, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hdf5_image, "CHUNK_HISTOGRAMS", 4)
+        monkeypatch.setattr(hdf5_write, "CHUNK_HISTOGRAMS", 4)
         steps = [
             {"actv": [Measured(f"m{i}", [float(2**i)] * (step + 1), 0, magnitudes=step % 3 == 1) for i in range(3)]}
             for step in range(9)

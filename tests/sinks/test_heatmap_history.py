@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.sinks.heatmap_history import DEEPEST, History, shades
+from monitor.sinks.heatmaps import DEEPEST, History, shades
 
 MOST = 4
 

@@ -14,9 +14,21 @@ from PIL import Image
 from sink_rows import Measured, Rank
 
 from monitor.sinks import heatmaps as drawing
-from monitor.sinks.heatmap_history import DEEPEST, History
-from monitor.sinks.heatmap_image import INK, LEFT, PLOT_HEIGHT, PLOT_WIDTH, TOP, column_of, drawn, row_of
-from monitor.sinks.heatmaps import BINS, MOST_COLUMNS, is_due
+from monitor.sinks.heatmaps import (
+    BINS,
+    DEEPEST,
+    INK,
+    LEFT,
+    MOST_COLUMNS,
+    PLOT_HEIGHT,
+    PLOT_WIDTH,
+    TOP,
+    History,
+    column_of,
+    drawn,
+    is_due,
+    row_of,
+)
 from monitor.sinks.tensorboard import TensorBoardSink
 
 TAG = "0:w/rank0/adam_update_heatmap"

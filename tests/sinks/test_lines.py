@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from sink_rows import Measured, Rank
 
-from monitor.sinks import lines, native_lines
-from monitor.sinks.lines import Lines, header
+from monitor.sinks import csv as lines
+from monitor.sinks import csv_text
+from monitor.sinks.csv import Lines, header
 from monitor.stats.histograms import LOSSES
-from monitor.stats.native import VARIABLE
+from monitor.stats.host.native import VARIABLE
 from monitor.stats.rows import Layout, StepRows
 
 
@@ -30,7 +31,7 @@ def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether lines are made in C."""
     monkeypatch.setenv(VARIABLE, request.param)
-    assert native_lines.is_there() is (request.param == "1")
+    assert csv_text.is_there() is (request.param == "1")
 
 
 @pytest.fixture

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monitor.sinks import lines, native_lines
-from monitor.sinks.arrow_lines import arrow_lines
-from monitor.sinks.cells import Cells
-from monitor.sinks.columns import Column, Counts, Numbers, Texts
-from monitor.sinks.lines import Lines
-from monitor.sinks.native_lines import native_lines as joined
-from monitor.stats.native import VARIABLE
+from monitor.sinks import csv, csv_text
+from monitor.sinks.csv import Lines
+from monitor.sinks.csv_text import Column, Counts, Numbers, Texts, python_lines
+from monitor.sinks.csv_text import native_lines as joined
+from monitor.sinks.text_cache import Cells
+from monitor.stats.host.native import VARIABLE
 
 _lines: Any = importlib.import_module("monitor.sinks._lines")
 
@@ -29,10 +28,10 @@ def columns(rows: int, seed: int = 0) -> list[Column]:
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 1], [5, 100, 2], [700, 1300]])
-def test_pieces_are_those_of_arrow(lengths: list[int]) -> None:
+def test_pieces_are_those_of_python(lengths: list[int]) -> None:
     some = columns(sum(lengths))
     texts = [bytes(text) for text in joined(some, lengths, 6)]
-    assert texts == [bytes(text) for text in arrow_lines(some, lengths, 6)]
+    assert texts == [bytes(text) for text in python_lines(some, lengths, 6)]
     assert [text.count(b"\n") for text in texts] == lengths
 
 
@@ -48,8 +47,8 @@ def told(**changes: Any) -> tuple[Any, ...]:
     call = {
         "columns": ((1, np.ones(3), np.ones(3, dtype=bool)),),
         "ends": np.array([1, 3]),
-        "powers": native_lines._powers_of_ten(),
-        "first": native_lines.LEAST_POWER,
+        "powers": csv_text._powers_of_ten(),
+        "first": csv_text.LEAST_POWER,
         "ndigits": 6,
         "fixed_from": 1e-3,
         "positions": np.zeros(2, dtype=np.int64),
@@ -167,7 +166,7 @@ def test_other_threads_go_on_meanwhile() -> None:
         turns.append(threading.get_ident())
 
     call = told(
-        columns=tuple(map(native_lines._told, columns(200_000))),
+        columns=tuple(map(csv_text._told, columns(200_000))),
         ends=np.array([200_000]),
         positions=np.zeros(1, dtype=np.int64),
     )
@@ -189,7 +188,7 @@ def test_other_threads_go_on_meanwhile() -> None:
 
 
 def test_any_threads_may_make_lines() -> None:
-    expected = [[bytes(text) for text in arrow_lines(columns(5000, seed), [5000], 6)] for seed in range(4)]
+    expected = [[bytes(text) for text in python_lines(columns(5000, seed), [5000], 6)] for seed in range(4)]
     made: list[list[bytes]] = [[] for _ in range(4)]
 
     def make(seed: int) -> None:
@@ -205,7 +204,7 @@ def test_any_threads_may_make_lines() -> None:
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    series = lines.SeriesTable()
+    series = csv.SeriesTable()
     assert Lines(series, 6)._join is joined
     monkeypatch.setenv(VARIABLE, "0")
-    assert Lines(series, 6)._join is arrow_lines
+    assert Lines(series, 6)._join is python_lines

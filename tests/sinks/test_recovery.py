@@ -12,10 +12,10 @@ from sink_rows import Measured, Rank, visible
 
 from monitor.sinks import RECOVERIES
 from monitor.sinks.csv import CsvSink, read_csv
-from monitor.sinks.recovered import Recovered, put_in_order
-from monitor.sinks.recovery import held as held_steps
-from monitor.sinks.recovery import recover
-from monitor.sinks.shard_names import Steps
+from monitor.sinks.csv_recovery import held as held_steps
+from monitor.sinks.csv_recovery import recover
+from monitor.sinks.files import Steps
+from monitor.sinks.recovery import Recovered, put_in_order
 
 PER_RECORD = 3
 STEPS = 6

@@ -14,8 +14,7 @@ from sink_rows import Measured, Rank
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monitor.series import Series
-from monitor.sinks.tensorboard import TensorBoardSink
-from monitor.sinks.tensorboard_histograms import magnitudes, signed
+from monitor.sinks.tensorboard import TensorBoardSink, magnitudes, signed
 from monitor.stats.partials import MAX, MIN, Partials
 from monitor.stats.rows import StepRows
 

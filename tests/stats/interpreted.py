@@ -14,12 +14,11 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 
-from monitor.stats.torch_fused_blocks import Blocks
-from monitor.stats.torch_fused_kernel import Engine, FusedKernel
-from monitor.stats.torch_fused_launch import Driver
+from monitor.stats.triton.elements import Blocks
+from monitor.stats.triton.launch import Driver, Engine, FusedKernel
 
-SOURCE = "monitor.stats.torch_fused_source"
-KERNELS = (SOURCE, "monitor.stats.torch_fused_elements", "monitor.stats.torch_fused_combining")
+SOURCE = "monitor.stats.triton.source"
+KERNELS = (SOURCE, "monitor.stats.triton.elements", "monitor.stats.triton.source")
 SMALL = Blocks(lanes=32, rows=16, parts=4, tiles=4)
 """Many parts and several rounds of every loop with few elements."""
 

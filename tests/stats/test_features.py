@@ -46,6 +46,17 @@ def test_the_frobenius_norm_of_shards_combines_and_their_spectral_norm_is_missin
     assert read("linear_hook", together(parts)) == [{"sr": None, "kernel_norm": None, "frobenius_norm": 5.0}]
 
 
+@pytest.mark.parametrize(("squares", "spectral"), [(math.inf, 4e300), (0.0, 4e-300), (4e-310, 1e-155)])
+def test_a_frobenius_norm_whose_squares_left_the_range_is_missing(squares: float, spectral: float) -> None:
+    found = read("linear_hook", rows("linear_hook", (4.0, 1.0, squares, spectral)))
+    assert found == [{"sr": None, "kernel_norm": spectral, "frobenius_norm": None}]
+
+
+def test_a_weight_with_an_infinite_element_has_an_infinite_frobenius_norm() -> None:
+    (found,) = read("linear_hook", rows("linear_hook", (4.0, 1.0, math.inf, math.nan)))
+    assert found["frobenius_norm"] == math.inf
+
+
 def test_a_matrix_of_zeros_has_no_stable_rank() -> None:
     assert read("linear_hook", rows("linear_hook", (4.0, 1.0, 0.0, 0.0))) == [
         {"sr": None, "kernel_norm": 0.0, "frobenius_norm": 0.0}

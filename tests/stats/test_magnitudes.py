@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from monitor.stats import numpy_magnitudes
 from monitor.stats.histograms import BINS, UPPER, lost, spelled
-from monitor.stats.torch_magnitudes import CHUNK, count_magnitudes, count_magnitudes_there
+from monitor.stats.host import array_kernel
+from monitor.stats.torch.magnitudes import CHUNK, count_magnitudes, count_magnitudes_there
 
 Counter = Callable[[Tensor], np.ndarray]
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "e5m2": torch.float8_e5m2}
@@ -79,14 +79,14 @@ def test_every_finite_element_is_in_its_bin(what: str, count: Counter) -> None:
 @pytest.mark.parametrize("what", [name for name in TENSORS if "float8" not in name and "bfloat16" not in name])
 def test_every_finite_element_of_an_array_is_in_its_bin(what: str) -> None:
     x = TENSORS[what].to_dense()
-    assert searched(x).tolist() == numpy_magnitudes.count_magnitudes(x.numpy()).tolist()
+    assert searched(x).tolist() == array_kernel.count_magnitudes(x.numpy()).tolist()
 
 
 def test_counting_leaves_the_array_alone_and_has_nothing_for_what_is_no_number() -> None:
     x = np.array([-1.5, 0.25, -0.0], dtype=np.float32)
-    numpy_magnitudes.count_magnitudes(x)
+    array_kernel.count_magnitudes(x)
     assert np.signbit(x).tolist() == [True, False, True]
-    assert numpy_magnitudes.count_magnitudes(np.array(["a"])) is None
+    assert array_kernel.count_magnitudes(np.array(["a"])) is None
 
 
 @COUNTERS

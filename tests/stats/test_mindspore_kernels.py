@@ -13,8 +13,7 @@ from mindspore.common.initializer import initializer
 from reference import assert_agrees, derived, normal
 
 from monitor.failures import EarlierFailure
-from monitor.stats.mindspore_device_kernel import DeviceKernel, combined
-from monitor.stats.mindspore_host_kernel import HostKernel
+from monitor.stats.mindspore.kernels import DeviceKernel, HostKernel, combined
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, SMALLS, WRITES
 
 EPS = 1e-8

@@ -10,7 +10,7 @@ from mindspore.common.initializer import initializer
 from reference import normal
 
 from monitor.stats.histograms import BINS, UPPER
-from monitor.stats.mindspore_magnitudes import count_magnitudes
+from monitor.stats.mindspore.tensors import count_magnitudes
 
 
 def searched(x: np.ndarray) -> list[int]:

@@ -9,8 +9,8 @@ from reference import assert_agrees, normal
 
 from monitor.failures import EarlierFailure
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.mindspore_device_kernel import DeviceKernel, combined
-from monitor.stats.mindspore_memory import DevicePage
+from monitor.stats.mindspore.kernels import DeviceKernel, combined
+from monitor.stats.mindspore.tensors import DevicePage
 from monitor.stats.partials import COLUMNS, WRITES
 from monitor.stats.table import Sealed, StatsTable
 

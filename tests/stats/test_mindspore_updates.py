@@ -10,11 +10,11 @@ import pytest
 from mindspore import Tensor, mint
 
 from monitor.failures import EarlierFailure
-from monitor.stats import mindspore_arithmetic, mindspore_updates
 from monitor.stats.histograms import UNIT_UPPER
-from monitor.stats.mindspore_updates import DeviceSigned, HostSigned, adam_vectors, agreement, kept, squares_of_update
-from monitor.stats.numpy_kernel import NumpyKernel
-from monitor.stats.numpy_tensors import CHUNK
+from monitor.stats.host.array_kernel import CHUNK, NumpyKernel
+from monitor.stats.mindspore import arithmetic
+from monitor.stats.mindspore import updates as mindspore_updates
+from monitor.stats.mindspore.updates import DeviceSigned, HostSigned, adam_vectors, agreement, kept, squares_of_update
 from monitor.stats.partials import COLUMNS, COUNT, EMPTY, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ
 
 EPS = 1e-8
@@ -24,7 +24,7 @@ PIECE = 1000
 
 @pytest.fixture(params=["host", "device"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(mindspore_arithmetic, "on_the_host", lambda: request.param == "host")
+    monkeypatch.setattr(arithmetic, "on_the_host", lambda: request.param == "host")
     monkeypatch.setattr(mindspore_updates, "PIECE", PIECE)
     return request.param
 

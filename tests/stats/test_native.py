@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from reference import assert_agrees, derived, normal
 
-from monitor.stats import native
-from monitor.stats.native import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VARIABLE, NativeKernel, native_kernel
+from monitor.stats.host import native
+from monitor.stats.host.native import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VARIABLE, NativeKernel, native_kernel
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS
 
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]

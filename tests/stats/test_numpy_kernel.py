@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from reference import assert_agrees, derived, normal
 
-from monitor.stats.native import VARIABLE
-from monitor.stats.numpy_kernel import NumpyKernel
-from monitor.stats.numpy_tensors import CHUNK
+from monitor.stats.host.array_kernel import CHUNK, NumpyKernel
+from monitor.stats.host.native import VARIABLE
 from monitor.stats.partials import COLUMNS, COUNT, M2, SMALLS, WRITES
 
 EPS = 1e-8

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import assert_agrees, derived
 
 from monitor.stats.partials import COLUMNS, EMPTY, Partials, combine, combine_groups, union
-from monitor.stats.torch_host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import HostKernel
 
 KERNEL = HostKernel(1e-8)
 

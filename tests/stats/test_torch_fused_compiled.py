@@ -16,12 +16,11 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from monitor.stats import torch_fused_source  # noqa: E402
-from monitor.stats.torch_fused_blocks import Blocks  # noqa: E402
-from monitor.stats.torch_fused_combining import COLUMNS  # noqa: E402
-from monitor.stats.torch_fused_formats import FORMATS  # noqa: E402
-from monitor.stats.torch_fused_kernel import constants, options  # noqa: E402
-from monitor.stats.torch_fused_list import FIELDS  # noqa: E402
+from monitor.stats.triton import source as torch_fused_source  # noqa: E402
+from monitor.stats.triton.elements import FORMATS, Blocks  # noqa: E402
+from monitor.stats.triton.launch import constants, options  # noqa: E402
+from monitor.stats.triton.source import COLUMNS  # noqa: E402
+from monitor.stats.triton.tensor_list import FIELDS  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WHOLE = {"ALIGNED": True, "EVEN": True}

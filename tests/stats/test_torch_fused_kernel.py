@@ -24,11 +24,9 @@ pytest.importorskip("triton")
 from interpreted import HOST, SMALL, engine, fused, source
 
 from monitor.stats.partials import COLUMNS, SUM
-from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_fused_blocks import Blocks, cut
-from monitor.stats.torch_fused_formats import FORMATS
-from monitor.stats.torch_fused_kernel import Engine, FusedKernel
-from monitor.stats.torch_fused_workspace import PART_COLUMNS
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.triton.elements import FORMATS, Blocks, cut
+from monitor.stats.triton.launch import PART_COLUMNS, Engine, FusedKernel
 
 EPS = 1e-8
 KERNEL = fused(EPS)
@@ -141,13 +139,13 @@ def test_subnormal_numbers_are_numbers(dtype: torch.dtype) -> None:
 
 
 def test_elements_of_a_strided_tensor_too_many_for_32_bits_are_numbered_in_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monitor.stats import torch_fused_kernel
+    from monitor.stats.triton import launch
 
     x, own = normal(40, 50)[:, ::2], engine()
     kernel = FusedKernel(EPS, own)
     row_of(x, kernel)
     assert ["uint32" in key for key in own._launches] == [True]
-    monkeypatch.setattr(torch_fused_kernel, "_FAR", x.numel())
+    monkeypatch.setattr(launch, "_FAR", x.numel())
     assert_agrees(row_of(x, kernel), x, EPS)
     assert ["uint64" in key for key in own._launches] == [False, True]
 
@@ -240,12 +238,12 @@ def test_each_captured_launch_has_a_workspace_of_its_own_of_its_size_that_is_not
 
 
 def test_what_a_capture_is_given_is_made_in_the_capturing_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monitor.stats import torch_fused_workspace
+    from monitor.stats.triton import launch
 
     def elsewhere(*_: object) -> torch.Tensor:
         raise AssertionError("kept memory was asked for")
 
-    monkeypatch.setattr(torch_fused_workspace.Workspace.__init__, "__defaults__", (1, 1, elsewhere))
+    monkeypatch.setattr(launch.Workspace.__init__, "__defaults__", (1, 1, elsewhere))
     own = Engine(source(), replace(HOST, capturing=lambda: True), SMALL)
     assert own.workspace(torch.empty(0), 0, 7)._rows.numel() == 7 * PART_COLUMNS
 

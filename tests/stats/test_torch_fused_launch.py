@@ -11,12 +11,11 @@ import pytest
 import torch
 from reference import assert_agrees
 
-from monitor.stats import torch_fused_device
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_fused_device import DeviceKernels, engine_for
-from monitor.stats.torch_fused_launch import Launch
-from monitor.stats.torch_op import Listed, reduce_into, reduce_listed
+from monitor.stats.torch import dispatch
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.dispatch import DeviceKernels, Listed, engine_for, reduce_into, reduce_listed
+from monitor.stats.triton.launch import Launch
 
 CPU = torch.device("cpu")
 
@@ -128,9 +127,9 @@ def test_without_triton_nobody_is_told(caplog: pytest.LogCaptureFixture, monkeyp
 
 def test_a_triton_without_knobs_is_asked_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not torch_fused_device._is_interpreted(SimpleNamespace())
+    assert not dispatch._is_interpreted(SimpleNamespace())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert torch_fused_device._is_interpreted(SimpleNamespace())
+    assert dispatch._is_interpreted(SimpleNamespace())
 
 
 class Page:

@@ -10,10 +10,9 @@ import torch
 from reference import assert_agrees
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch_fused_device import DeviceKernels
-from monitor.stats.torch_fused_formats import FORMATS
-from monitor.stats.torch_fused_kernel import FusedKernel
-from monitor.stats.torch_op import reduce_into
+from monitor.stats.torch.dispatch import DeviceKernels, reduce_into
+from monitor.stats.triton.elements import FORMATS
+from monitor.stats.triton.launch import FusedKernel
 
 EPS = 1e-8
 

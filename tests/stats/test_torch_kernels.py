@@ -14,14 +14,13 @@ from interpreted import fused as fused_kernel
 from reference import assert_agrees, derived
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monitor.stats.epsilon import Epsilon
+from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, SMALLS, WRITES
-from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_fused_blocks import Blocks
-from monitor.stats.torch_fused_kernel import FusedKernel
-from monitor.stats.torch_host_chunks import CHUNK
-from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_tensors import pieces
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.host_kernel import PIECE, HostKernel
+from monitor.stats.torch.tensors import pieces
+from monitor.stats.triton.elements import Blocks
+from monitor.stats.triton.launch import FusedKernel
 
 EPS = 1e-8
 Reduce = Callable[[torch.Tensor], np.ndarray]
@@ -101,7 +100,7 @@ def test_integers_and_bool_are_measured_as_numbers(reduce: Reduce, dtype: torch.
 
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-20, 1e-5, 1.0, 1e5, 1e18, 1e30, 3e37])
-@pytest.mark.parametrize("size", [1, 17, 3 * CHUNK + 5])
+@pytest.mark.parametrize("size", [1, 17, 3 * PIECE + 5])
 def test_any_magnitude_of_float32_keeps_its_norm(reduce: Reduce, magnitude: float, size: int) -> None:
     x = normal(size) * magnitude
     assert_agrees(reduce(x), x, EPS)
@@ -288,7 +287,7 @@ FREED: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: freed(normal(50)),
     "functional": lambda: functional(normal(50)),
     "functional and more than a thousand": lambda: functional(normal(5000)),
-    "more than a chunk": lambda: freed(torch.zeros(CHUNK + 1)),
+    "more than a chunk": lambda: freed(torch.zeros(PIECE + 1)),
     "behind others": lambda: freed(normal(50)[7:]),
     "bfloat16": lambda: freed(normal(50).bfloat16()[3:]),
     "transposed": lambda: freed(normal(5, 6).t()),
@@ -339,6 +338,16 @@ def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.parametrize("kernel", [HostKernel, portable], ids=["native", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_storage_of_what_was_read_can_still_be_resized(kernel: Callable[[float], HostKernel], dtype: torch.dtype) -> None:
+    """As FSDP does: torch resizes no storage that numpy has a view of."""
+    x = torch.randn(40).to(dtype)
+    kernel(EPS).reduce(x)
+    x.untyped_storage().resize_(0)
+    assert x.untyped_storage().nbytes() == 0
+
+
 def test_the_kernels_agree_with_themselves_bit_for_bit(reduce: Reduce) -> None:
-    x = normal(3 * CHUNK + 11)
+    x = normal(3 * PIECE + 11)
     assert np.array_equal(reduce(x), reduce(x.clone()))

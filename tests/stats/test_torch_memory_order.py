@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from monitor.stats.torch_memory import DevicePage
+from monitor.stats.torch.memory import DevicePage
 
 
 class Stream:

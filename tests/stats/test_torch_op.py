@@ -6,8 +6,8 @@ import torch
 from reference import assert_agrees
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch_device_kernel import DeviceKernel
-from monitor.stats.torch_op import reduce_into
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.dispatch import reduce_into
 
 EPS = 1e-8
 

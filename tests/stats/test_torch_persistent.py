@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from monitor.stats.torch_persistent import persistent
+from monitor.stats.torch.memory import persistent
 
 HOST = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from monitor.stats.histograms import UNIT_UPPER
 from monitor.stats.partials import COLUMNS, EMPTY, Partials
-from monitor.stats.torch_host_kernel import HostKernel
-from monitor.stats.torch_updates import CHUNK, DeviceSigned, HostSigned, agreement, squares_of_update
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.updates import CHUNK, DeviceSigned, HostSigned, agreement, squares_of_update
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

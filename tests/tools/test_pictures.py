@@ -20,8 +20,7 @@ import browser
 import take
 import tensorboard_page
 from browser import Page
-from monitor.sinks.heatmap_history import History
-from monitor.sinks.heatmap_image import drawn
+from monitor.sinks.heatmaps import History, drawn
 
 PICTURES = ROOT / "tools" / "pictures"
 STEPS = 9

@@ -11,9 +11,15 @@ import pytest
 
 from monitor.config import ConfigError
 from monitor.training import load_training_config
-from monitor.training.loading import training_config_in
-from monitor.training.model import LossMonitor, MonitorSection, TensorBoardSection, TrainingConfig
-from monitor.training.unused_fields import OF_SECTIONS, UNUSED
+from monitor.training.config import (
+    OF_SECTIONS,
+    UNUSED,
+    LossMonitor,
+    MonitorSection,
+    TensorBoardSection,
+    TrainingConfig,
+    training_config_in,
+)
 
 REFERENCE = """
 seed: 0

@@ -12,19 +12,13 @@ from shown import scalars
 from shown import texts as shown_texts
 
 from monitor.failures import LOGGER, Failures
-from monitor.training.events import EventWriter
+from monitor.training.config import TrainingConfig, training_config_in
 from monitor.training.expert_load import ExpertCounts, combined, load
-from monitor.training.facts import StepFacts, StepNorms
-from monitor.training.joining import MOST_WAITING, Joining
-from monitor.training.loading import training_config_in
-from monitor.training.log import LogWriter
-from monitor.training.model import TrainingConfig
-from monitor.training.rates import Pace, Rates
-from monitor.training.recorded import recorded
-from monitor.training.reporting import Reporting
-from monitor.training.scalars import RunScalars, Scalar, StateScalars
-from monitor.training.texts import texts
-from monitor.training.writing import Writing
+from monitor.training.norms import recorded
+from monitor.training.outputs import EventWriter, LogWriter, texts
+from monitor.training.reporting import Reporting, Writing
+from monitor.training.scalars import Pace, Rates, RunScalars, Scalar, StateScalars
+from monitor.training.step import MOST_WAITING, Joining, StepFacts, StepNorms
 
 BOARD = "tensorboard: {tensorboard_dir: tb, log_loss_scale_to_tensorboard: true, log_timers_to_tensorboard: true}\n"
 BOTH = frozenset({"log", "tensorboard"})

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monitor.training.loading import training_config_in
-from monitor.training.model import MonitorSection, TensorBoardSection
+from monitor.training.config import MonitorSection, TensorBoardSection, training_config_in
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "training-metrics.md").read_text()
 

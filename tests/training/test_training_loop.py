@@ -17,11 +17,11 @@ from shown import scalars
 from torch import nn
 
 from monitor.config import ConfigError
+from monitor.coordinator.output import OutputError
 from monitor.failures import LOGGER
 from monitor.pipeline.process import PROCESS
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.training import RunEnded, TrainingMetrics
-from monitor.ranks.output import OutputError
 
 STEPS = 4
 SCALE = 2.0

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement, Shard
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.numpy_kernel import NumpyKernel
+from monitor.series import LOCAL, NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
+from monitor.stats.host.array_kernel import NumpyKernel
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, StepRows
-from monitor.training.facts import StepNorms
 from monitor.training.norms import NOT_WHOLE, NormReader, Whose
+from monitor.training.step import StepNorms
 
 ARRAYS = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
 CUT = Placement(shard=Shard((0, 1), (4,), (0,)))

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fault import Place, drawn, plant
 from gpt import GPT, GPTConfig
 from job import output_directory, process_group
-from monitor.anomalies.judged import EVENTS_FOLDER
-from monitor.anomalies.ranking.command import NOT_WELL
+from monitor.anomalies.events import EVENTS_FOLDER
+from monitor.anomalies.ranking.cli import NOT_WELL
 from monitor.anomalies.ranking.ranking import Ranked, ranking_of
 from monitor.pytorch import TrainerMon
 from text import random_batch, standard_library

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "demo"))
 
 from gpt import GPT, GPTConfig
 from monitor.pytorch.training import TrainingMetrics
-from monitor.training.loading import training_config_in
+from monitor.training.config import training_config_in
 from text import random_batch, standard_library
 
 BATCH = 8

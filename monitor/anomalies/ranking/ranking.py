@@ -6,21 +6,107 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from monitor.anomalies.events import Event
 from monitor.anomalies.ranking.coverage import Coverage, Wanted, coverage_of
-from monitor.anomalies.ranking.dependence import origins
-from monitor.anomalies.ranking.evidence import Evidence
-from monitor.anomalies.ranking.job import Job, Member, job_of
-from monitor.anomalies.ranking.ordering import order_of
-from monitor.anomalies.ranking.reading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
-from monitor.anomalies.ranking.replicas import Alone, alone, shared
-from monitor.anomalies.ranking.span import Span, span_of
-from monitor.anomalies.ranking.subjects import Subject
-from monitor.anomalies.ranking.surroundings import Surroundings, surroundings
-from monitor.ranks.records import ManifestError
+from monitor.anomalies.ranking.graph import Subject
+from monitor.anomalies.ranking.job import Evidence, Flags, Job, Member, job_of
+from monitor.anomalies.ranking.loading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
+from monitor.anomalies.ranking.location import Span, span_of
+from monitor.anomalies.ranking.order import order_of
+from monitor.anomalies.ranking.origins import origins
+from monitor.anomalies.ranking.step_propagation import IN_PASSES
+from monitor.coordinator.manifest_format import ManifestError
+
+# --- How many data-parallel ranks have an event: one alone has other data and another device, all share weights and
+# software.
+
+
+class Alone(NamedTuple):
+    """The only one of several ranks."""
+
+    rank: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"only on rank {self.rank} of its {self.of} data-parallel replicas"
+
+
+def alone(job: Job, evidence: Evidence, number: int) -> Alone | None:
+    """None if other replicas have the event too, or too few of them can tell."""
+    having, of = _having(job, evidence, number)
+    return Alone(having[0], of) if of > 1 and len(having) == 1 else None
+
+
+def shared(job: Job, evidence: Evidence, number: int) -> int | None:
+    """How many replicas have the event, if all have it; None if some do not, or too few of them can tell."""
+    having, of = _having(job, evidence, number)
+    return of if of > 1 and len(having) == of else None
+
+
+def _having(job: Job, evidence: Evidence, number: int) -> tuple[list[int], int]:
+    """The ranks that have the event, and of how many. Those count that measure the tensor and have judged the step. Of a tensor
+    in parts each rank holds another.
+    """
+    of = evidence
+    member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
+    if member.wiring is not None and subject.series in member.wiring.sharded:
+        return [], 0
+    others = [
+        one
+        for one in job.replicas(member)
+        if one is member or (one.has_judged_all(step) and one.wiring is not None and subject.series in one.wiring.numbers)
+    ]
+    return sorted({int(of.rank[one]) for one in _same(evidence, number, others)}), len(others)
+
+
+def _same(of: Evidence, number: int, members: list[Member]) -> list[int]:
+    """Events of the same tensor, step and micro-step on these members."""
+    same = (of.step == of.step[number]) & (of.micro_step == of.micro_step[number]) & (of.meant == of.meant[number])
+    among = [index for index, one in enumerate(of.members) if any(one is other for other in members)]
+    found: list[int] = np.flatnonzero(same & np.isin(of.member, among)).tolist()
+    return found
+
+
+# --- What else fired in the step of an event: a deviation of many tensors on all ranks is another matter than that of one.
+
+
+class Surroundings(NamedTuple):
+    """The deviations in the step of an event. What came after the aggregation of gradients does not count: all ranks share it.
+
+    Attributes:
+        tensors: How many tensors deviate.
+        ranks: On how many ranks.
+        all_ranks: Whether that is every rank that can tell.
+        steps: In how many steps the tensor of the event deviates.
+    """
+
+    tensors: int
+    ranks: int
+    all_ranks: bool
+    steps: int
+
+
+def surroundings(job: Job, evidence: Evidence, number: int) -> Surroundings:
+    """Those of an event."""
+    of = evidence
+    step, member = int(of.step[number]), of.members[of.member[number]]
+    deviates: Flags = of.finite & np.isin(of.role, IN_PASSES)
+    here = deviates & (of.step == step) & (of.recording == of.recording[number])
+    own = [one for one in of.members if one.recording == member.recording]
+    replicas = job.replicas(member) if len(member.ranks("dp")) > 1 else own
+    judged = {one.rank for one in replicas if one.has_judged_all(step)}
+    ranks = set(of.rank[here].tolist())
+    same = of.finite & (of.meant == of.meant[number]) & (of.rank == member.rank) & (of.recording == of.recording[number])
+    return Surroundings(
+        len(np.unique(of.meant[here])),
+        len(ranks),
+        bool(judged) and judged <= ranks,
+        len(np.unique(of.step[same])),
+    )
 
 
 @dataclass(frozen=True)

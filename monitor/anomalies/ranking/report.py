@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -10,10 +11,12 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from monitor.anomalies.ranking.coverage import Gap
-from monitor.anomalies.ranking.ranking import Ranked, Ranking
-from monitor.anomalies.wording import SHOWN, capitalized, listed
-from monitor.series import NO_MICRO_STEP
+from monitor.anomalies.ranking.coverage import Coverage, Gap
+from monitor.anomalies.ranking.graph import Role
+from monitor.anomalies.ranking.location import SHOWN, Where, capitalized, listed, name_of
+from monitor.anomalies.ranking.ranking import Ranked, Ranking, Surroundings
+from monitor.anomalies.ranking.step_propagation import IN_PASSES
+from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.terminal import plain
 
 _ANY_WIDTH: Final = 10_000
@@ -169,3 +172,170 @@ def told_value(one: Ranked) -> str:
 
 def _mean(one: Ranked) -> str:
     return "" if one.mean is None else f", running mean {one.mean:.6g}"
+
+
+# --- The last line: what was found first, and what to look at next.
+
+_NEXT: Final = {
+    Where.INSIDE: "Dump what goes into {module} there, and run it again on another device{because}.",
+    Where.BETWEEN: "Look at the code between these two, {which}, and dump what goes into it.",
+    Where.DATA: "Look at the batch that rank {rank} loaded for step {step}.",
+    Where.BEFORE: "Nothing before it is watched: look at the batch that rank {rank} loaded for step {step}, and watch more.",
+    Where.STAGES: "Both ends were measured: look at the link and at the communication library between these ranks.",
+    Where.LOSS: "Look at the loss function, its labels and the loss scale.",
+    Where.BEHIND: "Watch the forward up to the model's output, or look at the loss function, its labels and the loss scale.",
+    Where.PASSES: "Record activations and their gradients as well (xy_distribution), and go through step {step} again.",
+    Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward on another device.",
+    Where.AGGREGATION: "No rank had brought it in: look at the communication library, and at what scales or clips gradients.",
+    Where.UNSEEN_RANKS: "See whether their events are missing or not recorded (module_ranks), then look at the communication.",
+    Where.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
+    Where.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
+    Where.UPDATE: "What is recorded of what it was made from was clean: look at the learning rate, eps and the optimizer.",
+    Where.WEIGHTS: "Look at what changed the weights of rank {rank} {since}: a loaded checkpoint, a broadcast{unjudged}, or "
+    "the device's memory.",
+    Where.UNKNOWN: "Look at what comes before it.",
+}
+
+
+_SHARED: Final = {
+    Where.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
+    Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward again on the CPU.",
+}
+"""Instead, where all replicas have the event: then it is no fault of one device."""
+
+_SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
+"""What a loss scale multiplies."""
+
+_KEPT: Final = (Role.ORIGINAL_WEIGHT, Role.MOMENT, Role.UPDATED_WEIGHT)
+"""Replicas of these are updated with the same gradients: data of one rank cannot spoil one replica."""
+
+_NOUNS: Final = {
+    Role.FORWARD: "",
+    Role.BACKWARD: "the gradient of ",
+    Role.ORIGINAL_WEIGHT: "the weight ",
+    Role.UPDATED_WEIGHT: "the updated weight ",
+}
+
+
+def advice(ranking: Ranking) -> str:
+    """One paragraph."""
+    if not ranking.events:
+        return _no_event(ranking.coverage, whole=ranking.is_well)
+    first = ranking.first_origin
+    if first is None:
+        return (
+            f"First came {_found(ranking.ranked[0])}, but it follows from something before, none of these is an origin: "
+            "rank the steps before, too."
+        )
+    return " ".join([f"First came {_located(first)}.", *_next(first), *_not_finite(ranking, first)])
+
+
+def _located(one: Ranked) -> str:
+    return f"{_found(one)}, {one.span.told}" if one.span else f"{_found(one)}, which may follow from something before"
+
+
+def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
+    """A deviation may be a false alarm. A NaN is none."""
+    other = ranking.first_not_finite
+    if other is None or other is first or not first.is_finite:
+        return []
+    return [f"The first NaN or Inf: {_located(other)}."]
+
+
+def _found(one: Ranked) -> str:
+    subject, rank = one.subject, one.member.rank
+    kind = _NOUNS.get(subject.role, f"{subject.series.kind} ")
+    replica = f" (rank {rank}'s replica)" if subject.spelled.kind == REPLICA_KIND else ""
+    micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
+    where = f"on rank {rank} ({one.member.host}) in step {one.step}{micro_step}"
+    return f"{kind}{name_of(subject)}{replica} {where}: {told_value(one)}"
+
+
+def _next(one: Ranked) -> list[str]:
+    where = one.span.where if one.span else Where.UNKNOWN
+    told = []
+    if one.member.skipped(one.step):
+        scaled = one.subject.role in _SCALED
+        because = (
+            ", as it does where the loss scale is too high: harmless unless it repeats"
+            if scaled
+            else ": weights did not take it in"
+        )
+        told.append(f"The optimizer skipped step {one.step}{because}.")
+    elif where == Where.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
+        told.append("An infinity there is most often a loss scale that is too high.")
+    if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is on every rank
+        told.append(
+            f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights."
+        )
+    deviates = one.around is not None and one.is_finite and one.subject.role in IN_PASSES
+    data = "" if one.subject.role in _KEPT else ", or its data"
+    if one.alone is not None and not (deviates and one.around is not None and one.around.all_ranks):
+        told.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}{data}.")
+    elif deviates and one.around is not None:
+        return [*told, _turbulence(one, one.around)]
+    module = one.subject.module or "the model"
+    which = "which is in no module that is watched" if one.subject.is_entry else f"{module} among it"
+    next_step = _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
+    since, unjudged = _since(one)
+    more = {"because": _because(one), "since": since, "unjudged": unjudged}
+    told.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, **more))
+    return told
+
+
+def _since(one: Ranked) -> tuple[str, str]:
+    """When the weights changed that a step began with, and whether steps in between were not judged."""
+    before = one.member.events.judged.steps.between(0, one.step - 1)
+    if not before.ranges:
+        return f"before step {one.step}", ""
+    last = before.ranges[-1][1]
+    update = "" if one.member.skipped(last) else "the update of "
+    unjudged = "" if last == one.step - 1 else ", a step that was not judged"
+    return f"between {update}step {last} and step {one.step}", unjudged
+
+
+def _turbulence(one: Ranked, around: Surroundings) -> str:
+    """A deviation that is not known to be of one device."""
+    if around.tensors == 1:
+        again = f" It deviates in {around.steps:,} steps." if around.steps > 1 else ""
+        return (
+            f"No other tensor deviates in step {one.step}.{again} Look at its norm in the steps before: growth over many steps "
+            "is an instability, a single jump is often the data of the step."
+        )
+    on = f" on {'all ' if around.all_ranks else ''}{around.ranks:,} ranks" if around.ranks > 1 else ""
+    return (
+        f"{around.tensors:,} tensors deviate in step {one.step}{on}: look at the loss, at the learning rate and at the data of "
+        f"this step. If they are as usual, the threshold of the rule is too low.{_weights_unseen(one)}"
+    )
+
+
+def _weights_unseen(one: Ranked) -> str:
+    """A step of the optimizer that was too large shows in weights first."""
+    wiring, subject = one.member.wiring, one.subject
+    chunk, module = subject.series.vpp_stage, subject.module
+    if wiring is None or not wiring.has_weights(chunk, module) or wiring.records_weights(chunk, module):
+        return ""
+    return " Weights are not recorded (param_distribution): the update before this step may have been too large."
+
+
+def _no_event(coverage: Coverage, *, whole: bool) -> str:
+    """What was looked at without a rule firing."""
+    if coverage.is_empty:
+        return "Nothing was judged. No events does not mean healthy."
+    on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
+    steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
+    looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
+    return f"No event in {looked}." + ("" if whole else " The lines above say what was not looked at.")
+
+
+def _because(one: Ranked) -> str:
+    """What is known of what goes into the module, its weights among it."""
+    wiring, subject, chunk = one.member.wiring, one.subject, one.subject.series.vpp_stage
+    if wiring is None or not wiring.shows_entry(subject.role, chunk, subject.module):
+        return ""
+    if not wiring.has_weights(chunk, subject.module) or wiring.records_weights(chunk, subject.module):
+        return ": its inputs were clean"
+    return (
+        f": its inputs were clean. Rank {one.member.rank}'s weights were not recorded (set param_distribution and "
+        "replica_check). If the weights are bad, the other device gives the same result"
+    )

@@ -15,10 +15,10 @@ from mindspore.communication import comm_func
 from mindspore.mint import distributed
 from mindspore.ops import Primitive
 
-from monitor.dump.apis import api_list as read_list
-from monitor.dump.apis import packaged_list
 from monitor.dump.backend import ApiListener
-from monitor.mindspore.compiling import jit_context
+from monitor.dump.levels import api_list as read_list
+from monitor.dump.levels import packaged_list
+from monitor.mindspore.hooks import jit_context
 
 PLACES: Final = {
     "Functional": ops,

@@ -2,28 +2,116 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import mindspore as ms
-from mindspore import Tensor, communication, nn
+import numpy as np
+from mindspore import Tensor, communication, mint, nn, ops
+from numpy.typing import NDArray
 
-from monitor.capture.arguments import chunks_of
-from monitor.capture.backend import Graph
-from monitor.capture.hooks import Removable
-from monitor.dump.backend import ApiListener
-from monitor.failures import Failures
-from monitor.mindspore import input_gradients
+from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
+from monitor.dump.values import Leaf, Reading
+from monitor.failures import EarlierFailure, Failures
+from monitor.mindspore import calls
+from monitor.mindspore.calls import ENGINE, observable
 from monitor.mindspore.dump.apis import Interception
-from monitor.mindspore.dump.reading import Reader
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
-from monitor.mindspore.input_gradients import ENGINE
-from monitor.mindspore.leaves import LEAVES
-from monitor.mindspore.modes import observable
-from monitor.mindspore.place import initialized
-from monitor.mindspore.tensors import computing
+from monitor.mindspore.process_group import initialized
+from monitor.mindspore.tensors import LEAVES, computing
+from monitor.recording.backend import Graph
+from monitor.recording.protocols import Removable, chunks_of
+from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable
+from monitor.stats.mindspore.arithmetic import on_the_host
+from monitor.stats.mindspore.kernels import DeviceKernel, combined
+from monitor.stats.mindspore.tensors import beneath, has_data, on_host
+from monitor.stats.partials import Floats
+
+# --- Tensors of MindSpore as a dump keeps them.
+#
+# On a host memory is shared with numpy: a tensor is reduced where it is caught, which waits for the operation that
+# makes it, and copied if its elements are wanted. On a device the kernel's rows stay there until the writer asks for
+# them.
+
+EPS: Final = 0.0
+"""No element is counted as small."""
+
+_UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class Reader:
+    """Reads tensors, each whenever it is met: nothing tells whether one was changed in place since."""
+
+    def __init__(self, *, checksums: bool) -> None:
+        self._checksums = checksums
+        self._kernel = NumpyKernel(EPS)
+        self._there = None if on_the_host() else DeviceKernel(EPS)
+
+    def leaf(self, x: Tensor, file: str | None) -> Leaf:
+        described, readable = _described(x)
+        if not readable:
+            return Leaf(described, None, None, None)
+        wanted = file is not None or self._checksums
+        array = on_host(x) if wanted or self._there is None else None
+        copy = _Copied(array) if wanted and array is not None else None
+        return Leaf(described, self._reading(x, array), copy, file)
+
+    def _reading(self, x: Tensor, array: Raw | None) -> Reading | None:
+        if array is not None:
+            return _HostRow(self._kernel.reduce(array)) if is_readable(array) else None
+        assert self._there is not None
+        # Beneath, float64 would become float32.
+        with computing() if x.dtype == ms.float64 else beneath():
+            rows = self._there.reduce(x)
+        return None if rows is None else _DeviceRow(rows)
+
+
+def _described(x: Tensor) -> tuple[dict[str, Any], bool]:
+    """And whether there is something to read. Asking may wait, and be told of an error of training's."""
+    try:
+        return {"type": "mindspore.Tensor", "dtype": str(x.dtype), "shape": list(x.shape)}, has_data(x)
+    except Exception as error:
+        raise EarlierFailure(error) from error
+
+
+class _HostRow:
+    """What the host's kernel has found."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: Any) -> None:
+        self._row = row
+
+    def row(self) -> Floats:
+        found: Floats = self._row
+        return found
+
+
+class _DeviceRow:
+    """What the device's kernel will have found."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def row(self) -> Floats:
+        return combined(on_host(self._rows))
+
+
+class _Copied:
+    """A copy in host memory: an optimizer writes where the tensor stands."""
+
+    def __init__(self, array: Raw) -> None:
+        self.dtype = array.dtype.name if array.dtype.kind == "V" else None
+        bits = array if self.dtype is None else array.view(_UNSIGNED[array.dtype.itemsize])
+        self._copy: NDArray[Any] = bits.copy()
+        self.nbytes = self._copy.nbytes
+
+    def array(self) -> NDArray[Any]:
+        return self._copy
+
 
 __all__ = [
     "after_forward",
@@ -51,7 +139,7 @@ framework: str = "mindspore"
 module_prefix: str = "Cell"
 tensor: type = Tensor
 leaves = LEAVES
-graph: Graph = input_gradients
+graph: Graph = calls
 
 
 def new_reader(*, checksums: bool) -> Reader:
@@ -120,3 +208,80 @@ def refuse(level: str) -> None:
 def traced() -> bool:
     """What compiles cells calls no hooks."""
     return False
+
+
+# --- Randomness fixed, so that two runs can be compared.
+
+
+def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> None:
+    """Seed every generator: of Python, numpy and MindSpore.
+
+    Args:
+        mode: Whether to have MindSpore compute deterministically, communication included. Slower.
+        rm_dropout: Whether dropout drops nothing from now on: in cells and primitives that are made afterwards, and in every
+            call of a function of MindSpore's.
+
+    Raises:
+        ValueError: ``seed`` is no whole number from 0 to 2^32 - 1, which is as many as numpy takes.
+    """
+    seed_python(seed)
+    ms.set_seed(seed)
+    ms.manual_seed(seed)
+    if mode:
+        ms.set_context(deterministic="ON")
+        os.environ["HCCL_DETERMINISTIC"] = "true"
+    if rm_dropout:
+        _let_nothing_drop()
+
+
+CELLS: Final = tuple(
+    getattr(place, name)
+    for place, names in {
+        nn: ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropoutExt", "Dropout2dExt"),
+        mint.nn: ("Dropout", "Dropout2d"),
+    }.items()
+    for name in names
+    if hasattr(place, name)
+)
+PRIMITIVES: Final = (ops.Dropout, ops.Dropout2D, ops.Dropout3D)
+FUNCTIONS: Final = (
+    *((ops, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")),
+    *((mint.nn.functional, name) for name in ("dropout", "dropout2d")),
+)
+
+
+def _let_nothing_drop() -> None:
+    for kind in CELLS:
+        _make_with(kind, p=0.0)
+    for kind in PRIMITIVES:
+        _make_with(kind, keep_prob=1.0)
+    for place, name in FUNCTIONS:
+        function = getattr(place, name, None)
+        if function is not None and not getattr(function, "drops_nothing", False):
+            replacement = _called_without(function)
+            for known in {name, function.__name__}:
+                replace_everywhere("mindspore", known, function, replacement)
+
+
+def _make_with(kind: type, **probability: float) -> None:
+    """From now on objects of a class are made with this probability."""
+    if getattr(kind.__init__, "drops_nothing", False):  # type: ignore[misc]
+        return
+    original = kind.__init__  # type: ignore[misc]
+
+    def without(self: object, *_: object, **__: object) -> None:
+        original(self, **probability)
+
+    without.drops_nothing = True  # type: ignore[attr-defined]
+    kind.__init__ = without  # type: ignore[misc]
+
+
+def _called_without(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function that drops gives when it drops nothing: what it was given."""
+
+    def without(input: Any, *_: Any, **__: Any) -> Any:  # noqa: A002  # the argument's name is MindSpore's
+        return input
+
+    functools.update_wrapper(without, function, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
+    without.drops_nothing = True  # type: ignore[attr-defined]
+    return without

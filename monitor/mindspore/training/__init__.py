@@ -1,6 +1,5 @@
 """Training metrics for MindSpore: callbacks for ``mindspore.train.Model``, and ``TrainingMetrics`` for a loop."""
 
-from monitor.capture.errors import RunEnded
 from monitor.mindspore.training.callbacks import (
     MFLossMonitor,
     TopkBiasBalanceCallback,
@@ -8,6 +7,7 @@ from monitor.mindspore.training.callbacks import (
     TrainingStateMonitor,
 )
 from monitor.mindspore.training.metrics import TrainingMetrics
+from monitor.recording.protocols import RunEnded
 
 __all__ = [
     "MFLossMonitor",

@@ -8,13 +8,12 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
-from monitor.mindspore.place import place
+from monitor.mindspore.process_group import place
+from monitor.mindspore.training.backend import kept
 from monitor.mindspore.training.metrics import TrainingMetrics
-from monitor.mindspore.training.numbers import kept
 from monitor.training import TrainingConfig, load_training_config
-from monitor.training.model import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
-from monitor.training.numbers import Number
-from monitor.training.step import Step
+from monitor.training.config import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
+from monitor.training.step import Number, Step
 
 
 class TrainingMetricsCallback(Callback):  # type: ignore[misc]

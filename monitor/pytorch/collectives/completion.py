@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from monitor.capture import patches
-from monitor.capture.patches import CallListener
 from monitor.failures import Failures
-from monitor.pytorch.backward_end import when_backward_ends
-from monitor.pytorch.patches import TorchCallPatch
+from monitor.pytorch.hooks import TorchCallPatch, when_backward_ends
+from monitor.recording import patches
+from monitor.recording.patches import CallListener
 
 Call = Any
 """What a listener knows a call by."""

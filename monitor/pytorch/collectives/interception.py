@@ -29,11 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
-from monitor.capture import patches
-from monitor.capture.patches import CallListener
 from monitor.pytorch.collectives.operators import Method, Operator, Overload, issuers, methods, operators, wait_operator
-from monitor.pytorch.patches import TorchCallPatch
-from monitor.pytorch.untraced import untraced
+from monitor.pytorch.hooks import TorchCallPatch, untraced
+from monitor.recording import patches
+from monitor.recording.patches import CallListener
 
 KEY: Final = "BackendSelect"
 _BELOW: Final = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from monitor.capture.features.results import Spread
-from monitor.stats.torch_tensors import working_precision
+from monitor.recording.features.reading import Spread
+from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18
 """Attention weights that are formed at once: 1 MB in float32, which a core's cache holds."""

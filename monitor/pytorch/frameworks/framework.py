@@ -14,21 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from monitor.capture.backend import StepListener, Steps
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import NamedParameter
+from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement, Ranks, ranks_of
-from monitor.pytorch.frameworks.dtensor import mesh_groups, mesh_ranks, placement_of
-from monitor.pytorch.frameworks.meshes import Layout, Meshes, layouts_of
-from monitor.pytorch.frameworks.moments import Moments, Stepped
-from monitor.pytorch.frameworks.nanochat import placement_of_moments
-from monitor.pytorch.frameworks.optimizers import containers_in, optimizers_in, wrappers_in
+from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
+from monitor.pytorch.frameworks.optimizer_state import Moments, Stepped, placement_of_moments
 from monitor.pytorch.frameworks.reducers import Reducers
-from monitor.pytorch.optimizer_steps import OptimizerSteps
-from monitor.pytorch.place import group_ranks
-from monitor.ranks.ownership import SAME_AFTER_REDUCTION, alike_over
-from monitor.series import MOMENT_KINDS
+from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
+from monitor.pytorch.process_group import group_ranks
+from monitor.recording.backend import StepListener, Steps
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.protocols import Removable
+from monitor.series import LOCAL, MOMENT_KINDS, Placement, Ranks, ranks_of
 
 
 class LocalGradients(Protocol):

@@ -16,18 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 from torch.optim import Optimizer
 
-from monitor.capture import patches
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import NamedParameter
-from monitor.capture.patches import CallListener
+from monitor.coordinator.ownership import alike_over
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement, Ranks, Shard, ranks_of
-from monitor.pytorch.frameworks.dtensor import placed
+from monitor.pytorch.frameworks.dtensor import Layout, placed
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.frameworks.meshes import Layout
-from monitor.pytorch.patches import TorchCallPatch
-from monitor.pytorch.place import group_ranks
-from monitor.ranks.ownership import alike_over
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.process_group import group_ranks
+from monitor.recording import patches
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.patches import CallListener
+from monitor.recording.protocols import Removable
+from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 GROUP: Final = "the process group of FullyShardedDataParallel"
 POST_BACKWARD: Final = TorchCallPatch(_runtime_utils, "_post_backward_hook", ("state", "handle", "flat_param"))

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-from monitor.capture import patches
-from monitor.capture.hooks import Removable
-from monitor.capture.parameter_series import NamedParameter
-from monitor.capture.patches import CallListener
 from monitor.failures import Failures
-from monitor.placement import LOCAL, Placement, Ranks
 from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of, ranks_along
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.patches import TorchCallPatch
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.recording import patches
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.patches import CallListener
+from monitor.recording.protocols import Removable
+from monitor.series import LOCAL, Placement, Ranks
 
 OF_A_PARAMETER: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")
 

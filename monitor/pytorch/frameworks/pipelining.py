@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from types import CodeType, FrameType
 
-from monitor.placement import Ranks
-from monitor.pytorch.place import group_ranks
+from monitor.pytorch.process_group import group_ranks
+from monitor.series import Ranks
 
 
 def rehearsing() -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from monitor.capture.arguments import only
 from monitor.pytorch.frameworks.framework import Framework
+from monitor.recording.protocols import only
 
 
 def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> Framework:
@@ -23,7 +23,7 @@ def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool
     """
     optimizer = only(optimizer)
     if "deepspeed.runtime.engine" in sys.modules:
-        from monitor.pytorch.frameworks.deepspeed.recognition import deepspeed_of
+        from monitor.pytorch.frameworks.deepspeed_zero import deepspeed_of
 
         if (found := deepspeed_of(chunks, optimizer, main_grad=main_grad)) is not None:
             return found

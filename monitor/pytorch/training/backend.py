@@ -2,26 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.names import clean_name, without_module
-from monitor.pytorch.frameworks.optimizers import optimizers_in
-from monitor.pytorch.place import place
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.optimizer_steps import optimizers_in
+from monitor.pytorch.process_group import place
 from monitor.pytorch.trainer_mon import TrainerMon
-from monitor.pytorch.training.gradient_scale import GradientScale
-from monitor.pytorch.training.numbers import kept
-from monitor.pytorch.training.routers import Routers
-from monitor.training.flops import NoCounterError
-from monitor.training.numbers import Number
+from monitor.pytorch.training.routers import Routers, kept
+from monitor.recording.patches import CallListener
+from monitor.selection import clean_name, without_module
+from monitor.training.scalars import NoCounterError
+from monitor.training.step import Number
+
+# --- What trainers tell no callback: the norm that clipping has found, how many samples a batch has.
+
+CLIPPING: Final = TorchCallPatch(torch.nn.utils, "clip_grad_norm_", ("parameters", "max_norm"))
+
+
+class GradNorm(CallListener):
+    """The norm that ``clip_grad_norm_`` has returned last, where it is looked up when it is called, as trainers do."""
+
+    def __init__(self, patch: TorchCallPatch = CLIPPING) -> None:
+        self._patch = patch
+        self._last: Any = None
+        patch.add(self)
+
+    def call_ended(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del args, kwargs
+        self._last = result
+
+    def take(self) -> Any:
+        """What it returned since this was last asked; None if it was not called."""
+        last, self._last = self._last, None
+        return last
+
+    def remove(self) -> None:
+        self._patch.remove(self)
+
+
+class NormOfOptimizer(GradNorm):
+    """The norm of all gradients of the one optimizer, where it is clipped as a whole.
+
+    What clips some of the parameters, or by another norm, does not tell it.
+
+    Args:
+        whole: The call that clips all parameters of the optimizer, within which ``clip_grad_norm_`` is called.
+    """
+
+    def __init__(self, whole: TorchCallPatch) -> None:
+        self._whole = whole
+        self._within = False
+        self._calls = 0
+        whole.add(self)
+        super().__init__(CLIPPING)
+
+    def call_begins(self, patch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        self._within |= patch is self._whole
+
+    def call_ended(self, patch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if patch is self._whole:
+            self._within = False
+            return
+        self._calls += 1
+        norm_type = kwargs.get("norm_type", args[2] if len(args) > 2 else 2)
+        self._last = result if self._within and norm_type == 2 else None
+
+    def call_raised(self, patch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        self._within &= patch is not self._whole
+
+    def take(self) -> Any:
+        """None, too, if several calls have clipped."""
+        calls, self._calls = self._calls, 0
+        last = super().take()
+        return last if calls == 1 else None
+
+    def remove(self) -> None:
+        super().remove()
+        self._whole.remove(self)
+
+
+def rows_of(batch: Any) -> int | None:
+    """How many samples a batch has: the first dimension of all its tensors. None where they differ."""
+    rows = {int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.dim()}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for one in batch.values():
+            yield from _tensors(one)
+    elif isinstance(batch, list | tuple):
+        for one in batch:
+            yield from _tensors(one)
+
+
+# --- By what an optimizer divides its gradients inside its step, as fused ones do under a GradScaler.
+
+
+class GradientScale:
+    """See ``monitor.training.backend.GradientScale``. The scaler sets it on the optimizer for the time of a step."""
+
+    def __init__(self, optimizer: Optimizer, failures: Failures) -> None:
+        self._last: Number | None = None
+        known = weakref.WeakMethod(self._look)
+
+        def look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            if (living := known()) is not None:
+                living(optimizer)
+
+        hook = torch.compiler.disable(failures.guarded("reading the scale of gradients", look))
+        self._handle = optimizer.register_step_pre_hook(hook)
+
+    def take(self) -> Number | None:
+        last, self._last = self._last, None
+        return last
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _look(self, optimizer: Optimizer) -> None:
+        scale = getattr(optimizer, "grad_scale", None)
+        self._last = None if scale is None else kept(scale)
+
 
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 

@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from monitor.capture.arguments import only
-from monitor.pytorch.patches import TorchCallPatch
-from monitor.pytorch.training.calls import NormOfOptimizer, rows_of
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.training.backend import NormOfOptimizer, rows_of
 from monitor.pytorch.training.metrics import TrainingMetrics
+from monitor.recording.protocols import only
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step
 

@@ -8,8 +8,7 @@ import pytest
 from played_job import PlayedRank, pipeline, ranked, replicas
 from rich.console import Console
 
-from monitor.anomalies.ranking.advice import advice
-from monitor.anomalies.ranking.report import counts, listing
+from monitor.anomalies.ranking.report import advice, counts, listing
 
 ALONE = "only on rank 1 of its 3 data-parallel replicas"
 

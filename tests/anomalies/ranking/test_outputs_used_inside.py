@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.anomalies.ranking.subjects import subject_of
-from monitor.anomalies.ranking.wiring import Wiring
-from monitor.ranks.flow import Edge, Flow
+from monitor.anomalies.ranking.graph import Wiring, subject_of
+from monitor.coordinator.dataflow import Edge, Flow
 from monitor.series import Series
 
 BIAS = "m.output_1"

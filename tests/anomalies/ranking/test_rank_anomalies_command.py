@@ -13,11 +13,11 @@ import pytest
 from played_job import ROWS, PlayedRank, pipeline, replicas
 from typer.testing import CliRunner
 
-from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.ranking import job as job_module
-from monitor.anomalies.ranking.command import app
+from monitor.anomalies.ranking.cli import app
+from monitor.coordinator.dataflow import Pass
 from monitor.merge.discovery import discover
-from monitor.ranks.flow import Pass
 
 EVENT_FIELDS = {
     *("rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id", "tag_name", "message", "group_mates"),

@@ -8,10 +8,9 @@ import pytest
 from played_job import PlayedRank, ranked, replicas
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking.advice import advice
-from monitor.anomalies.ranking.command import app
-from monitor.anomalies.ranking.report import notes
-from monitor.ranks.history import KILLED
+from monitor.anomalies.ranking.cli import app
+from monitor.anomalies.ranking.report import advice, notes
+from monitor.coordinator.resume import KILLED
 
 ROWS = len(list(PlayedRank().rows()))
 

@@ -14,10 +14,8 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.mindspore.collectives.communication import Communication
-from monitor.mindspore.collectives.completion import Handle
-from monitor.mindspore.collectives.installing import communication
-from monitor.mindspore.collectives.operators import kernels
+from monitor.mindspore.collective_operators import Handle, kernels
+from monitor.mindspore.collectives import Communication, communication
 from monitor.mindspore.recorder import Recorder
 from monitor.series import SeriesTable
 

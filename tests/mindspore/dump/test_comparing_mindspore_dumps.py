@@ -11,7 +11,7 @@ from cells_to_dump import Convolutional, Transformer, dumping, gradients_of, see
 from mindspore import Tensor, nn
 from typer.testing import CliRunner
 
-from monitor.compare.command import app
+from monitor.compare.cli import app
 
 
 def dumped(base: Path, kind: type[nn.Cell], flipped: str = "") -> Path:

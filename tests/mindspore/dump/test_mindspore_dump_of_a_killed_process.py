@@ -12,8 +12,8 @@ import numpy as np
 from cells_to_dump import Dump
 from typer.testing import CliRunner
 
-from monitor.dump.command import app
-from monitor.dump.records import FILE
+from monitor.dump.cli import app
+from monitor.dump.files import FILE
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ mindspore = pytest.importorskip("mindspore")
 from mindspore import Tensor, mint, nn, ops  # noqa: E402
 
 from monitor.mindspore import seed_all  # noqa: E402
-from monitor.mindspore.dump.seeding import CELLS, FUNCTIONS, PRIMITIVES  # noqa: E402
+from monitor.mindspore.dump.backend import CELLS, FUNCTIONS, PRIMITIVES  # noqa: E402
 
 NAMES = {*(name for _, name in FUNCTIONS), "dropout_ext"}
 

@@ -11,13 +11,11 @@ import pytest
 from mindspore import Tensor, mint, nn, value_and_grad
 from numpy_definitions import attention_weights, drawn, entropy_and_greatest, exact, number, similarity
 
-from monitor.mindspore.features.attention import spread
-from monitor.mindspore.features.matrices import norms_of, similarity_of_rows
-from monitor.mindspore.features.routing import entropy_from, entropy_of
-from monitor.mindspore.features.sources import given_scores, matrix_of, tokens_of
-from monitor.stats.mindspore_arithmetic import computing
-from monitor.stats.mindspore_modes import beneath, executor
-from monitor.stats.mindspore_updates import adam_vectors, agreement, kept, squares_of_update
+from monitor.mindspore.features import entropy_from, entropy_of, norms_of, similarity_of_rows, spread
+from monitor.mindspore.features_reading import given_scores, matrix_of, tokens_of
+from monitor.stats.mindspore.arithmetic import computing
+from monitor.stats.mindspore.tensors import beneath, executor
+from monitor.stats.mindspore.updates import adam_vectors, agreement, kept, squares_of_update
 
 pytestmark = pytest.mark.usefixtures("where")
 

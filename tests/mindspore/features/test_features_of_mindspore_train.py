@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from numpy_definitions import attention_weights, entropy_and_greatest, entropy_per_token, exact, similarity
 from training import array
 
-from monitor.capture.features.sources import NO_LOGITS, NO_SCORES, NOT_2D
+from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, NOT_2D
 
 STEPS = 2
 SEQUENCE, HEADS, SIZE, EXPERTS = 3, 2, 5, 4

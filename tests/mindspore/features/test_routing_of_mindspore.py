@@ -11,8 +11,8 @@ import pytest
 from mindspore import Tensor, nn
 from numpy_definitions import FLOATS, drawn, entropy_per_token, exact, number
 
-from monitor.mindspore.features.routing import dtype_of_routing, entropy_from, entropy_of
-from monitor.stats import mindspore_arithmetic
+from monitor.mindspore.features import dtype_of_routing, entropy_from, entropy_of
+from monitor.stats.mindspore import arithmetic as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
 

@@ -9,15 +9,8 @@ from mindspore import Tensor, mint, nn
 from mindspore.common.initializer import initializer
 from numpy_definitions import drawn
 
-from monitor.capture.features.sources import NO_SCORES, NOT_2D, NOT_WHOLE, OTHER_LENGTHS, MisfitError
-from monitor.mindspore.features.sources import (
-    bias_of,
-    given_scores,
-    local_matrix,
-    matrix_of,
-    tokens_of,
-    whole_rows,
-)
+from monitor.mindspore.features_reading import bias_of, given_scores, local_matrix, matrix_of, tokens_of, whole_rows
+from monitor.recording.features.reading import NO_SCORES, NOT_2D, NOT_WHOLE, OTHER_LENGTHS, MisfitError
 
 SBHD = "s,b,h,d"
 

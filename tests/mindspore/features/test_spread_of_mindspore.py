@@ -11,9 +11,9 @@ import pytest
 from mindspore import Tensor
 from numpy_definitions import FLOATS, attention_weights, drawn, entropy_and_greatest, exact, number
 
-from monitor.mindspore.features import attention
-from monitor.mindspore.features.attention import Scores, spread
-from monitor.stats import mindspore_arithmetic
+from monitor.mindspore import features
+from monitor.mindspore.features import Scores, spread
+from monitor.stats.mindspore import arithmetic as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
 
@@ -51,7 +51,7 @@ def test_it_is_that_of_the_definition(dtype: ms.Type, heads: int, key_heads: int
 def test_the_size_of_blocks_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch, block: int, keys: int) -> None:
     arithmetic = mindspore_arithmetic.HOST if where == "host" else mindspore_arithmetic.DEVICE
     monkeypatch.setattr(arithmetic, "block", block)
-    monkeypatch.setattr(attention, "KEYS", keys)
+    monkeypatch.setattr(features, "KEYS", keys)
     query, key = of(2 * drawn(1, 2, 13, 4)), of(drawn(1, 1, 13, 4, seed=1))
     assert expected(query, key, 0, 0) == means(scores_of(query, key), 0, 0)
 

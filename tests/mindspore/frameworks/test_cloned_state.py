@@ -11,8 +11,7 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, dtype, nn, ops
 from training import Net
 
-from monitor.mindspore.frameworks.framework import Framework
-from monitor.mindspore.frameworks.recognition import framework_of
+from monitor.mindspore.frameworks import Framework, framework_of
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 Keep = Callable[[nn.Cell], None]

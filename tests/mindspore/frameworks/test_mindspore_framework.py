@@ -10,10 +10,8 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 from training import OPTIMIZERS, Net, array, grouped, train
 
-from monitor.mindspore.frameworks.adam import Moments
-from monitor.mindspore.frameworks.framework import Framework
-from monitor.mindspore.frameworks.recognition import framework_of
-from monitor.placement import LOCAL
+from monitor.mindspore.frameworks import Framework, Moments, framework_of
+from monitor.series import LOCAL
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ADAMS = [name for name in OPTIMIZERS if "Adam" in name and "AdaMax" not in name]

@@ -22,13 +22,13 @@ from mindspore import Tensor, communication, nn, ops
 from mindspore.mint import distributed
 from ranks import tell
 
-import monitor.capture.switching as switching
+import monitor.recording.switching as switching
 from monitor.config import MonitorConfig
+from monitor.coordinator.manifest_format import read_manifest
 from monitor.dynamic import Control
-from monitor.dynamic.pace import Pace
-from monitor.dynamic.summary import digest_of
+from monitor.dynamic.controller import digest_of
+from monitor.dynamic.step_boundary import Pace
 from monitor.mindspore import TrainerMon
-from monitor.ranks.records import read_manifest
 
 PACE = Pace(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)
 COMMON: dict[str, Any] = {"ops": ["norm"], "step_count_per_record": 1000}

@@ -13,8 +13,8 @@ from mindspore.mint import distributed
 from ranks import tell
 
 from monitor.failures import Failures
-from monitor.mindspore.place import group_ranks, has_others, initialized, is_settled, place
-from monitor.run import identity_of
+from monitor.mindspore.process_group import group_ranks, has_others, initialized, is_settled, place
+from monitor.recording.run import identity_of
 
 
 def standing(**groups: Any) -> dict[str, Any]:

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from monitor.config import load_config
+from monitor.coordinator.manifest_format import ConfigurationRecord
+from monitor.coordinator.store import STORES, Rendezvous
 from monitor.dynamic import Control, Job
-from monitor.dynamic.pace import Pace
+from monitor.dynamic.step_boundary import Pace
 from monitor.failures import Failures
-from monitor.ranks.records import ConfigurationRecord
-from monitor.ranks.store import STORES, Rendezvous
 
 LAST = 999
 PACE = Pace(idle=0.05, open=0.01, waiting=0.005, patience=0.3, bound=0.9)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import monitor.capture.switching as switching
+import monitor.recording.switching as switching
 from monitor.dynamic import Control
-from monitor.dynamic.pace import Pace
+from monitor.dynamic.step_boundary import Pace
 from monitor.pytorch import TrainerMon
 
 torch.set_num_threads(1)

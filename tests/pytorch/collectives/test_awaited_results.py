@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from monitor.capture.operator_calls import Call
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.pytorch.collectives.communication import Communication
+from monitor.pytorch.collectives.recording import Communication
+from monitor.recording.collectives import Call
 
 
 class Readings:

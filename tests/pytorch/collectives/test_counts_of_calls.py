@@ -12,7 +12,7 @@ from jobs import Job
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monitor.convert import CSV2DBConfig, csv2db
-from monitor.merge.merging import Wanted, merge
+from monitor.merge.merge import Wanted, merge
 from monitor.merge.output import read_merged
 from monitor.sinks.hdf5 import read_hdf5
 

@@ -12,8 +12,8 @@ from networks import InPlace
 from torch import Tensor, nn
 from watching import EVERYTHING, Output, attached, train, warnings_in
 
-from monitor.pytorch import modules
-from monitor.pytorch.compiled.earlier import HookGuards
+from monitor.pytorch import activations
+from monitor.pytorch.compiled.hooks import HookGuards
 
 
 class Branches(nn.Module):
@@ -70,7 +70,7 @@ class Regions(nn.Module):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever else in this process has a monitor."""
-    monkeypatch.setattr(modules, "HOOK_GUARDS", HookGuards())
+    monkeypatch.setattr(activations, "HOOK_GUARDS", HookGuards())
     torch._dynamo.reset()
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         yield

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from monitor.pytorch.compiled.operators import FOLLOW, SEE, Observed, begin, end
-from monitor.pytorch.compiled.values import NO_VALUE, value_of
+from monitor.pytorch.compiled.operators import FOLLOW, NO_VALUE, SEE, Observed, begin, end, value_of
 
 HOST = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from dumping import Convolutional, Dump, Transformer, loss_of, seeded, tokens
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from monitor.dump.records import FILE, Records
-from monitor.dump.recovery import recover
+from monitor.dump.cli import recover
+from monitor.dump.files import FILE, Records
 from monitor.pytorch import PrecisionDebugger
 
 

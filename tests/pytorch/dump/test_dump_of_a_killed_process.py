@@ -14,8 +14,8 @@ import pytest
 from dumping import Dump
 from typer.testing import CliRunner
 
-from monitor.dump.command import app
-from monitor.dump.records import FILE, LONGEST
+from monitor.dump.cli import app
+from monitor.dump.files import FILE, LONGEST
 from monitor.dump.writer import DATA
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ KILLED = """
 import os, signal, sys, time
 import torch, torch.nn.functional as F
 from pathlib import Path
-from monitor.dump.records import FILE
+from monitor.dump.files import FILE
 from monitor.pytorch import PrecisionDebugger
 
 debugger = PrecisionDebugger(dump_path=sys.argv[1], task=sys.argv[2])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from monitor.pytorch import seed_all
-from monitor.pytorch.dump.seeding import ATTRIBUTES, BUILTINS, FUNCTIONALS
+from monitor.pytorch.dump.backend import ATTRIBUTES, BUILTINS, FUNCTIONALS
 
 NAMES = {*FUNCTIONALS, *(name for _, name, _, _ in BUILTINS)}
 

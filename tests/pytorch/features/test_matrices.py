@@ -11,9 +11,9 @@ import torch
 from definitions import similarity
 from torch import Tensor
 
-from monitor.capture.features import krylov
 from monitor.pytorch.features import matrices
 from monitor.pytorch.features.matrices import norms_of, similarity_of_rows
+from monitor.recording.features import krylov
 from monitor.stats.features import COLUMNS_OF
 from monitor.stats.partials import COLUMNS, MAX, SMALLS, SUMSQ, Partials
 
@@ -222,6 +222,12 @@ def test_rows_are_as_alike_as_their_cosines(shape: tuple[int, int], dtype: torch
     found = similarity_of_rows(weight)
     assert found.pairs == shape[0] * (shape[0] - 1)
     assert found.cosines.item() / found.pairs == pytest.approx(similarity(weight), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e300])
+def test_the_spectral_norm_is_right_where_squares_leave_the_range_of_float64(size: float) -> None:
+    found = norms_of(torch.full((4, 4), size, dtype=torch.float64))
+    assert float(found.spectral) == pytest.approx(4 * size, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30, 3e38])

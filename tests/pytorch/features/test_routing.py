@@ -10,8 +10,8 @@ import torch
 from definitions import entropy_per_token
 from torch import Tensor, nn
 
-from monitor.pytorch.features import routing
-from monitor.pytorch.features.routing import dtype_of_routing, entropy_from, entropy_of
+from monitor.pytorch.features import matrices
+from monitor.pytorch.features.matrices import dtype_of_routing, entropy_from, entropy_of
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -23,7 +23,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def test_the_entropy_is_that_of_the_softmax_over_experts(
     monkeypatch: pytest.MonkeyPatch, block: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(routing, "BLOCK", block)
+    monkeypatch.setattr(matrices, "BLOCK", block)
     logits = (3 * drawn(4, 5, 8)).to(dtype)
     found = entropy_of(logits)
     assert found.tokens == 20
@@ -32,7 +32,7 @@ def test_the_entropy_is_that_of_the_softmax_over_experts(
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 18])
 def test_logits_follow_from_input_and_weight(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(routing, "BLOCK", block)
+    monkeypatch.setattr(matrices, "BLOCK", block)
     tokens, weight, bias = drawn(3, 7, 16), drawn(6, 16, seed=1), drawn(6, seed=2)
     found = entropy_from(tokens, weight, bias, torch.float32)
     assert found.tokens == 21

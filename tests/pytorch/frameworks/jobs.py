@@ -12,9 +12,9 @@ from typing import Any
 from launching import Launcher
 from watching import Output, Row
 
-from monitor.ranks.manifest import MANIFEST_FILE
-from monitor.ranks.records import ManifestRecord, read_manifest
-from monitor.ranks.series_file import MeasuredSeries, read_series
+from monitor.coordinator.manifest import MANIFEST_FILE
+from monitor.coordinator.manifest_format import ManifestRecord, read_manifest
+from monitor.coordinator.series_file import MeasuredSeries, read_series
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 OF_PARAMETERS: dict[str, Any] = {

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from monitor.capture.parameter_series import NamedParameter
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.fsdp1 import Fsdp1
 from monitor.pytorch.frameworks.fsdp2 import Fsdp2
-from monitor.pytorch.frameworks.megatron_gradients import MainGradients
+from monitor.pytorch.frameworks.megatron import MainGradients
+from monitor.recording.parameter_series import NamedParameter
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import torch
 from jobs import Job
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking.command import app
-from monitor.capture.gradients import AGGREGATED_EARLY
+from monitor.anomalies.ranking.cli import app
 from monitor.pytorch.gradients import CHANGED
+from monitor.recording.gradients import AGGREGATED_EARLY
 
 STEPS = 3
 HOW = ["plain", "views", "no-sync", "no-sync-views", "fp16-hook", "own-hook", "static", "unused", "linear"]

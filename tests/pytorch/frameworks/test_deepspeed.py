@@ -13,8 +13,7 @@ import pytest
 from jobs import Job, shape_of, sum_of
 from watching import Row
 
-from monitor.placement import LOCAL, Placement, Shard
-from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, PARAMETER_KINDS
+from monitor.series import GRADIENT_KINDS, LOCAL, MOMENT_KINDS, PARAMETER_KINDS, Placement, Shard
 
 ZERO_0 = ["zero0", "zero0-bf16"]
 ZERO_1 = ["zero1", "zero1-bf16", "zero1-bf16-float32-sums", "zero1-each-micro-step"]

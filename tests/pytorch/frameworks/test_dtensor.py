@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from monitor import placement
-from monitor.placement import Placement
+from monitor import series
 from monitor.pytorch.frameworks.dtensor import activation_placement, mesh_groups, placement_of
+from monitor.series import Placement
 
 LENGTHS = (1, 2, 5, 6, 7, 12, 13)
 
@@ -68,7 +68,7 @@ def test_what_does_not_lie_in_one_piece_has_no_offset() -> None:
             shape=(8, 6),
             stride=(6, 1),
         )
-        assert placement_of(x) == Placement(replicas=(0, 1), shard=placement.Shard((0, 2), (8, 6), ()))
+        assert placement_of(x) == Placement(replicas=(0, 1), shard=series.Shard((0, 2), (8, 6), ()))
 
 
 def test_a_term_of_a_sum_over_some_ranks_is_a_replica_or_a_shard_over_others() -> None:
@@ -76,7 +76,7 @@ def test_a_term_of_a_sum_over_some_ranks_is_a_replica_or_a_shard_over_others() -
         over_columns = DTensor.from_local(torch.zeros(4), here, [Replicate(), Partial()], run_check=False)
         assert placement_of(over_columns) == Placement(replicas=(1, 3), partial=True, differing=(2, 3))
         cut = DTensor.from_local(torch.zeros(4), here, [Shard(0), Partial()], run_check=False)
-        assert placement_of(cut) == Placement(shard=placement.Shard((1, 3), (8,), (4,)), partial=True, differing=(2, 3))
+        assert placement_of(cut) == Placement(shard=series.Shard((1, 3), (8,), (4,)), partial=True, differing=(2, 3))
 
 
 def test_of_an_activation_that_several_ranks_have_each_writes() -> None:
@@ -87,7 +87,7 @@ def test_of_an_activation_that_several_ranks_have_each_writes() -> None:
 
 def test_any_other_tensor_says_nothing() -> None:
     assert placement_of(torch.zeros(2)) is None
-    assert activation_placement(torch.zeros(2)) == placement.LOCAL
+    assert activation_placement(torch.zeros(2)) == series.LOCAL
 
 
 def test_the_groups_of_a_rank_have_the_names_of_the_dimensions() -> None:

@@ -11,7 +11,7 @@ import pytest
 from jobs import Job
 from watching import Row
 
-from monitor.placement import Placement
+from monitor.series import Placement
 
 HOOKS = ("linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
 FEATURES: dict[str, Any] = {

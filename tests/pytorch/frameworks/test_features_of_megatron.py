@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jobs import Job
 
-from monitor.placement import Placement
+from monitor.series import Placement
 
 ATTENTION, ROUTER = "decoder.layers.0.self_attention.core_attention", "decoder.layers.1.mlp.router"
 FEATURES: dict[str, Any] = {

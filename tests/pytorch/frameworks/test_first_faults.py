@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from jobs import Job
 
-from monitor.anomalies.judged import EVENTS_FOLDER
-from monitor.anomalies.ranking.advice import advice
+from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.ranking.ranking import Ranked, Ranking, ranking_of
+from monitor.anomalies.ranking.report import advice
 from monitor.series import NO_MICRO_STEP
 
 WATCHED = {

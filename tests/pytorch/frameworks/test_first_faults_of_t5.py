@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from watching import Output, attached
 
-from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.ranking.ranking import Ranked, ranking_of
 
 transformers = pytest.importorskip("transformers")

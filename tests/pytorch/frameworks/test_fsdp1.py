@@ -11,7 +11,7 @@ import pytest
 from jobs import Job
 from watching import Row
 
-from monitor.placement import LOCAL, Placement, Shard
+from monitor.series import LOCAL, Placement, Shard
 
 JOBS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "full": (2, "FULL_SHARD", "plain", {"xy_distribution": True, "all_xy": True}),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jobs import Job
 
-from monitor.anomalies.judged import EVENTS_FOLDER
+from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.ranking.ranking import Ranked, ranking_of
 
 WATCHED = {

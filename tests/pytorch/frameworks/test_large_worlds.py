@@ -30,11 +30,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from watching import Output, Row
 
-from monitor.capture import trainer_mon
+from monitor.coordinator.manifest_format import ManifestRecord, Recordings, read_manifest
+from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.pytorch import TrainerMon
-from monitor.ranks.records import ManifestRecord, read_manifest
-from monitor.ranks.roles import Recordings
-from monitor.ranks.series_file import MeasuredSeries, read_series
+from monitor.recording import trainer_mon
 
 AFTER_REDUCTION = ["grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"]
 OF_PARAMETERS = ["grad_unreduced", *AFTER_REDUCTION]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 from jobs import Job
 
-from monitor.capture.gradients import AGGREGATED_EARLY
 from monitor.pytorch.gradients import CHANGED
+from monitor.recording.gradients import AGGREGATED_EARLY
 
 STEPS = 3
 NO_BOUND = 1e9

@@ -8,8 +8,8 @@ import pytest
 from jobs import Job
 from watching import Row
 
-from monitor.ranks.order import PipelineOrder, Spot
-from monitor.ranks.series_file import read_flow
+from monitor.coordinator.dataflow import PipelineOrder, Spot
+from monitor.coordinator.series_file import read_flow
 
 MICRO_STEPS = range(4)
 BACK = {"actv": False, "actv_grad": True}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from jobs import Job
 
-from monitor.placement import Shard
+from monitor.series import Shard
 
 STEPS = 3
 MATRICES = ("3.weight", "4.weight", "5.weight")

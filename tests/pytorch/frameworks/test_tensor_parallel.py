@@ -11,7 +11,7 @@ import pytest
 from jobs import Job, shape_of, sum_of
 from watching import Row
 
-from monitor.placement import LOCAL, Placement, Shard
+from monitor.series import LOCAL, Placement, Shard
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"xy_distribution": True, "all_xy": True}),

@@ -26,9 +26,9 @@ from ranks import tell
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.mindspore.collectives.communication import Communication
-from monitor.mindspore.collectives.installing import communication as installed
-from monitor.mindspore.collectives.operators import kernels
+from monitor.mindspore.collective_operators import kernels
+from monitor.mindspore.collectives import Communication
+from monitor.mindspore.collectives import communication as installed
 
 ms.set_device("CPU")
 communication.init("mccl")

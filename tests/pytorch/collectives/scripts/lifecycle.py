@@ -14,9 +14,9 @@ from communicating import Attach, run
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.pytorch.collectives.communication import Communication
 from monitor.pytorch.collectives.interception import INTERCEPTION, KEY
 from monitor.pytorch.collectives.operators import operators
+from monitor.pytorch.collectives.recording import Communication
 from monitor.pytorch.recorder import Recorder
 from monitor.series import SeriesTable
 

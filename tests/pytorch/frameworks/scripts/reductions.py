@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 2
 WRAPPED = ("wrapped", "wrapped-inside", "no-sync", "noop", "wrapped-in-the-end", "called-inside", "stepped-by-hooks")
-SEVERAL_MICRO_STEPS = ("micro-steps", "early", "wrapped-in-the-end")
+SEVERAL_MICRO_STEPS = ("micro-steps", "early", "wrapped-in-the-end", "hooked-twice")
 
 
 class ReducesInside(torch.optim.SGD):
@@ -203,6 +203,73 @@ def averaged_by_hooks(model: nn.Module) -> Callable[[], None]:
     return wait
 
 
+def hooked(model: nn.Module) -> None:
+    """Hooks that change a gradient in place before it is accumulated."""
+
+    def reduce(gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
+
+    for p in model.parameters():
+        p.register_hook(reduce)
+
+
+def hooked_by_another(model: nn.Module) -> None:
+    """Hooks that give another gradient, summed in two parts by collectives that Python waits for."""
+
+    def reduce(gradient: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in gradient.double().reshape(-1).chunk(2)]
+        for work in [dist.all_reduce(part, async_op=True) for part in parts]:
+            work.wait()
+        return (torch.cat(parts) / dist.get_world_size()).float().view_as(gradient)
+
+    for p in model.parameters():
+        p.register_hook(reduce)
+
+
+def hooked_functionally(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.register_hook(lambda gradient: functional.all_reduce(gradient, "avg", dist.group.WORLD) * 1.0)
+
+
+class SumsGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.div_(dist.get_world_size())
+
+
+class SummedInBackward(nn.Linear):
+    """A layer whose weights go through a function that sums their gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, SumsGradients.apply(self.weight), SumsGradients.apply(self.bias))
+
+
+def masked_then_summed(model: nn.Module) -> None:
+    """Hooks that mask gradients, and others that sum what was accumulated."""
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient * (gradient > 0))
+
+        def reduce(p: Tensor) -> None:
+            HELD.append(p.grad.double())
+            dist.all_reduce(p.grad)
+            p.grad.div_(dist.get_world_size())
+
+        p.register_post_accumulate_grad_hook(reduce)
+
+
+def hooked_over(group: Any, model: nn.Module) -> None:
+    """What a group sums up that shares no data-parallel batch, as tensor-parallel ranks do."""
+    for p in model.parameters():
+        p.register_hook(lambda gradient: dist.all_reduce(gradient, group=group))
+
+
 def stepped_by_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer steps in the hook of the parameter that is reached last."""
     reached: list[Tensor] = []
@@ -240,6 +307,13 @@ BETWEEN = {
     "some": some,
     "zeroed": zeroed_and_added,
 }
+HOOKED = {
+    "hooked": hooked,
+    "hooked-twice": hooked,
+    "hooked-by-another": hooked_by_another,
+    "hooked-functionally": hooked_functionally,
+    "masked": masked_then_summed,
+}
 HELD: list[Tensor] = []
 ELSEWHERE = ThreadPoolExecutor(1)
 
@@ -267,18 +341,22 @@ def train(attach: Attach) -> Any:
 def trained(how: str, attach: Attach) -> Any:
     os.environ["MONITOR_OUTPUT_DIR"] = f"{BASE}/{how}"
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    layer = SummedInBackward if how == "summed-in-backward" else nn.Linear
+    inner = nn.Sequential(layer(8, 16), nn.Tanh(), layer(16, 4))
     model, micro_steps = wrapped(how, inner), 2 if how in SEVERAL_MICRO_STEPS else 1
     optimizer = (ReducesInside if how == "inside" else torch.optim.SGD)(inner.parameters(), lr=0.01)
     wait = averaged_by_hooks(inner) if how == "hooks" else lambda: None
+    HOOKED.get(how, nothing)(inner)
     alone = dist.new_subgroups(1)[0]
+    if how == "hooked-alone":
+        hooked_over(alone, inner)
     group = {"alone": alone, "no-group": None}.get(how, dist.group.WORLD)
     attach(inner if how == "wrapped-inside" else model, optimizer, micro_steps, dp_group=group)
     if how == "stepped-by-hooks":
         stepped_by_hooks(inner, optimizer)
     torch.manual_seed(1 + dist.get_rank())
     reduce = partial(over_a_part, alone) if how == "over-a-part" else BETWEEN.get(how, nothing)
-    told: dict[str, Any] = {"means": [], "names": [name for name, _ in inner.named_parameters()], "weights": []}
+    told: dict[str, Any] = {"means": [], "names": [name for name, _ in inner.named_parameters()], "weights": [], "local": []}
     for _ in range(STEPS):
         HELD.clear()
         for micro_step in range(micro_steps):
@@ -287,8 +365,9 @@ def trained(how: str, attach: Attach) -> Any:
                 (inner if how == "called-inside" else model)(torch.randn(4, 8)).square().sum().backward()
             if how == "early" and micro_step == 0:
                 one_by_one(inner)
-        local = HELD[::-1] if how == "hooks" else [gradient.double() for gradient in gradients(inner)]
+        local = HELD[::-1] if how in ("hooks", "masked") else [gradient.double() for gradient in gradients(inner)]
         told["means"].append(whole_mean(local))
+        told["local"].append([float(x.norm()) for x in local])
         reduce(inner)
         wait()
         if how == "stepped-by-hooks":

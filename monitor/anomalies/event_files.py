@@ -1,0 +1,260 @@
+"""The event files of a rank: what fired, and beside it what was judged at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, events_file, judged_file, message
+from monitor.anomalies.scanner import Finding, Findings, earliest
+from monitor.coordinator.manifest import RankFacts
+from monitor.coordinator.manifest_format import SCHEMA_VERSION, PipelineRecord, StepsRecord
+from monitor.coordinator.output import write_whole
+from monitor.coordinator.step_ranges import StepRanges, StepsByCause
+from monitor.series import SeriesTable
+
+# --- Which events of a run of any length are kept, so that what broke first is among them.
+
+MOST: Final = 10_000
+MOST_OF_A_STEP: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An event as it stands in the file.
+
+    Attributes:
+        place: Step, and place among the events of the step in call order.
+        content: Key and value.
+    """
+
+    place: tuple[int, int]
+    rule: str
+    content: bytes
+
+
+class Kept:
+    """The first events of each step, and of as many steps as there is room for.
+
+    The bound on those of a step is halved whenever all of them would be more than ``most``. So a stream of harmless events does
+    not push out the one that comes after it, and of every step the earliest ones stay.
+
+    Attributes:
+        most_of_a_step: The bound as it stands.
+    """
+
+    def __init__(self, most: int = MOST, most_of_a_step: int = MOST_OF_A_STEP) -> None:
+        self.most_of_a_step = most_of_a_step
+        self._most = most
+        self._steps: dict[int, Sequence[Entry]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for entries in self._steps.values() for entry in entries)
+
+    def add(self, step: int, entries: Sequence[Entry]) -> None:
+        """Take in a step's events in call order; those of a step that came before are replaced."""
+        self._count -= len(self._steps.pop(step, ()))
+        if not entries:
+            return
+        self._put(step, entries)
+        while self._count > self._most and self.most_of_a_step > 1:
+            self.most_of_a_step //= 2
+            for held, before in list(self._steps.items()):
+                self._put(held, before)
+        if self._count > self._most:
+            self._count -= len(self._steps.pop(step))
+
+    def _put(self, step: int, entries: Sequence[Entry]) -> None:
+        self._count -= len(self._steps.get(step, ()))
+        self._steps[step] = entries[: self.most_of_a_step]
+        self._count += len(self._steps[step])
+
+
+SHARE: Final = 20
+"""After a write this many times its own duration passes before the next one that nobody asked for."""
+
+PAUSE_S: Final = 1.0
+"""At the least, after a write that failed."""
+
+
+class EventFiles:
+    """Writes ``anomaly.json`` as soon as something fires, and ``judged.json`` with it and whenever the run is saved.
+
+    A reader finds each of them whole. ``judged.json`` is written second: after a kill it may lag behind. Without an event there
+    is no ``anomaly.json``. A forked child writes nothing.
+
+    Args:
+        base: The directory of all ranks and runs.
+        directory: Name of the rank's own directory.
+
+    Attributes:
+        trained: The first and the last step of the training that was watched; None while it goes on. Any thread sets it.
+    """
+
+    trained: tuple[int, int] | None = None
+
+    def __init__(
+        self, base: Path, directory: str, facts: RankFacts, series: SeriesTable, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self.folder = base / EVENTS_FOLDER / f"rank{facts.rank}"
+        self._events, self._judged = self.folder / events_file(facts.recording), self.folder / judged_file(facts.recording)
+        self._directory, self._facts, self._clock, self._pid = directory, facts, clock, os.getpid()
+        self._spelling = _Spelling(facts, series)
+        self._host: Final = socket.gethostname()
+        self._kept = {False: Kept(), True: Kept()}
+        self._found: Counter[str] = Counter()
+        self._steps, self._not_judged = StepRanges(), StepsByCause()
+        self._rows = 0
+        self._changed = self._more_events = self._closed = False
+        self._not_before = -float("inf")
+
+    def judged(self, findings: Findings) -> None:
+        """See ``Listener``.
+
+        Raises:
+            OSError: A file could not be written. It is tried again.
+        """
+        self._changed = True
+        if findings.groups:
+            self._keep(findings)
+            self._more_events = True
+        self._rows += findings.rows
+        self._steps.add(findings.step)  # last: of a step that stands among those judged every event is there
+        if self._more_events and self._clock() >= self._not_before:
+            self.save()
+
+    def not_judged(self, step: int, reason: str) -> None:
+        """See ``Listener``."""
+        self._not_judged.add(step, reason)
+        self._changed = True
+
+    def save(self) -> None:
+        """Write what has changed.
+
+        Raises:
+            OSError: It could not be written; what stood there before still does.
+        """
+        if not self._changed or os.getpid() != self._pid:
+            return
+        begun, more_events = self._clock(), self._more_events
+        if more_events:
+            self._not_before = begun + PAUSE_S
+        self._write()
+        if more_events:
+            ended = self._clock()
+            self._not_before = ended + SHARE * (ended - begun)
+
+    def close(self) -> None:
+        """Write for the last time, marked as ended, and wait for the disk.
+
+        Raises like ``save``.
+        """
+        self._changed = self._closed = True
+        self.save()
+
+    def _write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._more_events:
+            entries = sorted((*self._kept[False], *self._kept[True]), key=attrgetter("place"))
+            content = b",\n".join(entry.content for entry in entries)
+            write_whole(self._events, b"{\n" + content + b"\n}\n", durable=self._closed)
+            self._more_events = False
+        write_whole(self._judged, self._record().model_dump_json().encode() + b"\n", durable=self._closed)
+        self._changed = False
+
+    def _keep(self, findings: Findings) -> None:
+        """Of a flood no more than is kept is ever made."""
+        self._found += findings.by_rule()
+        chosen: list[Finding] = []
+        for nonfinite, kept in self._kept.items():
+            groups = [group for group in findings.groups if group.fired.nonfinite == nonfinite]
+            chosen += earliest(groups, kept.most_of_a_step, self._spelling.series)
+        chosen.sort(key=attrgetter("call_id"))
+        entries = list(self._spelling.entries(findings.step, chosen))
+        for nonfinite, kept in self._kept.items():
+            kept.add(findings.step, [entry for entry, one in zip(entries, chosen, strict=True) if one.nonfinite == nonfinite])
+
+    def _record(self) -> Judged:
+        kept = Counter(entry.rule for one in self._kept.values() for entry in one)
+        return Judged(
+            schema_version=SCHEMA_VERSION,
+            job_id=self._facts.identity.job_id,
+            rank=self._facts.rank,
+            directory=self._directory,
+            recording=self._facts.recording,
+            host=self._host,
+            events=kept.total(),
+            not_kept=dict(self._found - kept),
+            steps=StepsRecord.of(self._steps),
+            rows=self._rows,
+            trained=self.trained,
+            not_judged={reason: StepsRecord.of(steps) for reason, steps in self._not_judged.items()},
+            closed=self._closed,
+        )
+
+
+class OnlyEnd:
+    """A listener in place of event files whose rules were taken away: what it hears of is not theirs, but the end is."""
+
+    def __init__(self, files: EventFiles) -> None:
+        self._files = files
+
+    def judged(self, findings: Findings) -> None:
+        """By no rule."""
+
+    def not_judged(self, step: int, reason: str) -> None:
+        """Nor would it have been."""
+
+    def save(self) -> None:
+        """See ``EventFiles``."""
+        self._files.save()
+
+    def close(self) -> None:
+        """See ``EventFiles``."""
+        self._files.close()
+
+
+class _Spelling:
+    """Findings as entries of ``anomaly.json``."""
+
+    def __init__(self, facts: RankFacts, series: SeriesTable) -> None:
+        pipeline = PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks)
+        self._rank, self.series = facts.rank, series
+        self._stage, self._mates = (pipeline.stage, pipeline.ranks) if pipeline else (0, (facts.rank,))
+
+    def entries(self, step: int, findings: list[Finding]) -> Iterator[Entry]:
+        """Those of a step, in call order. Of one tensor the second and later ones bear their statistic in their key."""
+        keys: set[str] = set()
+        for place, finding in enumerate(findings):
+            event = self._event(step, finding)
+            key = f"{event.key}_{finding.signal.op}" if event.key in keys else event.key
+            keys.add(key)
+            content = f"{json.dumps(key)}: {event.model_dump_json()}"
+            yield Entry((step, place), finding.signal.rule, content.encode())
+
+    def _event(self, step: int, finding: Finding) -> Event:
+        series = self.series[finding.series]
+        tag = series.tag(self._rank, finding.micro_step)
+        return Event(
+            rank=self._rank,
+            step=step,
+            micro_step=finding.micro_step,
+            pp_stage=self._stage,
+            vpp_stage=series.vpp_stage,
+            call_id=finding.call_id,
+            tag_name=tag,
+            message=message(finding.signal, tag, step),
+            group_mates=self._mates,
+        )

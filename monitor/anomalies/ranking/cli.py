@@ -1,0 +1,135 @@
+"""The command ``monitor-rank-anomalies``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from monitor.anomalies.ranking.coverage import Wanted
+from monitor.anomalies.ranking.loading import NothingReadError, folder_of
+from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
+from monitor.anomalies.ranking.report import advice, counts, listing, notes
+from monitor.cli import Version, command_app, one_directory
+from monitor.coordinator.output import write_whole
+from monitor.merge.atomic_output import MergeError
+from monitor.terminal import say
+
+WELL, NOT_WELL, NOTHING = 0, 1, 2
+"""Exit statuses: all was looked at and no rule has fired; a rule has, or something was not looked at; nothing was read."""
+
+ANALYSIS_FILE: Final = "anomaly_analyse.json"
+
+_RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?(?::([1-9]\d{0,17}))?)?")
+
+_WIDTH: Final = 240
+"""Characters of a line where nobody says how wide the terminal is, or there is none."""
+
+app = command_app()
+
+
+@app.command()
+def monitor_rank_anomalies(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR",
+            help="The directory that contains the ranks' directories, or anomaly_detected in it.",
+            show_default=False,
+        ),
+    ] = None,
+    directory_option: Annotated[
+        Path | None, typer.Option("-d", "--directory", "--data_path", metavar="DIR", help="The same as the argument DIR.")
+    ] = None,
+    out_path: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            "--out_path",
+            metavar="OUTPUT",
+            help="A directory, or a file that ends in .json.",
+            show_default=f"{ANALYSIS_FILE}, beside the events",
+        ),
+    ] = None,
+    topk: Annotated[int, typer.Option("-k", "--topk", min=1, help="The number of events to list.")] = 8,
+    step_list: Annotated[
+        str | None,
+        typer.Option(
+            "-s", "--step_list", metavar="STEPS", help="Only these steps: [1,2] or 1,2 or 10:20 (inclusive) or 10: or 0::5"
+        ),
+    ] = None,
+    _version: Version = False,
+) -> None:
+    """Order the events of all ranks, and find the first fault.
+
+    An event is an origin if nothing that its tensor depends on had an event before.
+
+    Exit status: 0 no rule has fired, and every step of every rank was judged, 1 a rule has fired, or steps, ranks or files are
+    missing, 2 nothing was read.
+    """
+    base = one_directory(directory, directory_option)
+    try:
+        folder = folder_of(base)
+        ranking = ranking_of(folder, topk, _chosen(step_list))
+        output = _output(folder, out_path)
+        _write(ranking, output)
+    except (NothingReadError, MergeError, OSError) as error:
+        say(Console(stderr=True), f"Nothing was ranked: {error}", style="red")
+        raise typer.Exit(NOTHING) from error
+    _print(ranking, output, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH))
+    raise typer.Exit(WELL if ranking.is_well else NOT_WELL)
+
+
+def _write(ranking: Ranking, output: Path) -> None:
+    entries = {key: event.model_dump(mode="json") for key, event in entries_of(ranking.ranked, ranking.job.flaws).items()}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, (json.dumps(entries, indent=1) + "\n").encode())
+
+
+def _print(ranking: Ranking, output: Path, console: Console) -> None:
+    if ranking.ranked:
+        console.print(listing(ranking, console), soft_wrap=True)
+        say(console, counts(ranking))
+    for note in notes(ranking):
+        say(console, note)
+    say(console, f"written to {output}")
+    say(console, advice(ranking))
+
+
+def _output(folder: Path, given: Path | None) -> Path:
+    if given is None:
+        return folder / ANALYSIS_FILE
+    return given if given.suffix == ".json" else given / ANALYSIS_FILE
+
+
+def _chosen(spelled: str | None) -> Wanted | None:
+    """Which of a column of steps are meant; None: all."""
+    listed = re.sub(r"\s", "", spelled or "")
+    if listed.startswith("[") and listed.endswith("]"):
+        listed = listed[1:-1]
+    if not listed:
+        return None
+    matches = [_RANGE.fullmatch(one) for one in listed.split(",")]
+    ranges = [(int(one[1]), _end(one), int(one[4] or 1)) for one in matches if one is not None]
+    if len(ranges) < len(matches) or any(last < first for first, last, _ in ranges):
+        raise NothingReadError(
+            f"--step_list is {spelled!r}. Write steps as in [1,2], or ranges as in 10:20, both included, 10: without an end, "
+            "0::5 for every fifth step."
+        )
+    return lambda steps: np.logical_or.reduce(
+        [(steps >= first) & (steps <= last) & ((steps - first) % every == 0) for first, last, every in ranges]
+    )
+
+
+def _end(match: re.Match[str]) -> int:
+    if not match[2]:
+        return int(match[1])
+    return int(match[3]) if match[3] else np.iinfo(np.int64).max

@@ -1,0 +1,391 @@
+"""What a rank's series file says of how its series hang together, in the form in which the ranking asks."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from monitor.coordinator.dataflow import Flow, Pass
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
+from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, SeriesColumns, read_columns
+from monitor.merge.discovery import leads_out
+from monitor.series import ACTIVATION_KINDS, MOMENT_KINDS, REPLICA_KIND, Series
+
+# --- What an event is about, taken apart: the part that the series plays in a step, and the modules that it lies in.
+
+ROOT: Final = ""
+"""The name of a chunk's root module."""
+
+_SLOT: Final = re.compile(r"(?P<module>.*)\.(?P<slot>(?:input|output)(?:_.*?)?)(?:#(?P<call>\d{1,9}))?", re.DOTALL)
+
+
+class Role(IntEnum):
+    """Parts of a step, in an order in which none needs a later one's numbers of the same step and micro-step."""
+
+    ORIGINAL_WEIGHT = 0
+    FORWARD = 1
+    BACKWARD = 2
+    LOCAL_GRADIENT = 3
+    GRADIENT = 4
+    MOMENT = 5
+    UPDATED_WEIGHT = 6
+    OTHER = 7
+
+
+_ROLES: Final = {
+    "param_origin": Role.ORIGINAL_WEIGHT,
+    "actv": Role.FORWARD,
+    "actv_grad": Role.BACKWARD,
+    "grad_unreduced": Role.LOCAL_GRADIENT,
+    "grad_reduced": Role.GRADIENT,
+    **dict.fromkeys(MOMENT_KINDS, Role.MOMENT),
+    "param_updated": Role.UPDATED_WEIGHT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A series, as the ranking sees it.
+
+    Attributes:
+        series: A replica under the kind and name that it stands for.
+        spelled: As it stands in files.
+        module: Which the tensor goes into or comes out of; of a parameter the one that has it.
+        is_input: Whether the tensor, or the one that this is the gradient of, goes into the module.
+        call: How many calls of the module the micro-step had before.
+    """
+
+    series: Series
+    spelled: Series
+    role: Role
+    module: str
+    is_input: bool = False
+    call: int = 0
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether data comes into the module with it: an input on the way forward, an output's gradient on the way back."""
+        return self.role == (Role.FORWARD if self.is_input else Role.BACKWARD)
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The modules that it lies in, from within; the root is the last."""
+        return modules_around(self.module)
+
+
+def subject_of(series: Series) -> Subject:
+    """Take a series apart. A name that no hook gives an activation is taken for one of the root."""
+    meant = stands_for(series)
+    role = _ROLES.get(meant.kind, Role.OTHER)
+    if meant.kind not in ACTIVATION_KINDS:
+        return Subject(meant, series, role, meant.name.rpartition(".")[0])
+    found = _SLOT.fullmatch(meant.name)
+    if found is None:
+        return Subject(meant, series, role, ROOT)
+    return Subject(meant, series, role, found["module"], found["slot"].startswith("input"), int(found["call"] or 0))
+
+
+def stands_for(series: Series) -> Series:
+    """The series itself; of a replica the one that another rank writes."""
+    if series.kind != REPLICA_KIND:
+        return series
+    kind, slash, name = series.name.partition("/")
+    return Series(kind, series.vpp_stage, name) if slash else series
+
+
+@lru_cache(maxsize=100_000)
+def modules_around(module: str) -> tuple[str, ...]:
+    """A module and those that it lies in; the root is the last."""
+    return tuple(_climb(module))
+
+
+def parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _climb(module: str) -> Iterator[str]:
+    while module != ROOT:
+        yield module
+        module = parent(module)
+    yield ROOT
+
+
+Side = tuple[Role, int, str]
+"""Direction, chunk and module."""
+
+
+class _Measured(NamedTuple):
+    """A series of a side of a module, and the call of the module that it is of."""
+
+    number: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """What a tensor was before it became an input.
+
+    Attributes:
+        series: It was seen as these.
+        made: Those of them that were not an input of a tensor seen before.
+    """
+
+    series: tuple[Series, ...]
+    made: tuple[Subject, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """The measured series of a rank in the order of their numbers, which for activations and their gradients is that in which
+    they were first measured, and the flow between them.
+
+    Attributes:
+        sharded: Those of which the rank holds a part, and other ranks hold others.
+    """
+
+    numbers: Mapping[Series, int]
+    flow: Flow
+    sharded: frozenset[Series] = frozenset()
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return self.flow.passes
+
+    def sources(self, series: Series) -> Sequence[Series]:
+        """Series of the same kind that are known to feed this one; of the input of a module they are the same tensor."""
+        return self._sources.get(self.numbers.get(series, NOT_MEASURED), ())
+
+    def same_as(self, series: Series) -> Same | None:
+        """What the input of a module was before; None where it was not seen before."""
+        if series not in self._same:
+            self._same[series] = self._found_same(series) if self.sources(series) else None
+        return self._same[series]
+
+    def _found_same(self, series: Series) -> Same:
+        found, waiting = {series}, [series]
+        made: list[Subject] = []
+        while waiting:
+            for source in self.sources(waiting.pop()):
+                if source in found:
+                    continue
+                found.add(source)
+                subject = subject_of(source)
+                if subject.is_input and self.sources(source):
+                    waiting.append(source)
+                else:
+                    made.append(subject)
+        return Same(tuple(found - {series}), tuple(made))
+
+    def closure(self, subject: Subject) -> str | None:
+        """The smallest module from whose measured entries, and from what happens within it, the tensor was made.
+
+        None if nothing shows all that comes in: then the tensor is made from whatever comes into the chunk.
+        """
+        if subject.series not in self._closures:
+            self._closures[subject.series] = self._found_closure(subject)
+        return self._closures[subject.series]
+
+    def _found_closure(self, subject: Subject) -> str | None:
+        if subject.is_entry and subject.module == ROOT:
+            return None
+        number = self.numbers.get(subject.series, len(self.numbers))
+        for around in modules_around(parent(subject.module) if subject.is_entry else subject.module):
+            entries = self._entries.get((subject.role, subject.series.vpp_stage, around), ())
+            entries = [one for one in entries if one.call == subject.call] or entries
+            # A container's output is often its last child's, whose row comes first: it shows no more than the child's.
+            if entries and all(one.number < number for one in entries):
+                return around
+        return None
+
+    def entries_like(self, series: Series) -> Sequence[str]:
+        """Of a container's output the modules whose own it is: its gradient is first seen as theirs, and may change after."""
+        if series not in self._likes:
+            backward = [one.module for one in map(subject_of, self.sources(series)) if one.is_entry]
+            forward = map(subject_of, self.sources(replace(series, kind="actv")))
+            self._likes[series] = list(dict.fromkeys([*backward, *(one.module for one in forward if not one.is_input)]))
+        return self._likes[series]
+
+    def uses_itself(self, subject: Subject) -> bool:
+        """Of the gradient of a module's output: whether the module itself uses that output, as attention does a position bias
+        that it computes and returns. Such a gradient is made inside the module, too.
+
+        Autograd runs what was computed last first. So if the gradient came after the backward of the module had begun, either
+        the module uses the output, or the output was there before the call: then an input's gradient is complete by then.
+        Where the module was called several times nothing says which call the backward was of.
+        """
+        side = subject.role, subject.series.vpp_stage, subject.module
+        number, exits = self.numbers.get(subject.series, NOT_MEASURED), self._exits.get(side, ())
+        if subject.role != Role.BACKWARD or not subject.is_entry or len({one.call for one in self._entries[side]}) > 1:
+            return False
+        if not exits or any(one.number < number for one in exits):
+            return False
+        return any(not one.is_entry and subject.module in one.around for one in self.before(subject))
+
+    def innermost(self, subject: Subject) -> Subject:
+        """The same side of the innermost module within that the tensor was seen at: a container takes what its parts take."""
+        found = [one for one in map(subject_of, self.sources(subject.series)) if _is_within(one, subject)]
+        return self.innermost(max(found, key=lambda one: self.numbers[one.series])) if found else subject
+
+    def shows_entry(self, role: Role, chunk: int, module: str) -> bool:
+        """Whether what comes into the module was measured."""
+        return (role, chunk, module) in self._entries
+
+    def shows_exit(self, role: Role, chunk: int, module: str) -> bool:
+        """Whether what comes out of the module was measured."""
+        return (role, chunk, module) in self._exits
+
+    def has_weights(self, chunk: int, module: str) -> bool:
+        """Whether parameters below the module are known by any of their series."""
+        return (chunk, module) in self._weights
+
+    def records_weights(self, chunk: int, module: str) -> bool:
+        """Whether weights below the module were measured."""
+        return (chunk, module) in self._measured_weights
+
+    def owner(self, parameter: Subject) -> str | None:
+        """The nearest module around a parameter of which the output's gradient was measured."""
+        key = parameter.series.vpp_stage, parameter.module
+        if key not in self._owners:
+            around = modules_around(parameter.module)
+            self._owners[key] = next((one for one in around if self.shows_entry(Role.BACKWARD, key[0], one)), None)
+        return self._owners[key]
+
+    def before(self, subject: Subject) -> Iterator[Subject]:
+        """Subjects of the same direction and chunk that were first measured before, the latest first."""
+        number = self.numbers.get(subject.series, NOT_MEASURED)
+        for _, one in reversed(self._in_order[subject.role, subject.series.vpp_stage][: self._place(subject, number)]):
+            yield one
+
+    def _place(self, subject: Subject, number: int) -> int:
+        own = self._in_order[subject.role, subject.series.vpp_stage]
+        return sum(1 for other, _ in own if other < number)
+
+    @cached_property
+    def _same(self) -> dict[Series, Same | None]:
+        return {}
+
+    @cached_property
+    def _likes(self) -> dict[Series, list[str]]:
+        return {}
+
+    @cached_property
+    def _closures(self) -> dict[Series, str | None]:
+        return {}
+
+    @cached_property
+    def _owners(self) -> dict[tuple[int, str], str | None]:
+        return {}
+
+    @cached_property
+    def _subjects(self) -> Sequence[tuple[int, Subject]]:
+        return [(number, subject_of(series)) for series, number in self.numbers.items()]
+
+    @cached_property
+    def _in_order(self) -> Mapping[tuple[Role, int], list[tuple[int, Subject]]]:
+        found: dict[tuple[Role, int], list[tuple[int, Subject]]] = defaultdict(list)
+        for number, subject in self._subjects:
+            found[subject.role, subject.series.vpp_stage].append((number, subject))
+        return found
+
+    @cached_property
+    def kinds(self) -> frozenset[tuple[str, int]]:
+        """Those that were measured, with their chunks."""
+        return frozenset((one.kind, one.vpp_stage) for one in self.numbers)
+
+    @cached_property
+    def _entries(self) -> Mapping[Side, list[_Measured]]:
+        return self._sides(entry=True)
+
+    @cached_property
+    def _exits(self) -> Mapping[Side, list[_Measured]]:
+        return self._sides(entry=False)
+
+    def _sides(self, *, entry: bool) -> Mapping[Side, list[_Measured]]:
+        found: dict[Side, list[_Measured]] = {}
+        for number, one in self._subjects:
+            if one.role in (Role.FORWARD, Role.BACKWARD) and one.is_entry == entry:
+                found.setdefault((one.role, one.series.vpp_stage, one.module), []).append(_Measured(number, one.call))
+        return found
+
+    @cached_property
+    def _weights(self) -> frozenset[tuple[int, str]]:
+        return self._around(set(Role) - {Role.FORWARD, Role.BACKWARD, Role.OTHER})
+
+    @cached_property
+    def _measured_weights(self) -> frozenset[tuple[int, str]]:
+        return self._around({Role.ORIGINAL_WEIGHT, Role.UPDATED_WEIGHT})
+
+    def _around(self, roles: Container[Role]) -> frozenset[tuple[int, str]]:
+        """Chunks and modules that hold what has one of these roles."""
+        found = (one for _, one in self._subjects if one.role in roles)
+        return frozenset((one.series.vpp_stage, module) for one in found for module in one.around)
+
+    @cached_property
+    def _sources(self) -> Mapping[int, list[Series]]:
+        series = {number: one for one, number in self.numbers.items()}
+        found: dict[int, list[Series]] = {}
+        for source, target in self.flow.edges:
+            one, other = series.get(source), series.get(target)
+            if one is not None and other is not None and one.kind == other.kind and one.vpp_stage == other.vpp_stage:
+                found.setdefault(target, []).append(one)
+        return found
+
+
+def _is_within(one: Subject, other: Subject) -> bool:
+    """Whether the one is on the same side of a module within the other's."""
+    return one.is_entry == other.is_entry and one.module != other.module and other.module in one.around
+
+
+class Wirings:
+    """Reads the wiring of each rank once. Ranks of the same stage mostly have the same."""
+
+    def __init__(self) -> None:
+        self._by_content: dict[str, Wiring] = {}
+        self._alike: dict[tuple[object, ...], Wiring] = {}
+
+    def read(self, directory: Path, manifest: ManifestRecord) -> Wiring | None:
+        """None where the rank has measured nothing.
+
+        Raises:
+            ManifestError: its series file is missing, damaged, or lies elsewhere.
+        """
+        if manifest.series is None:
+            return None
+        path = directory / manifest.series.file
+        known = self._by_content.get(path.name)
+        if known is None:
+            if leads_out(path):
+                raise ManifestError(f"{path} leads to another directory")
+            columns = read_columns(directory, manifest)
+            known = None if columns is None else self._shared(columns)
+        if known is not None:
+            self._by_content[path.name] = known
+        return known
+
+    def _shared(self, columns: SeriesColumns) -> Wiring:
+        measured = tuple(number for number, layout in enumerate(columns.layout) if layout != NOT_MEASURED)
+        flow = (columns.flow_from, columns.flow_to, columns.passes)
+        sharded = _sharded(columns)
+        key = (columns.kinds, columns.kind, columns.vpp_stage, columns.name, measured, sharded, flow)
+        known = self._alike.get(key)
+        if known is None:
+            every = zip(columns.kind, columns.vpp_stage, columns.name, strict=True)
+            series = [Series(columns.kinds[kind], chunk, name) for kind, chunk, name in every]
+            numbers = {stands_for(series[number]): number for number in measured}
+            parts = frozenset(stands_for(series[number]) for number in sharded)
+            known = self._alike[key] = Wiring(numbers, columns.flow(), parts)
+        return known
+
+
+def _sharded(columns: SeriesColumns) -> tuple[int, ...]:
+    """Numbers of series. Which part of them a rank holds is another matter on each."""
+    cut = [placement.shard is not None for placement in columns.placements]
+    return tuple(
+        number for number, placement in enumerate(columns.placement) if placement != LOCAL_PLACEMENT and cut[placement]
+    )

@@ -1,0 +1,321 @@
+"""Which events are origins: nothing that they depend on had fired before them.
+
+Steps are gone through one after another, since weights and moments carry what happens over to the next one. Where it is not
+known what a number was made from, everything that may have gone into it counts: an origin that is none sends people to the
+wrong place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from monitor.anomalies.ranking.graph import Role, Subject, Wiring, modules_around, parent
+from monitor.anomalies.ranking.job import Columns, Evidence, Flags, Group, Job, Member
+from monitor.anomalies.ranking.order import Order
+from monitor.anomalies.ranking.step_propagation import IN_PASSES, PASSES, Pipeline, Sighting, StageChunk, Sweep, Weights
+from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
+
+# --- What the steps before have left behind in weights and moments.
+
+CHANGED_NOTE: Final = "grad_reduced"
+CHANGED: Final = "changed in place"
+"""Where, and in which words, a manifest notes that gradients were clipped, or changed in another way, before they were read."""
+
+_WEIGHTS: Final = ("param_origin", "param_updated")
+
+Parameter = tuple[int, int, int, str]
+"""Recording, stage, chunk and name."""
+
+
+def notes_a_change(manifest: ManifestRecord | None) -> bool:
+    """Whether gradients were read after they had been changed together. The same note may say other things of gradients."""
+    return manifest is not None and CHANGED in str(manifest.notes.get(CHANGED_NOTE, ""))
+
+
+def _sets() -> defaultdict[Role, set[Parameter]]:
+    return defaultdict(set)
+
+
+@dataclass
+class Fired:
+    """What fired in a step.
+
+    Attributes:
+        roles: Of all ranks of a recording.
+        parameters: Those of which a series of that role fired.
+        incomplete: Recordings of which not all events of the step are there.
+    """
+
+    step: int
+    roles: dict[int, set[Role]] = field(default_factory=lambda: defaultdict(set))
+    parameters: defaultdict[Role, set[Parameter]] = field(default_factory=_sets)
+    incomplete: frozenset[int] = frozenset()
+
+    def of(self, recording: int) -> Fired:
+        """That of one recording."""
+        own = {role: {one for one in names if one[0] == recording} for role, names in self.parameters.items()}
+        return Fired(self.step, {recording: self.roles.get(recording, set())}, defaultdict(set, own), self.incomplete)
+
+    def carried_over(self, later: Fired) -> Fired:
+        """What is left of it after a step whose update was skipped."""
+        both = {role: self.parameters[role] | later.parameters[role] for role in {*self.parameters, *later.parameters}}
+        return Fired(later.step, self.roles, defaultdict(set, both), self.incomplete)
+
+
+class History:
+    """Told of each step, one after another.
+
+    Attributes:
+        recordings: Of the job.
+        spoiled: Recordings whose moments have taken in a gradient that had fired.
+        moments: Those that have fired.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.recordings = sorted({one.recording for one in job.members})
+        self.recorded = _Recorded(job)
+        self.spoiled: set[int] = set()
+        self.moments: set[Parameter] = set()
+        self._judged: dict[int, set[StepsRecord]] = defaultdict(set)
+        self._skipped: dict[int, set[StepsRecord]] = defaultdict(set)
+        for one in job.members:
+            self._judged[one.recording].add(one.events.judged.steps)
+            if one.manifest is not None:
+                self._skipped[one.recording].add(one.manifest.steps.skipped)
+        self._last: dict[int, Fired] = {}
+
+    def recordings_behind(self, step: int) -> frozenset[int]:
+        """Those of which some rank has not judged the step, or not yet: it may have had events."""
+        return frozenset(one for one, every in self._judged.items() if not all(steps.holds(step) for steps in every))
+
+    def begin(self, step: int) -> None:
+        """Forget what updates have come after."""
+        self._last = {recording: one for recording, one in self._last.items() if not self._updated(recording, one.step, step)}
+
+    def add(self, fired: Fired) -> None:
+        """The step is over."""
+        self.moments |= fired.parameters[Role.MOMENT]
+        for recording in fired.roles:
+            own = fired.of(recording)
+            if any(steps.holds(fired.step) for steps in self._skipped[recording]):
+                last = self._last.get(recording, Fired(fired.step))
+                self._last[recording] = last.carried_over(Fired(own.step, {}, own.parameters))
+            else:
+                self._last[recording] = own
+                if self.is_dirty(recording, own):
+                    self.spoiled.add(recording)
+
+    def last_update(self, recording: int) -> Fired | None:
+        """What fired in the step whose update the current one began with; None if nothing did."""
+        return self._last.get(recording)
+
+    def doubtful(self, recording: int) -> bool:
+        """Whether the last update may have spoiled weights."""
+        last = self._last.get(recording)
+        return last is not None and self.is_dirty(recording, last)
+
+    def is_dirty(self, recording: int, fired: Fired) -> bool:
+        """Whether gradients that the optimizer was given had fired, as far as they are recorded."""
+        roles = fired.roles.get(recording, set())
+        for kind, role in (("grad_reduced", Role.GRADIENT), ("grad_unreduced", Role.LOCAL_GRADIENT)):
+            if self.recorded.anywhere(recording, kind) and recording not in fired.incomplete:
+                return role in roles
+        return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *IN_PASSES})
+
+    def weights(self, fired: Fired) -> Weights:
+        """What is known of the weights that a step began with in which ``fired`` fired."""
+        doubtful = frozenset(one for one in self.recordings if self.doubtful(one))
+        unknown = {one for one in doubtful if one in fired.incomplete or one in self._last[one].incomplete}
+        weights = Weights(frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful)
+        bad = set(fired.parameters[Role.ORIGINAL_WEIGHT])
+        bad.update(*(last.parameters[Role.UPDATED_WEIGHT] for last in self._last.values()))
+        for recording, stage, chunk, name in bad:
+            weights.modules.setdefault((recording, stage, chunk), set()).update(modules_around(parent(name)))
+        return weights
+
+    def _updated(self, recording: int, first: int, last: int) -> bool:
+        """Whether the optimizer made a judged step strictly between the two."""
+        skipped = max((one.between(first + 1, last - 1).count for one in self._skipped[recording]), default=0)
+        return any(one.between(first + 1, last - 1).count > skipped for one in self._judged[recording])
+
+
+class _Recorded:
+    """Which kinds ranks record at all."""
+
+    def __init__(self, job: Job) -> None:
+        wired = [(one, one.wiring) for one in job.members if one.wiring is not None]
+        kinds = {(one.recording, one.stage, id(wiring)): wiring.kinds for one, wiring in wired}
+        self._kinds = {(recording, stage, chunk, kind) for (recording, stage, _), own in kinds.items() for kind, chunk in own}
+        self._anywhere = {(recording, kind) for recording, _, _, kind in self._kinds}
+        self._changed = {one.recording for one in job.members if notes_a_change(one.manifest)}
+
+    @property
+    def weights(self) -> frozenset[StageChunk]:
+        """Where weights are recorded."""
+        return frozenset((recording, stage, chunk) for recording, stage, chunk, kind in self._kinds if kind in _WEIGHTS)
+
+    def by(self, where: StageChunk, kind: str) -> bool:
+        """Whether any rank of the stage records the kind."""
+        return (*where, kind) in self._kinds
+
+    def anywhere(self, recording: int, kind: str) -> bool:
+        return (recording, kind) in self._anywhere
+
+    def changed_gradients(self, recording: int) -> bool:
+        """Whether gradients were read after something had joined them all, as clipping by their norm does."""
+        return recording in self._changed
+
+
+def origins(job: Job, evidence: Evidence, order: Order) -> Flags:
+    """Which events are origins."""
+    found = np.zeros(len(evidence), np.bool_)
+    history = History(job)
+    if not len(evidence):
+        return found
+    steps, begins = np.unique(evidence.step[order.events], return_index=True)
+    for step, events in zip(steps.tolist(), np.split(order.events, begins[1:]), strict=True):
+        history.begin(step)
+        found[list(_Step(job, evidence, history, step, events).origins())] = True
+    return found
+
+
+class _Step:
+    """One step of the whole job.
+
+    Args:
+        events: Of the step, in order.
+    """
+
+    def __init__(self, job: Job, evidence: Evidence, history: History, step: int, events: Columns) -> None:
+        self._job, self._of, self._history = job, evidence, history
+        self._step, self._events = step, events
+        writers = [evidence.members[number] for number in np.unique(evidence.member[events])]
+        lacking = (one.recording for one in writers if not one.has_judged_all(step))
+        self._fired = Fired(step, incomplete=history.recordings_behind(step).union(lacking))
+        self._modules: dict[StageChunk, set[str]] = defaultdict(set)
+        self._parameters: dict[tuple[int, int], Parameter] = {}
+
+    def origins(self) -> Iterator[int]:
+        """Numbers of the events that are."""
+        self._note_what_fired()
+        yield from self._of_unwired()
+        yield from self._of_passes()
+        for number in self._numbers(*set(Role) - {*IN_PASSES}):
+            member, subject = self._of.members[self._of.member[number]], self._of.subjects[self._of.subject[number]]
+            if member.wiring is not None and not self._explained(number, member.wiring, subject):
+                yield number
+        self._history.add(self._fired)
+
+    def _note_what_fired(self) -> None:
+        of, events = self._of, self._events
+        each = np.unique(np.stack([of.recording[events], of.role[events]]), axis=1)
+        for recording, role in each.T.tolist():
+            self._fired.roles[recording].add(Role(role))
+        for number in self._numbers(*set(Role) - {*PASSES, Role.OTHER}):
+            self._fired.parameters[Role(of.role[number])].add(self._parameter(number))
+
+    def _numbers(self, *roles: Role) -> list[int]:
+        wanted = np.isin(self._of.role[self._events], roles)
+        found: list[int] = self._events[wanted].tolist()
+        return found
+
+    def _parameter(self, number: int) -> Parameter:
+        key = int(self._of.member[number]), int(self._of.subject[number])
+        known = self._parameters.get(key)
+        if known is None:
+            member, series = self._of.members[key[0]], self._of.subjects[key[1]].series
+            known = self._parameters[key] = (member.recording, member.stage, series.vpp_stage, series.name)
+        return known
+
+    def _of_unwired(self) -> Iterator[int]:
+        """Of ranks without a manifest: the first event of the pipeline, in all its statistics."""
+        of, events = self._of, self._events
+        _, first = np.unique(of.group[events], return_index=True)
+        for number in events[first].tolist():
+            if of.members[of.member[number]].wiring is None and not self._may_follow(number):
+                same = (of.member[events] == of.member[number]) & (of.call_id[events] == of.call_id[number])
+                yield from events[same].tolist()
+
+    def _may_follow(self, number: int) -> bool:
+        """Whether the first event of a pipeline without a manifest may come from another pipeline or from the last update."""
+        recording, role = int(self._of.recording[number]), Role(self._of.role[number])
+        if role == Role.ORIGINAL_WEIGHT and self._original_weight(self._parameter(number)):
+            return True
+        if role not in (Role.ORIGINAL_WEIGHT, *IN_PASSES) and any(one < role for one in self._fired.roles[recording]):
+            return True
+        return self._history.doubtful(recording) or (role == Role.MOMENT and recording in self._history.spoiled)
+
+    def _of_passes(self) -> Iterator[int]:
+        of = self._of
+        numbers = np.array(self._numbers(*IN_PASSES), dtype=np.int64)
+        joined = np.array(self._job.joined, dtype=np.int64)[of.member[numbers]]
+        by_call = np.lexsort((of.call_id[numbers], joined))
+        seen = list(self._sightings(numbers[by_call]))
+        pipelines: defaultdict[Group, Pipeline] = defaultdict(Pipeline)
+        for one in seen:
+            pipelines[one.member.group].add(one)
+        weights = self._history.weights(self._fired)
+        begins = np.flatnonzero(np.diff(joined[by_call], prepend=-1)).tolist()
+        for begin, end in zip(begins, [*begins[1:], len(seen)], strict=False):
+            sweep = Sweep(self._job, self._step, weights, pipelines)
+            yield from sweep.origins(seen[begin:end])
+            self._note_modules(seen[begin].member, sweep)
+
+    def _note_modules(self, member: Member, sweep: Sweep) -> None:
+        for chunk, fired in sweep.chunks.items():
+            self._modules[member.recording, member.stage, chunk].update(module for _, module in fired.modules)
+
+    def _sightings(self, numbers: Columns) -> Iterator[Sighting]:
+        of = self._of
+        columns = (column[numbers].tolist() for column in (of.call_id, of.member, of.subject, of.micro_step, of.finite))
+        for number, call_id, member, subject, micro_step, finite in zip(numbers.tolist(), *columns, strict=True):
+            yield Sighting(call_id, number, of.members[member], of.subjects[subject], micro_step, finite)
+
+    def _explained(self, number: int, wiring: Wiring, subject: Subject) -> bool:
+        parameter = self._parameter(number)
+        recording = parameter[0]
+        if subject.role == Role.GRADIENT:
+            deviates_upstream = bool(self._of.finite[number]) and bool(self._fired.roles[recording] & {*PASSES})
+            return deviates_upstream or self._gradient(wiring, subject, parameter)
+        if subject.role == Role.MOMENT:
+            follows = bool(self._of.finite[number]) and self._history.last_update(recording) is not None
+            return follows or recording in self._history.spoiled or parameter in self._history.moments
+        if subject.role == Role.UPDATED_WEIGHT:
+            same = (self._fired.parameters[role] for role in (Role.ORIGINAL_WEIGHT, Role.MOMENT))
+            return self._history.is_dirty(recording, self._fired) or any(parameter in one for one in same)
+        if subject.role == Role.ORIGINAL_WEIGHT:
+            return self._original_weight(parameter)
+        return self._follows_another(number)
+
+    def _gradient(self, wiring: Wiring, subject: Subject, parameter: Parameter) -> bool:
+        """It is aggregated over ranks: each of them may have brought it in."""
+        recording, stage, chunk, _ = parameter
+        roles, local = self._fired.roles[recording], self._fired.parameters[Role.LOCAL_GRADIENT]
+        if self._history.recorded.changed_gradients(recording) or recording in self._fired.incomplete:
+            return bool(roles & {*IN_PASSES})
+        if parameter in local or self._history.recorded.by((recording, stage, chunk), "grad_unreduced"):
+            return parameter in local
+        module = wiring.owner(subject)
+        return bool(roles & {*PASSES}) if module is None else module in self._modules[recording, stage, chunk]
+
+    def _original_weight(self, parameter: Parameter) -> bool:
+        """It is what the last update has left."""
+        recording, stage, chunk, _ = parameter
+        last = self._history.last_update(recording)
+        if last is None:
+            return False
+        if parameter in last.parameters[Role.UPDATED_WEIGHT] or parameter in last.parameters[Role.ORIGINAL_WEIGHT]:
+            return True
+        known = self._history.recorded.by((recording, stage, chunk), "param_updated") and recording not in last.incomplete
+        return not known and self._history.doubtful(recording)
+
+    def _follows_another(self, number: int) -> bool:
+        """Whether anything has fired before on the rank."""
+        of, events = self._of, self._events
+        own = events[of.member[events] == of.member[number]]
+        return bool((of.call_id[own] < of.call_id[number]).any())

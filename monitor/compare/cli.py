@@ -1,0 +1,150 @@
+"""``monitor-compare``: where two runs part."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from monitor.cli import Version, command_app
+from monitor.compare import dumps, runs
+from monitor.compare.values import Compared, ComparisonError, Finding
+from monitor.coordinator.output import write_whole
+from monitor.terminal import plain, say
+
+# --- What a comparison has found, as a table of CSV and for a terminal.
+
+COLUMNS: Final = (
+    "step", "rank", "order", "name", "what", "absolute_error", "relative_error", "cosine", "left", "right",
+)  # fmt: skip
+
+EVERY: Final = 10
+"""Rows of each of the tables for a terminal."""
+
+
+def write_csv(path: Path, compared: Compared) -> None:
+    """Every finding, in execution order. The file appears whole.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    rows.writerows(_row(finding) for finding in compared.findings)
+    write_whole(path, text.getvalue().encode())
+
+
+def largest(compared: Compared) -> list[Finding]:
+    """Those whose values differ most: by relative error, the earlier first among equals."""
+    numbered = [finding for finding in compared.findings if finding.difference is not None]
+    return sorted(numbered, key=lambda finding: -finding.difference.size if finding.difference else 0.0)
+
+
+def table(title: str, findings: list[Finding]) -> Table:
+    """Some of the findings. Names are long: they have what the others leave of a line."""
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for column in ("step", "rank", "absolute", "relative", "cosine", "what", "name"):
+        shown.add_column(column, overflow="fold")
+    for finding in findings:
+        place = [str(finding.step), finding.rank]
+        shown.add_row(*map(plain, [*place, *_errors(finding, 3), finding.what, finding.name]))
+    return shown
+
+
+def described(finding: Finding) -> str:
+    """In a line or two: what is not the same, and where."""
+    where = f"step {finding.step}, {finding.rank}: {finding.name}"
+    if finding.difference is None:
+        return f"{where}: {finding.what}: {finding.left or 'nothing'} against {finding.right or 'nothing'}"
+    row = _row(finding)
+    cosine = f", cosine {row[7]}" if row[7] else ""
+    errors = f"absolute error {row[5]}, relative error {row[6]}{cosine}"
+    return f"{where}: {errors}\n  left  {finding.left}\n  right {finding.right}"
+
+
+def _row(finding: Finding) -> list[str]:
+    place = [str(finding.step), finding.rank, str(finding.order), finding.name, finding.what]
+    return [*place, *_errors(finding, 6), finding.left, finding.right]
+
+
+def _errors(finding: Finding, digits: int) -> list[str]:
+    """Absolute, relative and cosine, which is closest to 1 where it matters and has three more digits."""
+    difference = finding.difference
+    if difference is None:
+        return ["", "", ""]
+    cosine = "" if difference.cosine is None else f"{difference.cosine:.{digits + 3}f}"
+    return [f"{difference.absolute:.{digits}g}", f"{difference.relative:.{digits}g}", cosine]
+
+
+SAME, DIFFERENT, NOTHING = 0, 1, 2
+"""Exit statuses: all is the same; something differs, or there was no tensor to compare; nothing was compared."""
+
+app: Final = command_app()
+
+
+@app.command()
+def monitor_compare(
+    left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, a rank's step in it, or the output of a run.")],
+    right: Annotated[Path, typer.Argument(metavar="B", help="The directory to compare it with.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write every difference to this CSV file.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative differences up to this are not reported.")] = 0.0,
+    _version: Version = False,
+) -> None:
+    """Compare two precision dumps, or two monitored runs.
+
+    Of runs it compares what they recorded as CSV. It shows the first tensor in execution order that differs, and the largest
+    differences.
+
+    Exit status: 0 they are the same, 1 they differ, or there is no tensor to compare, 2 nothing was compared.
+    """
+    try:
+        found = within(compare(left, right), tolerance)
+        if output is not None:
+            write_csv(output, found)
+    except (ComparisonError, OSError) as error:
+        say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
+        raise typer.Exit(NOTHING) from error
+    _show(found)
+    raise typer.Exit(DIFFERENT if found.findings or found.is_empty else SAME)
+
+
+def compare(left: Path, right: Path) -> Compared:
+    """Dumps as dumps, and anything else as runs.
+
+    Raises:
+        ComparisonError: There is nothing that could be compared.
+    """
+    kinds = [dumps.is_dump(side) for side in (left, right)]
+    if any(kinds):
+        return dumps.compare(left, right)
+    return runs.compare(left, right)
+
+
+def within(compared: Compared, tolerance: float) -> Compared:
+    """Without the differences that are no larger. One that is no number is larger than any."""
+    kept = [one for one in compared.findings if one.difference is None or one.difference.size > tolerance or not tolerance]
+    return replace(compared, findings=kept)
+
+
+def _show(found: Compared) -> None:
+    console = Console()
+    if found.is_empty:
+        say(console, "Not looked at: there is no tensor that both sides have in the same step.")
+        return
+    if not found.findings:
+        say(console, f"the same: {found.tensors:,} tensors")
+        return
+    say(console, f"{len(found.findings):,} differences among {found.tensors:,} tensors")
+    say(console, f"first: {described(found.findings[0])}", style="bold")
+    if worst := largest(found)[:EVERY]:
+        console.print(table("largest", worst))

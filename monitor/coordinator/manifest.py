@@ -1,0 +1,294 @@
+"""``Manifest``: what a rank has written, lost and noticed, gathered while it runs and saved whole beside its shards.
+
+Two sides meet in it: the training thread leaves notes, the writer thread records steps and saves. Notes take no lock, and the
+lock that keeps the steps is held only while numbers are changed or copied, never during I/O.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from monitor.coordinator.dataflow import MOST_EDGES, Flow
+from monitor.coordinator.identity import JobIdentity
+from monitor.coordinator.manifest_format import (
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    ConfigurationRecord,
+    ManifestRecord,
+    PipelineRecord,
+    SeriesReference,
+    Watched,
+    WatchedRecord,
+)
+from monitor.coordinator.output import Claim, write_whole
+from monitor.coordinator.resume import Earlier, Timeline
+from monitor.coordinator.series_file import Measured, SeriesFile
+from monitor.coordinator.step_ranges import StepRange
+from monitor.failures import Failures
+from monitor.series import SeriesTable
+from monitor.stats.rows import StepRows
+
+MOST_NOTES: Final = 256
+MOST_FAILURES: Final = 100
+MOST_CHARACTERS: Final = 1000
+MOST_CONFIGURATIONS: Final = 100
+MORE_NOTES: Final = "more notes were left out"
+
+Note = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What is known of a rank when it begins to record, and does not change.
+
+    Attributes:
+        groups: Ranks of the groups that this rank belongs to, by role: ``{"dp": [0, 1]}``.
+        chunks: Of the model, on this rank.
+        recording: How many recordings the process had begun before this one.
+        watched: What it watches, as other ranks can tell it.
+        versions: Of what computes and what records: ``{"torch": "2.13.0"}``.
+        config: The configuration as used. What JSON cannot hold is spelled by ``str``.
+    """
+
+    identity: JobIdentity
+    rank: int
+    world_size: int
+    groups: Mapping[str, Sequence[int]]
+    versions: Mapping[str, str]
+    config: Mapping[str, Any]
+    config_path: str
+    formats: Sequence[str]
+    chunks: int = 1
+    recording: int = 0
+    watched: Watched | None = None
+
+
+class Manifest:
+    """The journal of one rank. Only ``save`` and ``close`` raise (``OSError``); a forked child's are without effect.
+
+    Its size is bounded by that of the configuration and the groups, not by the length of the run.
+
+    Args:
+        earlier: What was recorded to ``directory`` before, to be carried on; None: nothing.
+        claim: What keeps others out of ``directory``; let go of when the manifest is closed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        facts: RankFacts,
+        series: SeriesTable,
+        failures: Failures,
+        earlier: Earlier | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        self._directory = directory
+        self._failures = failures
+        self._pid = os.getpid()
+        self._fixed = _fixed(facts)
+        self._earlier = Earlier() if earlier is None else earlier
+        self._claim = claim
+        self._notes: dict[str, Note] = dict(self._earlier.notes)
+        self._recorded = _Recorded(series, self._earlier.timeline)
+        self._configurations: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
+        self._undecided_since: int | None = None
+        self._closed = False
+        self._said_lost = False
+        self._series_on_disk = ""
+
+    def written(self, rows: StepRows) -> None:
+        """Every sink has taken in the step."""
+        self._recorded.add(rows)
+        self._say_what_was_lost()
+
+    def dropped(self, step: int, reason: str) -> None:
+        """No sink has the step."""
+        self._recorded.drop(step, reason)
+        self._say_what_was_lost()
+
+    def lost(self, step: int, sink: str, reason: str) -> None:
+        """One sink does not have the step."""
+        self._recorded.lose(step, sink, reason)
+
+    def _say_what_was_lost(self) -> None:
+        lost = self._recorded.killed_before
+        if lost is not None and not self._said_lost:
+            self._said_lost = True
+            self._failures.warn("killed before", _not_written(lost))
+
+    def flows(self, flow: Flow) -> None:
+        """How data ran through this rank in a step."""
+        self._recorded.flows(flow)
+        if flow.cut:
+            self.note("flow", f"only the first {MOST_EDGES} edges between series are kept")
+
+    def note(self, key: str, value: Note) -> None:
+        """Leave word of what the numbers do not say; a later note under the same key replaces it. Any thread; never waits."""
+        key = key[:MOST_CHARACTERS]
+        if key not in self._notes and len(self._notes) >= MOST_NOTES:
+            key, value = MORE_NOTES, True
+        self._notes[key] = _plain(value)
+
+    @property
+    def notes(self) -> Mapping[str, Note]:
+        """All that was left word of so far."""
+        return self._notes.copy()
+
+    def also_in(self, formats: Sequence[str]) -> None:
+        """From now on it is recorded in these formats, too. Any thread; never waits."""
+        self._fixed = {**self._fixed, "formats": tuple(dict.fromkeys((*self._fixed["formats"], *formats)))}
+
+    def configured(self, record: ConfigurationRecord) -> None:
+        """Another configuration has come into force. Any thread; never waits."""
+        self._configurations.append(record)
+
+    def undecided(self, since: int | None) -> None:
+        """From this step on it is not known what the other ranks have decided; None: it is known again."""
+        self._undecided_since = since
+
+    def save(self) -> None:
+        """Rewrite the files. They are replaced whole: a reader finds this state or the one before.
+
+        Raises:
+            OSError: they could not be written; the state before still stands.
+        """
+        self._save(durable=False)
+
+    def close(self) -> None:
+        """Save for the last time, marked as ended cleanly, wait for the disk, and let others have the directory.
+
+        Raises like ``save``.
+        """
+        self._closed = True
+        self._save(durable=True)
+        if self._claim is not None:
+            self._claim.release()
+
+    def _save(self, *, durable: bool) -> None:
+        if os.getpid() != self._pid:
+            return
+        told, table = self._recorded.copy()
+        content = self._record(told, table).spelled()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if table is not None and not (self._directory / table.name).exists():
+            write_whole(self._directory / table.name, table.content, durable=durable)
+        write_whole(self._directory / MANIFEST_FILE, content, durable=durable)
+        self._let_go_of_the_table_before(table)
+
+    def _let_go_of_the_table_before(self, table: SeriesFile | None) -> None:
+        """Series are still being found in the first steps; only the last table is kept. No manifest points at the others."""
+        if table is None or table.name == self._series_on_disk:
+            return
+        if self._series_on_disk and self._series_on_disk not in self._earlier.series_files:
+            with suppress(OSError):
+                (self._directory / self._series_on_disk).unlink()
+        self._series_on_disk = table.name
+
+    def _record(self, told: dict[str, Any], table: SeriesFile | None) -> ManifestRecord:
+        return ManifestRecord(
+            **self._fixed,
+            **told,
+            saved=_now(),
+            closed=self._closed,
+            series=SeriesReference(file=table.name, count=table.count) if table else None,
+            failures=_most_frequent(Counter(self._earlier.failures) + self._counted()),
+            notes=dict(self._notes),
+            resumed=self._earlier.runs,
+            configurations=tuple(self._configurations.copy()),
+            undecided_since=self._undecided_since,
+        )
+
+    def _counted(self) -> Counter[str]:
+        """``dict`` copies in one step, so that a failure reported meanwhile does no harm."""
+        return Counter(dict(self._failures.counts))
+
+
+class _Recorded:
+    """What became of each step, and which series have been measured. Safe across threads."""
+
+    def __init__(self, series: SeriesTable, timeline: Timeline) -> None:
+        self._lock = Lock()
+        self._timeline = timeline
+        self._measured = Measured(series)
+
+    @property
+    def killed_before(self) -> StepRange | None:
+        return self._timeline.killed_before
+
+    def add(self, rows: StepRows) -> None:
+        with self._lock:
+            self._timeline.write(rows.step, rows.status)
+            self._measured.see(rows)
+
+    def flows(self, flow: Flow) -> None:
+        with self._lock:
+            self._measured.flows(flow)
+
+    def drop(self, step: int, reason: str) -> None:
+        with self._lock:
+            self._timeline.drop(step, reason)
+
+    def lose(self, step: int, sink: str, reason: str) -> None:
+        with self._lock:
+            self._timeline.lose(step, sink, reason)
+
+    def copy(self) -> tuple[dict[str, Any], SeriesFile | None]:
+        """Fields of the record as they are now, and the series table."""
+        with self._lock:
+            return self._timeline.told(), self._measured.file()
+
+
+def _fixed(facts: RankFacts) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "job_id": facts.identity.job_id,
+        "job_agreed": facts.identity.agreed,
+        "timestamp": facts.identity.timestamp,
+        "started": _now(),
+        "rank": facts.rank,
+        "world_size": facts.world_size,
+        "groups": {role: tuple(ranks) for role, ranks in facts.groups.items()},
+        "pipeline": PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": dict(facts.versions),
+        "config_path": facts.config_path,
+        "config": json.loads(json.dumps(facts.config, default=str)),
+        "formats": tuple(facts.formats),
+        "recording": facts.recording,
+        "launch": facts.identity.launch,
+        "watched": None if facts.watched is None else WatchedRecord.of(facts.watched),
+    }
+
+
+def _not_written(lost: StepRange) -> str:
+    one = lost.size == 1
+    steps = f"step {lost.first}. It has" if one else f"steps {lost.first} to {lost.last}. They have"
+    return f"The killed run had not written {steps} no rows; `dropped` in manifest.json lists {'it' if one else 'them'}."
+
+
+def _most_frequent(failures: Counter[str]) -> dict[str, int]:
+    counts = sorted(failures.items(), key=lambda item: -item[1])
+    return {cause[:MOST_CHARACTERS]: count for cause, count in counts[:MOST_FAILURES]}
+
+
+def _plain(value: Note) -> Note:
+    """As JSON holds it: text of bounded length, and NaN and Inf, for which it has no number, as text."""
+    if isinstance(value, str):
+        return value[:MOST_CHARACTERS]
+    return value if math.isfinite(value) else str(value)
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,359 @@
+"""What ``manifest.json`` holds, and reading it back with every type checked."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from monitor.coordinator.step_ranges import StepRange, StepRanges
+
+# --- Which recordings of the ranks of a job belong together: those that watch the same model, whatever else a rank watches.
+#
+# A rank may watch more than the others (an average of the weights, a teacher). Ranks do not wait for each other: each
+# decides alone which of its recordings is which. It goes by what is the same on every rank that trains a model (the
+# role), and among recordings of one role by the order in which they began.
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What a recording watches.
+
+    Attributes:
+        role: What the ranks that watch the same model have in common, for people to read.
+        names: Digest of the names of all parameters of this rank, which stages of a pipeline do not share.
+        number: How many recordings of the role this process had begun before.
+        ordinal: How many recordings of any role.
+    """
+
+    role: str
+    names: str
+    number: int = 0
+    ordinal: int = 0
+
+    @property
+    def key(self) -> str:
+        """What ranks agree on a name under."""
+        return f"{_digest([self.role])}/{self.number}"
+
+
+class Recordings:
+    """Counts the recordings of a process."""
+
+    def __init__(self) -> None:
+        self._begun: Counter[str] = Counter()
+
+    def begin(self, role: str, names: Iterable[str]) -> Watched:
+        """One more recording."""
+        watched = Watched(role, _digest(names), self._begun[role], self._begun.total())
+        self._begun[role] += 1
+        return watched
+
+
+RECORDINGS: Final = Recordings()
+"""Of this process."""
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return sha256("\0".join(texts).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+SCHEMA_VERSION: Final = 1
+MANIFEST_FILE: Final = "manifest.json"
+MANIFEST_LIMIT: Final = 16 * 2**20
+"""Bytes. What the monitor writes stays far below, however long the run."""
+
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ManifestError(Exception):
+    """A manifest, or a file that it names, is missing, damaged or not one. The message says which file and what is wrong."""
+
+
+class Record(BaseModel):
+    """Part of a file: strictly typed; fields that a later version added are passed over."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class RestRecord(Record):
+    """Steps that are counted and not listed, between ``first`` and ``last``."""
+
+    count: Positive
+    first: Natural
+    last: Natural
+
+
+class StepsRecord(Record):
+    """A set of steps: ``ranges`` of (first, last, interval) in ascending order, and a ``rest`` beyond the bound on ranges."""
+
+    count: Natural
+    ranges: tuple[tuple[Natural, Natural, Positive], ...]
+    rest: RestRecord | None = None
+
+    @classmethod
+    def of(cls, steps: StepRanges) -> StepsRecord:
+        over = steps.rest
+        rest = RestRecord(count=over.count, first=over.first, last=over.last) if over else None
+        return cls(count=steps.count, ranges=steps.ranges, rest=rest)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StepsRecord:
+        end = -1
+        for first, last, interval in self.ranges:
+            if first <= end or last < first or (last - first) % interval:
+                raise ValueError(f"[{first}, {last}, {interval}] is not a range of steps after {end}")
+            end = last
+        listed = sum(StepRange(*one).size for one in self.ranges)
+        if self.count != listed + (self.rest.count if self.rest else 0):
+            raise ValueError(f"the count is {self.count}, the ranges hold {listed}")
+        return self
+
+    def holds(self, step: int) -> bool:
+        return any(StepRange(*one).holds(step) for one in self.ranges)
+
+    def between(self, first: int, last: int) -> StepsRecord:
+        """Those listed from ``first`` to ``last``, both included."""
+        ranges = []
+        for begin, end, interval in self.ranges:
+            begin += max(0, -((begin - first) // interval)) * interval
+            end -= max(0, -((last - end) // interval)) * interval
+            if begin <= end:
+                ranges.append((begin, end, interval))
+        return StepsRecord(count=sum(StepRange(*one).size for one in ranges), ranges=tuple(ranges))
+
+    def steps(self) -> Iterator[int]:
+        """The steps listed, ascending."""
+        for one in self.ranges:
+            yield from StepRange(*one).steps()
+
+
+NO_STEPS: Final = StepsRecord(count=0, ranges=())
+
+
+class RecordedSteps(Record):
+    """Steps that every sink took in, and which of them the optimizer skipped or the end of the run cut short.
+
+    Attributes:
+        abandoned: Steps that are not among those written: an earlier run wrote them, a later one was resumed before them and
+            has not come that far. Files may hold them still.
+    """
+
+    written: StepsRecord
+    skipped: StepsRecord
+    incomplete: StepsRecord
+    abandoned: StepsRecord = NO_STEPS
+
+
+class PipelineRecord(Record):
+    """Where a rank stands in its pipeline.
+
+    Attributes:
+        ranks: Of the pipeline group, in the order in which data goes through them.
+        stage: Index of this rank in ``ranks``.
+        stages: For each chunk of the model on this rank its place among the chunks of all ranks, which take turns: chunk
+            ``c`` follows chunk ``c - 1`` of the last rank.
+    """
+
+    ranks: tuple[Natural, ...]
+    stage: Natural
+    stages: tuple[Natural, ...]
+
+    @classmethod
+    def of(cls, rank: int, ranks: Sequence[int], chunks: int) -> PipelineRecord | None:
+        """None for a rank that is in no pipeline."""
+        if rank not in ranks:
+            return None
+        stage = ranks.index(rank)
+        return cls(ranks=tuple(ranks), stage=stage, stages=tuple(stage + chunk * len(ranks) for chunk in range(chunks)))
+
+
+class WatchedRecord(Record):
+    """``monitor.coordinator.manifest_format.Watched``."""
+
+    role: str
+    names: str
+    number: Natural
+
+    @classmethod
+    def of(cls, watched: Watched) -> WatchedRecord:
+        return cls(role=watched.role, names=watched.names, number=watched.number)
+
+
+class SeriesReference(Record):
+    """The file beside the manifest that holds the series table."""
+
+    file: Annotated[str, Field(pattern=r"^series-[0-9a-f]{16}\.json\.gz$")]
+    count: Natural
+
+
+class ConfigurationRecord(Record):
+    """A configuration that came into force on a rank.
+
+    Attributes:
+        number: Of the agreement, the same on all ranks; 0: the one that training began with. An agreement on some steps
+            has two entries, the second for the return to what held before.
+        origin: What it came from: ``start``, ``file``, ``alert`` or ``return``.
+        from_step: The step from which on all ranks have agreed to use it.
+        since: The first step for which this rank did; later where it learned of the agreement too late.
+        on: ``dynamic_on``.
+        digest: Of all its fields.
+        changed: The fields that differ from the configuration before, for people; cut where it is long.
+    """
+
+    number: Natural
+    origin: str
+    from_step: Natural
+    since: Natural
+    on: bool
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    changed: str
+
+
+class EarlierRun(Record):
+    """A run that recorded to the same directory before.
+
+    Attributes:
+        first_step: As in ``ManifestRecord``: the steps from here on are this run's, up to the first step of the next one.
+        series: What it measured. The file stays.
+    """
+
+    job_id: str
+    timestamp: str
+    started: str
+    saved: str
+    closed: bool
+    first_step: Natural | None
+    series: SeriesReference | None
+
+
+class ManifestRecord(Record):
+    """What one rank says of what it wrote.
+
+    Attributes:
+        job_agreed: False where the job id and the timestamp are this rank's own and other ranks may have others.
+        started: ISO 8601 with the offset from UTC; ``timestamp`` has no year. So has ``saved``, when this was written.
+        groups: Ranks of the groups that this rank belongs to, by their role (``dp``, ``tp``, ``pp``), in the group's order.
+        pipeline: None where no pipeline group is known, and where an earlier version of the monitor wrote the manifest.
+        config: The configuration as used, every default filled in.
+        series: The series measured so far; None before the first.
+        dropped: Steps that never reached a sink, by reason.
+        lost: By sink, steps that it could not take in, by reason. Other sinks may have them.
+        failures: How often each cause of failure was met.
+        notes: What a reader must know of the numbers that the numbers do not say.
+        closed: True once the run has ended and everything was written.
+        recording: How many recordings the process had begun before this one.
+        launch: The same for all recordings of all processes that were started together and share a store; empty without one.
+        watched: What the recording watches, as other ranks can tell it; None of earlier versions.
+        first_step: The first step that this run has written or lost; None before. Steps before it are of the runs in
+            ``resumed``.
+        resumed: The runs that this one carries on, oldest first; of many the latest.
+        configurations: Under dynamic monitoring, what held from which step on, in that order; of many the latest.
+        undecided_since: The step from which on this rank does not know what the others have decided; None: it knows.
+    """
+
+    schema_version: int
+    job_id: str
+    job_agreed: bool
+    timestamp: str
+    started: str
+    saved: str
+    closed: bool
+    rank: Natural
+    world_size: Positive
+    groups: dict[str, tuple[Natural, ...]]
+    pipeline: PipelineRecord | None = None
+    host: str
+    pid: Natural
+    versions: dict[str, str]
+    config_path: str
+    config: dict[str, Any]
+    formats: tuple[str, ...]
+    recording: Natural = 0
+    launch: str = ""
+    watched: WatchedRecord | None = None
+    series: SeriesReference | None
+    resumed: tuple[EarlierRun, ...] = ()
+    first_step: Natural | None = None
+    steps: RecordedSteps
+    dropped: dict[str, StepsRecord]
+    lost: dict[str, dict[str, StepsRecord]]
+    failures: dict[str, Natural]
+    configurations: tuple[ConfigurationRecord, ...] = ()
+    undecided_since: Natural | None = None
+    notes: dict[str, str | int | float | bool]
+
+    @field_validator("schema_version")
+    @classmethod
+    def _known(cls, version: int) -> int:
+        return known_version(version)
+
+    @model_validator(mode="after")
+    def _rank_of_the_world(self) -> ManifestRecord:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} is not one of {self.world_size}")
+        return self
+
+    def spelled(self) -> bytes:
+        """JSON with a line a field, for people who look into it with a pager."""
+        fields = self.model_dump(mode="json")
+        return (
+            "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()) + "\n}\n"
+        ).encode()
+
+
+def known_version(version: int) -> int:
+    """Raises ``ValueError`` for a schema that this version cannot read."""
+    if not 1 <= version <= SCHEMA_VERSION:
+        raise ValueError(f"schema version {version} is not known: this monitor reads up to {SCHEMA_VERSION}")
+    return version
+
+
+def read_manifest(path: str | PathLike[str]) -> ManifestRecord:
+    """Read a ``manifest.json``.
+
+    Raises:
+        ManifestError: it is missing, too large, cut off, or holds what a manifest does not.
+    """
+    path = Path(path)
+    return parsed(ManifestRecord, content_of(path, MANIFEST_LIMIT, "manifest"), path)
+
+
+def content_of(path: Path, limit: int, what: str) -> bytes:
+    """The bytes of a file that is not larger than any ``what``.
+
+    Raises:
+        ManifestError: it is larger than ``limit`` bytes, or cannot be read.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("this is no regular file")  # a pipe would be waited for
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(content) > limit:
+        raise ManifestError(f"{path} is larger than any {what} ({limit} bytes)")
+    return content
+
+
+R = TypeVar("R", bound=Record)
+
+
+def parsed(record: type[R], content: bytes, path: Path) -> R:
+    """The record that ``content`` spells in JSON. ``path`` is for the message of the ``ManifestError`` raised otherwise."""
+    try:
+        return record.model_validate_json(content)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_input=False)
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        more = f" (and {len(others)} more)" if others else ""
+        raise ManifestError(f"{path} is damaged or not a manifest's: {place}: {first['msg']}{more}") from error

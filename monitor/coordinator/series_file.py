@@ -1,0 +1,333 @@
+"""The series table of a rank, in a file that is named by its content and written once: the manifest points at it.
+
+Gzipped JSON of columns, one entry a series, in the order of their numbers. ``kind`` and ``layout`` index ``kinds`` and
+``layouts``; a layout of -1 is that of a series not measured yet; ``varies`` lists the series whose shape or dtype has changed
+since it was first measured. ``placement`` indexes ``placements``, -1 for what only this rank has, and these index ``groups``,
+in which each set of ranks stands once: a job of thousands of ranks has few different ones. ``flow_from`` and ``flow_to`` are
+the ends of edges between series, and ``passes`` the order of micro-batches, see ``monitor.coordinator.dataflow``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from os import PathLike
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import model_validator
+
+from monitor.coordinator.dataflow import NO_FLOW, Edge, Flow, Pass, edges_of_parameters
+from monitor.coordinator.manifest_format import (
+    SCHEMA_VERSION,
+    ManifestError,
+    ManifestRecord,
+    Natural,
+    Record,
+    known_version,
+    parsed,
+)
+from monitor.series import LOCAL, Placement, Ranks, Series, SeriesTable, Shard
+from monitor.stats.rows import KindRows, Layout, StepRows
+
+SERIES_LIMIT: Final = 256 * 2**20
+"""Bytes of a series file once unpacked."""
+
+NOT_MEASURED: Final = -1
+LOCAL_PLACEMENT: Final = -1
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSeries:
+    """A series as the manifest knows it.
+
+    Attributes:
+        layout: Shape and dtype when it was first measured; None if it has not been.
+        varies: Whether it has been measured in another layout since.
+        placement: How it relates to what other ranks hold.
+    """
+
+    series: Series
+    layout: Layout | None
+    varies: bool
+    placement: Placement = LOCAL
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesFile:
+    """A file to be written: ``content`` is what ``name`` stands for, so one that exists need not be written again."""
+
+    name: str
+    count: int
+    content: bytes
+
+
+class Measured:
+    """Which of a rank's series have been measured, and in which layout first. Columns aligned with its ``SeriesTable``."""
+
+    def __init__(self, series: SeriesTable) -> None:
+        self._series = series
+        self._layouts: list[Layout] = []
+        self._layout: NDArray[np.int64] = np.empty(0, np.int64)
+        self._varies: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._flow = NO_FLOW
+        self._file: SeriesFile | None = None
+        self._before: dict[str, tuple[bytes, bytes]] = {}
+
+    def flows(self, flow: Flow) -> None:
+        """Take in how data ran through the series of the table, also through those that have yet to be seen here."""
+        self._flow, self._file = flow, None
+
+    def see(self, rows: StepRows) -> None:
+        """Take in one step. Of a step that brings nothing new, one comparison a kind."""
+        self._layouts = rows.layouts
+        for kind, kind_rows in rows.kinds.items():
+            seen = kind_rows.series.tobytes(), kind_rows.layout.tobytes()
+            if len(kind_rows) and seen != self._before.get(kind):
+                self._see(kind_rows)
+                self._before[kind] = seen
+
+    def file(self) -> SeriesFile | None:
+        """The table as a file, the same object until it changes; None while nothing has been measured."""
+        if self._file is None and len(self._layout):
+            self._file = _named_by_content(self._columns(), len(self._layout))
+        return self._file
+
+    def _see(self, rows: KindRows) -> None:
+        self._grow(int(rows.series.max()) + 1)
+        fresh = self._layout[rows.series] == NOT_MEASURED
+        if fresh.any():
+            series, first = np.unique(rows.series[fresh], return_index=True)
+            self._layout[series] = rows.layout[fresh][first]
+            self._file = None
+        other = rows.series[self._layout[rows.series] != rows.layout]
+        if not self._varies[other].all():
+            self._varies[other] = True
+            self._file = None
+
+    def _grow(self, size: int) -> None:
+        missing = size - len(self._layout)
+        if missing > 0:
+            self._layout = np.append(self._layout, np.full(missing, NOT_MEASURED))
+            self._varies = np.append(self._varies, np.zeros(missing, np.bool_))
+
+    def _columns(self) -> dict[str, object]:
+        """Only the layouts in use: a rank that sees a new sequence length every step has a long list of them."""
+        series = [self._series[index] for index in range(len(self._layout))]
+        kinds, kind = _coded(one.kind for one in series)
+        used, layout = np.unique(self._layout, return_inverse=True)
+        measured = used[used != NOT_MEASURED]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kinds": kinds,
+            "layouts": [(self._layouts[index].shape, self._layouts[index].dtype) for index in measured],
+            "kind": kind,
+            "vpp_stage": [one.vpp_stage for one in series],
+            "name": [one.name for one in series],
+            "layout": (layout - (len(used) - len(measured))).tolist(),
+            "varies": np.flatnonzero(self._varies).tolist(),
+            **self._placed(series),
+            **self._flowing(series),
+        }
+
+    def _flowing(self, series: Sequence[Series]) -> dict[str, object]:
+        """The columns of the flow, as far as the series are there."""
+        edges = [edge for edge in self._flow.edges if max(edge) < len(series)]
+        edges = list(dict.fromkeys([*edges, *edges_of_parameters(series)]))
+        return {
+            "flow_from": [edge.source for edge in edges],
+            "flow_to": [edge.target for edge in edges],
+            "flow_cut": self._flow.cut,
+            "passes": self._flow.passes,
+        }
+
+    def _placed(self, series: Sequence[Series]) -> dict[str, object]:
+        """The columns of placements."""
+        each = [self._series.placement(one) for one in series]
+        placements, codes = _coded(one for one in each if one is not LOCAL)
+        code = iter(codes)
+        # Series share their sets of ranks: to look them up by content would take minutes in a job of thousands of ranks.
+        ranks = {id(group): group for one in placements for group in _groups_of(one)}
+        groups, numbers = _coded(ranks.values())
+        number = dict(zip(ranks, numbers, strict=True))
+        return {
+            "groups": groups,
+            "placements": [_spelled(one, number) for one in placements],
+            "placement": [LOCAL_PLACEMENT if one is LOCAL else next(code) for one in each],
+        }
+
+
+def _groups_of(placement: Placement) -> tuple[Ranks, ...]:
+    return (placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ())
+
+
+def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, object]:
+    """Its columns; ``number`` of a set of ranks, by the ``id`` of that."""
+    shard = placement.shard
+    cut = (
+        {"ranks": number[id(shard.ranks)], "global_shape": shard.global_shape, "offset": shard.offset, "flat": shard.flat}
+        if shard
+        else None
+    )
+    return {
+        "replicas": number[id(placement.replicas)],
+        "unclaimed": number[id(placement.unclaimed)],
+        "partial": placement.partial,
+        "shard": cut,
+        **({"assumed": True} if placement.assumed else {}),
+    }
+
+
+class ShardRecord(Record):
+    """``monitor.series.Shard``, its ranks by number."""
+
+    ranks: Natural
+    global_shape: tuple[Natural, ...]
+    offset: tuple[Natural, ...]
+    flat: bool
+
+
+class PlacementRecord(Record):
+    """``monitor.series.Placement``, groups of ranks by number."""
+
+    replicas: Natural
+    unclaimed: Natural
+    partial: bool
+    shard: ShardRecord | None
+    assumed: bool = False
+
+    def placement(self, groups: Sequence[Ranks]) -> Placement:
+        cut = self.shard
+        shard = Shard(groups[cut.ranks], cut.global_shape, cut.offset, cut.flat) if cut else None
+        return Placement(groups[self.replicas], groups[self.unclaimed], shard, self.partial, assumed=self.assumed)
+
+
+class SeriesColumns(Record):
+    """What a series file holds."""
+
+    schema_version: int
+    kinds: tuple[str, ...]
+    layouts: tuple[tuple[tuple[Natural, ...], str], ...]
+    kind: tuple[Natural, ...]
+    vpp_stage: tuple[Natural, ...]
+    name: tuple[str, ...]
+    layout: tuple[int, ...]
+    varies: tuple[Natural, ...]
+    groups: tuple[tuple[Natural, ...], ...] = ()
+    placements: tuple[PlacementRecord, ...] = ()
+    placement: tuple[int, ...] = ()
+    flow_from: tuple[Natural, ...] = ()
+    flow_to: tuple[Natural, ...] = ()
+    flow_cut: bool = False
+    passes: tuple[tuple[bool, Natural, Natural], ...] = ()
+
+    @model_validator(mode="after")
+    def _aligned(self) -> SeriesColumns:
+        known_version(self.schema_version)
+        if not len(self.kind) == len(self.vpp_stage) == len(self.name) == len(self.layout):
+            raise ValueError("the columns differ in length")
+        if (self.placement and len(self.placement) != len(self.name)) or len(self.flow_from) != len(self.flow_to):
+            raise ValueError("the columns differ in length")
+        for column, below in self._pointers():
+            if max(column, default=-1) >= len(below):
+                raise ValueError("an entry points beyond the end of what it points into")
+        if min(self.layout, default=0) < NOT_MEASURED or min(self.placement, default=0) < LOCAL_PLACEMENT:
+            raise ValueError("a layout or placement below -1")
+        return self
+
+    def _pointers(self) -> Iterator[tuple[Sequence[int], Sequence[object]]]:
+        yield self.kind, self.kinds
+        yield self.layout, self.layouts
+        yield self.varies, self.name
+        yield self.placement, self.placements
+        yield [*self.flow_from, *self.flow_to], self.name
+        for one in self.placements:
+            yield [one.replicas, one.unclaimed, one.shard.ranks if one.shard else 0], self.groups
+
+    def series(self) -> tuple[MeasuredSeries, ...]:
+        layouts = [Layout(shape, dtype) for shape, dtype in self.layouts]
+        varies = frozenset(self.varies)
+        placed = [one.placement(self.groups) for one in self.placements]
+        placement = self.placement or (LOCAL_PLACEMENT,) * len(self.name)
+        columns = zip(self.kind, self.vpp_stage, self.name, self.layout, placement, strict=True)
+        return tuple(
+            MeasuredSeries(
+                Series(self.kinds[kind], vpp_stage, name),
+                None if layout == NOT_MEASURED else layouts[layout],
+                index in varies,
+                LOCAL if where == LOCAL_PLACEMENT else placed[where],
+            )
+            for index, (kind, vpp_stage, name, layout, where) in enumerate(columns)
+        )
+
+    def flow(self) -> Flow:
+        edges = map(Edge, self.flow_from, self.flow_to)
+        return Flow(tuple(edges), tuple(map(Pass._make, self.passes)), self.flow_cut)
+
+
+def read_series(directory: str | PathLike[str], manifest: ManifestRecord) -> tuple[MeasuredSeries, ...]:
+    """The series that the manifest in ``directory`` points at, in the order of their numbers.
+
+    While the rank is alive its manifest may move on to another file; then read the manifest again.
+
+    Raises:
+        ManifestError: the file is missing, too large, damaged, or not the one that its name stands for.
+    """
+    columns = read_columns(Path(directory), manifest)
+    return columns.series() if columns else ()
+
+
+def read_flow(directory: Path, manifest: ManifestRecord) -> Flow:
+    """How data ran through this rank, its edges by the places of series in what ``read_series`` returns.
+
+    Raises:
+        ManifestError: as ``read_series`` does.
+    """
+    columns = read_columns(directory, manifest)
+    return columns.flow() if columns else NO_FLOW
+
+
+def read_columns(directory: Path, manifest: ManifestRecord) -> SeriesColumns | None:
+    """All that the file says, for who needs series and flow; None before anything was measured. Raises like ``read_series``."""
+    if manifest.series is None:
+        return None
+    path = directory / manifest.series.file
+    content = _unpacked(path)
+    if path.name != _name(content):
+        raise ManifestError(f"{path} is damaged: its content is not what its name stands for")
+    return parsed(SeriesColumns, content, path)
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            content = file.read(SERIES_LIMIT + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ManifestError(f"{path} cannot be read: {error}") from error
+    if len(content) > SERIES_LIMIT:
+        raise ManifestError(f"{path} is larger than any series table ({SERIES_LIMIT} bytes)")
+    return content
+
+
+def _named_by_content(columns: dict[str, object], count: int) -> SeriesFile:
+    content = json.dumps(columns, separators=(",", ":")).encode()
+    return SeriesFile(_name(content), count, gzip.compress(content, mtime=0))
+
+
+def _name(content: bytes) -> str:
+    return f"series-{sha256(content).hexdigest()[:16]}.json.gz"
+
+
+def _coded(values: Iterable[T]) -> tuple[list[T], list[int]]:
+    """Each value once, and for every entry which one it is."""
+    codes: dict[T, int] = {}
+    coded = [codes.setdefault(value, len(codes)) for value in values]
+    return list(codes), coded

@@ -1,0 +1,159 @@
+"""``StoreClient``: asks the job's store over a connection of its own, which is made when there is something to ask."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from threading import Lock
+from typing import Any, Final
+
+from monitor.coordinator.store.protocol import Hello, ProtocolError, RefusedError, Rendezvous, receive, spell
+
+FIRST_S: Final = 20.0
+"""How long the store is looked for: it is there once the process that serves it comes to its first record. With the call that
+follows this is less than what the name of a job is waited for.
+"""
+
+GREETING_S: Final = 8.0
+"""How long one port may take to say whose it is. A stranger may say nothing; a store that thousands of ranks come to at once
+takes seconds.
+"""
+
+ANSWER_S: Final = 8.0
+PAUSE_S: Final = 0.1
+
+
+class Meeting:
+    """Where the store was found, for all clients of a process.
+
+    Another server that comes up in its place, after a restart, holds nothing of what was agreed on: it is not taken for it.
+
+    Args:
+        first_s: How long to look for it the first time. Later on it is there or has gone.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, hello: Hello, first_s: float = FIRST_S) -> None:
+        self.rendezvous = rendezvous
+        self._hello, self._first_s = hello, first_s
+        self._found: tuple[int, str] | None = None
+
+    def connect(self) -> socket.socket:
+        """A connection to the store of this job.
+
+        Raises:
+            ConnectionError: There is none, or was none in time. Says which ports were asked and what the last has said.
+        """
+        if self._found is not None:
+            return self._greeted([self._found[0]])
+        deadline = time.monotonic() + self._first_s
+        while True:
+            try:
+                return self._greeted(self.rendezvous.ports)
+            except ConnectionError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(PAUSE_S)
+
+    def _greeted(self, ports: Any) -> socket.socket:
+        """At the first port that is the store's. What a store says is told rather than that nothing listens."""
+        said: OSError | None = None
+        for port in ports:
+            try:
+                connection, instance = greet(self.rendezvous.host, port, self._hello)
+            except OSError as error:
+                said = error if said is None or isinstance(error, RefusedError) else said
+                continue
+            if self._found is None:
+                self._found = port, instance
+            if self._found == (port, instance):
+                return connection
+            connection.close()
+            said = RefusedError("its process was replaced by another, which does not hold what was agreed on")
+        raise ConnectionError(f"no store of this job at {self.rendezvous}: {said}")
+
+
+def greet(host: str, port: int, hello: Hello, timeout_s: float = GREETING_S) -> tuple[socket.socket, str]:
+    """Connect, and have the server say whose it is.
+
+    Returns:
+        The connection, and which server it is of all that have ever been at this port.
+
+    Raises:
+        OSError: Nothing listens there, or a stranger.
+        RefusedError: It is a store that does not let this rank in.
+    """
+    deadline = time.monotonic() + timeout_s
+    connection = socket.create_connection((host, port), timeout_s)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(spell(hello.spelled()))
+        reply = receive(connection, deadline)
+        if "refused" in reply:
+            raise RefusedError(str(reply["refused"]))
+        if reply.get("welcome") != hello.job or not reply.get("instance"):
+            raise ProtocolError("it is no store")
+    except BaseException:
+        connection.close()
+        raise
+    return connection, str(reply["instance"])
+
+
+class StoreClient:
+    """A ``Store`` that another process serves.
+
+    A question is sent once: of one that was not answered it is not known whether it took effect.
+
+    Raises:
+        ConnectionError: From every operation: the store cannot be reached. The next one tries again.
+        TimeoutError: It did not answer.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._connection: socket.socket | None = None
+        self._lock = Lock()
+
+    def clone(self) -> StoreClient:
+        """Another connection, for another thread."""
+        return StoreClient(self._meeting)
+
+    def check(self, keys: list[str], /) -> bool:
+        return bool(self._ask("check", keys))
+
+    def get(self, key: str, /) -> bytes:
+        """Raises ``KeyError`` where there is no such key; does not wait for it."""
+        return str(self._ask("get", key)).encode()
+
+    def add(self, key: str, amount: int, /) -> int:
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        return str(self._ask("compare_set", key, expected, desired)).encode()
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        with self._lock:
+            try:
+                reply = self._answered({"do": operation, "with": arguments})
+            except BaseException:
+                self._disconnect()  # an answer that comes late must not be taken for that to the next question
+                raise
+        if "error" in reply:
+            raise (KeyError if reply["error"].startswith("KeyError") else RuntimeError)(reply["error"])
+        return reply["is"]
+
+    def _answered(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self._connection is None:
+            self._connection = self._meeting.connect()
+        self._connection.settimeout(ANSWER_S)
+        self._connection.sendall(spell(question))
+        return receive(self._connection, time.monotonic() + ANSWER_S)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the interpreter may be going
+            self._disconnect()

@@ -1,0 +1,104 @@
+"""What a process that was killed had recorded, made into files afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import typer
+from rich.console import Console
+
+from monitor.cli import DirectoryOption, Version, command_app, one_directory
+from monitor.coordinator.output import remove_drafts
+from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_directory, is_written
+from monitor.dump.writer import DATA
+from monitor.terminal import say
+
+
+class Recovered(NamedTuple):
+    """What became of one rank's step.
+
+    Attributes:
+        entries: How many its files have now; None where nothing was done.
+        reason: Why not.
+        damaged: Lines of the records that could not be read. The records were kept if there are any.
+    """
+
+    directory: Path
+    entries: int | None
+    reason: str = ""
+    damaged: int = 0
+
+
+def recover(directory: Path) -> Iterator[Recovered]:
+    """Complete every step below ``directory`` that was left behind. Links are not followed."""
+    for records in sorted(directory.rglob(FILE)):
+        yield _recovered(records)
+
+
+def _recovered(records: Path) -> Recovered:
+    directory = records.parent
+    try:
+        if is_written(records):
+            return Recovered(directory, None, "a process is still writing to it")
+        for place in (directory, directory / DATA):
+            if is_directory(place):
+                remove_drafts(place)
+        entries, damaged = finish(directory, check=True)
+        return Recovered(directory, entries, damaged=damaged)
+    except (OSError, OtherDumpError) as error:
+        return Recovered(directory, None, str(error))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        return Recovered(directory, None, f"it holds what no dump does: {error!r}")
+
+
+# --- ``monitor-dump-recover``: dumps of processes that were killed.
+
+CLEAN, FLAWED, NOTHING = 0, 1, 2
+"""Exit statuses: every dump is complete; one could not be completed, has lost records, or is not there; no such directory."""
+
+COMPLETE: Final = ("dump.json", "debug.json")
+"""Of which a dump that was completed has one."""
+
+app: Final = command_app()
+
+
+@app.command()
+def monitor_dump_recover(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="A dump_path, or a directory in it.", show_default=False)
+    ] = None,
+    directory_option: DirectoryOption = None,
+    _version: Version = False,
+) -> None:
+    """Complete the precision dump of a process that was killed.
+
+    The records that the process left become dump.json and the files beside it.
+
+    Exit status: 0 everything is complete now, 1 something could not be completed, records were damaged, or there is no dump,
+    2 there is no such directory.
+    """
+    base = one_directory(directory, directory_option)
+    errors = Console(stderr=True)
+    if not base.is_dir():
+        say(errors, f"{base} is not a directory. Name a dump_path.", style="red")
+        raise typer.Exit(NOTHING)
+    failed = False
+    found = False
+    for one in recover(base):
+        found = True
+        if one.entries is None:
+            failed = True
+            say(errors, f"left as it is: {one.directory}: {one.reason}", style="yellow")
+        else:
+            say(Console(), f"{one.entries:,} entries in {one.directory}")
+            if one.damaged:
+                failed = True
+                say(errors, f"incomplete: {damage_found(one.damaged, one.directory)}", style="yellow")
+    if not found and not any(True for name in COMPLETE for _ in base.rglob(name)):
+        say(errors, f"Not looked at: {base} holds no precision dump.", style="yellow")
+        raise typer.Exit(FLAWED)
+    if not found:
+        say(Console(), "nothing is left to recover")
+    raise typer.Exit(FLAWED if failed else CLEAN)

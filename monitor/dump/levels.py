@@ -1,0 +1,306 @@
+"""L0: what goes into each module and comes out of it, forwards and backwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from monitor.config.errors import shown
+from monitor.config.jsonc import JsonError, parse
+from monitor.config.loading import ConfigError, content_of
+from monitor.dump.calls import ADVICE, Call, Recorded
+from monitor.dump.session import Backward, CallName, OpenModule
+from monitor.dump.values import Slot
+from monitor.failures import OURS
+from monitor.recording.protocols import HookSet
+
+# --- The level ``debug``: single values of a program, saved by name.
+
+
+def save(recorded: Recorded, value: Any, name: str, *, backward: bool) -> None:
+    """Save a value now, and its gradients when they come."""
+    session, trees, graph = recorded.session, recorded.trees, recorded.backend.graph
+    number = session.number(name)
+    entry = f"{name}.{number}.debug"
+    session.enter(entry, trees.of(value, entry, session.leaf), None, session.stack())
+    if not (backward and graph.recording()):
+        return
+    gradients = Backward(f"{name}_grad.{number}.debug", None, None)
+
+    def watch(x: Any, slot: Slot) -> bool:
+        if not graph.requires_grad(x):
+            return False
+        take = recorded.failures.guarded("reading gradients", session.expect(gradients, slot), ADVICE, of=gradients.name)
+        session.until_end.add(graph.on_gradient(x, take))
+        return True
+
+    gradients.content = trees.slots(value, gradients.name, watch)
+
+
+# --- What a backward finds for the parameters of a module.
+
+
+class ParameterGradients:
+    """Those of one module, an entry for each backward that comes to it."""
+
+    def __init__(self, base: str, recorded: Recorded) -> None:
+        self._base = f"{base}.parameters_grad"
+        self._name = CallName(base, 0, of_module=True)
+        self._recorded = recorded
+        self._hooked: dict[str, None] | None = None
+        self._pass: int | None = None
+        self._takes: dict[str, Callable[[Any], None]] = {}
+
+    def watch(self, module: Any) -> None:
+        """To be called when the module is; hooks are placed once a step."""
+        session = self._recorded.session
+        if self._hooked is not None or not session.wants(self._name, "backward", "output"):
+            return
+        self._hooked = {}
+        for name, parameter in self._recorded.backend.parameters_of(module):
+            take = self._recorded.failures.guarded("reading a gradient", partial(self._take, name), ADVICE, of=self._base)
+            handle = self._recorded.backend.on_parameter(parameter, take)
+            if handle is not None:
+                self._hooked[name] = None
+                session.until_end.add(handle)
+
+    def _take(self, name: str, gradient: Any) -> None:
+        if not self._recorded.session.here:
+            return
+        if self._pass != (now := self._recorded.backend.backward_pass()):
+            self._pass = now
+            self._begin()
+        self._takes[name](gradient)
+
+    def _begin(self) -> None:
+        session = self._recorded.session
+        entry = f"{self._base}.{session.number(self._base)}"
+        backward = Backward(entry, None, None)
+        slots = {name: Slot(f"{entry}.{name}") for name in self._hooked or ()}
+        backward.content = {name: [slot] for name, slot in slots.items()}
+        self._takes = {name: session.expect(backward, slot) for name, slot in slots.items()}
+
+
+class Tokens:
+    """Which forwards of a model are recorded: those of a range of tokens, or all.
+
+    Args:
+        wanted: The first and the last, counted from 1.
+    """
+
+    def __init__(self, wanted: tuple[int, int] | None) -> None:
+        self.wanted = wanted
+        self._count = 0
+        self.open = wanted is None
+
+    def begins(self, *_: Any) -> None:
+        """The model is called."""
+        if self.wanted is not None:
+            self._count += 1
+            self.open = self.wanted[0] <= self._count <= self.wanted[1]
+
+    def ended(self, *_: Any) -> None:
+        self.open = self.wanted is None
+
+
+class OpenCalls(threading.local):
+    """Calls of a module that have not ended: each thread has its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+class ModuleWatcher:
+    """The hooks of one module.
+
+    Args:
+        base: ``Module.conv1.Conv2d``.
+    """
+
+    def __init__(self, base: str, recorded: Recorded, tokens: Tokens, gradients: ParameterGradients) -> None:
+        self._base = base
+        self._recorded, self._session, self._backend = recorded, recorded.session, recorded.backend
+        self._tokens = tokens
+        self._gradients = gradients
+        self._open = OpenCalls()
+        self._has_raised = recorded.failures.guarded("closing a call", self._raised, ADVICE, of=base)
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._tokens.open or not self._session.here or self._backend.traced():
+            return
+        self._recorded.settle(but=1)
+        name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
+        call = self._recorded.opened(name)
+        self._open.calls.append(call)
+        try:
+            with self._session.at_work():
+                call.begin(args, kwargs)
+        finally:
+            self._session.module_begins(OpenModule(name, id(module), partial(self._has_raised, call)))
+        if self._backend.graph.recording():
+            self._gradients.watch(module)
+
+    def after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+        """Also called, where the framework can, when forward raised."""
+        if not self._open.calls or not self._session.here or self._backend.traced():
+            return
+        call = self._open.calls.pop()
+        self._session.module_ended(call.name)
+        with self._session.at_work():
+            call.end(result, self._backend.parameters_of(module))
+
+    def _raised(self, call: Call) -> None:
+        """It had raised, some time ago: its parameters may be others by now, and are not read."""
+        self._open.calls.remove(call)
+        if self._session.here:
+            with self._session.at_work():
+                call.end(None)
+
+
+class ModuleDump:
+    """All modules below the models that were passed.
+
+    Args:
+        prefix: ``Module`` or ``Cell``.
+        gradients: Of the step's modules, by their names: segments of a step share them.
+    """
+
+    def __init__(self, recorded: Recorded, tokens: Tokens, prefix: str, gradients: dict[str, ParameterGradients]) -> None:
+        self._recorded = recorded
+        self._tokens = tokens
+        self._prefix = prefix
+        self._gradients = gradients
+        self._hooks = HookSet()
+
+    def watch(self, models: Sequence[Any], *, numbered: bool) -> None:
+        """Hook every module but the models themselves.
+
+        Args:
+            numbered: Whether names have the model's place among the models.
+        """
+        found = False
+        for index, model in enumerate(models):
+            prefix = f"{self._prefix}.{index}" if numbered else self._prefix
+            for name, module in self._recorded.backend.modules_of(model, self._recorded.failures):
+                self._watch_module(f"{prefix}.{name}.{type(module).__name__}", module)
+                found = True
+        if not found:
+            said = "no module has been found below the model, which is itself not dumped: pass what contains it"
+            self._recorded.failures.warn("no modules", f"{said}.")
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _watch_module(self, base: str, module: Any) -> None:
+        gradients = self._gradients.setdefault(base, ParameterGradients(base, self._recorded))
+        watcher = ModuleWatcher(base, self._recorded, self._tokens, gradients)
+        guarded, backend = self._recorded.failures.guarded, self._recorded.backend
+        before = guarded("reading the inputs", watcher.before, ADVICE, of=base)
+        after = guarded("reading the outputs", watcher.after, ADVICE, of=base)
+        self._hooks.add(backend.before_forward(module, before))
+        self._hooks.add(backend.after_forward(module, after, always=True))
+
+
+# --- L1: what goes into each API of the framework and comes out of it, and the list of those that are recorded.
+
+WRITING: Final = ("Distributed", "MintDistributed")
+"""Prefixes of functions that write into what they are given, and return nothing once they have waited for it."""
+
+ApiList = Mapping[str, Sequence[str]]
+"""Names of APIs, by the prefix that says where they are."""
+
+
+def api_list(path: str | os.PathLike[str], prefixes: Sequence[str]) -> ApiList:
+    """A list of APIs: an object with a list of names for each prefix; comments are welcome.
+
+    Raises:
+        ConfigError: It cannot be read, or has something else in it.
+    """
+    name = os.path.expanduser(os.fsdecode(path))
+    try:
+        listed = parse(content_of(name).decode()).value
+    except (JsonError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not isinstance(listed, dict) or not all(isinstance(names, list) for names in listed.values()):
+        raise ConfigError(f"{name}: expected an object with a list of names for each of {', '.join(prefixes)}")
+    if unknown := sorted(set(listed) - set(prefixes)):
+        raise ConfigError(f"{name}: {shown(unknown[0])} is not known: expected {', '.join(prefixes)}")
+    if odd := [one for names in listed.values() for one in names if not isinstance(one, str)]:
+        raise ConfigError(f"{name}: {shown(odd[0])} is no name of an API")
+    return listed
+
+
+def packaged_list(module_file: str) -> Path:
+    """The list that stands beside a module."""
+    return Path(module_file).with_name("apis.json")
+
+
+class Calling(threading.local):
+    """What a thread is at.
+
+    Attributes:
+        busy: Calls of APIs have no entry now.
+        written: What the collective that is called may have written into.
+    """
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.written: tuple[Any, ...] | None = None
+
+
+class ApiDump:
+    """Makes entries of calls of APIs. One that is called by another has none: it is how the other works."""
+
+    def __init__(self, recorded: Recorded, tokens: Tokens) -> None:
+        self._recorded, self._session = recorded, recorded.session
+        self._tokens = tokens
+        guarded = recorded.failures.guarded
+        self._begin = guarded("reading the arguments", self._begins, ADVICE)
+        self._end = guarded("reading the results", self._ended, ADVICE)
+        self._calling = Calling()
+
+    def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call is about to happen."""
+        if self._calling.busy or OURS.depth or self._session.reading or not self._tokens.open or not self._session.here:
+            return None
+        self._calling.busy = True  # until it has ended: reading a tensor may call APIs, too
+        call = None
+        try:
+            call = self._begin(f"{prefix}.{name}", args, kwargs)
+        finally:
+            self._calling.busy = call is not None
+        return call
+
+    def ended(self, call: Any, result: Any) -> None:
+        try:
+            self._end(call, result)
+        finally:
+            self._calling.busy, self._calling.written = False, None
+
+    def raised(self, call: Any) -> None:
+        del call
+        self._calling.busy, self._calling.written = False, None
+
+    def warn(self, cause: str, message: str) -> None:
+        self._recorded.failures.warn(cause, message)
+
+    def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        self._recorded.settle()
+        name = CallName(base, self._session.number(base), of_module=False)
+        call = self._recorded.opened(name)
+        self._calling.written = _written(args, kwargs, self._recorded.backend.tensor) if base.startswith(WRITING) else None
+        call.begin(args, kwargs)
+        return call
+
+    def _ended(self, call: Call, result: Any) -> None:
+        if self._session.here:
+            call.end(self._calling.written if result is None and self._calling.written else result)
+
+
+def _written(args: Sequence[Any], kwargs: Mapping[str, Any], tensor: type) -> tuple[Any, ...]:
+    """What a collective may have written into."""
+    return tuple(one for one in (*args, *kwargs.values()) if isinstance(one, (tensor, list)))

@@ -1,0 +1,158 @@
+"""Where the work is done: in this process, in a pool of processes, or on a Dask cluster. All of them are executors."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from itertools import islice
+from multiprocessing.connection import wait as wait_for_any
+from typing import Any, Final, ParamSpec, TypeVar
+
+from monitor.merge.atomic_output import MergeError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Task = TypeVar("Task")
+
+PATIENCE: Final = 10.0
+"""Seconds in which a scheduler must answer and have a worker."""
+
+
+class InProcess(Executor):
+    """Does what it is given at once."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+@contextmanager
+def engine(workers: int = 1, dask: str | None = None) -> Iterator[tuple[Executor, int]]:
+    """An executor, and how many tasks it works on at a time.
+
+    Args:
+        workers: Processes; 1: this one.
+        dask: Address of the scheduler of a cluster, which sees the same files under the same paths.
+
+    Raises:
+        MergeError: there is no such cluster, or the package for it is not installed, or a process that did the work has died.
+    """
+    if dask is not None:
+        with _cluster(dask) as cluster:
+            yield cluster
+    elif workers > 1:
+        with _pool(workers) as pool:
+            yield pool, workers
+    else:
+        with InProcess() as here:
+            yield here, 1
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[Executor]:
+    # A forked child of a process with threads may hang; a new interpreter does not.
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
+            try:
+                yield pool
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # what has not begun is wanted no more
+                raise
+    except BrokenProcessPool as error:
+        raise MergeError(f"{_DIED} Try fewer --workers.") from error
+
+
+_DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."
+
+
+def _follow_parent() -> None:
+    """A worker leaves it to its parent what an interrupt means, and ends with it: if that is killed, a worker would wait for
+    work forever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_after(sentinel: int) -> None:
+    wait_for_any([sentinel])
+    os._exit(1)
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[tuple[Executor, int]]:
+    try:
+        from distributed import Client, KilledWorker  # installed where there is a cluster
+    except ImportError as error:
+        raise MergeError("--dask needs the package distributed: pip install 'trainermon[dask]'") from error
+    _greet(address)
+    with Client(address, set_as_default=False, timeout=PATIENCE) as client, client.get_executor() as executor:
+        _wait_for_workers(client, address)
+        try:
+            yield executor, sum(client.nthreads().values())
+        except KilledWorker as error:
+            raise MergeError(f"{_DIED} {error}") from error
+        except Exception as error:
+            if client.status == "running":
+                raise
+            raise MergeError(f"the Dask scheduler at {address} is gone. Begin again when it is back.") from error
+
+
+def _greet(address: str) -> None:
+    """Shake hands with the scheduler. A client would wait for an answer without end where something else listens."""
+    from distributed.comm.core import connect
+    from distributed.security import Security
+
+    async def greeted() -> None:
+        comm = await connect(address, timeout=PATIENCE, **Security().get_connection_args("client"))
+        await comm.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(greeted(), PATIENCE))
+    except Exception as error:  # whatever comes of reading what another program says
+        reason = str(error) or f"nothing came within {PATIENCE:g} s"
+        raise MergeError(f"no Dask scheduler answers at {address}: {reason}") from error
+
+
+def _wait_for_workers(client: Any, address: str) -> None:
+    try:
+        client.wait_for_workers(1, timeout=PATIENCE)
+    except TimeoutError as error:
+        raise MergeError(f"the Dask scheduler at {address} has no workers. Start some: dask worker {address}") from error
+
+
+def run(executor: Executor, workers: int, work: Callable[[Task], T], tasks: Iterable[Task]) -> Iterator[tuple[Task, T]]:
+    """Each task with its result, as they are done. Few are under way at a time, however many there are."""
+    waiting = iter(tasks)
+    under_way = {executor.submit(work, task): task for task in islice(waiting, 2 * workers)}
+    while under_way:
+        done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield under_way.pop(future), future.result()
+            for task in islice(waiting, 1):
+                under_way[executor.submit(work, task)] = task
+
+
+def run_in_order(executor: Executor, workers: int, work: Callable[[Task], T], tasks: Iterable[Task]) -> Iterator[T]:
+    """The results in the order of the tasks. Few are under way, or wait for their turn, at a time."""
+    waiting = iter(tasks)
+    under_way = deque(executor.submit(work, task) for task in islice(waiting, 2 * workers))
+    while under_way:
+        result = under_way.popleft().result()
+        for task in islice(waiting, 1):
+            under_way.append(executor.submit(work, task))
+        yield result

@@ -1,0 +1,127 @@
+"""The monitor in one line, where ``mindspore.train.Model`` trains."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from mindspore import nn
+from mindspore.train import Callback, RunContext
+
+from monitor.mindspore.dump.debugger import PrecisionDebugger
+from monitor.mindspore.trainer_mon import TrainerMon
+
+
+class MonitorCallback(Callback):  # type: ignore[misc]
+    """Attaches a ``TrainerMon`` when training begins, and closes it when training ends.
+
+    A step that ends without a call of the optimizer, as loss scaling has it, is one that was skipped. Training that begins
+    again is recorded by another ``TrainerMon``, whose steps go on counting.
+
+    >>> model.train(epochs, dataset, callbacks=[MonitorCallback("monitor_config.json")])  # doctest: +SKIP
+
+    Args:
+        config_file_path: JSON, comments welcome.
+        grad_acc_steps: Forwards a step.
+        process_group: The pipeline-parallel group of this rank.
+        dp_group: Data-parallel group.
+        tp_group: Tensor-parallel group.
+        start_iteration: Number of the first step.
+
+    Attributes:
+        monitor: The latest. Made at once, so that what is wrong with the configuration is said before training begins.
+
+    Raises:
+        ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
+        OutputError: The output directory cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        config_file_path: str | os.PathLike[str],
+        grad_acc_steps: int = 1,
+        process_group: Any = None,
+        dp_group: Any = None,
+        tp_group: Any = None,
+        start_iteration: int = 0,
+    ) -> None:
+        super().__init__()
+        self._new_monitor = partial(TrainerMon, config_file_path, process_group)
+        self.monitor = self._new_monitor()
+        self._has_ended = False
+        self._grad_acc_steps = grad_acc_steps
+        self._groups = dp_group, tp_group
+        self._start_iteration = start_iteration
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Attach to the network and the optimizer that ``Model`` was given, or to those of the cell that trains."""
+        if self._has_ended:
+            self.monitor, self._has_ended = self._new_monitor(), False
+        network, optimizer = _trained(run_context.original_args())
+        self.monitor.set_monitor(network, self._grad_acc_steps, optimizer, *self._groups, self._start_iteration)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """The optimizer was called by now, if it is called in this step."""
+        del run_context
+        self.monitor.batch_ended()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Write what is left."""
+        del run_context
+        self._start_iteration = self.monitor.step
+        self.monitor.close()
+        self._has_ended = True
+
+
+def _trained(training: Any) -> tuple[Any, Any]:
+    """The network and the optimizer. A ``Model`` without an optimizer was given a cell that trains, which has both."""
+    network, optimizer = training.network, training.optimizer
+    if optimizer is None:
+        network, optimizer = getattr(network, "network", network), getattr(network, "optimizer", None)
+    return network.backbone_network if isinstance(network, nn.WithLossCell) else network, optimizer
+
+
+# --- The precision dump where ``mindspore.train.Model`` trains.
+
+
+class MsprobeStep(Callback):  # type: ignore[misc]
+    """Dumps each step of a training, from its beginning to its end.
+
+    >>> model.train(epochs, dataset, callbacks=[MsprobeStep(debugger)])  # doctest: +SKIP
+
+    Args:
+        debugger: Its ``start`` may have been called with a model before; then that model is dumped. Otherwise it is the
+            network that ``Model`` was given.
+    """
+
+    def __init__(self, debugger: PrecisionDebugger) -> None:
+        super().__init__()
+        self._debugger = debugger
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        passed = self._debugger.model
+        self._debugger.start(run_context.original_args().network if passed is None else passed)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        del run_context
+        self._debugger.stop()
+        self._debugger.step()
+
+
+class MsprobeInitStep(Callback):  # type: ignore[misc]
+    """Has steps counted from where a training goes on.
+
+    Args:
+        debugger: Whose steps; None: those of the debugger that was made last.
+    """
+
+    def __init__(self, debugger: PrecisionDebugger | None = None) -> None:
+        super().__init__()
+        self._debugger = debugger
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        done = getattr(run_context.original_args(), "cur_step_num", 0) or 0
+        debugger = PrecisionDebugger.made_last() if self._debugger is None else self._debugger
+        if debugger is not None:
+            debugger.set_init_step(int(done))

@@ -1,0 +1,423 @@
+"""How the weights of an attention are spread, without ever holding them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from monitor.recording.features import krylov
+from monitor.recording.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
+from monitor.recording.features.reading import Norms, Routing, Similarity, Spread
+from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
+
+KEYS: Final = 1024
+"""Most keys of a block."""
+
+OUT_OF_SIGHT: Final = -1e4
+"""A score so far below the greatest has the weight 0, in float64 too; unlike -Inf it can be multiplied by 0."""
+
+AS_COMPUTED: Final = (0, 1, 2, 3)
+
+
+class Scores(NamedTuple):
+    """What the weights of an attention are made of: softmax(query @ key^T * scale), where query i sees the keys up to i.
+
+    Attributes:
+        query: Shape ``(batch, heads, sequence, size)``, in that order if ``places`` does not say another.
+        key: The same of the key heads: head i has key head ``i // (heads // key heads)``.
+        places: The dimensions in which batch, heads, sequence and size stand. They stay there until somebody reads: a view
+            made of a tensor of the user's is an operation that training would see.
+    """
+
+    query: Tensor
+    key: Tensor
+    scale: float
+    places: tuple[int, ...] = AS_COMPUTED
+
+
+def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
+    """Entropy and greatest of the attention weights of a sample of heads and rows of the batch; 0 for all.
+
+    The softmax is formed block by block, as online softmax does it, in float32 at least, and summed in float64 on the host:
+    what is in memory does not grow with the square of the sequence. NaN or Inf in a query or key of the sample makes both
+    sums NaN.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    with computing() as on:
+        sample = _sampled(on, scores, heads, rows)
+        total = _Sums(0.0, 0.0)
+        for part in _parts(on, sample):
+            for first in range(0, part.query.shape[2], part.queries_at_once):
+                total = _with_queries(on, part, first, total)
+        queries = max(sample.query.shape[0], sample.key.shape[0]) * math.prod(sample.query.shape[1:3])
+        return Spread(queries, on.number(total.entropy), on.number(total.greatest))
+
+
+class _Sample(NamedTuple):
+    """Shapes (rows, heads, sequence, size), of which ``key`` has one head for ``of_each`` of the query's.
+
+    A batch of one goes with all rows of the other.
+    """
+
+    query: Array
+    key: Array
+    scale: float
+    of_each: int
+
+
+class _Part(NamedTuple):
+    """Some heads of one row of the batch: ``query`` of shape (1, heads, sequence, size), and which head of ``key`` each has."""
+
+    query: Array
+    key: Array
+    key_heads: list[int]
+    scale: float
+    queries_at_once: int
+
+
+class _Sums(NamedTuple):
+    entropy: Array
+    greatest: Array
+
+
+class _Running(NamedTuple):
+    """Of some queries, over the keys so far: the greatest score, Σ e^(score - greatest), and the same sum of it times the
+    difference in the exponent. Shape (1, heads, queries, 1).
+    """
+
+    greatest: Array
+    total: Array
+    weighted: Array
+
+
+def _sampled(on: Arithmetic, scores: Scores, heads: int, rows: int) -> _Sample:
+    query, key = (on.permute(on.of(one), scores.places) for one in (scores.query, scores.key))
+    batch, of_each = max(query.shape[0], key.shape[0]), max(1, query.shape[1] // key.shape[1])
+    heads, rows = min(heads or query.shape[1], query.shape[1]), min(rows or batch, batch)
+    query, key = (on.part(one, 0, 0, min(rows, one.shape[0])) for one in (query, key))
+    return _Sample(on.part(query, 1, 0, heads), key, scores.scale, of_each)
+
+
+def _parts(on: Arithmetic, sample: _Sample) -> Iterator[_Part]:
+    """As many heads at a time as make a block, of one row of the batch after the other."""
+    heads, queries = sample.query.shape[1:3]
+    width = min(sample.key.shape[2], KEYS)
+    at_once = max(1, min(queries, on.block // width))
+    heads_at_once = max(1, on.block // (width * at_once))
+    for row in range(max(sample.query.shape[0], sample.key.shape[0])):
+        query, key = (on.part(one, 0, min(row, one.shape[0] - 1), 1) for one in (sample.query, sample.key))
+        for first in range(0, heads, heads_at_once):
+            some = on.part(query, 1, first, min(heads_at_once, heads - first))
+            key_heads = [head // sample.of_each for head in range(first, first + some.shape[1])]
+            yield _Part(some, key, key_heads, sample.scale, at_once)
+
+
+def _with_queries(on: Arithmetic, part: _Part, first: int, so_far: _Sums) -> _Sums:
+    """With those from ``first`` on, as many as make a block."""
+    length = min(part.queries_at_once, part.query.shape[2] - first)
+    query = on.floats(on.part(part.query, 2, first, length)) * part.scale
+    unusable = on.sum(query * 0.0)  # 0, or NaN
+    running = None
+    for begin in range(0, first + length, KEYS):
+        keys = on.part(part.key, 2, begin, min(KEYS, first + length - begin))
+        key = on.floats(on.take(keys, 1, part.key_heads))
+        scores = _causal(on, on.matmul(query, on.swapped(key)), first, begin)
+        running = _with_scores(on, scores, running)
+        unusable = unusable + on.sum(key * 0.0)
+    assert running is not None
+    entropy = on.log(running.total) - running.weighted / running.total
+    return _Sums(so_far.entropy + on.sum(entropy) + unusable, so_far.greatest + on.sum(1.0 / running.total) + unusable)
+
+
+def _with_scores(on: Arithmetic, scores: Array, so_far: _Running | None) -> _Running:
+    """With scores of shape (1, heads, queries, keys)."""
+    greatest = on.amax(scores, -1)
+    if so_far is not None:
+        greatest = on.maximum(so_far.greatest, greatest)
+    below = on.at_least(scores - greatest, OUT_OF_SIGHT)
+    weights = on.exp(below)
+    total, weighted = (on.wide(on.sum(one, -1)) for one in (weights, below * weights))
+    if so_far is None:
+        return _Running(greatest, total, weighted)
+    down = on.at_least(on.wide(so_far.greatest - greatest), OUT_OF_SIGHT)
+    kept = on.exp(down)
+    return _Running(greatest, kept * so_far.total + total, kept * (so_far.weighted + so_far.total * down) + weighted)
+
+
+def _causal(on: Arithmetic, scores: Array, query: int, key: int) -> Array:
+    """The scores from this query and this key on, with -Inf where a key comes after its query."""
+    queries, keys = scores.shape[-2:]
+    if key + keys - 1 <= query:
+        return scores
+    places, rows = (on.constant(np.arange(*span)) for span in ((key, key + keys), (query, query + queries)))
+    return on.where(places > on.column(rows), -math.inf, scores)
+
+
+# --- Matrices read in blocks of rows: their norms, and how alike their rows are.
+
+
+def norms_of(matrix: Tensor) -> Norms:
+    """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN.
+
+    On a device squares are float32: the Frobenius norm is known between 1e-19 and 1e19.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    if 0 in matrix.shape:
+        return Norms(0.0, 0.0, CERTAIN)
+    with computing() as on:
+        work = _Scaled(on, on.of(matrix), matrix.shape)
+        largest, matrices = _lanczos(work) if on.may_look else _lanczos_unread(work)
+        spectral = on.where(work.finite, on.sqrt(largest) * work.back, math.nan)
+        return Norms(on.number(work.sum_of_squares()), on.number(spectral), on.number(matrices))
+
+
+def _lanczos(work: _Scaled) -> tuple[float, float]:
+    """The largest eigenvalue of A = W^T W, scaled, and of how many matrices the row is: products until it is certain."""
+    found, vector = Tridiagonal(work.columns), krylov.start(work.columns)
+    basis = vector[None]
+    while work.finite:
+        along, before, rest, length = _beyond(work.on, basis, vector, work.times(vector))
+        if found.add(float(along), float(before), float(length)) or len(basis) == min(MOST, work.columns):
+            break
+        vector = rest / length
+        basis = np.concatenate([basis, vector[None]])
+    return found.largest, CERTAIN if found.certain or not work.finite else UNCERTAIN
+
+
+def _lanczos_unread(work: _Scaled) -> tuple[Array, Array]:
+    """As ``_lanczos``, by a fixed number of products."""
+    on, products = work.on, min(UNREAD, work.columns)
+    vector = on.constant(krylov.start(work.columns))
+    basis: Array = 0.0  # it has all of its rows from the first on: operations on a new shape are prepared anew
+    diagonal, beside = list[Array](), list[Array]()
+    for product in range(products):
+        basis = on.column(on.constant(np.eye(products)[product])) * vector + basis
+        along, before, rest, length = _beyond(on, basis, vector, work.times(vector))
+        diagonal.append(along)
+        beside.append(on.where(length > krylov.NOISE * before, length, 0.0))
+        vector = on.where(beside[-1] > 0, rest / length, 0.0)
+    projected = _tridiagonal(on, on.stack(diagonal), on.stack(beside))
+    best = _largest_eigenvector(on, projected)
+    largest = on.at_least(on.sum(best * on.matmul(projected, best)), 0.0)
+    if products == work.columns:
+        return largest, on.where(largest >= 0, CERTAIN, CERTAIN)
+    certain = _growth(on, projected, beside[-1], largest) * krylov.growth_needed(work.columns) <= largest * krylov.ALLOWED
+    return largest, on.where(certain, CERTAIN, on.where(work.finite, UNCERTAIN, CERTAIN))
+
+
+def _beyond(on: Arithmetic, space: Array, last: Array, vector: Array) -> tuple[Array, Array, Array, Array]:
+    """Take away from a vector what lies along the rows of ``space``, of which ``last`` is the last, twice.
+
+    Returns:
+        The part along the last of them, the length after the first time, what is left, and its length.
+    """
+    rest = vector - on.matmul(on.matmul(space, vector), space)
+    before = _norm(on, rest)
+    rest = rest - on.matmul(on.matmul(space, rest), space)
+    return on.floats(on.sum(last * vector)), before, rest, _norm(on, rest)
+
+
+def _tridiagonal(on: Arithmetic, diagonal: Array, beside: Array) -> Array:
+    size = diagonal.shape[0]
+    lower = on.constant(np.eye(size, k=-1)) * beside  # column j holds what lies below the diagonal there
+    return on.constant(np.eye(size)) * diagonal + lower + on.swapped(lower)
+
+
+def _growth(on: Arithmetic, projected: Array, beyond: Array, largest: Array) -> Array:
+    """As ``Tridiagonal`` evaluates its polynomial, from a corner of the resolvent, ``Σ_j (T / s)^j``, whose terms are positive.
+
+    Returns:
+        ``s / p(s)`` for s, the largest eigenvalue that is allowed.
+    """
+    size = projected.shape[0]
+    power = projected / on.where(largest > 0, largest * krylov.ALLOWED, 1.0)
+    total = on.constant(np.eye(size)) + power
+    for _ in range(SQUARINGS):
+        power = on.matmul(power, power)
+        total = total + on.matmul(total, power)
+    corner = np.zeros((size, size))
+    corner[0, -1] = 1.0
+    return beyond * on.floats(on.sum(total * on.constant(corner)))
+
+
+def _norm(on: Arithmetic, vector: Array) -> Array:
+    return on.sqrt(on.floats(on.sum(vector * vector)))
+
+
+def _largest_eigenvector(on: Arithmetic, projected: Array) -> Array:
+    """Of a small symmetric matrix without negative eigenvalues, by squaring it: that waits for no device.
+
+    All columns of the power are multiples of the eigenvector by then. That one is taken which has the greatest number on the
+    diagonal, and of several the first.
+    """
+    size = projected.shape[0]
+    identity, up_to_here = on.constant(np.eye(size)), on.constant(np.tri(size))
+    power = projected
+    for _ in range(SQUARINGS):
+        trace = on.floats(on.sum(power * identity))
+        power = power / on.where(trace > 0, trace, 1.0)
+        power = on.matmul(power, power)
+    diagonal = on.matmul(power * identity, on.constant(np.ones(size)))
+    greatest = on.where(diagonal == on.amax(diagonal), on.constant(np.ones(size)), 0.0)
+    first = on.where(on.matmul(up_to_here, greatest) == 1.0, greatest, 0.0)
+    column = on.matmul(power, first)
+    length = _norm(on, column)
+    return column / on.where(length > 0, length, 1.0)
+
+
+class _Scaled:
+    """A matrix times a number that brings its greatest magnitude near 1, so that no product and no square of an element
+    overflows, or vanishes beside the others.
+
+    Attributes:
+        finite: Whether all elements are.
+        back: What undoes the scaling.
+    """
+
+    def __init__(self, on: Arithmetic, matrix: Array, shape: Sequence[int]) -> None:
+        self.on, self.columns = on, shape[1]
+        self._matrix, self._shape = matrix, shape
+        greatest = on.amax(on.stack([on.amax(on.abs(on.floats(block))) for block in self._blocks()]))
+        self.finite = greatest - greatest == 0
+        self.back: Array
+        self._by: Array
+        self.back, self._by = _scale_seen(float(greatest)) if on.may_look else _scale_unseen(on, greatest)
+
+    def times(self, vector: Array) -> Array:
+        """``W^T W v``, of the matrix as it is scaled."""
+        result: Array = 0.0
+        for block in self._blocks():
+            scaled = self._scaled(block)
+            result = result + self.on.matmul(self.on.matmul(scaled, vector), scaled)
+        return result
+
+    def sum_of_squares(self) -> Array:
+        """Of the matrix as it is."""
+        total: Array = 0.0
+        for block in self._blocks():
+            scaled = self._scaled(block)
+            total = total + self.on.sum(scaled * scaled)
+        return total * self.back * self.back
+
+    def _blocks(self) -> Iterator[Array]:
+        return self.on.rows(self._matrix, self._shape)
+
+    def _scaled(self, block: Array) -> Array:
+        numbers = self.on.floats(block)
+        return numbers if self._by is None else numbers * self._by
+
+
+def _scale_seen(greatest: float) -> tuple[float, float | None]:
+    """A power of two, which rounds nothing; none where nothing can go wrong without."""
+    exponent = math.frexp(greatest)[1] if math.isfinite(greatest) else 0
+    if abs(exponent) <= FARTHEST // 6:
+        return 1.0, None
+    exponent = max(-FARTHEST, min(FARTHEST, exponent))
+    return math.ldexp(1.0, exponent), math.ldexp(1.0, -exponent)
+
+
+def _scale_unseen(on: Arithmetic, greatest: Array) -> tuple[Array, Array]:
+    """The greatest magnitude itself, within what has a normal reciprocal in float32: that may round in the last digit."""
+    within = on.where(greatest < 2.0**FARTHEST, on.at_least(greatest, 2.0**-FARTHEST), 2.0**FARTHEST)
+    back = on.where(greatest > 0, within, 1.0)
+    return back, 1.0 / back
+
+
+def similarity_of_rows(matrix: Tensor) -> Similarity:
+    """The sum of the cosines of all pairs of rows, from Σ_ij cos_ij = |Σ_i row_i / |row_i||².
+
+    A row of zeros has no direction and counts as similar to none. Of NaN or Inf, the sum is NaN.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    rows = matrix.shape[0]
+    with computing() as on:
+        total: Array = 0.0
+        directed: Array = 0.0
+        for block in on.rows(on.of(matrix), matrix.shape):
+            numbers = on.wide(on.floats(block))
+            greatest = on.amax(on.abs(numbers), -1)
+            numbers = numbers / on.where(greatest == 0, 1.0, greatest)
+            length = on.sqrt(on.sum(numbers * numbers, -1))
+            total = total + on.sum(numbers / on.where(length == 0, 1.0, length), 0)
+            directed = directed + on.sum(on.where(length == 0, 0.0, 1.0))
+        return Similarity(rows * (rows - 1), on.number(on.sum(total * total) - directed))
+
+
+# --- How sure a router is of its experts.
+
+DTYPES: Final = {"fp32": ms.float32, "fp64": ms.float64}
+"""As Megatron's and MindSpeed's configurations name them."""
+
+CAST_TO: Final = {"FP16": ms.float16, "BF16": ms.bfloat16, "FP32": ms.float32}
+"""As ``Cell.to_float`` leaves them."""
+
+
+def entropy_of(logits: Tensor) -> Routing:
+    """Of logits of any shape whose last dimension is the experts.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    with computing() as on:
+        total: Array = 0.0
+        for block in _tokens(on, logits):
+            total = total + on.sum(_entropies(on, on.floats(block)))
+        return Routing(math.prod(logits.shape[:-1]), on.number(total))
+
+
+def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> Routing:
+    """Of the logits ``tokens @ weight^T + bias``, formed as the router does: of numbers rounded to ``dtype``, some tokens at a
+    time.
+
+    Args:
+        tokens: Last dimension the hidden size.
+        weight: Shape ``(experts, hidden size)``.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    with computing() as on:
+        transposed = on.swapped(on.rounded(on.of(weight), dtype))
+        added = None if bias is None else on.rounded(on.of(bias), dtype)
+        total: Array = 0.0
+        for block in _tokens(on, tokens):
+            logits = on.matmul(on.rounded(block, dtype), transposed)
+            logits = on.rounded(logits if added is None else logits + added, dtype)
+            total = total + on.sum(_entropies(on, logits))
+        return Routing(math.prod(tokens.shape[:-1]), on.number(total))
+
+
+def dtype_of_routing(cell: nn.Cell, tokens: Tensor, weight: Tensor) -> Any:
+    """The precision in which a router forms its logits: as its configuration or ``to_float`` says, or what it is given has."""
+    said = DTYPES.get(str(getattr(getattr(cell, "config", None), "moe_router_dtype", None)))
+    if said is not None:
+        return said
+    cast = CAST_TO.get(getattr(getattr(cell, "mixed_precision_type", None), "name", ""))
+    if cast is not None:
+        return cast
+    given = {tokens.dtype, weight.dtype}
+    return given.pop() if len(given) == 1 else (ms.float64 if ms.float64 in given else ms.float32)
+
+
+def _tokens(on: Arithmetic, x: Tensor) -> Iterator[Array]:
+    shape = math.prod(x.shape[:-1]), x.shape[-1]
+    return on.rows(on.of(x).reshape(shape), shape)
+
+
+def _entropies(on: Arithmetic, logits: Array) -> Array:
+    """Shape (tokens, 1). An expert that a token cannot go to has a logit of -Inf and the share 0."""
+    below = on.at_least(logits - on.amax(logits, -1), OUT_OF_SIGHT)
+    weights = on.exp(below)
+    total = on.sum(weights, -1)
+    return on.log(total) - on.sum(below * weights, -1) / total

@@ -1,0 +1,176 @@
+"""What MindSpore brings to features: see ``monitor.recording.features.reading``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import mindspore as ms
+from mindspore import Tensor, mint, nn
+
+from monitor.mindspore.features import Scores, dtype_of_routing, entropy_from, entropy_of, norms_of, similarity_of_rows, spread
+from monitor.recording.features.reading import (
+    MATRIX_NAMES,
+    NO_SCORES,
+    NOT_2D,
+    NOT_WHOLE,
+    OTHER_LENGTHS,
+    TOKENS,
+    MisfitError,
+    first_named,
+    go_together,
+    places_of,
+    queries_and_keys,
+)
+from monitor.recording.parameter_series import NamedParameter
+from monitor.series import Placement
+from monitor.stats.mindspore.tensors import has_data
+
+# --- Where the numbers of a feature are: in what a cell is called with, in its weight.
+
+FLOATS: Final = frozenset({ms.float64, ms.float32, ms.float16, ms.bfloat16})
+
+
+def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -> Scores | None:
+    """Q and K where a cell is called with them, as a core attention is; None if it is not.
+
+    Args:
+        order: In which batch, heads, sequence and size stand, such as ``s,b,h,d``.
+
+    Raises:
+        MisfitError: They are there, and cannot be read as such.
+    """
+    query, key = queries_and_keys(args, kwargs, Tensor)
+    if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
+        return None
+    if not all(has_data(one) and one.size for one in (query, key)):
+        raise MisfitError(NOT_WHOLE)
+    places = places_of(order)
+    of_query, of_key = (tuple(one.shape[place] for place in places) for one in (query, key))
+    if of_query[2] != of_key[2]:
+        raise MisfitError(OTHER_LENGTHS)
+    if not go_together(of_query, of_key) or not (_is_floating_point(query) and _is_floating_point(key)):
+        raise MisfitError(NO_SCORES)
+    return Scores(query, key, of_query[3] ** -0.5, places)
+
+
+def matrix_of(cell: nn.Cell) -> Tensor | None:
+    """``weight`` or ``wg`` of a cell, which may be a layer that has it. Nothing of the cell's own is run to find it."""
+    for name in MATRIX_NAMES:
+        value = _lying(cell, name)
+        if isinstance(value, nn.Cell):
+            value = _lying(value, "weight")
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def bias_of(cell: nn.Cell, experts: int) -> Tensor | None:
+    """What is added to logits; None where there is none."""
+    bias = _lying(cell, "bias")
+    return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
+
+
+def local_matrix(weight: Tensor | None) -> Tensor:
+    """The part of a weight that this rank has, which may be all of it.
+
+    Raises:
+        MisfitError: It is no matrix, or holds no numbers yet.
+    """
+    if weight is None or not has_data(weight):
+        raise MisfitError(NOT_2D)
+    if len(weight.shape) != 2 or not weight.size or not _is_floating_point(weight):
+        raise MisfitError(NOT_2D)
+    return weight
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Tensor | None:
+    """What a router is to route: its first tensor of the hidden size."""
+    for value in (*args, first_named(kwargs, TOKENS, Tensor)):
+        if isinstance(value, Tensor) and len(value.shape) > 1 and value.shape[-1] == hidden and _is_floating_point(value):
+            return whole_rows(value)
+    return None
+
+
+def whole_rows(x: Tensor) -> Tensor | None:
+    """A tensor that holds numbers: in MindSpore's dynamic graph none is cut over ranks unseen. None of any other."""
+    return x if has_data(x) else None
+
+
+def _is_floating_point(x: Tensor) -> bool:
+    return x.dtype in FLOATS
+
+
+def _lying(cell: nn.Cell, name: str) -> Any:
+    return next((found for place in _places(cell) if (found := place.get(name)) is not None), None)
+
+
+def _places(cell: nn.Cell) -> tuple[Mapping[str, Any], ...]:
+    return vars(cell), cell._params, cell._cells
+
+
+__all__ = [
+    "beneath",
+    "bias_of",
+    "dtype_of_routing",
+    "embeds",
+    "entropy_from",
+    "entropy_of",
+    "given_scores",
+    "is_floating_point",
+    "is_linear",
+    "local_matrix",
+    "matrix_of",
+    "norms_of",
+    "searching",
+    "similarity_of_rows",
+    "spread",
+    "tokens_of",
+    "unseen",
+    "unwrapped",
+    "weight_placement",
+    "whole_rows",
+]
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Nobody looks on."""
+    return nullcontext()
+
+
+def beneath() -> AbstractContextManager[object]:
+    """Whatever is computed sees to that itself: on the host there is nothing to see to."""
+    return nullcontext()
+
+
+def is_floating_point(x: Any) -> bool:
+    """Whether it is a tensor, and of floating-point numbers."""
+    return isinstance(x, Tensor) and x.dtype in FLOATS
+
+
+def embeds(cell: nn.Cell) -> bool:
+    """Whether the weight of a cell is a table."""
+    return isinstance(cell, nn.Embedding | nn.EmbeddingLookup | mint.nn.Embedding)
+
+
+def is_linear(cell: nn.Cell) -> bool:
+    """Whether what a cell returns is a product with its weight, and nothing else."""
+    return isinstance(cell, mint.nn.Linear) or (isinstance(cell, nn.Dense) and cell.activation is None)
+
+
+def unwrapped(cell: nn.Cell) -> nn.Cell:
+    """Nothing wraps cells here."""
+    return cell
+
+
+def searching(cell: nn.Cell) -> None:
+    """What a cell calls is not shown to anybody."""
+    del cell
+
+
+def weight_placement(framework: Any, rank: int, parameter: NamedParameter, seen: Any) -> Placement:
+    """How a weight relates to what other ranks find: as it does between forwards."""
+    del rank, seen
+    found: Placement = framework.placement("param_origin", parameter)
+    return found

@@ -1,0 +1,317 @@
+"""What counts as an optimizer, and which ones do the work inside others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mindspore import Parameter, Tensor, nn
+
+from monitor.mindspore.features_reading import is_floating_point
+from monitor.recording import protocols
+from monitor.recording.protocols import MAX_WRAPPERS
+from monitor.stats.mindspore.tensors import has_data, on_host
+
+
+def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
+    """The optimizers that users call, in sequences, dictionaries and containers, in order, each once.
+
+    Raises:
+        TypeError: Something in it is no optimizer, or there is none.
+    """
+
+    def checked(one: Any, called: str) -> nn.Cell:
+        innermost(one, called)
+        cell: nn.Cell = one
+        return cell
+
+    return protocols.optimizers_in(given, checked, lambda one: one)
+
+
+def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:
+    """The optimizer that does the work inside any number of others, which keep what they wrap in ``opt`` or ``optimizer``.
+
+    Args:
+        called: What a message calls it.
+
+    Raises:
+        TypeError: It is no optimizer.
+    """
+    inner = optimizer
+    for _ in range(MAX_WRAPPERS):
+        wrapped = next((w for name in ("opt", "optimizer") if is_optimizer(w := getattr(inner, name, None))), None)
+        if wrapped is None:
+            break
+        inner = wrapped
+    if is_optimizer(inner):
+        return inner
+    given = type(optimizer).__name__
+    expected = "an optimizer of mindspore.nn or mindspore.experimental.optim"
+    raise TypeError(f"{called} is a {given}: expected {expected}.")
+
+
+def is_optimizer(cell: Any) -> bool:
+    """A tuple of parameters is what all of them have, of whatever module they are; a model has none."""
+    return isinstance(cell, nn.Cell) and isinstance(getattr(cell, "parameters", None), tuple)
+
+
+def is_a(optimizer: nn.Cell, *names: str) -> bool:
+    """Whether one of these is the name of the optimizer's class, or of one that it is made from."""
+    return any(base.__name__ in names for base in type(optimizer).__mro__)
+
+
+# --- State of optimizers whose class is not known here: parameters that were cloned from those of the model.
+#
+# ``parameters.clone(prefix="moment1")`` makes of ``a.weight`` a parameter ``moment1.a.weight``, and people keep the
+# tuple under any name. So state is found by the names of its members, and which moment it is by the prefix and the name
+# of the attribute. Where these do not make it certain it is none.
+
+ROLES: Final[Mapping[str, frozenset[str]]] = {
+    "exp_avg": frozenset(
+        {
+            "adam_m", "exp_avg", "exp_avgs", "first_moment", "first_moments", "lamb_m", "moment1", "moments1", "momentum",
+            "momentum_buffer", "momentum_buffers", "momentums", "velocity",
+        }
+    ),
+    "exp_avg_sq": frozenset(
+        {
+            "adam_v", "exp_avg_sq", "exp_avg_sqs", "lamb_v", "moment2", "moments2", "second_moment", "second_moments",
+        }
+    ),
+    "max_exp_avg_sq": frozenset({"max_exp_avg_sq", "max_exp_avg_sqs", "v_hat", "vhat"}),
+}  # fmt: skip
+"""Names and prefixes that are certain, by kind."""
+
+PAIR: Final = ("m", "v")
+"""Names that are certain beside each other: of the first moment and of the second."""
+
+OF_MOMENTUM: Final = frozenset({"accum", "moment", "moments"})
+"""Names that mean the momentum where the optimizer has one, and squares elsewhere."""
+
+MOST_NAMES: Final = 3
+"""That a sentence lists."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clones:
+    """One tuple, or list, of parameters that were cloned.
+
+    Attributes:
+        attribute: Where the optimizer keeps it.
+        prefix: Of the names of its members.
+        members: By the name of the parameter that each was cloned from.
+    """
+
+    attribute: str
+    prefix: str
+    members: Mapping[str, Parameter]
+
+    def of(self, parameter: Parameter) -> Parameter | None:
+        """What was cloned from a parameter, if it can be a moment of it."""
+        found = self.members.get(parameter.name)
+        return found if found is not None and fits(found, parameter) else None
+
+
+def fits(state: Parameter, parameter: Parameter) -> bool:
+    """Whether state of a parameter has an element for each of its elements, and numbers in them."""
+    return bool(state.shape == parameter.shape) and is_floating_point(state) == is_floating_point(parameter)
+
+
+def clones_in(optimizer: nn.Cell) -> list[Clones]:
+    """All that an optimizer keeps, in the order in which it was made."""
+    names = {one.name for one in optimizer.parameters}
+    found = (_clones(attribute, kept, names) for attribute, kept in vars(optimizer).items() if _are_parameters(kept))
+    return [one for one in found if one is not None]
+
+
+def roles_of(clones: Sequence[Clones], *, has_momentum: bool) -> dict[str, Clones]:
+    """Which of them is which moment. What could be two of them, or of which there are two, is none."""
+    names = {name for one in clones for name in _names(one)}
+    found: dict[str, list[Clones]] = {}
+    for one in clones:
+        roles = {role for name in _names(one) for role in _roles(name, names, has_momentum=has_momentum)}
+        if len(roles) == 1:
+            found.setdefault(roles.pop(), []).append(one)
+    return {role: some[0] for role, some in found.items() if len(some) == 1}
+
+
+def told(clones: Sequence[Clones]) -> str:
+    """A list of them for people; empty if there is none."""
+    listed = [f"{one.attribute!r} (prefix {one.prefix!r})" for one in clones]
+    return ", ".join(listed[:MOST_NAMES]) + (", …" if len(listed) > MOST_NAMES else "")
+
+
+def _are_parameters(kept: Any) -> bool:
+    return isinstance(kept, (tuple, list)) and bool(kept) and all(isinstance(one, Parameter) for one in kept)
+
+
+def _clones(attribute: str, kept: Sequence[Parameter], names: set[str]) -> Clones | None:
+    """None for what was not cloned from parameters of these names, each with the same prefix."""
+    split = [_split(one.name, names) for one in kept]
+    prefixes = {prefix for prefix, _ in split}
+    if len(prefixes) != 1 or "" in prefixes:
+        return None
+    return Clones(attribute, prefixes.pop(), {name: one for (_, name), one in zip(split, kept, strict=True)})
+
+
+def _split(name: str, names: set[str]) -> tuple[str, str]:
+    """The prefix of a clone, and the name of what it was cloned from; an empty prefix where it was not."""
+    for place in (at for at, character in enumerate(name) if character == "."):
+        if name[place + 1 :] in names:
+            return name[:place], name[place + 1 :]
+    return "", name
+
+
+def _names(clones: Clones) -> Iterator[str]:
+    yield from (name.strip("_").lower() for name in (clones.attribute, clones.prefix))
+
+
+def _roles(name: str, names: set[str], *, has_momentum: bool) -> Iterator[str]:
+    yield from (role for role, known in ROLES.items() if name in known)
+    if name in PAIR and names.issuperset(PAIR):
+        yield ("exp_avg", "exp_avg_sq")[PAIR.index(name)]
+    if name in OF_MOMENTUM and has_momentum:
+        yield "exp_avg"
+
+
+# --- Where MindSpore's optimizers keep what they know of a parameter.
+#
+# Each kind of state is an attribute, a tuple in the order of ``optimizer.parameters``. Of MindSpore's own classes the
+# attribute tells which kind it is. The names of its members tell nothing there: prefixes differ, and a user's parameter
+# may be called ``moment1``. In other classes state is looked for by these names first (``clones``).
+
+STATE_NAMES: Final = {
+    "exp_avg": ("exp_avg", "moment1", "moments1"),
+    "exp_avg_sq": ("exp_avg_sq", "moment2", "moments2"),
+    "max_exp_avg_sq": ("max_exp_avg_sq", "vhat"),
+}
+"""What optimizers call the state behind each kind."""
+
+MOMENTUM_NAMES: Final = {
+    "Momentum": "moments",
+    "ThorAscend": "moments",
+    "ThorGpu": "moments",
+    "SGD": "accum",
+    "RMSProp": "moment",
+    "RMSprop": "moment",
+}
+"""What classes that step along a momentum call it: it counts as ``exp_avg``. Elsewhere these are names of other things."""
+
+
+UNKNOWN: Final = "missing: it is not certain which moment the optimizer keeps in {kept}"
+UNLIKE: Final = "missing where the optimizer's state is not of the parameter's shape, or holds no numbers with decimals: {kept}"
+
+
+class State:
+    """The state of one optimizer.
+
+    Attributes:
+        optimizer: The innermost, which has it.
+    """
+
+    def __init__(self, optimizer: nn.Cell) -> None:
+        """Take an optimizer before training begins: this may wait."""
+        self.optimizer = innermost(optimizer)
+        self._momentum = _number(getattr(self.optimizer, "momentum", None))
+        self._names = next((name for known, name in MOMENTUM_NAMES.items() if is_a(self.optimizer, known)), None)
+        self._is_mindspores = _is_mindspores(self.optimizer)
+        self._clones: Sequence[Clones] = ()
+        self._roles: Mapping[str, Clones] = {}
+        self._known: Any = None
+        self.look()
+        self._places: dict[int, int] = {}
+
+    def moment(self, kind: str, parameter: Parameter) -> Parameter | None:
+        """The moment of a parameter; None where there is none, or it is not used and stays what it was made of."""
+        place = self.place(parameter)
+        if place is None or not self._steps_here(place) or not self._uses(kind, self.group(place)):
+            return None
+        if kind in self._roles:
+            return self._roles[kind].of(parameter)
+        names = (self._names,) if kind == "exp_avg" and self._names is not None else STATE_NAMES[kind]
+        cloned = {one.attribute for one in self._clones}  # of which it is known that they are no such moment
+        for name in names:
+            kept = None if name in cloned else getattr(self.optimizer, name, None)
+            # Where a moment is not used, or is kept in factors, something small stands in its place.
+            if isinstance(kept, tuple) and self._is_place_in(kept, place) and fits(kept[place], parameter):
+                found: Parameter = kept[place]
+                return found
+        return None
+
+    def look(self) -> None:
+        """See what the optimizer keeps by now. Classes of MindSpore's have made it when they were made."""
+        if not self._is_mindspores:
+            self._clones = clones_in(self.optimizer)
+            self._roles = roles_of(self._clones, has_momentum=self._momentum is not None)
+
+    def notes(self) -> Mapping[str, str]:
+        """Why there are no moments, or not of all parameters, by kind. Of classes that are known there is nothing to say."""
+        clones, parameters = self._clones, self.optimizer.parameters
+        unlike = [one for one in self._roles.values() if any(one.of(p) is None for p in parameters if p.name in one.members)]
+        if unlike:
+            return {"exp_avg": UNLIKE.format(kept=told(unlike))}
+        has_any = any(self.moment(kind, p) is not None for kind in STATE_NAMES for p in parameters)
+        return {} if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=told(clones))}
+
+    def has_stepped(self) -> bool:
+        """Whether a moment is other than what every optimizer begins with, which is 0. Waits."""
+        names = {self._names or "", *(name for names in STATE_NAMES.values() for name in names)}
+        kept = (getattr(self.optimizer, name, None) for name in names)
+        known = [every for every in kept if isinstance(every, tuple)]
+        known += [tuple(one.members.values()) for one in self._roles.values()]
+        return any(on_host(one).any() for every in known for one in every if has_data(one))
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """Where each parameter is among those of the optimizer, by its id: the same object until the optimizer has others."""
+        if self.optimizer.parameters is not self._known:
+            self._known = self.optimizer.parameters
+            self._places = {id(one): place for place, one in enumerate(self._known)}
+        return self._places
+
+    def place(self, parameter: Parameter) -> int | None:
+        """Where a parameter is among those of the optimizer; None if it is not stepped."""
+        return self.places.get(id(parameter))
+
+    def group(self, place: int) -> Mapping[str, Any]:
+        """The hyperparameters of the parameter in a place; empty where the optimizer has the same for all of them."""
+        groups = getattr(self.optimizer, "param_groups", ())
+        ends = getattr(self.optimizer, "group_start_id", (0,))[1:]
+        found: Mapping[str, Any] = next((group for group, end in zip(groups, ends, strict=False) if place < end), {})
+        return found
+
+    def _is_place_in(self, kept: Sequence[Parameter], place: int) -> bool:
+        """Whether a tuple has its members in the places of their parameters: of other classes it may be of some of them."""
+        return place < len(kept) and (self._is_mindspores or len(kept) == len(self.optimizer.parameters))
+
+    def _steps_here(self, place: int) -> bool:
+        """Ranks may share the work: then each steps some of the parameters."""
+        here = getattr(self.optimizer, "optim_filter", None)
+        return here is None or bool(here[place])
+
+    def _uses(self, kind: str, group: Mapping[str, Any]) -> bool:
+        if kind == "exp_avg_sq":
+            return not is_a(self.optimizer, "AdaMax")  # whose second moment is another norm
+        if kind == "max_exp_avg_sq":
+            if kind in self._roles:
+                return True
+            # Adam of mindspore.experimental makes it, and does not use it.
+            return bool(group.get("amsgrad")) and is_a(self.optimizer, "AdamW") if group else hasattr(self.optimizer, "vhat")
+        if self._names is not None:
+            return bool(group.get("momentum", self._momentum) != 0)
+        return getattr(self.optimizer, "use_first_moment", True) is not False
+
+
+def _is_mindspores(optimizer: nn.Cell) -> bool:
+    """Whether it is, or is made from, an optimizer of MindSpore's that has a rule of its own."""
+    return any(
+        base.__module__.startswith("mindspore.") and base.__name__ not in ("Optimizer", "Cell") and issubclass(base, nn.Cell)
+        for base in type(optimizer).__mro__
+    )
+
+
+def _number(hyperparameter: Any) -> float | None:
+    if isinstance(hyperparameter, Tensor):
+        return float(hyperparameter.asnumpy())
+    return None if hyperparameter is None else float(hyperparameter)

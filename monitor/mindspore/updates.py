@@ -1,0 +1,126 @@
+"""Which collectors of updates a configuration asks for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from mindspore import Tensor
+
+from monitor.mindspore.features_reading import is_floating_point
+from monitor.mindspore.frameworks import Moments
+from monitor.recording import updates
+from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.parameter_series import Computed, NamedParameter
+from monitor.recording.parameters import WatchedParameters
+from monitor.recording.updates import UpdateCollector, wanted
+from monitor.series import DIRECTION_KIND
+from monitor.stats.mindspore.arithmetic import Number
+from monitor.stats.mindspore.tensors import has_data
+from monitor.stats.mindspore.updates import Kept, Signed, adam_vectors, agreement, kept, squares_of_update
+from monitor.stats.partials import COUNT, SUM
+
+# --- ``ur_distribution``: what Adam makes of its moments, as histograms.
+#
+# The update as the optimizer applies it, before the learning rate, and the ratio of the moments, corrected for their
+# bias where the optimizer corrects it. See ``monitor.mindspore.frameworks`` for what each of MindSpore's Adams does.
+
+
+class AdamCollector(UpdateCollector):
+    """``adam_update`` and ``adam_ratio``."""
+
+    def __init__(self, watched: WatchedParameters, eps: float) -> None:
+        self._update = watched.series("adam_update")
+        self._ratio = watched.series("adam_ratio")
+        self._framework = watched.framework
+        self._failures = watched.failures
+        self._eps = eps
+
+    def after_step(self, stepping: Stepping) -> None:
+        if not self._framework.is_adam(stepping.optimizer):
+            name = type(stepping.optimizer).__name__
+            said = f"ur_distribution records what Adam makes of its moments, and {name} is no Adam"
+            self._failures.warn("ur_distribution", f"{said} that is known here: no rows.")
+            return
+        counted: dict[NamedParameter, Computed] = {}
+
+        def update(parameter: NamedParameter) -> Computed | None:
+            moments = self._framework.adam_of(parameter)
+            given = self._framework.reduced(parameter)
+            if moments is None or given is None or not is_floating_point(moments.mean):
+                return None
+            updates, ratios = self._vectors(moments)
+            counted[parameter] = _computed(ratios, moments)
+            return _computed(updates, moments)
+
+        self._update.record_computed(update, stepping.held)
+        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
+
+    def _vectors(self, moments: Moments) -> tuple[Signed, Signed]:
+        return adam_vectors(
+            moments.mean,
+            moments.square,
+            moments.mean_correction,
+            moments.square_correction,
+            moments.eps,
+            self._eps,
+            eps_on_root=moments.eps_on_root,
+        )
+
+
+def _computed(vector: Signed, moments: Moments) -> Computed:
+    return Computed(vector.numbers(), moments.mean, vector.histogram())
+
+
+# --- ``mg_direction``: how much of a gradient points where the momentum does.
+
+
+class DirectionCollector(UpdateCollector):
+    """Compares the gradient that the optimizer is given with the momentum before the step.
+
+    In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
+    """
+
+    def __init__(self, watched: WatchedParameters) -> None:
+        self._series = watched.series(DIRECTION_KIND)
+        self._framework = watched.framework
+        self._is_reduced = watched.is_reduced
+
+    def gradients_ready(self, stepping: Stepping) -> None:
+        self._series.record_computed(lambda parameter: self._compared(parameter, stepping.optimizer), stepping.held)
+
+    def _compared(self, parameter: NamedParameter, optimizer: Any) -> Computed | None:
+        gradient = self._framework.reduced(parameter)
+        if not self._is_reduced(parameter, gradient):
+            return None
+        if not is_floating_point(gradient) or not has_data(gradient) or not gradient.size:
+            return None
+        if not self._framework.keeps("exp_avg", parameter):
+            return None
+        momentum = self._framework.moment("exp_avg", parameter, optimizer)
+        if momentum is None:
+            momentum = gradient
+        if tuple(momentum.shape) != tuple(gradient.shape):
+            return None
+        uphill = self._framework.maximizes(parameter)
+        agreeing = agreement(gradient, momentum, uphill=uphill and momentum is not gradient)
+        return Computed({COUNT: float(gradient.size), SUM: agreeing}, gradient)
+
+
+# --- ``update_ratio`` of weights of MindSpore.
+
+
+class RatioCollector(updates.RatioCollector):
+    """On the host the copy is an array, on a device a tensor."""
+
+    def _usable(self, weight: Tensor) -> Tensor | None:
+        return weight if is_floating_point(weight) and has_data(weight) and weight.size else None
+
+    def _copy(self, usable: Tensor) -> Kept:
+        return kept(usable)
+
+    def _squares(self, after: Tensor, before: Kept) -> tuple[Number, Number] | None:
+        return squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
+
+
+new_updates = partial(wanted, ratio=RatioCollector, direction=DirectionCollector, adam=AdamCollector)

@@ -1,0 +1,327 @@
+"""What a ``TrainerMon`` records of communication: listens to every call, and gives its tensors rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from monitor.config.model import CcDistribution
+from monitor.failures import LOGGER, Failures
+from monitor.pytorch.collectives.completion import Completion
+from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
+from monitor.pytorch.collectives.operators import Groups, Method, Operator
+from monitor.pytorch.process_group import initialized, is_settled
+from monitor.pytorch.recorder import Recorder, has_data
+from monitor.recording import collectives as capture
+from monitor.recording.collectives import LOCK_SECONDS, Call, CallRows
+from monitor.recording.recorder import LateRows
+from monitor.stats.host.native import HostPage
+from monitor.stats.table import Page
+from monitor.stats.torch.small_tensors import Staging
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, end_of, function_modes, local_shard, unseen
+
+# --- Whether communication can be listened to at all.
+
+
+def communication(wanted: CcDistribution, failures: Failures) -> Communication | None:
+    """Listen from now on, if that is wanted and possible; a sentence says where it is not."""
+    if not wanted.enable:
+        return None
+    if not dist.is_available():
+        LOGGER.warning("cc_distribution: this torch has no torch.distributed, so there is no communication to record.")
+        return None
+
+    return failures.guarded("installing the interception of communication", Communication)(wanted, failures)
+
+
+# --- Rows of calls of operators: a row for each tensor of each call of a step, combined when the step is written.
+#
+# Training calls small collectives by the thousand. So at the call a small tensor is copied and nothing else, and all
+# that were copied are reduced, and given their rows, together.
+
+HOST: Final = torch.device("cpu")
+
+_Staged = tuple[Call, int, int, torch.Size]
+"""A tensor that was copied: its call, its number in it, its place among all that was written in the step, its shape."""
+
+
+class OperatorCalls(CallRows, LateRows):
+    """Reads what calls have moved, on any thread.
+
+    Attributes:
+        ending: Called at the last moment to read something in the step in progress. Must not raise.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.ending: Callable[[], object] = _nothing
+        self._staging = Staging()
+        self._staged: list[_Staged] = []
+        recorder.late = self
+
+    def read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+        """Reduce what a call has moved, a row a tensor.
+
+        Args:
+            versions: Of the tensors, where another thread may already change them: no row is left if one of them has another
+                version by the end, or if the step in which the call was issued is over.
+
+        Returns:
+            Whether all of them were read. Otherwise none has a row.
+        """
+        lock = self._recorder.lock
+        if not lock.acquire(timeout=LOCK_SECONDS):
+            return False
+        try:
+            if len(tensors) == 1 and not versions and self._recorder.active and self._staging.add(tensors[0]):
+                call.begin(self._recorder.steps)  # the shortest way, which most calls take
+                self._note(call, tensors[0])
+                return True
+            return self._read(call, tensors, versions)
+        finally:
+            lock.release()
+
+    def step_ends(self) -> None:
+        self.ending()
+
+    @classmethod
+    def of(cls, recorder: Recorder) -> OperatorCalls:
+        """Those of ``recorder``: whoever comes after others goes on with their rows."""
+        return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
+
+    def let_go(self) -> None:
+        """Nobody reads anything more. What was measured stays."""
+        self.ending = _nothing
+
+    def enter(self) -> None:
+        if not self._staged:
+            return
+        table = self._recorder.table
+        rows = np.array([self._row_of(call, part) for call, part, _, _ in self._staged])
+        orders = np.array([order for _, _, order, _ in self._staged])
+        table.note_rows(rows, orders, np.array([table.layout_of(shape, torch.float32) for *_, shape in self._staged]))
+        numbers = self._recorder.host.staged_rows(self._staging)
+        self._staged.clear()
+        for page in table.pages:
+            here = np.flatnonzero((rows >= page.first_row) & (rows < page.first_row + page.rows))
+            if isinstance(page.memory, HostPage):
+                page.memory.numbers[rows[here] - page.first_row] = numbers[here]
+
+    def discard(self) -> None:
+        self._staging.cut(0)
+        self._staged.clear()
+
+    def _note(self, call: Call, x: Tensor) -> None:
+        """What was copied just now is the next tensor of ``call``."""
+        table = self._recorder.table
+        table.writes += 1
+        self._staged.append((call, call.read, table.writes, x.shape))
+        call.read += 1
+
+    def _read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+        recorder = self._recorder
+        if not recorder.active:
+            return False
+        if versions and (call.issued != recorder.steps or not _are_still(tensors, versions)):
+            return False
+        if self._staging.is_half_full:
+            self.enter()
+        call.begin(recorder.steps)
+        staged, written, complete = len(self._staged), [], False  # type: int, list[tuple[Page, int]], bool
+        try:
+            complete = all(self._read_one(call, x, written) for x in tensors) and _are_still(tensors, versions)
+        finally:
+            if not complete:
+                self._forget_all(staged, written)
+        return complete
+
+    def _read_one(self, call: Call, x: Tensor, written: list[tuple[Page, int]]) -> bool:
+        if self._staging.add(x):
+            self._note(call, x)
+            return True
+        return super()._read_one(call, x, written)
+
+    def _device_of(self, x: Tensor) -> torch.device | None:
+        return x.device if has_data(x) else None
+
+    def _forget_all(self, staged: int, written: Sequence[tuple[Page, int]]) -> None:
+        self._staging.cut(staged)
+        del self._staged[staged:]
+        self._forget(written)
+
+    def _row_of(self, call: Call, part: int) -> int:
+        if part:
+            return self._slot(call.series, HOST, call.number, part).row
+        rows = call.series.staged_rows
+        while len(rows) <= call.number:
+            rows.append(self._slot(call.series, HOST, len(rows), 0).row)
+        return rows[call.number]
+
+
+def _are_still(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+    """Whether no tensor was changed since it had its version."""
+    return not versions or all(x._version == was for x, was in zip(tensors, versions, strict=True) if was is not None)
+
+
+def _nothing() -> None:
+    """Nobody has anything to add."""
+
+
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
+"""Where in its storage a tensor lies: its type, size, stride and offset."""
+
+MAX_WAITED_FOR: Final = 4096
+"""Results of functional collectives remembered until they are waited for. The oldest are forgotten, and have no row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """The result of a functional collective: another one may come to stand at its address."""
+
+    call: Call
+    storage: weakref.ref[torch.UntypedStorage]
+    layout: Layout
+
+
+class Communication(capture.Communication, CollectiveListener):
+    """Listens from its making until ``close``."""
+
+    _calls: OperatorCalls | None
+
+    def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
+        super().__init__(wanted, failures, Groups())
+        self._calls = None
+        self._functional: OrderedDict[int, _Awaited] = OrderedDict()
+        self._step_ended = failures.guarded("ending a step of communication", self._end_step)
+        self._completion = Completion(self._outputs_there, failures)
+        INTERCEPTION.add(self)
+        self._completion.listen()
+
+    def _begin(self, recorder: Recorder) -> OperatorCalls:
+        calls = self._calls = OperatorCalls.of(recorder)
+        calls.ending = self._step_ended
+        INTERCEPTION.training_begins(self)
+        return calls
+
+    def _stop(self) -> None:
+        INTERCEPTION.remove(self)
+        self._completion.remove()
+        self._functional.clear()
+        if self._calls is not None:
+            self._calls.let_go()
+        self._calls = None
+
+    def _among_ranks(self) -> bool:
+        return initialized() or not is_settled()
+
+    def _real(self, tensors: Sequence[Tensor]) -> bool:
+        for one in tensors:
+            local = one if type(one) is Tensor else local_shard(one)
+            if local is None or local.is_meta:
+                return False
+        return True
+
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+        recording = self._recording
+        if self._log is None and not (recording and self._looks_first):
+            return recording
+        try:
+            with unseen():
+                return self._look(operator, args, recording)
+        except Exception as error:
+            self._failures.report("looking at a communication operator", error)
+            return False
+
+    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+        try:
+            if function_modes():
+                with unseen():
+                    self._follow(operator, args, result)
+            else:  # nearly always, and a thousand times a step
+                self._follow(operator, args, result)
+        except Exception as error:
+            self._failures.report("following a communication operator", error)
+
+    def tensor_waited_for(self, tensor: Tensor) -> None:
+        if self._functional:
+            try:
+                with unseen():
+                    self._tensor_waited_for(tensor)
+            except Exception as error:
+                self._failures.report("reading the outputs of a communication operator", error)
+
+    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+        expected = self._expected(operator, args, result)
+        if expected is None:
+            return
+        call, outputs = expected
+        if type(operator) is Method:
+            # What has options says in them whether the function that called it waits for it.
+            waited_for = not getattr(args[-1], "asyncOp", True)
+            self._completion.issued(args[0], result, call, outputs, waited_for=waited_for)
+        elif operator.functional:
+            self._await_functional(call, outputs)
+        else:
+            boxed = result[-1] if isinstance(result, (tuple, list)) else result
+            self._completion.issued_below(dist.Work.unbox(boxed), call, outputs)
+
+    def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        for output in outputs:
+            # By its memory, as torch itself finds the work to wait for: the tensor that comes back may be another object.
+            storage = output.untyped_storage()
+            self._functional.pop(storage._cdata, None)
+            layout = output.dtype, output.size(), output.stride(), output.storage_offset()
+            self._functional[storage._cdata] = _Awaited(call, weakref.ref(storage), layout)
+        while len(self._functional) > MAX_WAITED_FOR:
+            self._functional.popitem(last=False)
+
+    def _tensor_waited_for(self, tensor: Tensor) -> None:
+        local = local_shard(tensor)
+        if local is None or local.is_meta:
+            return
+        storage = local.untyped_storage()
+        found = self._functional.pop(storage._cdata, None)
+        if found is None or found.storage() is not storage:
+            return
+        output, first = _whole(local, found.layout), found.call.step < 0
+        if output is not None and self._calls is not None and self._calls.read(found.call, [output]) and first:
+            self.unread -= 1
+
+    def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+        try:
+            if function_modes():
+                with unseen():
+                    read = self._calls is not None and self._calls.read(call, outputs, versions)
+            else:
+                read = self._calls is not None and self._calls.read(call, outputs, versions)
+        except Exception as error:
+            self._failures.report("reading the outputs of a communication operator", error)
+            return False
+        if read:
+            self.unread -= 1
+        return read
+
+    def _end_step(self) -> None:
+        self._completion.read_what_is_done()
+        INTERCEPTION.step_ends(self)
+
+
+def _whole(part: Tensor, layout: Layout) -> Tensor | None:
+    """The output of which somebody has waited for ``part``, with which all of it is there; None if its memory was shrunk since:
+    torch would make it larger, and move it.
+    """
+    dtype, size, stride, offset = layout
+    if part.dtype == dtype and part.size() == size and part.stride() == stride and part.storage_offset() == offset:
+        return part
+    if size.numel() and part.untyped_storage().nbytes() < end_of(size, stride, offset) * dtype.itemsize:
+        return None
+    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        return part.new_empty(0, dtype=dtype).set_(part.untyped_storage(), offset, size, stride)

@@ -1,1 +1,0 @@
-"""DeepSpeed: ZeRO 0 to 3, in full and reduced precision."""

@@ -1,0 +1,363 @@
+"""Which optimizer of DeepSpeed's an engine has."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import get_rank
+from torch.optim import Optimizer
+
+from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
+from monitor.failures import Failures
+from monitor.pytorch.frameworks.deepspeed import (
+    REDUCE_PATCH,
+    DeepSpeed,
+    Piece,
+    Repacked,
+    check_version,
+    engine_of,
+    flat_shard,
+    ranks_in,
+)
+from monitor.pytorch.frameworks.framework import LocalGradients
+from monitor.pytorch.frameworks.optimizer_state import Stepped
+from monitor.pytorch.hooks import first_after_accumulation
+from monitor.recording.gradients import EACH_MICRO_BATCH
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.protocols import HookSet, Removable
+from monitor.series import Placement, Shard
+
+# --- Without ZeRO, in reduced precision: every rank steps a copy of all weights in float32.
+
+
+class MasterCopies(Repacked):
+    """A copy of each parameter."""
+
+    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+        for parameters, copies in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
+            for parameter, copied in zip(parameters, copies, strict=True):
+                yield parameter, Piece(copied, 0, copied.numel(), tuple(parameter.shape))
+
+    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+        del piece
+        return parameter.grad
+
+
+class FlatMasterCopies(MasterCopies):
+    """The copies of a parameter group, one after the other."""
+
+    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+        for parameters, flat in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups_flat, strict=True):
+            start = 0
+            for parameter in parameters:
+                yield parameter, Piece(flat, start, parameter.numel(), tuple(parameter.shape))
+                start += parameter.numel()
+
+
+# --- ZeRO 1 and 2: each rank steps an equal part of the flattened weights, in float32.
+
+ON_THEIR_WAY: Final = "missing: when a step begins, gradients are still being copied to the optimizer on the host"
+ORTHOGONALISED: Final = "missing for the matrices that Muon steps: its updates have taken the place of their gradients by then"
+
+
+class Zero12(Repacked):
+    """``grad_unreduced`` is what backward has left in ``grad``, in the dtype of the parameter; where ZeRO 1 accumulates in
+    another dtype, it is what has accumulated.
+    """
+
+    def notes(self) -> Mapping[str, str]:
+        found = dict(super().notes())
+        if self._wrapper.partition_gradients:
+            found["grad_unreduced"] = EACH_MICRO_BATCH
+        if self._copies_late:
+            found["grad_reduced"] = ON_THEIR_WAY
+        elif any(self._is_orthogonalised(p) for parameters in self._wrapper.bit16_groups for p in parameters):
+            found["grad_reduced"] = "; ".join(filter(None, [found.get("grad_reduced"), ORTHOGONALISED]))
+        return found
+
+    def local_gradient(self, tensor: Any) -> Tensor | None:
+        found = super().local_gradient(tensor)
+        return getattr(tensor, "grad_accum", None) if found is None else found
+
+    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+        groups, parts = self._wrapper.round_robin_bit16_groups, self._wrapper.single_partition_of_fp32_groups
+        begins = getattr(self._wrapper, "round_robin_bit16_offsets", None)  # later versions may align parameters
+        return laid_out(self._wrapper, groups, parts, end_to_end(groups) if begins is None else begins)
+
+    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+        if piece.numel == 0 or self._copies_late or self._is_orthogonalised(parameter):
+            return None
+        if self._wrapper.cpu_offload:
+            return piece.of(piece.stepped.grad)
+        of_group = self._wrapper.averaged_gradients.get(piece.group)
+        return piece.shaped(of_group[piece.index]) if of_group else None
+
+    @property
+    def _copies_late(self) -> bool:
+        """Whether only the step itself waits until gradients have come from the device."""
+        return bool(self._wrapper.cpu_offload) and not self._is_on_host
+
+    def _is_orthogonalised(self, parameter: Tensor) -> bool:
+        by_muon = getattr(parameter, "use_muon", False) and "muon" in type(self.optimizer).__name__.lower()
+        return bool(by_muon) and not self._wrapper.cpu_offload
+
+
+def laid_out(
+    wrapper: Any, groups: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], begins: Sequence[Sequence[int]]
+) -> Iterator[tuple[Tensor, Piece]]:
+    """The parameters of each group lie one after the other, cut into parts of equal length, one for each rank.
+
+    What DeepSpeed leaves on a parameter of this (``_hp_mapping``) forgets that ``round_robin_gradients`` orders them anew.
+
+    Args:
+        groups: Of parameters, in the order in which they lie.
+        parts: Of the groups, this rank's.
+        begins: Where in its group each parameter begins.
+    """
+    for group, (parameters, part) in enumerate(zip(groups, parts, strict=True)):
+        process_group = wrapper.real_dp_process_group[group]
+        ranks, first = ranks_in(process_group), get_rank(process_group) * part.numel()
+        end, index = 0, 0
+        for parameter, begin in zip(parameters, begins[group], strict=True):
+            left, right = max(begin, first), min(begin + parameter.numel(), first + part.numel())
+            start, numel, shape = left - first, max(0, right - left), tuple(parameter.shape)
+            if numel > 0 and start > end:
+                index += 1  # gradients that lie in a gap are numbered, too
+            yield parameter, Piece(part, start, numel, shape, flat_shard(ranks, shape, left - begin, numel), group, index)
+            if numel > 0:
+                end, index = start + numel, index + 1
+
+
+def end_to_end(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Where each parameter begins in its group when nothing lies between them."""
+    return [[0, *accumulate(p.numel() for p in parameters[:-1])] for parameters in groups]
+
+
+# --- ZeRO 1 in bfloat16 with gradients in float32: weights are cut up as ever, gradients are whole on every rank.
+
+IN_A_PIPELINE: Final = "missing: the engine of a pipeline adds up and aggregates gradients in one go"
+
+
+class Bf16Zero1(Repacked):
+    """``grad_unreduced`` is the local sum in float32: what backward leaves in ``grad`` is bfloat16 and one micro-batch's."""
+
+    def __init__(self, engine: Any, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
+        super().__init__(engine, chunks, optimizer, main_grad=main_grad)
+        check_version(REDUCE_PATCH)
+        self._sums = {
+            id(p): _Sum(self._wrapper, i, j, p) for i, of in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(of)
+        }
+
+    def notes(self) -> Mapping[str, str]:
+        missing = {"grad_unreduced": IN_A_PIPELINE} if self._engine.pipeline_parallelism else {}
+        return {**super().notes(), **missing}
+
+    def placement(self, kind: str, parameter: NamedParameter) -> Placement:
+        return DeepSpeed.placement(self, kind, parameter) if kind == "grad_reduced" else super().placement(kind, parameter)
+
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
+        wanted = [(parameter, self._sums[id(parameter.tensor)]) for parameter in parameters if self.catches(parameter)]
+        return _LocalSums(self._engine, wanted, gradients, failures)
+
+    def catches(self, parameter: NamedParameter) -> bool:
+        return id(parameter.tensor) in self._sums
+
+    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+        groups = self._wrapper.bf16_groups
+        return laid_out(self._wrapper, groups, self._wrapper.fp32_groups_flat_partition, end_to_end(groups))
+
+    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+        del piece
+        return self._sums[id(parameter)].gradient
+
+
+class _Sum:
+    """Where the gradients of one parameter add up, and are aggregated in place.
+
+    Attributes:
+        gradient: Of the parameter's shape.
+    """
+
+    def __init__(self, wrapper: Any, group: int, index: int, parameter: Tensor) -> None:
+        self.gradient: Tensor = wrapper.fp32_groups_gradients[group][index].view(parameter.shape)
+        self._wrapper = wrapper
+        self._place = group, index
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward of this step has come to the parameter."""
+        group, index = self._place
+        return bool(self._wrapper.fp32_groups_has_gradients[group][index])
+
+
+class _LocalSums(CallListener):
+    """Tells of the sums after every backward, before they are aggregated."""
+
+    def __init__(
+        self, engine: Any, wanted: Sequence[tuple[NamedParameter, _Sum]], gradients: LocalGradients, failures: Failures
+    ) -> None:
+        self._engine = engine
+        self._wanted = wanted
+        self._gradients = gradients
+        self._guarded_tell = failures.guarded("reading local gradients", self._tell)
+        REDUCE_PATCH.add(self)
+
+    def remove(self) -> None:
+        REDUCE_PATCH.remove(self)
+
+    def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del kwargs
+        if self._gradients.wanted and args[0] is self._engine:
+            self._guarded_tell()
+
+    def _tell(self) -> None:
+        for parameter, local in self._wanted:
+            if local.has_begun:
+                self._gradients.arrived(parameter, local.gradient, complete=False)
+
+
+# --- ZeRO 3: every parameter is cut up by itself, and each rank keeps and steps an equal part of it.
+
+
+class Zero3(Repacked):
+    """``grad_unreduced`` is what backward leaves in ``grad``, in the dtype of the parameter."""
+
+    def notes(self) -> Mapping[str, str]:
+        late = {"grad_reduced": ON_THEIR_WAY} if self._copies_late else {}
+        return {**super().notes(), "grad_unreduced": EACH_MICRO_BATCH, **late}
+
+    def placement(self, kind: str, parameter: NamedParameter) -> Placement:
+        found = super().placement(kind, parameter)
+        if kind not in SAME_AFTER_REDUCTION or found.shard is not None or not hasattr(parameter.tensor, "ds_id"):
+            return found
+        shard, _ = _part_of(parameter.tensor)  # of one that is not trained
+        return found if shard is None else Placement(shard=shard)
+
+    def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
+        return _BeforeZero([one for one in parameters if self.catches(one)], gradients, failures)
+
+    def catches(self, parameter: NamedParameter) -> bool:
+        return id(parameter.tensor) in self._pieces and parameter.tensor.requires_grad
+
+    def weight(self, parameter: NamedParameter) -> Tensor | None:
+        tensor: Any = parameter.tensor
+        return super().weight(parameter) if id(tensor) in self._pieces or not hasattr(tensor, "ds_id") else _kept_of(tensor)
+
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+        """Groups of the torch optimizer are empty between steps: ZeRO lends them one flat tensor after the other."""
+        piece = self._pieces.get(id(parameter.tensor))
+        if piece is None:
+            return None
+        place = getattr(self._wrapper, "sub_group_to_group_id", {}).get(piece.group)
+        return Stepped(optimizer, piece.stepped, None if place is None else optimizer.param_groups[place])
+
+    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+        for group, parameters in enumerate(self._wrapper.fp16_groups):
+            flat, start = self._wrapper.fp32_partitioned_groups_flat[group], 0
+            for index, parameter in enumerate(parameters):
+                shard, numel = _part_of(parameter)
+                yield parameter, Piece(flat, start, numel, tuple(parameter.ds_shape), shard, group, index)
+                start += parameter.partition_numel()
+
+    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+        del parameter
+        if self._wrapper.offload_optimizer:
+            return None if self._copies_late else piece.of(piece.stepped.grad)
+        of_group = self._wrapper.averaged_gradients.get(piece.group)
+        return piece.shaped(of_group[piece.index][: piece.numel]) if of_group else None
+
+    @property
+    def _copies_late(self) -> bool:
+        """Whether nobody has waited until gradients have come from the device. After each backward, ZeRO does."""
+        managed = getattr(self._engine, "managed_gradient_accumulation", None)
+        return bool(self._wrapper.offload_optimizer) and managed is not None and not managed() and not self._is_on_host
+
+
+def _part_of(parameter: Any) -> tuple[Shard | None, int]:
+    """Which part of a parameter this rank keeps, and how many of its elements are not there to pad it."""
+    group, each = parameter.ds_process_group, parameter.partition_numel()
+    start = min(get_rank(group) * each, parameter.ds_numel)
+    numel = min(each, parameter.ds_numel - start)
+    return flat_shard(ranks_in(group), tuple(parameter.ds_shape), start, numel), numel
+
+
+def _kept_of(parameter: Any) -> Tensor | None:
+    """The part that this rank keeps of a parameter that is not trained; None while it is elsewhere, or if it is quantized."""
+    kept, (shard, numel) = parameter.ds_tensor, _part_of(parameter)
+    if numel == 0 or kept.numel() < numel or hasattr(kept, "ds_quant_scale"):
+        return None
+    part: Tensor = kept.detach()[:numel]
+    return part.view(tuple(parameter.ds_shape)) if shard is None else part
+
+
+class _BeforeZero:
+    """Hooks that read a gradient ahead of ZeRO's own, which moves it to where it is aggregated, on another stream."""
+
+    def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
+        self._gradients = gradients
+        self._hooks = HookSet()
+        for parameter in parameters:
+            self._hooks.add(self._hook(parameter, failures))
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _hook(self, parameter: NamedParameter, failures: Failures) -> Removable:
+        # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
+        tell, known = weakref.WeakMethod(self._tell), weakref.ref(parameter)
+
+        def read(tensor: Tensor) -> None:
+            living, watched = tell(), known()
+            if living is not None and watched is not None:
+                living(watched, tensor)
+
+        uncompiled = torch.compiler.disable(failures.guarded("reading the gradient", read, of=parameter.name))
+        return first_after_accumulation(parameter.tensor, uncompiled)
+
+    def _tell(self, parameter: NamedParameter, tensor: Tensor) -> None:
+        if self._gradients.wanted and tensor.grad is not None:
+            self._gradients.arrived(parameter, tensor.grad, complete=False)
+
+
+KNOWN: Final[dict[str, type[DeepSpeed]]] = {
+    "FP16_UnfusedOptimizer": MasterCopies,
+    "FP16_Optimizer": FlatMasterCopies,
+    "BF16_Optimizer": Bf16Zero1,
+    "DeepSpeedZeroOptimizer": Zero12,
+    "DeepSpeedZeroOptimizer_Stage3": Zero3,
+}
+"""By the name of the class, which is known without its being imported."""
+
+
+def deepspeed_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> DeepSpeed | None:
+    """Where the engine that trains ``chunks`` keeps things; None where none does.
+
+    Raises:
+        TypeError: ``optimizer`` is none.
+        ValueError: The engine cannot be found or observed, or the optimizer is not its own.
+    """
+    engine = engine_of(chunks, optimizer)
+    if engine is None:
+        return None
+    given = None if optimizer is engine else optimizer
+    return _framework_for(engine.optimizer)(engine, chunks, given, main_grad=main_grad)
+
+
+def _framework_for(optimizer: Any) -> type[DeepSpeed]:
+    if isinstance(optimizer, Optimizer):
+        return DeepSpeed
+    if optimizer is None:
+        raise ValueError("The engine of DeepSpeed has no optimizer: give deepspeed.initialize one, or name it in the config.")
+    name = type(optimizer).__name__
+    if name not in KNOWN:
+        raise ValueError(
+            f"The engine of DeepSpeed has a {name}, and where it keeps gradients, weights and moments is not known: use ZeRO 0 "
+            "to 3 with an optimizer, and without ZenFlow."
+        )
+    return KNOWN[name]

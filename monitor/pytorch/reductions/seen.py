@@ -1,0 +1,296 @@
+"""Reductions between backward and the optimizer's step, of a loop that makes them itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
+from monitor.failures import Failures
+from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.frameworks.pipelining import stage_ranks
+from monitor.pytorch.hooks import NO_HOOKS, HooksOfLoop, hooks_of_loop
+from monitor.pytorch.process_group import has_others, is_settled
+from monitor.pytorch.reductions.buffers import BufferWrites
+from monitor.pytorch.reductions.memory import Groups, Over, ReducedMemory, SeenSums, runs_backward, storage_of
+from monitor.recording.parameter_series import NamedParameter
+from monitor.series import Ranks
+from monitor.stats.torch.tensors import local_shard
+
+
+class SeenReductions:
+    """What is seen of one step.
+
+    Calls of torch's functions are looked at from the first sum over ranks of a buffer that holds no gradient, until the
+    optimizer steps or a forward begins. A loop that reduces gradients where they are pays for its collectives alone.
+    """
+
+    def __init__(self, gradients: Callable[[], Sequence[Tensor]], failures: Failures) -> None:
+        """Listen from now on.
+
+        Args:
+            gradients: Finds those that there are.
+        """
+        self._gradients = gradients
+        self._memory = ReducedMemory()
+        self._sums = SeenSums(self._memory, self._issued, failures)
+        self._writes = BufferWrites(self._memory, self._sums.take_in, partial(failures.report, "following reduced buffers"))
+        self._storages: set[int] | None = None
+        self._window = True
+        self._thread = get_ident()
+        self._since_arrival: list[tuple[Groups, set[int]]] = []
+        self._arrived: weakref.ref[Tensor] | None = None
+        self._hooks_of_arrived = NO_HOOKS
+        self._sums.wanted_in_backward = True
+        self._sums.listen()
+
+    def begin_step(self) -> None:
+        self._thread = get_ident()
+        self._writes.leave()
+        self._sums.wanted = False
+        self._sums.wanted_in_backward = True
+        self._sums.clear()
+        self._memory.clear()
+        self._since_arrival.clear()
+        self._arrived, self._hooks_of_arrived = None, NO_HOOKS
+        self._storages = None
+        self._window = True
+
+    def set_window(self, is_open: bool) -> None:
+        """Whether reductions of gradients may come now: no forward is running. One of an evaluation only ends."""
+        self._window = is_open
+        self._writes.leave()
+        if not is_open:
+            self._thread = get_ident()
+
+    def changed(self, gradient: Tensor, hooks: HooksOfLoop) -> Groups:
+        """A backward has added to a gradient, which counts as a local one from now on.
+
+        Args:
+            hooks: Those of the parameter.
+
+        Returns:
+            Groups that what was added, or what it was added to, may have been summed over.
+        """
+        if not self._sums.wanted:
+            self._sums.wanted = True
+        self._sums.take_in()
+        summed = self._before_accumulation(gradient, hooks) if self._since_arrival else ()
+        if self._memory:
+            summed += self._memory.groups_within(gradient)
+            self._memory.forget(gradient)
+        self._since_arrival.clear()
+        self._arrived, self._hooks_of_arrived = weakref.ref(gradient), hooks
+        return summed
+
+    def end_window(self) -> None:
+        """The optimizer's step begins: what comes now is its own."""
+        self._writes.leave()
+        self._sums.take_in()
+        self._sums.wanted = self._sums.wanted_in_backward = False
+
+    def reopen(self) -> None:
+        """The optimizer's step has ended, and another optimizer's is to come."""
+        self._sums.wanted = self._sums.wanted_in_backward = True
+        self._window = True
+
+    def groups_of(self, gradient: Tensor) -> Groups | None:
+        """What a gradient was summed over; None if it was not."""
+        return self._memory.groups_of(gradient)
+
+    def remove(self) -> None:
+        self._writes.leave()
+        self._sums.remove()
+
+    def _issued(self, groups: Groups, outputs: Sequence[Tensor]) -> None:
+        """A sum over ranks was begun; unless it is of gradients alone, they may be written from its outputs."""
+        if runs_backward():  # a mode that is entered in a backward is gone behind it
+            self._issued_in_backward(groups, outputs)
+            return
+        if self._writes.entered or not self._window or get_ident() != self._thread:
+            return
+        storages = self._of_gradients()
+        if any((storage := storage_of(x)) is not None and storage._cdata not in storages for x in outputs):
+            self._writes.enter()
+
+    def _issued_in_backward(self, groups: Groups, outputs: Sequence[Tensor]) -> None:
+        """It may be of the gradient that arrives next, unless it is of the last one that has."""
+        last = None if self._arrived is None else self._arrived()
+        of_last = None if last is None else storage_of(last)
+        if of_last is None or any((one := storage_of(x)) is None or one._cdata != of_last._cdata for x in outputs):
+            self._since_arrival.append((groups, {x.numel() for x in outputs}))
+
+    def _before_accumulation(self, gradient: Tensor, hooks: HooksOfLoop) -> Groups:
+        """What a gradient may have been summed over that memory does not show: accumulation makes copies.
+
+        Hooks on the parameter run just before. Without any, a function that the parameter goes through may have made a sum of
+        the gradient's size; but so may hooks behind the gradient that came before.
+        """
+        if hooks.before:
+            return tuple(group for groups, _ in self._since_arrival for group in groups)
+        local = None if self._hooks_of_arrived.after else local_shard(gradient)
+        size = None if local is None else local.numel()
+        return tuple(group for groups, sizes in self._since_arrival if size in sizes for group in groups)
+
+    def _of_gradients(self) -> set[int]:
+        if self._storages is None:
+            found = (storage_of(x) for x in self._gradients())
+            self._storages = {storage._cdata for storage in found if storage is not None}
+        return self._storages
+
+
+# --- Whether a gradient is reduced when the optimizer's step begins: known of a framework that reduces, else seen, else not
+# so.
+#
+# Ranks that share parameters average their gradients: inside backward (DistributedDataParallel and other frameworks),
+# between backward and the step (by hand), or inside the step (optimizers that shard their work), where ``grad`` is
+# still local when the step begins. That a gradient has changed since backward tells nothing: clipping and unscaling
+# change it, too.
+
+
+class Reductions:
+    """Follows one step after the other. What is known of each parameter is asked for when the step begins.
+
+    Nothing is listened to where there is no other rank, and where the framework is known to reduce every gradient.
+
+    Attributes:
+        follows: Whether ``arrived`` is to be told of gradients.
+    """
+
+    def __init__(
+        self, framework: Framework, ownership: Ownership, failures: Failures, parameters: Sequence[NamedParameter]
+    ) -> None:
+        """Listen to nothing yet.
+
+        Args:
+            parameters: Those whose reduced gradients are recorded.
+        """
+        self._framework = framework
+        self._ownership = ownership
+        self._failures = failures
+        self._parameters = parameters
+        self._seen: Any = None
+        self._needed = True
+        self._alone = True
+        self._stage: Ranks | None = None
+        self._known: dict[tuple[Any, ...], bool] = {}
+        self._adding: dict[tuple[Any, ...], bool] = {}
+        self.follows = False
+
+    def begin_step(self) -> None:
+        """A step that is collected begins."""
+        self._listen()
+        if self._seen is not None:
+            self._seen.begin_step()
+        self.follows = self._seen is not None or self._framework.follows_backward
+
+    def forward_begins(self, root: Any) -> None:
+        """A forward of training begins."""
+        self._framework.forward_begins(root)
+        self._listen()
+        if self._seen is not None:
+            self._seen.set_window(False)
+            if self._stage is None:
+                self._stage = stage_ranks()
+        self.follows = self._seen is not None or self._framework.follows_backward
+
+    def forward_ends(self) -> None:
+        if self._seen is not None:
+            self._seen.set_window(True)
+
+    def arrived(self, parameter: NamedParameter, gradient: Tensor) -> bool:
+        """A backward has added to a gradient.
+
+        Returns:
+            Whether the gradient may hold terms of other ranks that share the parameter.
+        """
+        self._framework.backward_reaches(parameter)
+        if self._seen is None:
+            return False
+        groups = self._seen.changed(gradient, hooks_of_loop(parameter.tensor))
+        return bool(groups) and self._others_share(parameter, groups)
+
+    def pause(self) -> None:
+        """A step that is not collected begins."""
+        if self._seen is not None:
+            self._seen.end_window()
+
+    def begin_reading(self) -> None:
+        """The optimizer's step begins."""
+        self._needed, self._alone = False, not has_others()
+        if self._seen is not None:
+            self._seen.end_window()
+
+    def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
+        """Whether a gradient is what all ranks that share the parameter make together, as far as is known."""
+        if self._alone:
+            return True
+        known = self._framework.reduces(parameter)
+        if known is not None:
+            return known
+        if self._complete(parameter, ()):
+            return True
+        self._needed = True
+        groups = None if gradient is None or self._seen is None else self._seen.groups_of(gradient)
+        return bool(groups) and self._complete(parameter, groups or ())
+
+    def end_reading(self, of_all: bool) -> None:
+        """Gradients were asked for: those of all parameters, or of one of several optimizers."""
+        if of_all and not self._needed:
+            self.remove()
+
+    def end_turn(self) -> None:
+        """An optimizer has stepped, and others have not: their gradients may be reduced now."""
+        if self._seen is not None:
+            self._seen.reopen()
+
+    def remove(self) -> None:
+        """Listen no longer."""
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+            seen.remove()
+
+    def _listen(self) -> None:
+        if self._seen is None and self._needed and self._others_may_come_in():
+            self._seen = SeenReductions(self._gradients, self._failures)
+
+    def _others_may_come_in(self) -> bool:
+        """Whether a gradient lacks, or may come to lack, what other ranks have, and no framework is known to add it."""
+        if not has_others():
+            return not is_settled()
+        left = (one for one in self._parameters if self._framework.reduces(one) is None)
+        self._needed = any(not self._complete(one, ()) for one in left)
+        return self._needed
+
+    def _gradients(self) -> Sequence[Tensor]:
+        found = (self._framework.reduced(one) for one in self._parameters)
+        return [gradient for gradient in found if gradient is not None]
+
+    def _complete(self, parameter: NamedParameter, groups: tuple[Any, ...]) -> bool:
+        """Whether ``groups`` reach every rank that shares the parameter."""
+        layout = self._framework.spread_over(parameter)
+        key = (*groups, layout, self._stage)
+        found = self._known.get(key)
+        if found is None:
+            placed = [layout, self._stage or (), *(one.ranks for one in groups)]
+            found = self._known[key] = reaches(self._ownership, dist.get_rank(), dist.get_world_size(), placed)
+        return found
+
+    def _others_share(self, parameter: NamedParameter, groups: Groups) -> bool:
+        """Whether a sum over any of ``groups`` adds terms of other ranks that share the parameter."""
+        layout = self._framework.spread_over(parameter)
+        return any(self._adds_terms(one, layout) for one in groups)
+
+    def _adds_terms(self, over: Over, layout: Ranks) -> bool:
+        key = over, layout, self._stage
+        found = self._adding.get(key)
+        if found is None:
+            parts, rank, world_size = [layout, self._stage or ()], dist.get_rank(), dist.get_world_size()
+            found = self._adding[key] = adds_terms_of_others(self._ownership, rank, world_size, parts, over.ranks)
+        return found

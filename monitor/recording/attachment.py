@@ -1,0 +1,458 @@
+"""One model and its optimizers, watched: the collectors, what runs around each step, and the seal that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from monitor.failures import Failures
+from monitor.pipeline.process import PROCESS
+from monitor.recording.attachment_spec import Watch
+from monitor.recording.backend import Backend
+from monitor.recording.dataflow import observed
+from monitor.recording.features.collector import FeatureCollector
+from monitor.recording.model_names import ModelNames, NamedModule
+from monitor.recording.module_info import StackCollector, StructureCollector
+from monitor.recording.optimizer_turns import Held, Stepping, Turns, unheld
+from monitor.recording.parameter_rows import ParameterRows
+from monitor.recording.protocols import HookSet
+from monitor.recording.recorder import Recorder, Watched
+from monitor.recording.run import Run
+from monitor.recording.step_clock import Clock, Schedule
+from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
+from monitor.stats.rows import Status
+
+PARTLY_SKIPPED: Final = (
+    "in some steps an optimizer was skipped and another one stepped: such a step is complete, and the parameters of the "
+    "skipped optimizer have no param_updated in it"
+)
+NEVER_STEPPED: Final = (
+    "no optimizer that set_monitor was given has stepped ({names}), so no step has ended. Pass the optimizers whose step() the "
+    "loop calls."
+)
+LEFT_OUT: Final = (
+    "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
+    "in the step that ended. The page on optimizers in the documentation shows which rows that gives."
+)
+
+
+class Attachment:
+    """Listens to the steps of optimizers and to a model's hooks, and seals what they recorded.
+
+    Attributes:
+        clock: The step and micro-step.
+        schedule: Which steps are collected.
+        begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
+        collected: How many steps were to be collected so far.
+        expected: The kinds that this rank is to record of what is watched: without rows of them something is amiss.
+        has_unheld: Whether a step has shown parameters that are trained by no optimizer that is known.
+        last_collected: The last step that ended and was collected; None before the first.
+        on_first_step: Called once, after the next step, collected or not; may end the run.
+        at_boundary: Called between two steps, with the number of the one to come: it may have it watched otherwise (``use``).
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        names: ModelNames,
+        recorder: Recorder,
+        run: Callable[[], Run],
+        start_step: int,
+        failures: Failures,
+        backend: Backend,
+        collected: int = 0,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self._backend = backend
+        self.watch = watch
+        self.schedule = schedule or Schedule.of(watch.config)
+        self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
+        self.structure = StructureCollector(failures, backend) if watch.config.print_struct else None
+        self.on_first_step: Callable[[], None] | None = None
+        self.at_boundary: Callable[[int], object] = _nobody
+        self.begun = False
+        self.expected: set[str] = set()
+        self.collected = collected
+        self._batches = 0
+        self.last_collected: int | None = None
+        self._flow_told = collected > 0
+        self._names = names
+        self._recorder = recorder
+        self._run = run
+        self._failures = failures
+        self._scaling: dict[str, Watched] = {}
+        self._turns = Turns()
+        self._now: Stepping | None = None
+        self._any_turn = False
+        self._told_unheld = False
+        self.has_unheld = False
+        self._introduced = False
+        self._forks = PROCESS.forks
+        self._hooks = HookSet()
+        self.modules = backend.new_modules(recorder, self.clock, failures)
+        self._stacks: StackCollector | None = None
+        self._rows = ParameterRows()
+        self._features: FeatureCollector | None = None
+        self._held = Held((), watch.framework)
+        try:
+            self._attach()
+            self._steps = watch.framework.steps(self, failures)
+            self.clock.known = len(self._steps.optimizers) < 2
+        except BaseException:
+            self._remove_hooks()
+            raise
+        self._begin_step()
+
+    def use(self, watch: Watch, names: ModelNames, schedule: Schedule, collected: int) -> None:
+        """Between two steps: watch the same model otherwise, from the step to come on.
+
+        Args:
+            collected: How many steps of ``schedule`` were to be collected so far.
+        """
+        self.rest()
+        self.watch, self._names = watch, names
+        self._flow_told = self._flow_told and not watch.config.xy_distribution
+        self._attach()
+        self.schedule, self.collected = schedule, collected
+
+    def rest(self) -> None:
+        """Between two steps: watch nothing, and collect none, until ``use``."""
+        self.schedule = Schedule(self.clock.step, 1, 0)
+        self._remove_hooks()
+        self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
+        self._stacks = self._features = None
+        self._rows = ParameterRows()
+
+    def _attach(self) -> None:
+        config, watch = self.watch.config, self.watch
+        parameters = list(self._names.parameters())
+        modules = list(self._names.modules())
+        for chunk, root in enumerate(watch.chunks):
+            self.modules.watch_root(chunk, root)
+        if config.xy_distribution:
+            self.watch_activations(modules)
+        if config.recording_l2_features:
+            reading = self._backend.reading_of_features
+            self._features = FeatureCollector(self._names, config, self.modules, watch.framework, watch.ownership, reading)
+        if config.stack_info and watch.ownership.monitored:
+            self._stacks = self._attach_stacks(modules)
+        if self.structure is not None:
+            for module in modules:
+                self.structure.watch(_key(module), module.module)
+        self._held = Held(parameters, watch.framework)
+        self._rows = ParameterRows.of(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self._note)
+        self.expected = set(self._rows.kinds)
+        self.expected |= _of_activations(modules) if config.xy_distribution else set()
+        self._attach_beginning()
+
+    def _attach_beginning(self) -> None:
+        begins = self._failures.guarded("beginning a forward", self._forward_begins)
+        ends = self._failures.guarded("ending a forward", self._forward_ends)
+        for root in filter(self._backend.takes_hooks, self.watch.chunks):
+            self._hooks.add(self._backend.before_forward(root, begins, compiled=True))
+            if self.watch.config.wg_distribution:
+                self._hooks.add(self._backend.after_forward(root, ends, compiled=True))
+
+    def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
+        """Hook the selected modules."""
+        for module in self._names.modules() if modules is None else modules:
+            if module.wanted is not None:
+                self.modules.watch(module.chunk, module.name, module.module, module.wanted)
+
+    def set_activations(self, wanted: bool) -> None:
+        """Watch activations from now on, or no longer."""
+        self.modules.unwatch()
+        if wanted:
+            self.watch_activations()
+
+    def _attach_stacks(self, modules: Sequence[NamedModule]) -> StackCollector:
+        stacks = StackCollector(self._failures, self._backend)
+        for module in modules:
+            if module.wanted is not None:
+                stacks.watch(_key(module), module.module)
+        return stacks
+
+    def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
+        self._failures.hand_back()
+        trains = self._backend.trains(root)
+        self.begun = self.begun or trains
+        if not self._steps.evaluating:
+            self._rows.forget_step()  # of a step that raised
+        if trains and self._recorder.active:
+            others = self._backend.has_others()
+            self._rows.forward_begins(root, self.watch, self.clock, has_others=others)
+
+    def _forward_ends(self, *_: Any) -> None:
+        if self._recorder.active:
+            self._rows.forward_ends()
+
+    def _note(self, key: str, said: str) -> None:
+        self._opened().manifest.note(key, said)
+
+    def _opened(self) -> Run:
+        """The run. What the framework has to say of all steps is in its manifest first."""
+        run = self._run()
+        if not self._introduced:
+            self._introduced = True
+            notes = self._failures.guarded("asking the framework for notes", self.watch.framework.notes)() or {}
+            for key, said in notes.items():
+                run.manifest.note(key, said)
+        return run
+
+    # What the optimizers' steps tell, in this order.
+
+    def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
+        self._begin_turn(optimizer)
+        if self._rows.gradients is not None:
+            self._rows.gradients.may_be_unscaled()
+        if self._records_scaled():
+            self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`")
+            self._recorder.record(self._scalar("loss_scale", scaler), scale, aliases=False)
+
+    def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
+        self._begin_turn(optimizer)
+        if self._records_scaled():
+            self._note("found_inf", "the optimizer skips a step on its own where this, in `other`, is not 0")
+            self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
+            if still_scaled and self._rows.gradients is not None:
+                self._rows.gradients.are_still_scaled()
+
+    def before_step(self, optimizer: Any) -> None:
+        self._failures.hand_back()
+        self._begin_turn(optimizer)
+        if self._recorder.active:
+            self._rows.before_step(self._stepping(optimizer))
+
+    def gradients_ready(self, optimizer: Any) -> None:
+        if self._recorder.active:
+            self._rows.gradients_ready(self._stepping(optimizer))
+
+    def after_step(self, optimizer: Any) -> None:
+        if self._recorder.active:
+            self._rows.after_step(self._stepping(optimizer))
+        self._end_turn(optimizer)
+
+    def step_skipped(self, optimizer: Any) -> None:
+        self._end_turn(optimizer, skipped=True)
+
+    def all_stepped(self) -> None:
+        """What holds the optimizers has stepped: those that have had no turn in this step will have none."""
+        if self._turns.begun:
+            self._end_step(self._turns.status)
+
+    def _begin_turn(self, optimizer: Any) -> None:
+        """End the step in progress if ``optimizer`` has had its turn in it."""
+        self._now = None
+        if self._turns.taken(optimizer):
+            missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
+            said = LEFT_OUT.format(twice=self._called(optimizer), once=self._called(missing))
+            self._failures.warn("optimizers of a step", said)
+            self._end_step(self._turns.status, before_a_turn=True)
+
+    def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
+        self._any_turn = True
+        self._turns.take(optimizer, skipped=skipped)
+        if self._turns.complete(self._steps.optimizers):
+            self._end_step(self._turns.status)
+        elif self._recorder.active:
+            self._rows.end_turn(self._stepping(optimizer))
+
+    def _stepping(self, optimizer: Any) -> Stepping:
+        """What the optimizer whose turn it is steps: asked for once a turn."""
+        if self._now is None or self._now.optimizer is not optimizer:
+            self._now = Stepping(optimizer, self._held.by(optimizer, self._steps.optimizers))
+        return self._now
+
+    def _scalar(self, name: str, place: int) -> Watched:
+        """The series of a number of the step as a whole. The first has the plain name, which is the only one for most loops."""
+        full = f"{name}_{place}" if place else name
+        if full not in self._scaling:
+            self._scaling[full] = Watched(Series("other", 0, full))
+        return self._scaling[full]
+
+    def _called(self, optimizer: Any) -> str:
+        """What a message calls an optimizer: its class, and the first parameter that it steps."""
+        return f"{type(optimizer).__name__} of {self._held.first(optimizer, self._steps.optimizers)!r}"
+
+    def _place_of(self, optimizer: Any) -> int:
+        return next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)
+
+    def batch_ended(self) -> None:
+        """A batch is through, and the optimizer was called if it was going to be. To be told of each.
+
+        Where it was not, and the batch was the last of its step, the step was skipped.
+        """
+        if not self.begun:  # the optimizer has ended the step
+            return
+        self._batches += 1
+        if self._batches >= self.clock.micro_steps:
+            self._end_step(self._turns.status)
+
+    def _records_scaled(self) -> bool:
+        return self._recorder.active and (self.watch.config.wg_distribution or self.watch.config.xy_distribution)
+
+    # The step's end and the next one's beginning.
+
+    def _end_step(self, status: Status, *, before_a_turn: bool = False) -> None:
+        """Seal the step, and begin the next one.
+
+        Args:
+            before_a_turn: Whether an optimizer is about to step: its gradients are there already.
+        """
+        was_active = self._recorder.active
+        try:  # whatever becomes of the rows, the next step must begin as a new one
+            if was_active:
+                self._failures.guarded("looking at the optimizers", self._tell_of_optimizers)()
+            self._recorder.end_step()
+            if was_active:
+                self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
+            if was_active:
+                self.last_collected = self.clock.step
+            if was_active and self._features is not None:
+                self._failures.guarded("ending a step of features", self._features.end_step)()
+        finally:
+            self.modules.end_step()
+            self._rows.forget_step()
+            self.collected += self.schedule.collects(self.clock.step, self.collected)
+            self.clock.next_step()
+            self._finish_first_step()  # of what was watched in it: what the boundary brings has yet to see a step
+            self.at_boundary(self.clock.step)
+            self._begin_step(before_a_turn=before_a_turn)
+
+    def _tell_of_optimizers(self) -> None:
+        """Say what a reader of the rows must know of the optimizers; of parameters that none steps, once."""
+        if self._turns.mixed:
+            self._note("optimizers", PARTLY_SKIPPED)
+        if self._told_unheld or not self._needs_optimizers():
+            return
+        self._told_unheld = True
+        parameters = list(self._names.parameters())
+        if missing := Held(parameters, self.watch.framework).by_none(self._steps.optimizers):
+            self.has_unheld = True
+            said = unheld(missing, len(parameters))
+            self._failures.warn("parameters of no optimizer", said)
+            self._note("parameters", said)
+
+    def _needs_optimizers(self) -> bool:
+        config = self.watch.config
+        of_weights = config.wg_distribution or config.param_distribution or config.mv_distribution
+        return of_weights or config.update_ratio or config.mg_direction or config.ur_distribution
+
+    def _seal(self, status: Status) -> None:
+        try:
+            self._submit(status)
+        except BaseException:
+            self._recorder.discard()  # what this step measured must not stand among the rows of the next
+            raise
+
+    def _submit(self, status: Status) -> None:
+        run = self._opened()
+        if not self._flow_told:
+            self._flow_told = True
+            self._failures.guarded("following the flow of data", self._tell_flow, "The manifest has none of it.")(run)
+        pipeline = run.pipeline
+        sealed = pipeline.reserve(self.clock.step)
+        if sealed is None:
+            self._recorder.discard()
+            return
+        try:
+            sealed.step, sealed.status, sealed.ops = self.clock.step, status, self.watch.ops()
+            sealed.micro_step_kinds, sealed.combined_kinds = self.micro_step_kinds()
+            sealed.counted_kinds = self.counted_kinds
+            self._recorder.seal(sealed)
+        except BaseException:
+            pipeline.give_back(sealed)
+            raise
+        pipeline.submit(sealed)
+
+    def _tell_flow(self, run: Run) -> None:
+        """Of one step: the others repeat it, or nearly."""
+        run.manifest.flows(observed(self._recorder.table, self.modules.seen()))
+
+    def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Kinds with a row for each micro-step, and kinds whose micro-steps, or calls of operators, are combined."""
+        config = self.watch.config
+        gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
+        activations = frozenset((*ACTIVATION_KINDS, *FORWARD_FEATURE_KINDS))
+        calls = self.counted_kinds
+        return (activations | gradients, calls) if config.micro_steps == "each" else (gradients, activations | calls)
+
+    @property
+    def counted_kinds(self) -> frozenset[str]:
+        """Kinds whose rows are calls of operators, combined and counted."""
+        return frozenset({CALL_KIND} if self.watch.config.cc_distribution.enable else ())
+
+    def _begin_step(self, *, before_a_turn: bool = False) -> None:
+        self.begun = False
+        self._batches = 0
+        self._turns.clear()
+        wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
+        self._recorder.activate(wanted)
+        if self._recorder.active:
+            self._rows.begin_step(before_a_turn=before_a_turn)
+        else:
+            self._rows.pause()
+
+    def _finish_first_step(self) -> None:
+        if PROCESS.forks != self._forks:
+            return
+        self._finish_stacks()
+        if self.on_first_step is not None:
+            finish, self.on_first_step = self.on_first_step, None
+            finish()
+
+    def _finish_stacks(self) -> None:
+        if self._stacks is not None:
+            stacks, self._stacks = self._stacks, None
+            stacks.remove()
+            self._failures.guarded("writing stack_info.csv", lambda: stacks.write(self._run().directory))()
+
+    def detach(self, *, keep: bool = True) -> None:
+        """Take every hook away.
+
+        Args:
+            keep: Write a step in progress, as incomplete: it may be the one people look for. Otherwise it is let go of.
+        """
+        self._steps.remove()
+        if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
+            names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
+            self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
+        was_active = self._recorder.active
+        self._recorder.end_step()
+        if was_active and self._recorder.has_rows:
+            if keep:
+                self._failures.guarded("sealing the last step", self._seal)("incomplete")
+            else:
+                self._recorder.discard()
+        if keep and self.begun and PROCESS.forks == self._forks:
+            self._finish_stacks()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        self._rows.remove()
+        self.modules.remove()
+        self._hooks.remove()
+        for collector in (self._stacks, self.structure, self._features):
+            if collector is not None:
+                collector.remove()
+
+    def shares(self, chunks: Sequence[Any], optimizers: Sequence[Any]) -> bool:
+        """Whether a part of the model, or one of its optimizers, is watched here already."""
+        watched = [*self.watch.chunks, *self._steps.optimizers]
+        return any(one is other for one in (*chunks, *optimizers) for other in watched if other is not None)
+
+
+def _key(module: NamedModule) -> str:
+    return f"{module.chunk}:{module.name}"
+
+
+def _of_activations(modules: Iterable[NamedModule]) -> set[str]:
+    """The kinds of activations that are recorded of any of the modules."""
+    wanted = [one.wanted for one in modules if one.wanted is not None]
+    forward = any(one.input.wanted or one.output.wanted for one in wanted)
+    backward = any(one.input_grad.wanted or one.output_grad.wanted for one in wanted)
+    return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
+
+
+def _nobody(_step: int) -> None:
+    """Nobody asks for anything else."""

@@ -1,0 +1,78 @@
+"""What is watched, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from monitor.config import MonitorConfig
+from monitor.coordinator.ownership import Ownership
+from monitor.failures import Failures
+from monitor.recording.backend import Backend, Framework
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.recorder import Recorder
+from monitor.series import LOCAL, REPLICA_KIND, Placement, Series, ranks_of
+from monitor.stats.features import own_columns
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is watched, and how.
+
+    Attributes:
+        chunks: The model's chunks, one for each virtual pipeline stage.
+        framework: Where gradients, weights and moments are.
+        ops: The statistics to write; asked at every seal, since they may be changed.
+    """
+
+    chunks: Sequence[Any]
+    framework: Framework
+    grad_acc_steps: int
+    config: MonitorConfig
+    ownership: Ownership
+    ops: Callable[[], tuple[str, ...]]
+
+
+# --- Which series of parameters this rank records.
+
+
+class OwnedSeries:
+    """Gives a kind of a parameter its series, with where other ranks hold what of it (``SeriesOf``)."""
+
+    def __init__(self, watch: Watch, recorder: Recorder, failures: Failures, backend: Backend) -> None:
+        self._watch = watch
+        self._recorder = recorder
+        self._failures = failures
+        self._backend = backend
+
+    def __call__(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
+        """A replica that another rank writes has none, or one to compare: by its norm, which features have none of."""
+        ownership, placement = self._watch.ownership, self._placement(kind, parameter, seen)
+        if ownership.writes(placement):
+            series = Series(kind, parameter.chunk, parameter.name)
+        elif self._watch.config.checks_replicas and ownership.monitored and not own_columns(kind):
+            series = Series(REPLICA_KIND, parameter.chunk, f"{kind}/{parameter.name}")
+        else:
+            return None
+        self._recorder.table.series.place(series, placement)
+        return series
+
+    def _placement(self, kind: str, parameter: NamedParameter, seen: Any) -> Placement:
+        """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
+        find = self._failures.guarded("placing a parameter", self._watch.framework.placement, of=parameter.name)
+        split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
+        known = (None if seen is None else self._backend.placement_of(seen)) or find(kind, parameter) or LOCAL
+        known = self._term(kind, parameter, known)
+        placed = self._watch.ownership.placed(kind, known, tensor_parallel=split)
+        if split:
+            return placed
+        complete = self._failures.guarded("placing a parameter", self._watch.framework.completed, of=parameter.name)
+        completed = complete(kind, parameter, placed) or placed
+        return self._watch.ownership.assumed(kind, completed) if known == LOCAL else completed
+
+    def _term(self, kind: str, parameter: NamedParameter, known: Placement) -> Placement:
+        """Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later."""
+        ranks = ranks_of(self._watch.ownership.tp_group or ())
+        marked = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
+        return replace(known, partial=True, differing=ranks) if marked and len(ranks) > 1 else known

@@ -1,0 +1,170 @@
+"""What the rows of one step tell of the flow of data, read off the live table once, before it is sealed.
+
+Hooks do nothing for it: that one tensor was seen under two names stands in the table as an alias, and which series belong to
+one call of a module is known from naming them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import islice, product
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.coordinator.dataflow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
+from monitor.recording.following import places_of
+from monitor.recording.recorder import Watched
+from monitor.series import KINDS
+from monitor.stats.table import NOT_AN_ALIAS, StatsTable
+
+NOT_SEEN: Final = np.iinfo(np.int64).max
+_IN_FORWARD: Final = KINDS.index("actv")
+_IN_BACKWARD: Final = (KINDS.index("actv_grad"), KINDS.index("grad_unreduced"))
+
+
+class Slot(NamedTuple):
+    """One tensor of one call of a module.
+
+    Attributes:
+        kind: ``actv`` or ``actv_grad``.
+        name: ``input`` or ``output``, and what tells it from others: ``input_0``.
+        call: How many calls of the module the micro-step had before.
+    """
+
+    kind: str
+    name: str
+    call: int
+
+    @property
+    def is_input(self) -> bool:
+        return self.name.startswith("input")
+
+    def seen_forward(self, seen: Container[Slot]) -> list[Slot]:
+        """Of a gradient: the slots in which its tensor was seen in forward. One given in several places has all their names."""
+        own = self._replace(kind="actv")
+        places = [own] if own in seen else [own._replace(name=place) for place in places_of(self.name, "input_")]
+        return [place for place in places if place in seen]
+
+
+class SeenModule(NamedTuple):
+    """A module and the series that its calls have brought, as ``Slot`` has them."""
+
+    chunk: int
+    name: str
+    watched: Mapping[tuple[str, str, int], Watched]
+
+
+def observed(table: StatsTable, modules: Iterable[SeenModule]) -> Flow:
+    """The flow of the step that stands in the table, up to the bounds on it.
+
+    Only rows of the first micro-step are looked at: the others repeat it, or nearly. Every edge goes from what was measured
+    first to what was measured later, so none leads back.
+    """
+    seen = _Seen(table, modules)
+    edges = list(islice(_distinct(filter(seen.ascends, seen.edges())), MOST_EDGES + 1))
+    passes = _passes(table)
+    cut = len(edges) > MOST_EDGES or len(passes) > MOST_PASSES
+    return Flow(tuple(edges[:MOST_EDGES]), tuple(passes[:MOST_PASSES]), cut)
+
+
+class _Seen:
+    """The rows of the first micro-step, and the module calls that they belong to."""
+
+    def __init__(self, table: StatsTable, modules: Iterable[SeenModule]) -> None:
+        self._table = table
+        order, identity = table.columns.order, table.identity
+        self._rows: NDArray[np.int64] = np.flatnonzero((order > 0) & (identity.micro_step <= 0))
+        when = np.full(len(table.series), NOT_SEEN)
+        np.minimum.at(when, identity.series[self._rows], order[self._rows])
+        self._when: list[int] = when.tolist()
+        self._modules = [(module, self._slots(module)) for module in modules]
+
+    def ascends(self, edge: Edge) -> bool:
+        """Whether both ends were measured, and in this order."""
+        return self._when[edge.source] < self._when[edge.target] != NOT_SEEN
+
+    def edges(self) -> Iterator[Edge]:
+        """Every pair that is one, and pairs that are one if they ascend."""
+        same = list(self._aliases())
+        yield from same
+        yield from self._handed_back(same)
+        yield from self._through_modules()
+        yield from self._into_parameters()
+
+    def _slots(self, module: SeenModule) -> dict[Slot, int]:
+        """The numbers of a module's series. One that has no row yet, on any device, has no number either."""
+        first = {Slot(*key): next(iter(watched.slots.values()), None) for key, watched in module.watched.items()}
+        return {key: int(self._table.identity.series[slot.row]) for key, slot in first.items() if slot is not None}
+
+    def _aliases(self) -> Iterator[Edge]:
+        """A tensor that was seen as one series and seen again as another."""
+        alias, series = self._table.columns.alias, self._table.identity.series
+        again = self._rows[alias[self._rows] != NOT_AN_ALIAS]
+        again = again[np.isin(alias[again], self._rows)]
+        return map(Edge, series[alias[again]].tolist(), series[again].tolist())
+
+    def _handed_back(self, same: Iterable[Edge]) -> Iterator[Edge]:
+        """The gradient of what was seen twice comes back the other way: from the consumer's input to the producer's output."""
+        gradient = {
+            slots[forward]: number
+            for _, slots in self._modules
+            for slot, number in slots.items()
+            if slot.kind == "actv_grad"
+            for forward in slot.seen_forward(slots)
+        }
+        for source, target in same:
+            if source in gradient and target in gradient:
+                yield Edge(gradient[target], gradient[source])
+
+    def _through_modules(self) -> Iterator[Edge]:
+        """From the inputs of a call to its outputs; gradients from its outputs to its inputs."""
+        for _, slots in self._modules:
+            calls: dict[tuple[str, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+            for slot, number in slots.items():
+                calls[slot.kind, slot.call][slot.is_input].append(number)
+            for (kind, _), (outputs, inputs) in calls.items():
+                pairs = product(inputs, outputs) if kind == "actv" else product(outputs, inputs)
+                yield from map(Edge._make, pairs)
+
+    def _into_parameters(self) -> Iterator[Edge]:
+        """From the gradient of a module's output to those of its parameters: of the nearest module around that is watched."""
+        outputs: dict[tuple[int, str], list[int]] = {}
+        for module, slots in self._modules:
+            found = [number for slot, number in slots.items() if slot.kind == "actv_grad" and not slot.is_input]
+            if found:
+                outputs[module.chunk, module.name] = found
+        for number, series in enumerate(self._table.series):
+            if series.kind == "grad_unreduced":
+                around = (outputs.get((series.vpp_stage, name)) for name in _around(series.name))
+                for source in next(filter(None, around), ()):
+                    yield Edge(source, number)
+
+
+def _distinct(edges: Iterable[Edge]) -> Iterator[Edge]:
+    found: set[Edge] = set()
+    for edge in edges:
+        if edge not in found:
+            found.add(edge)
+            yield edge
+
+
+def _around(name: str) -> Iterator[str]:
+    """The names of the modules that a parameter lies in, from within."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _passes(table: StatsTable) -> list[Pass]:
+    """Each forward and backward of a micro-batch through a chunk, in the order of their first rows."""
+    order, identity = table.columns.order, table.identity
+    chunks = np.array([series.vpp_stage for series in table.series], dtype=np.int64)
+    rows = np.flatnonzero((order > 0) & (identity.micro_step >= 0) & np.isin(identity.kind, (_IN_FORWARD, *_IN_BACKWARD)))
+    rows = rows[np.argsort(order[rows])]
+    forward = identity.kind[rows] == _IN_FORWARD
+    each = np.stack([forward, chunks[identity.series[rows]], identity.micro_step[rows]], axis=1)
+    _, first = np.unique(each, axis=0, return_index=True)
+    return [Pass(bool(way), chunk, micro_step) for way, chunk, micro_step in each[np.sort(first)].tolist()]

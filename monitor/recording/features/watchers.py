@@ -1,0 +1,382 @@
+"""Which modules have which features."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, Final, NamedTuple, Protocol
+
+from monitor.config import MonitorConfig
+from monitor.recording.activations import ModuleCollector
+from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, MisfitError, Reading, Routing, Search
+from monitor.recording.model_names import ModelNames, NamedModule
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.protocols import Calls, HookSet, Place
+from monitor.recording.recorder import Watched
+from monitor.selection import Ambiguous, Unmatched, noticed, told
+from monitor.series import Series
+from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
+
+SUFFIXES: Final = {
+    "attention_hook": "attention",
+    "linear_hook": "linear",
+    "moe_router_weight_hook": "moe_router",
+    "moe_router_logit_hook": "moe_router",
+}
+"""What a series of each hook is called, behind its module."""
+
+
+_MISSED: Final = "l2_targets that name no module of this model (of a pipeline, of this rank's part of it)"
+
+
+class Chosen(NamedTuple):
+    """The modules of a hook.
+
+    Attributes:
+        named: Whether the configuration names them, and did not leave the choice to the monitor.
+        unmatched: What it names and the model does not have.
+        ambiguous: What it names and several modules have.
+    """
+
+    modules: Sequence[NamedModule]
+    named: bool = True
+    unmatched: Sequence[Unmatched] = ()
+    ambiguous: Sequence[Ambiguous] = ()
+
+
+def chosen(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mapping[str, Chosen]:
+    """By hook; empty where no features are recorded."""
+    if not config.recording_l2_features:
+        return {}
+    wanted = {hook: getattr(config.l2_targets, hook) for hook in SUFFIXES}
+    found = {hook: _named(names, targets, reading) for hook, targets in wanted.items() if targets}
+    if wanted["linear_hook"] == ():
+        inner = [_unwrapped(one, reading) for one in names.modules()]
+        found["linear_hook"] = Chosen([one for one in inner if _has_matrix(one, reading)], named=False)
+    return found
+
+
+def warning(found: Mapping[str, Chosen]) -> str | None:
+    """What the user should know of the choice; None if nothing."""
+    if not found:
+        return "recording_l2_features is true and l2_targets names no module: there will be no features."
+    missed = [f"{hook}: {', '.join(map(told, one.unmatched))}" for hook, one in found.items() if one.unmatched]
+    said = [f"{_MISSED}: {'; '.join(missed)}."] if missed else []
+    several = noticed("l2_targets", [one for hook in found.values() for one in hook.ambiguous])
+    return " ".join([*said, *([several] if several else [])]) or None
+
+
+def _named(names: ModelNames, targets: Sequence[str], reading: Reading) -> Chosen:
+    modules, unmatched, ambiguous = names.targeted(targets)
+    return Chosen([_unwrapped(module, reading) for module in modules], unmatched=unmatched, ambiguous=ambiguous)
+
+
+def _has_matrix(module: NamedModule, reading: Reading) -> bool:
+    """Whether it has a weight that may be a matrix: one that is cut over ranks shows what it is when it is gathered."""
+    called = type(module.module).__name__, module.name.rpartition(".")[2]
+    embeds = reading.embeds(module.module) or any("embedding" in one.lower() for one in called)
+    return not embeds and reading.matrix_of(module.module) is not None
+
+
+def _unwrapped(module: NamedModule, reading: Reading) -> NamedModule:
+    return NamedModule(module.chunk, module.name, reading.unwrapped(module.module), module.wanted)
+
+
+# --- What the hooks of a module have in common for all features: when a call counts, and its row.
+
+
+class Asked(Protocol):
+    """Whom watchers ask.
+
+    Attributes:
+        modules: Who knows which calls belong to training.
+        reading: What a framework brings to features.
+    """
+
+    modules: ModuleCollector
+    reading: Reading
+
+    def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
+        """The series of a feature of a weight; None where another rank writes it."""
+
+    def does_not_fit(self, kind: str, name: str, reason: str) -> None:
+        """Say, with all others of the step, that there is no row of a module."""
+
+
+class FeatureWatcher(ABC):
+    """What all features have in common: calls that count are counted, once each.
+
+    Attributes:
+        called: Whether a call that counts was seen in the step in progress.
+    """
+
+    kind: str
+
+    def __init__(self, module: NamedModule, asked: Asked) -> None:
+        self.name = module.name
+        self.called = False
+        self._module, self._chunk = module.module, module.chunk
+        self._asked, self._modules, self._reading = asked, asked.modules, asked.reading
+        self._backend = asked.modules.backend
+        self._recorder, self._clock = asked.modules.recorder, asked.modules.clock
+        self._calls: Calls | None = None
+        self._watched: dict[int, Watched] = {}
+
+    @abstractmethod
+    def attach(self, hooks: HookSet) -> None:
+        """Register what reads the module."""
+
+    def forget_step(self) -> None:
+        self._calls = None
+        self.called = False
+
+    def restart(self, chunk: int, micro_step: int) -> None:
+        if chunk == self._chunk and self._calls is not None:
+            self._calls.restart(micro_step)
+
+    def _before_forward(self, hooks: HookSet, what: str, call: Callable[..., None]) -> None:
+        hooks.add(self._backend.before_forward(self._module, self._hook(what, call)))
+
+    def _after_forward(self, hooks: HookSet, what: str, call: Callable[..., None]) -> None:
+        hooks.add(self._backend.after_forward(self._module, self._hook(what, call), always=True))
+
+    def _hook(self, what: str, call: Callable[..., None]) -> Callable[..., None]:
+        def hidden(*args: Any) -> None:
+            with self._reading.unseen():
+                call(*args)
+
+        return self._modules.failures.guarded(what, hidden, "The feature of this module is missing.", of=self.name)
+
+    def _is_watched(self, module: Any) -> bool:
+        # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.
+        return self._recorder.active and module is self._module
+
+    def _begin(self, module: Any) -> Place | None:
+        """The call that begins now; None if it is not of training, or repeats one that was recorded in forward."""
+        if self._backend.repeating() or not self._modules.counts(self._chunk, module):
+            return None
+        if self._calls is None:
+            self._calls, self.called = self._backend.new_calls(), True
+            self._modules.remember(self)
+        return self._calls.begin(self._clock.micro_step(self._chunk))
+
+    def _record(self, call: int, numbers: Mapping[int, Any], x: Any, micro_step: int) -> None:
+        watched = self._watched.get(call)
+        if watched is None:
+            name = f"{self.name}.{SUFFIXES[self.kind]}" + (f"#{call}" if call else "")
+            micro_steps = tuple(range(self._clock.micro_steps))
+            watched = self._watched[call] = Watched(Series(self.kind, self._chunk, name), micro_steps)
+        self._recorder.record_numbers(watched, numbers, x, micro_step)
+
+    def _misfit(self, reason: str) -> None:
+        self._asked.does_not_fit(self.kind, self.name, reason)
+
+
+# --- ``attention_hook``.
+
+
+class AttentionWatcher(FeatureWatcher):
+    """``attention_hook``: Q and K are what the module is called with, or what its forward hands to torch."""
+
+    kind = "attention_hook"
+
+    def __init__(self, module: NamedModule, asked: Asked, order: str, heads: int, rows: int) -> None:
+        super().__init__(module, asked)
+        self._order, self._heads, self._rows = order, heads, rows
+        self._open: list[Search | None] = []
+        self._searching = asked.reading.searching(module.module)
+
+    def attach(self, hooks: HookSet) -> None:
+        self._before_forward(hooks, "reading Q and K", self._before)
+        self._after_forward(hooks, "leaving an attention", self._after)
+
+    def forget_step(self) -> None:
+        super().forget_step()
+        while self._open:
+            if (mode := self._open.pop()) is not None:
+                mode.leave()
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_watched(module):
+            return
+        self._open.append(None)
+        place = self._begin(module)
+        if place is None:
+            return
+        try:
+            given = self._reading.given_scores(args, kwargs, self._order)
+        except MisfitError as misfit:
+            self._misfit(str(misfit))
+            return
+        if given is not None:
+            self._seen(place, given)
+        elif self._searching is None:
+            self._misfit(NO_SCORES)
+        else:
+            seen = self._modules.failures.guarded("reading Q and K", self._seen, of=self.name)
+            self._open[-1] = mode = self._searching(partial(seen, place), self._misfit)
+            mode.enter()  # and the hook behind forward leaves it
+
+    def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+        """Also called when forward raised, then without a result."""
+        if not self._open or module is not self._module:
+            return
+        mode = self._open.pop()
+        if mode is not None:
+            found, reason = mode.saw, mode.reason
+            mode.leave()
+            if not found and result is not None:
+                self._misfit(reason)
+
+    def _seen(self, place: Place, scores: Any) -> None:
+        with self._reading.beneath():
+            found = self._reading.spread(scores, self._heads, self._rows)
+        numbers = {COUNT: found.queries, SUM: found.entropy, SUMSQ: found.greatest}
+        self._record(place.call, numbers, scores.query, place.micro_step)
+
+
+# --- ``moe_router_logit_hook``.
+
+
+class RouterLogitWatcher(FeatureWatcher):
+    """``moe_router_logit_hook``: the logits are what a linear layer returns. Of others they follow from input and weight,
+    which is read before the forward: it may be gathered for that alone.
+    """
+
+    kind = "moe_router_logit_hook"
+
+    def __init__(self, module: NamedModule, asked: Asked) -> None:
+        super().__init__(module, asked)
+        self._returns_logits = asked.reading.is_linear(module.module)
+        self._open: list[tuple[Place, int | None, Routing | None] | None] = []
+
+    def attach(self, hooks: HookSet) -> None:
+        self._before_forward(hooks, "reading a router", self._before)
+        self._after_forward(hooks, "reading logits", self._after)
+
+    def forget_step(self) -> None:
+        super().forget_step()
+        self._open.clear()
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_watched(module):
+            return
+        self._open.append(None)
+        place = self._begin(module)
+        if place is None:
+            return
+        weight = self._reading.matrix_of(module)
+        experts = None if weight is None or len(weight.shape) != 2 else weight.shape[0]
+        self._open[-1] = place, experts, None
+        if not self._returns_logits and weight is not None and experts is not None:
+            self._open[-1] = place, experts, self._formed(module, args, kwargs, weight)
+
+    def _formed(self, module: Any, args: Any, kwargs: Any, weight: Any) -> Routing | None:
+        """From what the router is given."""
+        tokens, whole = self._reading.tokens_of(args, kwargs, weight.shape[1]), self._reading.whole_rows(weight)
+        if tokens is None or whole is None or whole.shape != weight.shape or not prod(tokens.shape):
+            return None
+        reading = self._reading
+        with reading.beneath():
+            bias, dtype = reading.bias_of(module, whole.shape[0]), reading.dtype_of_routing(module, tokens, weight)
+            return reading.entropy_from(tokens, whole, bias, dtype)
+
+    def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+        if not self._open or module is not self._module:
+            return
+        call = self._open.pop()
+        if call is None or result is None:  # that is what there is when forward raised
+            return
+        place, experts, formed = call
+        # What a router returns may be what it has made of its logits: those that follow from its weight are certain.
+        logits = self._logits(result, experts) if formed is None else None
+        if logits is not None:
+            with self._reading.beneath():
+                formed = self._reading.entropy_of(logits)
+        if formed is None:
+            self._misfit(NO_LOGITS)
+            return
+        for leaf in self._backend.leaves.outputs(result)[:1]:
+            self._record(place.call, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor, place.micro_step)
+
+    def _logits(self, result: Any, experts: int | None) -> Any:
+        """A single tensor that has a number for each expert. Of several none can be told from what was made of it."""
+        if not self._reading.is_floating_point(result) or len(result.shape) < 2:
+            return None
+        if experts is None or experts < 2 or result.shape[-1] != experts:
+            return None
+        return self._reading.whole_rows(result)
+
+
+# --- ``linear_hook`` and ``moe_router_weight_hook``: features of a weight.
+
+MATRICES: Final = SMALLS
+
+
+class WeightWatcher(FeatureWatcher):
+    """The weight of a module, before its first forward in a step: whole then, where it is gathered for forward.
+
+    Args:
+        named: Whether the user named the module; of others that turn out to have no matrix nothing is said.
+    """
+
+    def __init__(self, module: NamedModule, asked: Asked, *, named: bool) -> None:
+        super().__init__(module, asked)
+        self._named = named
+        between_forwards: Any = self._reading.matrix_of(module.module)
+        self._parameter = NamedParameter(module.chunk, f"{module.name}.{SUFFIXES[self.kind]}", between_forwards)
+        self._of_seen: tuple[tuple[int, ...], Watched | None] | None = None
+
+    def attach(self, hooks: HookSet) -> None:
+        self._before_forward(hooks, "reading a weight", self._before)
+
+    def _before(self, module: Any, _args: Any, _kwargs: Any) -> None:
+        if self.called or not self._is_watched(module) or self._begin(module) is None:
+            return
+        weight = self._reading.matrix_of(module)
+        try:
+            matrix = self._reading.local_matrix(weight)
+            watched = self._series_for(weight, matrix)
+            if watched is not None:
+                with self._reading.beneath():
+                    numbers = self._numbers(matrix)
+                self._recorder.record_numbers(watched, numbers, matrix)
+        except MisfitError as misfit:
+            if self._named:
+                self._misfit(str(misfit))
+
+    def _series_for(self, weight: Any, matrix: Any) -> Watched | None:
+        """Asked once: how a weight is laid out over the ranks stays."""
+        shape = tuple(matrix.shape)
+        if self._of_seen is None or self._of_seen[0] != shape:
+            series = self._asked.series(self.kind, self._parameter, weight)
+            self._of_seen = shape, None if series is None else Watched(series)
+        return self._of_seen[1]
+
+    @abstractmethod
+    def _numbers(self, matrix: Any) -> Mapping[int, Any]:
+        """The sums of the feature, by column of partials."""
+
+
+class LinearWatcher(WeightWatcher):
+    """``linear_hook``: the norms of the weight."""
+
+    kind = "linear_hook"
+
+    def _numbers(self, matrix: Any) -> Mapping[int, Any]:
+        norms = self._reading.norms_of(matrix)
+        return {COUNT: prod(matrix.shape), MATRICES: norms.matrices, SUMSQ: norms.squares, MAX: norms.spectral}
+
+
+class RouterWeightWatcher(WeightWatcher):
+    """``moe_router_weight_hook``: how alike the rows of the weight are, one for each expert."""
+
+    kind = "moe_router_weight_hook"
+
+    def _numbers(self, matrix: Any) -> Mapping[int, Any]:
+        if matrix.shape[0] < 2:
+            raise MisfitError(ONE_EXPERT)
+        found = self._reading.similarity_of_rows(matrix)
+        return {COUNT: found.pairs, MATRICES: 1.0, SUM: found.cosines}

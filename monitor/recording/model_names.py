@@ -1,0 +1,95 @@
+"""The names of a model's parts, chunk by chunk, and which of them are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from monitor.config import MonitorConfig, Target
+from monitor.recording.parameter_series import NamedParameter
+from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, Selection, Unmatched, clean_name, squashed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModule:
+    """A module of a chunk, under the name it has in rows."""
+
+    chunk: int
+    name: str
+    module: Any
+    wanted: ModuleSelection | None
+
+
+class NamedParts(NamedTuple):
+    """What a framework calls the parts of a chunk: modules, parents before their children, and parameters."""
+
+    modules: Iterable[tuple[str, Any]]
+    parameters: Iterable[tuple[str, Any]]
+
+
+class Targeted(NamedTuple):
+    """What some names stand for.
+
+    Attributes:
+        modules: In the order of the model.
+        unmatched: The names that no module has.
+        ambiguous: The names that several modules have.
+    """
+
+    modules: Sequence[NamedModule]
+    unmatched: Sequence[Unmatched]
+    ambiguous: Sequence[Ambiguous]
+
+
+class ModelNames:
+    """Every module and parameter of a model's chunks.
+
+    A wrapper and what it wraps share a name once the wrapper's part is stripped. The outer one is watched: the inner may be
+    compiled, flattened or recomputed.
+    """
+
+    def __init__(self, chunks: Sequence[NamedParts], config: MonitorConfig) -> None:
+        self._modules = [_first_of_each_name(chunk.modules) for chunk in chunks]
+        self._parameters = [_first_of_each_name(chunk.parameters) for chunk in chunks]
+        names = [ChunkNames(tuple(m), tuple(p)) for m, p in zip(self._modules, self._parameters, strict=True)]
+        self.selection = Selection(
+            config.targets,
+            names,
+            all_xy=config.all_xy,
+            forward_only=config.forward_only,
+            backward_only=config.backward_only,
+        )
+        every = dict.fromkeys(name for chunk in names for name in (*chunk.modules, *chunk.parameters))
+        self._spelled = squashed(every) if config.squash_name else {}
+
+    def modules(self) -> Iterator[NamedModule]:
+        """Every module, children after their parents."""
+        for chunk, modules in enumerate(self._modules):
+            for name, module in modules.items():
+                yield NamedModule(chunk, self._spelled.get(name, name), module, self.selection.module(chunk, name))
+
+    def targeted(self, targets: Sequence[str]) -> Targeted:
+        """The modules that some names stand for, spelled in any way that ``targets`` may be."""
+        names = [ChunkNames(tuple(modules), ()) for modules in self._modules]
+        every = dict.fromkeys(targets, Target())
+        selection = Selection(every, names, all_xy=False, forward_only=False, backward_only=False)
+        full = [(chunk, name) for chunk, modules in enumerate(self._modules) for name in modules]
+        found = [module for place, module in zip(full, self.modules(), strict=True) if selection.module(*place) is not None]
+        return Targeted(found, selection.unmatched, selection.ambiguous)
+
+    def parameters(self) -> Iterator[NamedParameter]:
+        """The parameters that are watched, in the order of the framework."""
+        for chunk, parameters in enumerate(self._parameters):
+            for name, parameter in parameters.items():
+                if self.selection.parameter(chunk, name):
+                    yield NamedParameter(chunk, self._spelled.get(name, name), parameter)
+
+
+def _first_of_each_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, part in named:
+        found.setdefault(clean_name(name), part)
+    return found

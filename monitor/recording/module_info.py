@@ -1,0 +1,138 @@
+"""Who calls each module: its Python stack at the first call, outermost frames last."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import linecache
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from monitor.coordinator.output import write_whole
+from monitor.failures import Failures
+from monitor.recording.backend import Backend
+from monitor.recording.protocols import HookSet
+from monitor.recording.tensor_paths import Leaf, described
+
+MAX_FRAMES: Final = 64
+
+MACHINERY: Final = ("torch.nn.modules.module", "monitor.", "mindspore.nn.cell", "mindspore.ops.composite", "mindspore.graph.")
+"""How modules of Python begin whose frames only call what the user wrote."""
+
+
+class StackCollector:
+    """The call stack of every watched module, taken once.
+
+    Attributes:
+        stacks: By ``{vpp_stage}:{name}``.
+    """
+
+    def __init__(self, failures: Failures, backend: Backend) -> None:
+        self._backend = backend
+        self.stacks: dict[str, str] = {}
+        self._failures = failures
+        self._hooks = HookSet()
+
+    def watch(self, key: str, module: Any) -> None:
+        if self._backend.takes_hooks(module):
+            hook = self._failures.guarded("taking the stack", partial(self._take, key), of=key)
+            self._hooks.add(self._backend.before_forward(module, hook))
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def write(self, directory: Path) -> None:
+        """Write ``stack_info.csv``. The file appears whole.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["module_name", "stack_info"])
+        rows.writerows(self.stacks.items())
+        write_whole(directory / "stack_info.csv", text.getvalue().encode())
+
+    def _take(self, key: str, module: Any, _args: Any, _kwargs: Any) -> None:
+        if key not in self.stacks and self._backend.trains(module) and not self._backend.repeating():
+            self.stacks[key] = call_stack(sys._getframe(1))
+
+
+def call_stack(frame: FrameType | None) -> str:
+    """The frames from ``frame`` outwards, without the monitor's own and those of the framework's module machinery."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < MAX_FRAMES:
+        code = frame.f_code
+        if not _is_machinery(frame):
+            source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            lines.append(f"File {code.co_filename}, line {frame.f_lineno}, in {code.co_name}, {source}")
+        frame = frame.f_back
+    return "\n".join(lines)
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(MACHINERY)
+
+
+# --- The model's structure as seen in the first step: what each module takes and gives, in the spelling that targets use.
+
+Description = dict[str, str]
+
+
+class StructureCollector:
+    """Describes every module at its first call in training mode.
+
+    A gradient has the shape and dtype of its tensor by definition, so the gradients are described in forward: those that will
+    be there, which are those of tensors that require one.
+    """
+
+    def __init__(self, failures: Failures, backend: Backend) -> None:
+        self._backend, self._leaves = backend, backend.leaves
+        self._failures = failures
+        self._hooks = HookSet()
+        self._structure: dict[str, dict[str, Description]] = {}
+
+    def watch(self, key: str, module: Any) -> None:
+        """Describe ``module`` under ``key`` (``{vpp_stage}:{name}``)."""
+        if self._backend.takes_hooks(module):
+            hook = self._failures.guarded("describing the structure", partial(self._describe, key), of=key)
+            self._hooks.add(self._backend.after_forward(module, hook))
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def write(self, path: Path) -> None:
+        """Write what was seen. The file appears whole.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(self._structure, indent=4, ensure_ascii=False).encode())
+
+    def _describe(self, key: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if key in self._structure or not self._backend.trains(module) or self._backend.repeating():
+            return
+        inputs, outputs = self._leaves.inputs(args, kwargs), self._leaves.outputs(result)
+        taken, given = described(args, kwargs), self._leaves.described_result(result)
+        self._structure[key] = {
+            "input": _leaves(taken, inputs),
+            "output": _leaves(given, outputs),
+            "input_grad": _leaves(taken, inputs, self._backend.graph.requires_grad),
+            "output_grad": _leaves(given, outputs, self._backend.graph.requires_grad),
+        }
+
+
+def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Any], bool] = lambda _: True) -> Description:
+    lone = config == "tensor"
+    described = {}
+    for leaf in leaves:
+        if wanted(leaf.tensor):
+            key = "tensor" if lone else leaf.suffix.removeprefix("_") or "0"
+            described[key] = f"size={tuple(leaf.tensor.shape)}, dtype={leaf.tensor.dtype}"
+    return {"config": config, **described}

@@ -1,0 +1,131 @@
+"""When a step of several optimizers ends, and which parameters each of them steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from monitor.recording.parameter_series import Among, NamedParameter
+from monitor.stats.rows import Status
+
+NAMED: Final = 3
+"""Parameters that a warning names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """An optimizer that takes its turn in the step in progress.
+
+    Attributes:
+        optimizer: The optimizer itself; None where a framework has none on this rank.
+        held: The watched parameters that it steps; None where it steps all of them.
+    """
+
+    optimizer: Any
+    held: Among = None
+
+
+class Turns:
+    """Which optimizers have had their turn in the step in progress. Each has one turn a step: it steps, or is skipped.
+
+    A step ends when every optimizer has had its turn. Where the loop does otherwise (a critic that steps five times, an
+    optimizer that an ``if`` leaves out), it ends just before an optimizer that has had its turn takes another.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: set[int] = set()
+        self._skipped: set[int] = set()
+
+    def taken(self, optimizer: Any) -> bool:
+        return id(optimizer) in self._stepped or id(optimizer) in self._skipped
+
+    def take(self, optimizer: Any, *, skipped: bool = False) -> None:
+        (self._skipped if skipped else self._stepped).add(id(optimizer))
+
+    def complete(self, optimizers: Sequence[Any]) -> bool:
+        """Whether each of ``optimizers`` has had its turn."""
+        return len(self._stepped) + len(self._skipped) >= len(optimizers)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any optimizer has had its turn."""
+        return bool(self._stepped or self._skipped)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether one optimizer has stepped and another was skipped."""
+        return bool(self._stepped and self._skipped)
+
+    @property
+    def status(self) -> Status:
+        """Of the step, were it to end now. A step in which any optimizer has stepped is complete."""
+        return "complete" if self._stepped else "skipped"
+
+    def clear(self) -> None:
+        self._stepped.clear()
+        self._skipped.clear()
+
+
+class Holders(Protocol):
+    """What knows which parameters an optimizer steps: the ``Framework``."""
+
+    def held(self, optimizer: Any) -> Collection[int] | None:
+        """The ids of the tensors that it steps; None where it steps all that the framework knows of."""
+
+
+class Held:
+    """The watched parameters of each optimizer. Groups may change between two steps, so they are asked for in each.
+
+    A parameter of several optimizers belongs to the first of them, and a frozen one that none has to the first of all.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], framework: Holders) -> None:
+        self._parameters = parameters
+        self._framework = framework
+        self._ids: dict[int, Collection[int] | None] = {}
+        self._held: dict[int, Among] = {}
+        self._free: list[NamedParameter] = []
+
+    def by(self, optimizer: Any, optimizers: Sequence[Any]) -> Among:
+        """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all that are watched."""
+        ids = self._framework.held(optimizer)
+        if id(optimizer) not in self._ids or self._ids[id(optimizer)] is not ids:
+            self._divide(optimizers)
+        return self._held[id(optimizer)]
+
+    def first(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
+        """The name of the first parameter that ``optimizer`` steps."""
+        among = self.by(optimizer, optimizers)
+        return next((one.name for one in self._parameters if among is None or one in among), "")
+
+    def by_none(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
+        """The parameters that are trained, and that no optimizer steps."""
+        self._divide(optimizers)
+        return self._free
+
+    def _divide(self, optimizers: Sequence[Any]) -> None:
+        self._ids = {id(one): self._framework.held(one) for one in optimizers}
+        self._held, self._free = dict.fromkeys(self._ids), []
+        if not optimizers or any(ids is None for ids in self._ids.values()):
+            return
+        owner = {one: of for of, ids in reversed(self._ids.items()) for one in ids or ()}
+        held: dict[int, dict[NamedParameter, None]] = {of: {} for of in self._ids}
+        for parameter in self._parameters:
+            of = owner.get(id(parameter.tensor))
+            if of is None and parameter.tensor.requires_grad:
+                self._free.append(parameter)
+            else:
+                held[id(optimizers[0]) if of is None else of][parameter] = None
+        self._held = {of: None if len(among) == len(self._parameters) else among for of, among in held.items()}
+
+
+def unheld(parameters: Sequence[NamedParameter], watched: int) -> str:
+    """What to warn of when no optimizer that is known steps ``parameters``, some of ``watched``."""
+    named = ", ".join(one.name for one in parameters[:NAMED])
+    rest = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""
+    return (
+        f"{len(parameters)} of {watched} parameters are stepped by no optimizer that set_monitor was given ({named}{rest}). "
+        "They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of the model: "
+        "set_monitor(model, grad_acc_steps, [first, second])."
+    )

@@ -1,0 +1,141 @@
+"""All that is recorded of parameters around an optimizer's step: gradients, weights, moments and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from monitor.failures import Failures
+from monitor.recording.attachment_spec import OwnedSeries, Watch
+from monitor.recording.backend import Backend
+from monitor.recording.gradients import AGGREGATED_EARLY, GradientCollector
+from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.parameters import MomentCollector, WatchedParameters, WeightCollector
+from monitor.recording.recorder import Recorder
+from monitor.recording.step_clock import Clock
+from monitor.recording.updates import Updates
+
+Note = Callable[[str, str], None]
+"""Takes a note for the manifest: its key, and what it says."""
+
+
+@dataclass(slots=True)
+class ParameterRows:
+    """Hands each moment of a step to the collectors that are wanted. Without any it does nothing.
+
+    Attributes:
+        kinds: Those that this rank is to record of any parameter.
+    """
+
+    gradients: GradientCollector | None = None
+    weights: WeightCollector | None = None
+    moments: MomentCollector | None = None
+    updates: Updates = field(default_factory=Updates)
+    kinds: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls,
+        watch: Watch,
+        parameters: Sequence[NamedParameter],
+        recorder: Recorder,
+        clock: Clock,
+        failures: Failures,
+        backend: Backend,
+        note: Note,
+    ) -> ParameterRows:
+        """What the configuration asks for. Where a collector cannot be made, none is left hooked."""
+        rows = cls()
+        with ExitStack() as stack:
+            stack.callback(rows.remove)
+            config, series_of = watch.config, OwnedSeries(watch, recorder, failures, backend)
+            if config.wg_distribution:
+                rows.gradients = backend.new_gradients(
+                    parameters,
+                    recorder,
+                    clock,
+                    failures,
+                    series_of,
+                    watch.framework,
+                    watch.ownership,
+                    note,
+                    each_micro_step=config.monitor_mbs_grad,
+                )
+                rows.kinds |= rows.gradients.kinds
+            watched = WatchedParameters(
+                parameters, recorder, series_of, failures, watch.framework, backend, note, rows.is_reduced, rows.kinds
+            )
+            rows.weights = WeightCollector(watched) if config.param_distribution else None
+            rows.moments = MomentCollector(watched) if config.mv_distribution else None
+            rows.updates = backend.new_updates(config, watched)
+            stack.pop_all()
+        return rows
+
+    def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
+        """As far as gradients are followed; otherwise what the optimizer is given is taken for reduced."""
+        return self.gradients is None or self.gradients.is_reduced(parameter, gradient)
+
+    def begin_step(self, *, before_a_turn: bool) -> None:
+        """Begin a new step; where an optimizer is about to step, with what is known of its gradients."""
+        if self.gradients is not None and before_a_turn:
+            self.gradients.begin_with_gradients()
+        elif self.gradients is not None:
+            self.gradients.begin_step()
+
+    def pause(self) -> None:
+        """A step that is not collected begins."""
+        if self.gradients is not None:
+            self.gradients.pause()
+
+    def forward_begins(self, root: Any, watch: Watch, clock: Clock, *, has_others: bool) -> None:
+        """A forward of training begins, in a step that is collected."""
+        if self.gradients is not None:
+            self.gradients.forward_begins(root)
+            early = max(clock.forward) < clock.micro_steps - 1
+            if early and has_others and watch.framework.aggregates(root):
+                self.gradients.say_of_local(AGGREGATED_EARLY)
+
+    def forward_ends(self) -> None:
+        """A forward has ended, of training or not."""
+        if self.gradients is not None:
+            self.gradients.forward_ends()
+            self.gradients.hook_thawed()
+
+    def before_step(self, stepping: Stepping) -> None:
+        """An optimizer is about to step."""
+        if self.moments is not None:
+            self.moments.before_step(stepping)
+        if self.weights is not None:
+            self.weights.before_step(stepping)
+        self.updates.before_step(stepping)
+
+    def gradients_ready(self, stepping: Stepping) -> None:
+        """Its gradients are complete."""
+        if self.gradients is not None:
+            self.gradients.before_step(stepping.held)
+        self.updates.gradients_ready(stepping)
+
+    def after_step(self, stepping: Stepping) -> None:
+        """It has stepped."""
+        if self.weights is not None:
+            self.weights.after_step(stepping)
+        self.updates.after_step(stepping)
+
+    def end_turn(self, stepping: Stepping) -> None:
+        """It has had its turn, and others have not."""
+        self.updates.forget_step()
+        if self.gradients is not None:
+            self.gradients.end_turn(stepping.held)
+
+    def forget_step(self) -> None:
+        """The step was skipped, has raised, or has ended."""
+        self.updates.forget_step()
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        self.updates.forget_step()
+        if self.gradients is not None:
+            self.gradients.remove()

@@ -1,0 +1,213 @@
+"""From a tensor to its row: what is the same whatever reads the tensor."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from monitor.pipeline.process import PROCESS
+from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.stats.histograms import BINS
+from monitor.stats.partials import COLUMNS, WRITES
+from monitor.stats.rows import KindRows
+from monitor.stats.table import PAGE_ROWS, Page, PageMemory, Sealed, Slot, StatsTable
+
+Device = Hashable
+"""Where numbers are measured, as a framework names it."""
+
+
+class Watched:
+    """One series, and the rows it has been given on each device.
+
+    Attributes:
+        micro_steps: The micro-steps that its rows stand for; ``(NO_MICRO_STEP,)`` for a series of whole steps.
+    """
+
+    __slots__ = ("late", "micro_steps", "series", "slots")
+
+    def __init__(self, series: Series, micro_steps: tuple[int, ...] = (NO_MICRO_STEP,)) -> None:
+        self.series = series
+        self.micro_steps = micro_steps
+        self.slots: dict[Device, Slot] = {}
+        self.late: dict[tuple[Device, int], Slot] = {}
+
+
+class LateRows:
+    """Whoever has rows of its own in the table, and enters them late. Must not raise."""
+
+    def step_ends(self) -> None:
+        """The last moment to measure something in the step in progress."""
+
+    def enter(self) -> None:
+        """Enter what was measured: the table is about to be read. The caller has the lock."""
+
+    def discard(self) -> None:
+        """Let go of what was measured in the step in progress. The caller has the lock."""
+
+
+class Recorder(ABC):
+    """Reduces tensors into the live table.
+
+    Attributes:
+        active: Whether the step in progress is collected. Every hook looks here first and does nothing else if not.
+        table: Changed by whoever has the ``lock``.
+        steps: How many were ended.
+        late: Who enters rows late.
+
+    Args:
+        magnitudes: Whether a histogram of magnitudes is counted of every tensor.
+    """
+
+    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
+        self.active = False
+        self.table = StatsTable(series)
+        self._eps = eps
+        self._magnitudes = magnitudes
+        self._open_pages: dict[Device, Page] = {}
+        self._slots: dict[tuple[Series, Device, tuple[int, ...]], Slot] = {}
+        # The engine runs the backward of each device on a thread of its own.
+        self.lock = threading.Lock()
+        self.steps = 0
+        self.late = LateRows()
+        self._inert = False
+        PROCESS.on_fork_child(self._become_inert)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything was recorded since the last seal."""
+        return self.table.writes > 0
+
+    def use(self, eps: float, *, magnitudes: bool = False) -> None:
+        """Between two steps: count as small what is below ``eps``, and say whether histograms of magnitudes are counted."""
+        self._magnitudes = magnitudes
+        if eps != self._eps:
+            self._eps = eps
+            self._take_eps(eps)
+
+    def count_magnitudes(self, wanted: bool) -> None:
+        """Count a histogram of magnitudes of every tensor from now on, or no longer."""
+        self._magnitudes = wanted
+
+    def activate(self, wanted: bool) -> None:
+        """Record the coming step or not. In a forked child nothing is ever recorded."""
+        self.active = wanted and not self._inert
+
+    def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
+        """The root of a chunk begins a forward that trains: one of ``micro_steps``, unless the loop has more."""
+        del chunk, micro_steps
+
+    def end_step(self) -> None:
+        """Record nothing more in the step in progress."""
+        if self.active:
+            self.late.step_ends()
+        self.active = False
+
+    def _become_inert(self) -> None:
+        self._inert, self.active = True, False
+
+    @abstractmethod
+    def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
+        """Reduce ``x`` into the row of ``watched`` for ``micro_step``. Without data there is no row.
+
+        Args:
+            aliases: A tensor read before under another name, and unchanged since, need not be read again. Off for parameters
+                and their gradients, which loops change behind the back of whoever counts changes (``p.data.clamp_()``).
+        """
+
+    @abstractmethod
+    def record_all(self, items: Sequence[tuple[Watched, Any]], failed: Callable[[Watched, Exception], None]) -> None:
+        """Reduce tensors that are no aliases into the rows of as many series, in this order.
+
+        Args:
+            failed: Told of a tensor that could not be read.
+        """
+
+    @abstractmethod
+    def record_numbers(
+        self, watched: Watched, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
+    ) -> None:
+        """Write a row whose numbers were computed elsewhere.
+
+        Args:
+            numbers: By column of partials (``monitor.stats.partials``); the others are 0. Tensors have one element, on the
+                device of ``x``, and are not waited for.
+            x: What was measured, whose local part's shape and dtype are those of the row.
+            histogram: Elements in each bin, shape of at most ``(BINS,)``, on the device of ``x``.
+        """
+
+    @abstractmethod
+    def reduce(self, x: Any, page: Page, local_row: int) -> bool:
+        """Write the partials of ``x`` into a row. False, and nothing written, if there is no data to read."""
+
+    @abstractmethod
+    def layout(self, x: Any) -> int:
+        """The number of the layout of ``x``, or of its local part."""
+
+    @abstractmethod
+    def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
+        """A page of ``device``."""
+
+    @abstractmethod
+    def _take_eps(self, eps: float) -> None:
+        """Count as small what is below ``eps``."""
+
+    @abstractmethod
+    def _forget_step(self) -> None:
+        """A new step has begun: forget the tensors of the last one. The caller has the lock."""
+
+    def seal(self, into: Sealed) -> None:
+        """Copy the table into ``into`` and begin a new step."""
+        with self.lock:
+            self.late.enter()
+            self.table.seal(into)
+            self.steps += 1
+            self._forget_step()
+
+    def kinds_now(self) -> dict[str, KindRows]:
+        """What the step in progress has measured so far. Waits for the device."""
+        with self.lock:
+            self.late.enter()
+            return self.table.kinds_now()
+
+    def discard(self) -> None:
+        """Begin a new step without keeping this one."""
+        with self.lock:
+            self._forget_step()
+            self.late.discard()
+            self.table.discard()
+            self.steps += 1
+
+    def page_for(self, device: Device, rows: int) -> Page:
+        """A page of ``device`` with room for that many more rows."""
+        page = self._open_pages.get(device)
+        if page is None or page.used + rows > page.rows:
+            most = max(PAGE_ROWS, rows)
+            page = self.table.add_page(self._new_memory(most, device, len(COLUMNS), WRITES), most)
+            self._open_pages[device] = page
+        return page
+
+    def _histogram_page(self, page: Page, device: Device) -> PageMemory:
+        if page.histogram is None:
+            page.histogram = self._new_memory(page.rows, device, BINS, slice(None))
+        return page.histogram
+
+    def _slot(self, watched: Watched, device: Device, micro_step: int) -> tuple[Slot, int]:
+        slot = watched.slots.get(device)
+        if slot is None:
+            slot = watched.slots[device] = self._allot(watched.series, device, watched.micro_steps)
+        if micro_step < slot.rows:
+            return slot, micro_step
+        late = watched.late.get((device, micro_step))
+        if late is None:
+            late = watched.late[device, micro_step] = self._allot(watched.series, device, (micro_step,))
+        return late, 0
+
+    def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> Slot:
+        """The rows of a series: those it has from an earlier attachment, or new ones."""
+        slot = self._slots.get((series, device, micro_steps))
+        if slot is None:
+            page = self.page_for(device, len(micro_steps))
+            slot = self._slots[series, device, micro_steps] = self.table.allot(page, series, micro_steps)
+        return slot

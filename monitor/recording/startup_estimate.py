@@ -1,0 +1,146 @@
+"""The start-up line: what the whole job will write in a collected step, and warnings of what will be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from monitor.config import MonitorConfig
+from monitor.coordinator.estimate import Bounds, KindLoad, estimate
+from monitor.failures import LOGGER
+from monitor.recording.attachment_spec import Watch
+from monitor.recording.backend import Backend
+from monitor.recording.features.watchers import chosen
+from monitor.recording.missing import gaps_of, nothing_matches, records_rows
+from monitor.recording.model_names import ModelNames
+from monitor.recording.parameter_series import NamedParameter
+from monitor.selection import ModuleSelection
+from monitor.series import (
+    ADAM_KINDS,
+    DIRECTION_KIND,
+    FORWARD_FEATURE_KINDS,
+    PARAMETER_KINDS,
+    REPLICA_KIND,
+    Ranks,
+    Series,
+    SeriesTable,
+)
+from monitor.stats.features import own_columns
+from monitor.stats.histograms import MAGNITUDES
+from monitor.stats.ops import is_of
+
+
+def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: Backend) -> None:
+    """Log what a step will come to and what will be missing, once for the job; as a warning above the configured bounds.
+
+    How many tensors a module takes and gives shows only in its first call: one of each is reckoned. So is a gradient and
+    moments for each parameter that is not frozen, and on every other rank what there is on this one.
+
+    Args:
+        series: Of this rank, attached: it knows of what the others hold.
+    """
+    monitored = frozenset(
+        rank for rank in range(watch.ownership.world_size) if not config.module_ranks or rank in config.module_ranks
+    )
+    if not monitored or watch.ownership.rank != min(monitored):
+        return
+    gaps = list(gaps_of(config, series, monitored))
+    reckoned = estimate(
+        _Job(monitored, list(names.parameters()), series, backend).loads(names, config, watch.grad_acc_steps),
+        config.formats,
+        config.steps_per_record(config.formats[0]),
+        config.step_interval,
+    )
+    bounds = Bounds(config.warn_rows_per_step, config.warn_bytes_per_step, config.warn_files_per_step)
+    line = f"{reckoned.line()}{', and what is communicated' if config.cc_distribution.enable else ''}"
+    if not reckoned.rows and names.selection.unmatched and records_rows(config):
+        gaps.append(nothing_matches(config))
+    for gap in gaps:
+        LOGGER.warning("%s", gap)
+    if not reckoned.rows and not config.cc_distribution.enable:
+        return
+    exceeded = reckoned.exceeded(bounds)
+    if exceeded:
+        advice = "Name fewer targets, collect less often, or put more steps into a record."
+        LOGGER.warning("%s: %s. %s", line, "; ".join(exceeded), advice)
+    else:
+        LOGGER.info("%s", line)
+
+
+class _Job:
+    """What the monitored ranks write between them, reckoned from what this one does."""
+
+    def __init__(
+        self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable, backend: Backend
+    ) -> None:
+        self._backend = backend
+        self._monitored = monitored
+        self._parameters = parameters
+        self._series = series
+        self._writers = cache(self._writing)
+
+    def loads(self, names: ModelNames, config: MonitorConfig, micro_steps: int) -> dict[str, KindLoad]:
+        each = micro_steps if config.micro_steps == "each" else 1
+        loads: dict[str, KindLoad] = {}
+        if config.wg_distribution:
+            loads["grad_unreduced"] = self._of_parameters("grad_unreduced", micro_steps if config.monitor_mbs_grad else 1)
+            loads["grad_reduced"] = self._of_parameters("grad_reduced")
+        if config.param_distribution:
+            loads.update({kind: self._of_parameters(kind, frozen=True) for kind in PARAMETER_KINDS})
+        if config.mv_distribution:
+            loads.update({kind: self._of_parameters(kind) for kind in ("exp_avg", "exp_avg_sq")})
+        loads |= self._of_updates(config)
+        if config.checks_replicas:
+            kept = sum(self._kept(kind) for kind in loads if not own_columns(kind))
+            loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
+        if config.xy_distribution:
+            called = [module for module in names.modules() if not isinstance(module.module, self._backend.never_called)]
+            wanted = [module.wanted for module in called if module.wanted is not None]
+            loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
+            loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
+        for hook, found in chosen(names, config, self._backend.reading_of_features).items():
+            loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
+        if config.counts_magnitudes:
+            loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}
+        return loads
+
+    def _of_updates(self, config: MonitorConfig) -> dict[str, KindLoad]:
+        loads: dict[str, KindLoad] = {}
+        if config.update_ratio:
+            loads["update_ratio"] = self._of_parameters("update_ratio", frozen=True)
+        if config.mg_direction:
+            loads[DIRECTION_KIND] = self._of_parameters(DIRECTION_KIND)
+        if config.ur_distribution:
+            loads |= {kind: replace(self._of_parameters(kind), histogram="signed") for kind in ADAM_KINDS}
+        return loads
+
+    def _of_modules(self, series: int, rows_each: int) -> KindLoad:
+        ranks = len(self._monitored)
+        return KindLoad(series * ranks, series * rows_each * ranks, ranks)
+
+    def _of_parameters(self, kind: str, rows_each: int = 1, *, frozen: bool = False) -> KindLoad:
+        writers = self._writers_of(kind, frozen=frozen)
+        series = round(sum(writers))
+        return KindLoad(series, series * rows_each, round(max(writers, default=0)))
+
+    def _kept(self, kind: str) -> int:
+        """How many replicas of the kind ranks keep the norm of, beside what is written in full."""
+        return round(sum(len(self._monitored) - one for one in self._writers_of(kind, frozen=kind in PARAMETER_KINDS)))
+
+    def _writers_of(self, kind: str, *, frozen: bool) -> list[float]:
+        """How many ranks write the kind, of each parameter that has it."""
+        there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
+        return [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
+
+    def _writing(self, replicas: Ranks) -> float:
+        """How many ranks write a series that is replicated like this one: of each set of replicas one."""
+        return len(self._monitored) / max(1, len(self._monitored & set(replicas)))
+
+
+def _forward(wanted: ModuleSelection) -> int:
+    return wanted.input.wanted + wanted.output.wanted
+
+
+def _backward(wanted: ModuleSelection) -> int:
+    return wanted.input_grad.wanted + wanted.output_grad.wanted

@@ -1,0 +1,132 @@
+"""All that is recorded of an optimizer's step as a whole."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from monitor.config import MonitorConfig
+from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.parameter_series import Computed, NamedParameter
+from monitor.recording.parameters import WatchedParameters
+from monitor.stats.partials import COUNT, SUM, SUMSQ
+
+
+class UpdateCollector:
+    """Looks at each step in its own way: overrides what it wants to be told of, in the order of these methods."""
+
+    def before_step(self, stepping: Stepping) -> None:
+        """An optimizer is about to step."""
+
+    def gradients_ready(self, stepping: Stepping) -> None:
+        """Its gradients are complete, before the step; again for every backward of a closure."""
+
+    def after_step(self, stepping: Stepping) -> None:
+        """It has stepped."""
+
+    def forget_step(self) -> None:
+        """The step was skipped, or has ended."""
+
+
+class Updates:
+    """Whichever of the collectors are wanted."""
+
+    def __init__(self, *collectors: UpdateCollector) -> None:
+        self._collectors = collectors
+
+    def before_step(self, stepping: Stepping) -> None:
+        for one in self._collectors:
+            one.before_step(stepping)
+
+    def gradients_ready(self, stepping: Stepping) -> None:
+        for one in self._collectors if stepping.optimizer is not None else ():
+            one.gradients_ready(stepping)
+
+    def after_step(self, stepping: Stepping) -> None:
+        for one in self._collectors:
+            one.after_step(stepping)
+
+    def forget_step(self) -> None:
+        """Let go of what belongs to the step that has ended."""
+        for one in self._collectors:
+            one.forget_step()
+
+
+Collecting = Callable[[WatchedParameters], UpdateCollector]
+
+
+def wanted(
+    config: MonitorConfig,
+    watched: WatchedParameters,
+    *,
+    ratio: Collecting,
+    direction: Collecting,
+    adam: Callable[[WatchedParameters, float], UpdateCollector],
+) -> Updates:
+    """What a configuration asks for, made by a framework's own collectors."""
+    collectors: list[UpdateCollector] = []
+    if config.update_ratio:
+        collectors.append(ratio(watched))
+    if config.mg_direction:
+        collectors.append(direction(watched))
+    if config.ur_distribution:
+        collectors.append(adam(watched, config.eps))
+    return Updates(*collectors)
+
+
+# --- ``update_ratio``: how much a step changes a weight, measured against the weight.
+#
+# A rounded weight may not change at all, however large the update that was asked for. So the weights themselves are
+# compared, and for that a copy of those that are watched is kept from before the step until after it.
+
+
+class RatioCollector(UpdateCollector, ABC):
+    """Norm of the update over norm of the weight before it, for each parameter."""
+
+    def __init__(self, watched: WatchedParameters) -> None:
+        self._series = watched.series("update_ratio")
+        self._framework = watched.framework
+        self._before: dict[NamedParameter, Any] = {}
+
+    def before_step(self, stepping: Stepping) -> None:
+        self._before.clear()
+        self._series.each(self._keep, stepping.held)
+
+    def after_step(self, stepping: Stepping) -> None:
+        try:
+            self._series.record_computed(self._compared, stepping.held)
+        finally:
+            self._before.clear()
+
+    def forget_step(self) -> None:
+        self._before.clear()
+
+    @abstractmethod
+    def _usable(self, weight: Any) -> Any:
+        """What can be compared of a weight, on this rank; None if nothing."""
+
+    @abstractmethod
+    def _copy(self, usable: Any) -> Any:
+        """A copy to compare with."""
+
+    @abstractmethod
+    def _squares(self, after: Any, before: Any) -> tuple[Any, Any] | None:
+        """The squares of the norms of the update and of the weight before it; None where the copy is of something else."""
+
+    def _keep(self, parameter: NamedParameter) -> None:
+        usable = self._weight(parameter)
+        if usable is not None:
+            self._before[parameter] = self._copy(usable)
+
+    def _compared(self, parameter: NamedParameter) -> Computed | None:
+        before, weight = self._before.pop(parameter, None), self._weight(parameter)
+        squares = None if before is None or weight is None else self._squares(weight, before)
+        if squares is None:
+            return None
+        return Computed({COUNT: float(prod(weight.shape)), SUM: squares[0], SUMSQ: squares[1]}, weight)
+
+    def _weight(self, parameter: NamedParameter) -> Any:
+        weight = self._framework.weight(parameter)
+        return None if weight is None else self._usable(weight)

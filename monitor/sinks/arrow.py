@@ -1,0 +1,368 @@
+"""Measurements as a table of Arrow: a row each, their partials in columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
+
+from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
+from monitor.sinks.files import Steps
+from monitor.sinks.text_cache import Cells
+from monitor.stats.features import FEATURES, as_scalar
+from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, ending, spelled
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, counted, derive, is_of
+from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials
+from monitor.stats.rows import Layout, StepRows
+
+# --- Histograms as a column of Arrow: of each row the bins that hold something, null where there is none.
+#
+# Of 284 bins of magnitudes a tensor fills some thirty, so this is a tenth of what all of them take.
+
+HISTOGRAM: Final = "histogram"
+
+FILLED: Final = pa.large_list(pa.struct([("bin", pa.int16()), ("elements", pa.int64())]))
+"""In order of bins."""
+
+WHOLE: Final = pa.large_list(pa.int64())
+"""For who reads files: the elements of every bin."""
+
+
+_ENTRY: Final = list(FILLED.value_type)
+_SPELLED: Final = pa.array([ending(upper) for upper in UPPER.tolist()], type=pa.large_string())
+
+
+def upper_of(kind: str) -> Floats:
+    """The upper ends of the bins of a kind, shape ``(bins,)``."""
+    return UNIT_UPPER if kind in ADAM_KINDS else UPPER
+
+
+def filled(counts: Counts) -> pa.LargeListArray:
+    """The column of counts, shape ``(rows, bins)``, in the type ``FILLED``."""
+    rows, bins = np.nonzero(counts)
+    entries = pa.StructArray.from_arrays([pa.array(bins.astype(np.int16)), pa.array(counts[rows, bins])], fields=_ENTRY)
+    each = np.bincount(rows, minlength=len(counts))
+    return _lists(entries, each, each > 0)
+
+
+def of_kinds(kinds: Sequence[Partials]) -> pa.LargeListArray | None:
+    """The column of the rows of one kind after those of the other; None where no row has a histogram."""
+    if all(one.histogram is None for one in kinds):
+        return None
+    parts = [pa.nulls(len(one), FILLED) if one.histogram is None else filled(one.histogram) for one in kinds]
+    column = pa.concat_arrays(parts)
+    return column if column.null_count < len(column) else None
+
+
+def parsed(texts: pa.ChunkedArray) -> pa.LargeListArray:
+    """The column of what ``monitor.stats.histograms.spelled`` has made text of.
+
+    Raises:
+        ValueError: a text is something else.
+    """
+    joined = texts.combine_chunks().cast(pa.large_string())
+    entries = call_function("split_pattern_regex", [joined], SplitPatternOptions(" +"))
+    words = entries.flatten()
+    said = call_function("greater", [call_function("binary_length", [words]), pa.scalar(0, pa.int64())])
+    each = np.bincount(
+        np.repeat(np.arange(len(joined)), np.diff(entries.offsets.to_numpy()))[said.to_numpy(zero_copy_only=False)],
+        minlength=len(joined),
+    )
+    return _lists(_entries(words.filter(said)), each, each > 0)
+
+
+def _entries(words: pa.LargeStringArray) -> pa.StructArray:
+    pairs = call_function("split_pattern", [words], SplitPatternOptions(":"))
+    if (np.diff(pairs.offsets.to_numpy()) != 2).any():
+        raise ValueError("a histogram is not as it is spelled")
+    both = pairs.flatten()
+    upper, elements = (both.take(pa.array(np.arange(start, len(both), 2))) for start in (0, 1))
+    bins = call_function("index_in", [upper], SetLookupOptions(_SPELLED))
+    counts = elements.cast(pa.int64())
+    if bins.null_count or (counts.to_numpy() < 0).any():
+        raise ValueError("a histogram has a bin that there is not")
+    return pa.StructArray.from_arrays([bins.cast(pa.int16()), counts], fields=_ENTRY)
+
+
+def counts_of(column: pa.ChunkedArray | pa.LargeListArray, bins: int = BINS) -> Counts:
+    """The elements in each bin, shape ``(rows, bins)``, zeros where there is no histogram.
+
+    Args:
+        column: Of either type.
+    """
+    joined = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    counts = np.zeros((len(joined), bins), dtype=np.int64)
+    each = np.diff(joined.offsets.to_numpy())
+    entries = joined.flatten()
+    rows = np.repeat(np.arange(len(joined)), np.where(joined.is_valid(), each, 0))
+    if joined.type == FILLED:
+        counts[rows, entries.field("bin").to_numpy()] = entries.field("elements").to_numpy()
+    else:
+        start = np.repeat(np.cumsum(each) - each, each)
+        counts[rows, np.arange(len(rows)) - start] = entries.to_numpy()
+    return counts
+
+
+def whole(table: pa.Table) -> pa.Table:
+    """With the elements of every bin, where there are histograms; null in the rows that have none."""
+    if HISTOGRAM not in table.column_names:
+        return table
+    column = table[HISTOGRAM].combine_chunks()
+    codes = table["kind"].combine_chunks()
+    width = np.array([len(upper_of(kind)) for kind in codes.dictionary.to_pylist()])[codes.indices.to_numpy()]
+    there = column.is_valid().to_numpy(zero_copy_only=False)
+    each = np.where(there, width, 0)
+    counts = counts_of(column)
+    values = counts[np.arange(BINS) < each[:, None]]
+    return table.set_column(table.column_names.index(HISTOGRAM), HISTOGRAM, _lists(pa.array(values), each, there))
+
+
+def _lists(entries: pa.Array, each: NDArray[np.int64], there: NDArray[np.bool_]) -> pa.LargeListArray:
+    offsets = np.concatenate([[0], np.cumsum(each)])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), entries, mask=pa.array(~there))
+
+
+TEXT: Final = pa.dictionary(pa.int32(), pa.string())
+
+IDENTITY: Final = {
+    "kind": TEXT,
+    "vpp_stage": pa.int64(),
+    "name": TEXT,
+    "step": pa.int64(),
+    "micro_step": pa.int64(),
+    "call_id": pa.int64(),
+    "shape": TEXT,
+    "dtype": TEXT,
+    CALLS: pa.int64(),
+}
+"""What a row is of, and where it stands. ``micro_step`` is null where the row belongs to the step as a whole, ``calls`` where
+it combines no calls of operators.
+"""
+
+NULLABLE: Final = ("micro_step", CALLS)
+MISSING: Final = -1
+"""What stands for null in a file."""
+
+PARTIALS: Final = COLUMNS[WRITES + 1 :]
+SUMS: Final = ("min", "max", "sum", "sumsq", "m2")
+"""The partials that are float64. The others are integers."""
+
+SCHEMA: Final = pa.schema([*IDENTITY.items(), *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
+
+WITH_HISTOGRAMS: Final = SCHEMA.append(pa.field(HISTOGRAM, FILLED))
+"""``SCHEMA`` where a row has a histogram."""
+
+_AS_THEY_ARE: Final = (*LAYOUT_OPS, CALLS)
+"""Columns that are not derived."""
+
+
+class Measurements:
+    """Makes tables of the rows of one rank. Keeps the text of each series and layout that it has met."""
+
+    def __init__(self, series: SeriesTable) -> None:
+        self._names = Cells(series, lambda one: one.name)
+        self._stages = np.zeros(0, dtype=np.int64)
+        self._series = series
+        self._layouts: dict[str, Cells[Layout]] = {}
+
+    def of(self, rows: StepRows) -> pa.RecordBatch:
+        """All rows of a step, kind by kind, in the columns ``SCHEMA`` or ``WITH_HISTOGRAMS``."""
+        kinds = list(rows.kinds.values())
+        series, micro_step, call_id, layout = (
+            np.concatenate([getattr(kind, column) for kind in kinds])
+            for column in ("series", "micro_step", "call_id", "layout")
+        )
+        identity = [
+            _texts(np.repeat(np.arange(len(kinds), dtype=np.int32), [*map(len, kinds)]), rows.kinds),
+            pa.array(self._stages_of(series)),
+            self._names.once(series),
+            pa.array(np.full(len(series), rows.step)),
+            pa.array(micro_step, mask=micro_step == NO_MICRO_STEP),
+            pa.array(call_id),
+            *(cells.once(layout) for cells in self._cells_of(rows.layouts).values()),
+            _calls(rows),
+        ]
+        partials = [pa.array(column) for column in _columns([kind.partials for kind in kinds])]
+        histograms = of_kinds([kind.partials for kind in kinds])
+        if histograms is None:
+            return pa.RecordBatch.from_arrays([*identity, *partials], schema=SCHEMA)
+        return pa.RecordBatch.from_arrays([*identity, *partials, histograms], schema=WITH_HISTOGRAMS)
+
+    def _stages_of(self, series: NDArray[np.int64]) -> NDArray[np.int64]:
+        known, now = len(self._stages), len(self._series)
+        if now > known:
+            new = [self._series[i].vpp_stage for i in range(known, now)]
+            self._stages = np.concatenate([self._stages, np.array(new, dtype=np.int64)])
+        stages: NDArray[np.int64] = self._stages[series]
+        return stages
+
+    def _cells_of(self, layouts: list[Layout]) -> dict[str, Cells[Layout]]:
+        if not self._layouts or self._layouts["shape"].of is not layouts:
+            self._layouts = {
+                "shape": Cells(layouts, lambda layout: str(list(layout.shape))),
+                "dtype": Cells(layouts, lambda layout: layout.dtype),
+            }
+        return self._layouts
+
+
+def partials_of(table: pa.Table) -> Partials:
+    """The partials of each row, for ``derive`` and ``combine``.
+
+    Args:
+        table: With the columns ``PARTIALS``, and ``HISTOGRAM`` if there is any.
+    """
+    columns = np.ones((len(COLUMNS), len(table)))
+    for number, name in enumerate(PARTIALS, WRITES + 1):
+        columns[number] = table[name].to_numpy()
+    return Partials(columns, counts_of(table[HISTOGRAM]) if HISTOGRAM in table.column_names else None)
+
+
+def with_ops(table: pa.Table, ops: Sequence[str]) -> pa.Table:
+    """The table with ops in place of partials; what has no value is null, and so is what a row's kind has none of.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if unknown := [op for op in ops if op not in (*OPS, *FEATURES, CALLS)]:
+        raise ValueError(f"there is no op {unknown[0]!r}; there are {', '.join((*OPS, *FEATURES))}")
+    partials, kinds = _as_read(table), table["kind"].combine_chunks()
+    columns = {name: table[name] for name in IDENTITY if name not in LAYOUT_OPS}
+    columns |= {op: table[op] if op in _AS_THEY_ARE else _derived(op, partials, _rows_with(op, kinds)) for op in ops}
+    return pa.table(columns, metadata=table.schema.metadata)
+
+
+def completed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with all columns of ``SCHEMA``: those that were written before ``calls`` was counted say nothing of it."""
+    if CALLS in rows.schema.names:
+        return rows
+    columns = [pa.nulls(len(rows), one.type) if one.name == CALLS else rows[one.name] for one in SCHEMA]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.with_metadata(rows.schema.metadata))
+
+
+def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """Runs of rows of one kind."""
+    kind = rows["kind"].indices.to_numpy()
+    starts = np.flatnonzero(np.diff(kind, prepend=-1))
+    names = rows["kind"].dictionary.to_pylist()
+    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(kind)], strict=True):
+        yield names[kind[start]], rows.slice(start, end - start)
+
+
+def _texts(index: NDArray[np.int32], texts: Iterable[str]) -> pa.DictionaryArray:
+    # With its type, or pyarrow looks for modules to guess it by, each time.
+    return pa.DictionaryArray.from_arrays(pa.array(index), pa.array(list(texts), type=pa.string()))
+
+
+def _calls(rows: StepRows) -> pa.Array:
+    """How many calls each row combines."""
+    counted = [kind in rows.counted_kinds for kind in rows.kinds]
+    if not any(counted):
+        return pa.nulls(len(rows), pa.int64())
+    values, valid = zip(*(derive(CALLS, kind.partials) for kind in rows.kinds.values()), strict=True)
+    there = np.concatenate(valid) & np.repeat(counted, [*map(len, rows.kinds.values())])
+    return pa.array(np.concatenate(values).astype(np.int64), mask=~there)
+
+
+def _as_read(table: pa.Table) -> Partials:
+    """The partials that ops are derived from: of a share it is the scalar that it is to who reads."""
+    partials, kinds = partials_of(table), table["kind"].combine_chunks()
+    shares = np.flatnonzero(_are(kinds, lambda kind: kind == DIRECTION_KIND))
+    if len(shares):
+        partials.columns[:, shares] = as_scalar(partials.take(shares)).columns
+    return partials
+
+
+def _rows_with(op: str, kinds: pa.DictionaryArray) -> NDArray[np.bool_]:
+    return _are(kinds, lambda kind: is_of(op, kind))
+
+
+def _are(kinds: pa.DictionaryArray, which: Callable[[str], bool]) -> NDArray[np.bool_]:
+    each = np.array([which(kind) for kind in kinds.dictionary.to_pylist()], dtype=np.bool_)
+    of_rows: NDArray[np.bool_] = each[kinds.indices.to_numpy()]
+    return of_rows
+
+
+def _derived(op: str, partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
+    """Of an op, null but in these rows."""
+    if op == MAGNITUDES:
+        return _spelled(partials, rows)
+    # The scalar that stands for a share is its own mean.
+    values, valid = derive("mean" if op == DIRECTION_KIND else op, partials)
+    return pa.array(values.astype(np.int64) if op in INTEGER_OPS else values, mask=~(valid & rows))
+
+
+def _spelled(partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
+    histogram, there = partials.histogram, (counted(partials) & rows).tolist()
+    texts = [spelled(histogram[i]) if histogram is not None and it_is else None for i, it_is in enumerate(there)]
+    return pa.array(texts, type=pa.string())
+
+
+def _columns(partials: Sequence[Partials]) -> Iterator[NDArray[np.float64] | NDArray[np.int64]]:
+    for number, name in enumerate(PARTIALS, WRITES + 1):
+        column = np.concatenate([one.columns[number] for one in partials])
+        yield column if name in SUMS else column.astype(np.int64)
+
+
+# --- What is to be known of measurements, beside their rows.
+
+SCHEMA_VERSION: Final = 2
+"""Of the ``hdf5`` format. Columns of version 1 were compressed by gzip."""
+
+METADATA: Final = b"monitor"
+"""Where ``Facts`` stand in the metadata of an Arrow schema, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is to be known of some steps.
+
+    Attributes:
+        rank: Who measured.
+        eps: What the partial ``smalls`` counts is below this.
+        ops: The statistics that were asked for when the last of the steps was sealed.
+        skipped: The steps that the optimizer skipped.
+        incomplete: The steps in the middle of which the run ended.
+    """
+
+    rank: int
+    eps: float
+    ops: tuple[str, ...] = ()
+    skipped: tuple[int, ...] = ()
+    incomplete: tuple[int, ...] = ()
+
+    def of(self, rows: StepRows) -> Facts:
+        """The same of one step."""
+        marked = {status: (rows.step,) if rows.status == status else () for status in ("skipped", "incomplete")}
+        return Facts(self.rank, self.eps, rows.ops, marked["skipped"], marked["incomplete"])
+
+    def fits(self, other: Facts) -> bool:
+        """Whether rows of both mean the same."""
+        return (self.rank, self.eps) == (other.rank, other.eps)
+
+    def then(self, later: Facts) -> Facts:
+        """Of these steps and later ones."""
+        skipped, incomplete = (*self.skipped, *later.skipped), (*self.incomplete, *later.incomplete)
+        return replace(later, skipped=skipped, incomplete=incomplete)
+
+    def only(self, steps: Steps) -> Facts:
+        """Of those of the steps that lie between these."""
+        within = ((s for s in marked if steps.first <= s <= steps.last) for marked in (self.skipped, self.incomplete))
+        skipped, incomplete = map(tuple, within)
+        return replace(self, skipped=skipped, incomplete=incomplete)
+
+    def packed(self) -> dict[bytes, bytes]:
+        """As metadata of an Arrow schema."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {METADATA: json.dumps({"schema_version": SCHEMA_VERSION, **fields}).encode()}
+
+    @classmethod
+    def unpacked(cls, metadata: Mapping[bytes, bytes]) -> Facts:
+        fields = json.loads(metadata[METADATA])
+        lists = {name: tuple(fields[name]) for name in ("ops", "skipped", "incomplete")}
+        return cls(fields["rank"], fields["eps"], **lists)

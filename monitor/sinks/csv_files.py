@@ -1,0 +1,426 @@
+"""Which rows share a file, what it is called, and when it is seen.
+
+A file of a kind holds the steps of a record and is called after them. It takes its name when the record is complete, so a
+reader never meets a torn one, and a process that is killed loses at most the record that it had open. Steps that were there
+before, from a flush or from an earlier process, are carried over if their columns are the same. If not, the record is shared
+by several files, each called after the steps that it really holds. Of a record that is written again, all that was there from
+the first step on goes, whatever file of whatever kind has it: no step is there twice, and none is a mixture of what was
+measured then and now. What is not ours is never touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
+from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
+
+from monitor.sinks.files import Named, Part, Steps, draft_name, part_name, shard_name, shards_in
+
+# --- Rows as they stand in a CSV file, each with its step, so that some of them can be kept and others not.
+
+BEGINNING: Final = b"vpp_stage,name,step,"
+"""Of every file of ours."""
+
+_DIALECT: Final = ParseOptions(newlines_in_values=True)
+_STEPS: Final = ConvertOptions(column_types={"step": pa.int64()}, include_columns=["step"])
+_ONE_THREAD: Final = ReadOptions(use_threads=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The content of a file: whole lines, each of which has a step.
+
+    Attributes:
+        header: The first line, ended by a newline.
+        rows: The other lines, uint8, shape ``(bytes,)``.
+        lengths: Bytes of each row, its newline included; int64, shape ``(rows,)``.
+        steps: Step of each row; int64, shape ``(rows,)``.
+    """
+
+    header: bytes
+    rows: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+    @classmethod
+    def nothing(cls, header: bytes) -> Written:
+        """A header and no rows."""
+        none = np.empty(0, np.int64)
+        return cls(header, np.empty(0, np.uint8), none, none)
+
+    @classmethod
+    def read(cls, path: Path) -> Written | None:
+        """None if there is no such file, or if it is not one of ours."""
+        try:
+            return cls.parse(path.read_bytes())
+        except (FileNotFoundError, IsADirectoryError, PermissionError):
+            return None
+
+    @classmethod
+    def parse(cls, text: bytes) -> Written | None:
+        """None if it is not whole, or not one of ours."""
+        ends = line_ends(text)
+        if not text.startswith(BEGINNING) or ends[-1:].tolist() != [len(text)]:
+            return None
+        try:
+            steps = _steps_of(text)
+        except pa.ArrowInvalid:
+            return None
+        if len(ends) != 1 + len(steps):
+            return None
+        return cls(text[: ends[0]], np.frombuffer(text, dtype=np.uint8)[ends[0] :], np.diff(ends), steps)
+
+    def only(self, kept: NDArray[np.bool_]) -> Written:
+        """Some of the rows; ``kept`` has the shape ``(rows,)``."""
+        return Written(self.header, self.rows[np.repeat(kept, self.lengths)], self.lengths[kept], self.steps[kept])
+
+    def before(self, step: int) -> Written:
+        return self.only(self.steps < step)
+
+    def text(self) -> bytes:
+        return self.header + self.rows.tobytes()
+
+    def rows_of(self, step: int) -> bytes:
+        return self.only(self.steps == step).rows.tobytes()
+
+    def first(self) -> int | None:
+        """The first of its steps; None if there are no rows."""
+        return int(self.steps.min()) if len(self.steps) else None
+
+    def last(self) -> int | None:
+        return int(self.steps.max()) if len(self.steps) else None
+
+
+def line_ends(text: bytes) -> NDArray[np.int64]:
+    """Where each whole line ends, one past its newline. A newline after an odd number of quotes is part of a name."""
+    characters = np.frombuffer(text, dtype=np.uint8)
+    within_quotes = np.bitwise_xor.accumulate(characters == ord('"'))
+    return np.flatnonzero((characters == ord("\n")) & ~within_quotes) + 1
+
+
+def _steps_of(text: bytes) -> NDArray[np.int64]:
+    table = read_arrow(pa.BufferReader(text), _ONE_THREAD, _DIALECT, _STEPS)
+    if table["step"].null_count:
+        raise pa.ArrowInvalid("a row has no step")
+    steps: NDArray[np.int64] = table["step"].to_numpy()
+    return steps
+
+
+MOST_RECORDS: Final = 1000
+"""A file that is called after more steps than so many records have is not looked up by its records."""
+
+Write = Callable[[str, bytes | memoryview], None]
+"""Takes a kind and some of its rows in the step at hand."""
+
+
+@dataclass(slots=True)
+class Shard:
+    """The open file of a kind.
+
+    Attributes:
+        record: The steps that it may hold.
+        header: The first line, ended by a newline.
+        replaces: The file whose rows it carries on, if any.
+        shares_record: Whether the record has other files too, so that this one must be called after its own steps.
+        first, last: The steps that it does hold; ``last`` is None until one was written.
+    """
+
+    kind: str
+    record: Steps
+    header: bytes
+    part: Part
+    replaces: Path | None
+    shares_record: bool
+    first: int | None
+    last: int | None = None
+
+    def keep(self, step: int) -> None:
+        """The rows of ``step`` are all there."""
+        self.part.keep()
+        self.first, self.last = step if self.first is None else self.first, step
+
+    def takes(self, step: int, header: bytes) -> bool:
+        """Whether rows of ``step`` can be added at its end."""
+        return self.header == header and (self.last is None or self.last < step) and not self.part.released
+
+    @property
+    def called_after(self) -> Steps:
+        """The steps that its name says."""
+        if not self.shares_record or self.first is None or self.last is None:
+            return self.record
+        return Steps(self.first, self.last)
+
+
+class Shards:
+    """The shards of a directory, one open a kind at most, all of one record.
+
+    Every method may raise OSError: every shard then holds whole steps, and the next step can be tried.
+    """
+
+    def __init__(self, directory: Path, steps_per_record: int) -> None:
+        self._directory = directory
+        self._within = os.path.join(directory, "")
+        self._steps_per_record = steps_per_record
+        self._open: dict[str, Shard] = {}
+        self._since: int | None = None  # the first step that was written since the files were last made visible
+        self._there: _Files | None = None
+
+    @contextmanager
+    def step(self, step: int, headers: Mapping[str, bytes]) -> Iterator[Write]:
+        """Write one step, of all kinds or, if an error leaves this context, of none.
+
+        Args:
+            headers: By kind. A kind of which nothing is written gets no file.
+        """
+        record = self._record_of(step)
+        self._make_way(step, record, headers)
+        touched: set[str] = set()
+
+        def write(kind: str, text: bytes | memoryview) -> None:
+            touched.add(kind)
+            if kind in self._open:
+                self._open[kind].part.write(text)
+            else:
+                self._open[kind] = self._new(kind, record, headers[kind], step, text)
+
+        try:
+            yield write
+            for kind in touched:
+                self._open[kind].part.finish()
+        except BaseException:
+            self._forget(touched)
+            raise
+        self._keep(step, touched)
+        if step == record.last:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give every shard its name."""
+        self._publish(list(self._open.values()))
+
+    def close(self) -> None:
+        """Give every shard its name, and let go of all files, also of those that could not be named."""
+        try:
+            self.flush()
+        finally:
+            for shard in self._open.values():
+                with suppress(OSError):
+                    shard.part.release()
+            self._open.clear()
+
+    def carried_on(self, named: Named, header: bytes) -> Written:
+        """What is visible of the record that a file in the making belongs to, in the columns of ``header``."""
+        return _joined(self._files().of(named.kind, named.steps), header)[1]
+
+    def take_up(self, since: int, left: Mapping[Named, tuple[Part, Written]], written_before: Callable[[Path], bool]) -> None:
+        """Make visible what another process had in the making: parts of one record that hold whole steps.
+
+        Args:
+            since: The first step that it had written since it last made files visible.
+            written_before: Whether a file is from before that process, which may have made some of them visible.
+        """
+        for named, (part, rows) in left.items():
+            files = self._files().of(named.kind, named.steps)
+            replaces, _ = _joined(files, rows.header)
+            shares = any(one.path != replaces for one in files)
+            shard = Shard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
+            self._open[named.kind] = shard
+        self._take_out(Steps(since, self._record_of(since).last), written_before)
+        self.close()
+
+    def _record_of(self, step: int) -> Steps:
+        return Steps.of_record(step, self._steps_per_record)
+
+    def _make_way(self, step: int, record: Steps, headers: Mapping[str, bytes]) -> None:
+        """Finish the shards if rows of ``step`` cannot be added to them."""
+        self._miss_removed()
+        shards = self._open.values()
+        for shard in shards:
+            shard.shares_record |= shard.record == record and shard.header != headers.get(shard.kind, shard.header)
+        if any(shard.record != record or not shard.takes(step, headers.get(shard.kind, shard.header)) for shard in shards):
+            self.flush()
+        if not self._open:
+            self._since = None
+
+    def _miss_removed(self) -> None:
+        removed = [kind for kind, shard in self._open.items() if shard.part.gone()]
+        if removed:
+            paths = [self._drop(kind).path for kind in removed]
+            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", paths[0])
+
+    def _keep(self, step: int, kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            self._open[kind].keep(step)
+        self._since = step if self._since is None else self._since
+
+    def _forget(self, kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            shard = self._open.get(kind)
+            if shard is not None and shard.last is None:
+                self._drop(kind)
+            elif shard is not None:
+                shard.part.forget()
+
+    def _drop(self, kind: str) -> Part:
+        part = self._open.pop(kind).part
+        part.discard()
+        return part
+
+    def _new(self, kind: str, record: Steps, header: bytes, step: int, text: bytes | memoryview) -> Shard:
+        """One that holds ``text`` behind what is carried over."""
+        before, replaces, first, shares_record = header, None, None, False
+        if files := self._files().of(kind, record):
+            replaces, rows = _joined(files, header)
+            carried = rows.before(step if self._since is None else self._since)
+            before, first = carried.text(), carried.first()
+            shares_record = any(one.path != replaces for one in files)
+        part = Part.begin(self._within + part_name(shard_name(kind, record)), before, text)
+        return Shard(kind, record, header, part, replaces, shares_record, first)
+
+    def _publish(self, shards: list[Shard]) -> None:
+        """Give each shard its name; of several errors raise the first, when all were tried."""
+        if shards and self._since is not None:
+            self._take_out(Steps(self._since, shards[0].record.last))
+            self._since = None
+        errors = [error for error in map(self._publish_one, shards) if error is not None]
+        if errors:
+            raise errors[0]
+
+    def _take_out(self, steps: Steps, among: Callable[[Path], bool] = os.path.lexists) -> None:
+        """Rid the files that no shard replaces of what they hold of these steps: they were written again."""
+        for one in self._files().with_some_of(self._record_of(steps.first)):
+            replaced = any(one.path == shard.replaces for shard in self._open.values())
+            if not replaced and one.steps.meets(steps) and among(one.path):
+                _take_out(one.path, steps)
+
+    def _publish_one(self, shard: Shard) -> OSError | None:
+        try:
+            shard.part.release()
+            self._give_name(shard)
+            del self._open[shard.kind]
+        except OSError as error:
+            if shard.part.gone():
+                self._drop(shard.kind)
+            return error
+        return None
+
+    def _give_name(self, shard: Shard) -> None:
+        steps = shard.called_after
+        path = self._free_path(shard.kind, steps, shard.replaces)
+        # By way of the file that it replaces, so that its rows are never there twice.
+        os.replace(shard.part.path, shard.replaces or path)
+        if shard.replaces:
+            os.replace(shard.replaces, path)
+        self._files().add(shard.kind, steps, path)
+
+    def _free_path(self, kind: str, steps: Steps, replaces: Path | None) -> str:
+        for copy in count(1):
+            path = self._within + shard_name(kind, steps, copy)
+            if not os.path.lexists(path) or (replaces is not None and Path(path) == replaces):
+                break
+        return path
+
+    def _files(self) -> _Files:
+        """The directory is listed once, for the files that were there."""
+        if self._there is None:
+            self._there = _Files(self._directory, self._steps_per_record)
+        return self._there
+
+
+class _Files:
+    """The files of a directory by the records that they hold steps of.
+
+    Those that are called after a record are not remembered: there may be a million, and their names can be told. Nobody else
+    makes files here, so a record after all that there are has none: training that goes on asks the file system for nothing.
+    """
+
+    def __init__(self, directory: Path, steps_per_record: int) -> None:
+        self._within = os.path.join(directory, "")
+        self._steps_per_record = steps_per_record
+        self._kinds: set[str] = set()
+        self._others: dict[Steps, set[Named]] = defaultdict(set)
+        self._long: set[Named] = set()
+        self._newest = -1
+        for named in shards_in(directory):
+            self.add(named.kind, named.steps, os.fspath(named.path))
+
+    def add(self, kind: str, steps: Steps, path: str) -> None:
+        self._kinds.add(kind)
+        self._newest = max(self._newest, steps.last)
+        record = self._record_of(steps.first)
+        if record != steps or not path.endswith(shard_name(kind, record)):
+            self._add_other(Named(kind, steps, Path(path)), record)
+
+    def _add_other(self, named: Named, record: Steps) -> None:
+        if named.steps.last - record.first >= MOST_RECORDS * self._steps_per_record:
+            self._long.add(named)
+            return
+        while record.first <= named.steps.last:
+            self._others[record].add(named)
+            record = self._record_of(record.last + 1)
+
+    def of(self, kind: str, record: Steps) -> list[Named]:
+        """The files of a kind that hold nothing but steps of this record: the one called after it first."""
+        kinds = [kind] if kind in self._kinds else []
+        return [one for one in self._found(kinds, record) if one.kind == kind and record.holds(one.steps)]
+
+    def with_some_of(self, record: Steps) -> list[Named]:
+        """The files of all kinds that may hold steps of this record."""
+        return self._found(sorted(self._kinds), record)
+
+    def _found(self, kinds: Iterable[str], record: Steps) -> list[Named]:
+        """Those of ``kinds`` that are called after the record, and the others of any kind."""
+        if record.first > self._newest:
+            return []
+        names = ((kind, self._within + shard_name(kind, record)) for kind in kinds)
+        files = [Named(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
+        others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
+        return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]
+
+    def _record_of(self, step: int) -> Steps:
+        return Steps.of_record(step, self._steps_per_record)
+
+
+def _joined(files: Iterable[Named], header: bytes) -> tuple[Path | None, Written]:
+    """The first of these files that rows below ``header`` can join, and what it holds."""
+    for one in files:
+        rows = Written.read(one.path)
+        if rows is not None and rows.header == header:
+            return one.path, rows
+    return None, Written.nothing(header)
+
+
+def _take_out(path: Path, steps: Steps) -> None:
+    rows = Written.read(path)
+    if rows is None:
+        return
+    kept = (rows.steps < steps.first) | (rows.steps > steps.last)
+    if not kept.any():
+        path.unlink(missing_ok=True)
+    elif not kept.all():
+        _replace(path, rows.only(kept).text())
+
+
+def _replace(path: Path, text: bytes) -> None:
+    """Its time stays: it says until when something was added to the file."""
+    draft, time = path.with_name(draft_name(path.name)), path.stat().st_mtime_ns
+    try:
+        draft.write_bytes(text)
+        os.utime(draft, ns=(time, time))
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise

@@ -1,0 +1,155 @@
+"""Lines in C (``lines.c``), where that was built: one call for all rows and columns, in which no other thread waits for the
+interpreter, and which takes a few microseconds where the rows are few. Character by character they are those of
+``python_lines.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice, pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.sinks.text_cache import Cells
+from monitor.stats.host.native import is_wanted
+from monitor.stats.partials import Floats
+
+# --- What lines are made of, column by column. All columns of some rows are aligned.
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts that were spelled before, each found by its number.
+
+    Attributes:
+        of: The texts.
+        index: Which of them each row has; int64, shape ``(rows,)``.
+    """
+
+    of: Cells[Any]
+    index: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers, written as ``monitor.sinks.csv_text`` says.
+
+    Attributes:
+        values: float64, shape ``(rows,)``.
+        valid: Which of them were measured, shape ``(rows,)``; the others have empty cells.
+    """
+
+    values: Floats
+    valid: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts(Numbers):
+    """Numbers that are integers."""
+
+
+Column = Texts | Numbers
+
+Join = Callable[[Sequence[Column], Sequence[int], int], Iterator[memoryview]]
+"""Takes columns, how many rows each text is to have, and ``ndigits``: makes lines, each ended by a newline."""
+
+# --- Lines of CSV text, made by Python a number at a time, where the module in C was not built (``native_lines.py``).
+#
+# A finite value is written as ``f"{x:.6f}"`` from 1e-3 up to 1e15 in magnitude, as ``f"{x:.6e}"`` outside, 6 being
+# ``ndigits``. A value that too few decimals would turn into zero is scientific too, so only zero is written as zero.
+# Zero itself is ``0``; the rest is ``nan``, ``inf``, ``-inf`` and, for what was not measured, nothing.
+
+MOST_DIGITS: Final = 16
+"""Decimals beyond this many are not written: 17 significant digits tell every double from its neighbours."""
+
+_FIXED_FROM: Final = 1e-3
+_FIXED_BELOW: Final = 1e15
+_VISIBLE_FROM: Final = (math.nextafter(0.5, 1.0), 0.05, 0.005)
+"""The least value that rounds to something else than zero with 0, 1 and 2 decimals; with 3 and more, 1e-3 does."""
+
+
+def python_lines(columns: Sequence[Column], lengths: Sequence[int], ndigits: int) -> Iterator[memoryview]:
+    """See ``monitor.sinks.csv_text.Join``."""
+    rows = zip(*(_cells(column, ndigits) for column in columns), strict=True)
+    for length in lengths:
+        yield memoryview("".join(f"{','.join(row)}\n" for row in islice(rows, length)).encode())
+
+
+def fixed_from(ndigits: int) -> float:
+    """The least magnitude that is not written in scientific form."""
+    return max(_FIXED_FROM, _VISIBLE_FROM[ndigits]) if ndigits < len(_VISIBLE_FROM) else _FIXED_FROM
+
+
+def _cells(column: Column, ndigits: int) -> list[str]:
+    if isinstance(column, Texts):
+        texts: list[str] = column.of.take(column.index).to_pylist()
+        return texts
+    cells = zip(column.values.tolist(), column.valid.tolist(), strict=True)
+    if isinstance(column, Counts):
+        return [f"{int(value)}" if valid else "" for value, valid in cells]
+    least, digits = fixed_from(ndigits), min(ndigits, MOST_DIGITS)
+    return [_text(value, least, digits) if valid else "" for value, valid in cells]
+
+
+def _text(value: float, least: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return f"{value}"
+    return f"{value:.{digits}f}" if least <= abs(value) < _FIXED_BELOW else f"{value:.{digits}e}"
+
+
+try:
+    from monitor.sinks import _lines
+except ImportError:
+    _lines = None  # type: ignore[assignment]
+
+_TEXT, _NUMBER, _COUNT = range(3)
+
+LEAST_POWER: Final = -308
+MOST_POWER: Final = MOST_DIGITS + 324
+"""From the least power of ten to this: those that make of a double an integer with as many digits as are written."""
+
+SCALE: Final = 1400
+"""Bits behind the point of a power of ten: the least one keeps more than 128 significant ones."""
+
+_WORD: Final = (1 << 64) - 1
+
+
+def is_there() -> bool:
+    """Whether it was built and is wanted."""
+    return _lines is not None and is_wanted()
+
+
+def native_lines(columns: Sequence[Column], lengths: Sequence[int], ndigits: int) -> Iterator[memoryview]:
+    """See ``monitor.sinks.csv_text.Join``."""
+    ends = np.cumsum(lengths)
+    positions = np.empty_like(ends)
+    digits = min(ndigits, MOST_DIGITS)
+    told = tuple(map(_told, columns))
+    text = memoryview(_lines.lines(told, ends, _powers_of_ten(), LEAST_POWER, digits, fixed_from(ndigits), positions))
+    for begin, end in pairwise((0, *positions.tolist())):
+        yield text[begin:end]
+
+
+def _told(column: Column) -> tuple[Any, ...]:
+    if isinstance(column, Texts):
+        return (_TEXT, *column.of.characters(), column.index)
+    return (_COUNT if isinstance(column, Counts) else _NUMBER, column.values, column.valid)
+
+
+@cache
+def _powers_of_ten() -> NDArray[np.uint64]:
+    """``10**k = (high * 2**64 + low) * 2**exponent``, but for what is cut off behind 128 bits; shape ``(powers, 3)``."""
+    rows = []
+    for k in range(LEAST_POWER, MOST_POWER + 1):
+        bits = 10**k << SCALE if k >= 0 else (1 << SCALE) // 10**-k
+        shift = bits.bit_length() - 128
+        top = bits >> shift
+        rows.append((top >> 64, top & _WORD, (shift - SCALE) & _WORD))
+    return np.array(rows, dtype=np.uint64)

@@ -1,0 +1,249 @@
+"""What the files of the ``csv`` format are called, and which of a directory's files are theirs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_SHARD_NAME: Final = re.compile(r"(?P<kind>.+)_(?P<first>\d+)-(?P<last>\d+)(?:\.\d+)?\.csv")
+_DRAFT_NAME: Final = re.compile(r"\..+\.csv\.draft")
+_PART_NAME: Final = re.compile(r"\.(?P<shard>.+)\.part")
+
+
+class Steps(NamedTuple):
+    """The steps from ``first`` to ``last``, both included."""
+
+    first: int
+    last: int
+
+    @classmethod
+    @lru_cache(maxsize=4)  # a step is asked for a dozen times
+    def of_record(cls, step: int, steps_per_record: int) -> Steps:
+        """The record that ``step`` falls in."""
+        first = step - step % steps_per_record
+        return cls(first, first + steps_per_record - 1)
+
+    def holds(self, other: Steps) -> bool:
+        return self.first <= other.first and other.last <= self.last
+
+    def meets(self, other: Steps) -> bool:
+        """Whether they have a step in common."""
+        return self.first <= other.last and other.first <= self.last
+
+
+class Named(NamedTuple):
+    """A file, and what its name says of it."""
+
+    kind: str
+    steps: Steps
+    path: Path
+
+
+def shard_name(kind: str, steps: Steps, copy: int = 1) -> str:
+    return f"{kind}_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.csv"
+
+
+def part_name(shard: str) -> str:
+    """Of the hidden file that is going to be ``shard``."""
+    return f".{shard}.part"
+
+
+def draft_name(shard: str) -> str:
+    """Of the hidden file with which a shard that loses some of its rows is replaced."""
+    return f".{shard}.draft"
+
+
+def shards_in(directory: Path) -> Iterator[Named]:
+    """The files that a reader sees."""
+    for name in _names(directory):
+        if (named := _named(name, directory / name)) is not None:
+            yield named
+
+
+def parts_in(directory: Path) -> Iterator[Named]:
+    """The files in the making."""
+    for name in _names(directory):
+        match = _PART_NAME.fullmatch(name)
+        if match and (named := _named(match["shard"], directory / name)) is not None:
+            yield named
+
+
+def drafts_in(directory: Path) -> list[Path]:
+    return [directory / name for name in _names(directory) if _DRAFT_NAME.fullmatch(name)]
+
+
+def _named(name: str, path: Path) -> Named | None:
+    match = _SHARD_NAME.fullmatch(name)
+    return Named(match["kind"], Steps(int(match["first"]), int(match["last"])), path) if match else None
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+
+
+# --- A file that grows by whole steps, whatever the disk does in between.
+
+
+class GrowingFile:
+    """Written at its end only; what was written stays once it is kept.
+
+    Every method but ``forget`` and ``discard`` may raise OSError. What was kept before stays as it was.
+
+    Args:
+        file: Its descriptor, which this object owns.
+        kept: How many bytes of it stay.
+        end: Where the next ones go.
+        new: Whether there is nothing in it.
+    """
+
+    def __init__(self, path: str | Path, file: int, kept: int = 0, end: int = 0, *, new: bool = False) -> None:
+        self.path = os.fspath(path)
+        self._file: int | None = file
+        self._kept, self._end = kept, end
+        self._may_be_longer = not new
+
+    @property
+    def released(self) -> bool:
+        return self._file is None
+
+    @property
+    def size(self) -> int:
+        """Bytes that were kept."""
+        return self._kept
+
+    def gone(self) -> bool:
+        """Whether somebody has removed it, or its directory."""
+        try:
+            os.lstat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # out of reach for now
+            return False
+        return False
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Add ``content``, for the time being. The operating system has it on return."""
+        rest = memoryview(content)
+        while rest:
+            written = os.pwrite(self._open_file(), rest, self._end)
+            self._end += written
+            rest = rest[written:]
+
+    def keep(self) -> None:
+        """What was written stays."""
+        self._kept = self._end
+
+    def forget(self) -> None:
+        """Take back what was written since the last ``keep``."""
+        self._end = self._kept
+        if self._file is not None:
+            try:
+                os.ftruncate(self._file, self._kept)
+            except OSError:  # it is overwritten, or cut off in ``release``
+                self._may_be_longer = True
+
+    def release(self) -> None:
+        """Let go of the file, which then holds what was kept and nothing else."""
+        if self._file is None:
+            return
+        if self._may_be_longer or self._end > self._kept:
+            os.ftruncate(self._file, self._kept)
+        file, self._file = self._file, None
+        try:
+            os.close(file)
+        except OSError:  # a network file system may say only now that it lost what it had taken
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Let go of the file and remove it, as far as that can be done."""
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                os.close(file)
+        with suppress(OSError):
+            os.unlink(self.path)
+
+    def _open_file(self) -> int:
+        if self._file is None:
+            raise ValueError(f"{self.path} was released")
+        return self._file
+
+
+def opened(path: str | Path, how: int = 0) -> int:
+    """A descriptor to read and write the file with. Its directory is made if it is missing.
+
+    Args:
+        how: Flags of ``os.open`` in addition: ``os.O_CREAT`` and others.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | how
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+
+# --- A file in the making: hidden, growing by whole steps, given its name when it is complete.
+
+UNFINISHED: Final = 0x80
+"""Set in the first byte of a step until the step is whole. No line of ours begins with such a byte, so whoever finds the file
+of a process that was killed sees where the whole steps end."""
+
+
+class Part(GrowingFile):
+    """The hidden file ``.{name}.part`` (``shard_names.part_name``).
+
+    A step is written in two phases, so that it can be told of all parts whether it was finished: ``write`` of every part,
+    then ``finish`` of every part.
+    """
+
+    def __init__(
+        self, path: str | Path, file: int, kept: int = 0, end: int = 0, first: bytes = b"", *, new: bool = False
+    ) -> None:
+        super().__init__(path, file, kept, end, new=new)
+        self._first = first
+
+    @classmethod
+    def begin(cls, path: str, text: bytes, rows: bytes | memoryview = b"") -> Part:
+        """A new one, which begins with ``text`` and ``rows``. One that could not be begun is gone."""
+        part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC), new=True)
+        try:
+            part.write(text, rows)
+        except OSError:
+            part.discard()
+            raise
+        return part
+
+    @classmethod
+    def left_behind(cls, path: Path, kept: int, end: int, first: bytes) -> Part:
+        """The part of a process that ended: ``kept`` bytes of whole steps, and a step that begins with ``first`` and ends at
+        ``end``.
+        """
+        return cls(path, opened(path), kept, end, first)
+
+    def write(self, content: bytes | memoryview, more: bytes | memoryview = b"") -> None:
+        """Add ``content``, and ``more`` behind it, for the time being. The operating system has them on return."""
+        first, rest = memoryview(content), memoryview(more)
+        if first and self._end == self._kept:
+            self._first = bytes(first[:1])
+            written = os.pwritev(self._open_file(), [bytes([self._first[0] | UNFINISHED]), first[1:], rest], self._end)
+            self._end += written
+            if written == len(first) + len(rest):
+                return
+            first, rest = first[written:], rest[max(written - len(first), 0) :]
+        super().write(first)
+        super().write(rest)
+
+    def finish(self) -> None:
+        """The step is whole, here and in every other part. Taken back by ``forget`` nonetheless."""
+        if self._end > self._kept:
+            os.pwrite(self._open_file(), self._first, self._kept)

@@ -1,0 +1,260 @@
+"""What an HDF5 shard holds, read back as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+import h5py
+import numpy as np
+import pyarrow as pa
+from h5py import h5d, h5g, h5l, h5o, h5s
+from numpy.typing import NDArray
+
+from monitor.sinks.arrow import (
+    FILLED,
+    HISTOGRAM,
+    MISSING,
+    NULLABLE,
+    SCHEMA,
+    SCHEMA_VERSION,
+    WITH_HISTOGRAMS,
+    Facts,
+    filled,
+    upper_of,
+)
+from monitor.sinks.files import Steps
+from monitor.sinks.hdf5_write import TABLES
+from monitor.stats.ops import CALLS
+
+# --- Columns of numbers, histograms and tables of text in an HDF5 file, read through h5py's lower interface.
+#
+# A shard of few rows is nearly all columns, some twenty for each kind, and a job has thousands of shards: read through
+# ``h5py.Dataset`` and its checks the columns of a kind take 8 ms however few rows there are, through what is used here
+# 4.
+
+
+class Column:
+    """A dataset of an entry a row, whose content is in this very file, and was written.
+
+    Args:
+        inner: The shape of an entry: nothing of a number. Entries that are no numbers may be left out, and are zeros then.
+
+    Raises:
+        KeyError: there is no such name in the group.
+        TypeError: what has the name is no dataset, or is a link that leads elsewhere.
+        ValueError: its shape is another, its content lies elsewhere, or it has more rows than were written.
+    """
+
+    def __init__(self, group: h5g.GroupID, name: str, *inner: int) -> None:
+        self._dataset = _own(group, name, h5d.DatasetID, "Dataset")
+        created, shape = self._dataset.get_create_plist(), self._dataset.shape
+        layout = created.get_layout()
+        if tuple(shape[1:]) != inner or not shape or layout == h5d.VIRTUAL or created.get_external_count():
+            raise ValueError(f"{_path(group, name)} is not a plain column")
+        self._length, self._inner = int(shape[0]), inner
+        if not inner and layout == h5d.CHUNKED and self._dataset.get_num_chunks() * created.get_chunk()[0] < self._length:
+            raise ValueError(f"{_path(group, name)} says that it has more rows than it has")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, first: int = 0, end: int | None = None) -> NDArray[Any]:
+        """The rows from ``first`` to before ``end``."""
+        count = (self._length if end is None else end) - first
+        values = np.empty((count, *self._inner), dtype=self._dataset.dtype)
+        if count == self._length:
+            self._dataset.read(h5s.ALL, h5s.ALL, values)
+        elif count:
+            rows = self._dataset.get_space()
+            rows.select_hyperslab((first, *(0 for _ in self._inner)), values.shape)
+            self._dataset.read(h5s.create_simple(values.shape), rows, values)
+        return values
+
+    def texts(self) -> pa.StringArray:
+        """All rows, as UTF-8."""
+        if self._dataset.dtype.kind == "S" and self._length:  # of one length each, as we write it
+            return pa.array(self.read(), type=pa.binary()).cast(pa.string())
+        return pa.array(h5py.Dataset(self._dataset).asstr()[...].tolist(), type=pa.string())
+
+
+def group_in(file: h5g.GroupID, name: str) -> h5g.GroupID:
+    """The group of this name in this very file.
+
+    Raises:
+        KeyError: there is none.
+        TypeError: what has the name is no group, or is a link that leads elsewhere.
+    """
+    return _own(file, name, h5g.GroupID, "Group")
+
+
+def _own(group: h5g.GroupID, name: str, kind: type[Any], called: str) -> Any:
+    encoded = name.encode()
+    if not group.links.exists(encoded):
+        raise KeyError(f"{_path(group)} has no {name}")
+    hard = group.links.get_info(encoded).type == h5l.TYPE_HARD
+    found = h5o.open(group, encoded) if hard else None
+    if not isinstance(found, kind):
+        raise TypeError(f"{_path(group)} has no {called} {name}")
+    return found
+
+
+def _path(group: h5g.GroupID, name: str = "") -> str:
+    path: str = h5py.Group(group).name
+    return f"{path}/{name}" if name else path
+
+
+ALL_STEPS: Final = Steps(0, 2**63 - 1)
+
+HISTOGRAMS_AT_ONCE: Final = 4096
+"""Read together: 9 MB, of which a tenth is left."""
+
+_FOREIGN: Final = (KeyError, TypeError, ValueError, OSError, RuntimeError, UnicodeDecodeError)
+"""What a file that is not ours, or is damaged, makes h5py and the checks below raise."""
+
+
+class NotAShardError(ValueError):
+    """The file is not one of ours, or is damaged. The message says in what."""
+
+
+def read_facts(file: h5py.File) -> Facts:
+    """What the attributes say.
+
+    Raises:
+        NotAShardError: they are not those of a shard.
+    """
+    try:
+        version = int(file.attrs["schema_version"])
+        if version != SCHEMA_VERSION:
+            raise NotAShardError(f"its schema version is {version}, and this version of the monitor reads {SCHEMA_VERSION}")
+        ops = tuple(str(op) for op in file.attrs["ops"])
+        marked = (tuple(np.asarray(file.attrs[name], dtype=np.int64).tolist()) for name in ("skipped", "incomplete"))
+        return Facts(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
+def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Steps = ALL_STEPS) -> pa.Table:
+    """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` where a kind has any.
+
+    Args:
+        kinds: Those to read; None: all. One that is not there has no rows.
+
+    Raises:
+        NotAShardError: they are not those of a shard.
+    """
+    facts = read_facts(file)
+    about = facts.only(steps).packed()
+    try:
+        tables = [_rows(kind, group, steps) for kind, group in _groups(file, kinds)] or [SCHEMA.empty_table()]
+        joined = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
+        return joined.replace_schema_metadata(about)
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
+def read_kind(file: h5py.File, kind: str, steps: Steps) -> pa.Table:
+    """The rows of one kind of a file that is known to be a shard: what ``read_rows`` gives, without what is told of the steps.
+
+    Raises:
+        NotAShardError: they are not those of a shard.
+    """
+    try:
+        return _rows(kind, group_in(file.id, kind), steps)
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
+def read_steps(file: h5py.File) -> set[int]:
+    """The steps of which there are rows.
+
+    Raises:
+        NotAShardError: the file is not a shard.
+    """
+    try:
+        return {step for _, group in _groups(file, None) for step in np.unique(Column(group, "step").read()).tolist()}
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
+def read_lengths(file: h5py.File) -> dict[str, int]:
+    """How many rows there are of each kind.
+
+    Raises:
+        NotAShardError: the file is not a shard.
+    """
+    try:
+        return {kind: len(Column(group, "step")) for kind, group in _groups(file, None)}
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
+def read_span(file: h5py.File) -> Steps | None:
+    """The first and the last step of which there are rows; None if there are none.
+
+    Raises:
+        NotAShardError: the file is not a shard.
+    """
+    try:
+        steps = [Column(group, "step") for _, group in _groups(file, None)]
+        ends = [(int(step.read(0, 1)[0]), int(step.read(len(step) - 1)[0])) for step in steps if len(step)]
+        return Steps(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
+    except _FOREIGN as error:
+        raise _not_a_shard(error) from error
+
+
+def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[str, h5g.GroupID]]:
+    for kind in file:
+        if kinds is None or kind in kinds:
+            yield kind, group_in(file.id, kind)
+
+
+def _rows(kind: str, group: h5g.GroupID, steps: Steps) -> pa.Table:
+    step = Column(group, "step").read()
+    rows = _rows_of(step, steps)
+    columns = [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
+    if not group.links.exists(HISTOGRAM.encode()):
+        return pa.Table.from_arrays(columns, schema=SCHEMA)
+    return pa.Table.from_arrays([*columns, _histograms(kind, group, rows, len(step))], schema=WITH_HISTOGRAMS)
+
+
+def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.ChunkedArray:
+    histograms = Column(group, HISTOGRAM, len(upper_of(kind)))
+    if len(histograms) != length:
+        raise ValueError(f"{kind}/{HISTOGRAM} has {len(histograms)} rows and not {length}")
+    starts = range(rows.start, rows.stop, HISTOGRAMS_AT_ONCE)
+    parts = (histograms.read(start, min(start + HISTOGRAMS_AT_ONCE, rows.stop)) for start in starts)
+    return pa.chunked_array([filled(part.astype(np.int64, casting="safe", copy=False)) for part in parts], type=FILLED)
+
+
+def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:
+    if (step[1:] < step[:-1]).any():
+        raise ValueError("its steps are not in order")
+    return slice(*np.searchsorted(step, [steps.first, steps.last + 1 if steps.last < ALL_STEPS.last else steps.last]).tolist())
+
+
+def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.Array:
+    if field.name == "kind":
+        return _texts(pa.array([kind], type=pa.string()), np.zeros(rows.stop - rows.start, dtype=np.int64))
+    if field.name == CALLS and not group.links.exists(CALLS.encode()):
+        return pa.nulls(rows.stop - rows.start, field.type)
+    name, table = TABLES.get(field.name, (field.name, None))
+    column = Column(group, name)
+    if len(column) != length:
+        raise ValueError(f"{kind}/{name} has {len(column)} rows and not {length}")
+    numbers = column.read(rows.start, rows.stop)
+    if table is not None:
+        return _texts(Column(group, table).texts(), numbers)
+    wanted = np.float64 if field.type == pa.float64() else np.int64
+    missing = numbers == MISSING if name in NULLABLE else None
+    return pa.array(numbers.astype(wanted, casting="safe", copy=False), mask=missing)
+
+
+def _texts(texts: pa.StringArray, numbers: NDArray[np.int64]) -> pa.DictionaryArray:
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(texts):
+        raise ValueError("a number stands for no text")
+    return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), texts)
+
+
+def _not_a_shard(error: Exception) -> NotAShardError:
+    return error if isinstance(error, NotAShardError) else NotAShardError(str(error.args[0]) if error.args else repr(error))

@@ -1,0 +1,272 @@
+"""The content of an HDF5 shard, made in memory.
+
+The library touches no disk. While it does anything at all it holds a lock that ``os.fork`` takes, too, so that a disk that
+hangs would hang training; a file that it has open in a process that forks is written by both; and after an error of the disk it
+may not close a file any more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import h5py
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
+
+from monitor.sinks.arrow import HISTOGRAM, MISSING, PARTIALS, SCHEMA, SCHEMA_VERSION, Facts, by_kind, counts_of, upper_of
+from monitor.sinks.step_spool import Block
+from monitor.stats.features import own_columns
+from monitor.stats.ops import CALLS, derive
+from monitor.stats.partials import COLUMNS, WRITES, Partials
+
+CHUNK_ROWS: Final = 32768
+"""Rows of a chunk, the unit of compression and of reading: 256 KB of a column. Small kinds have one chunk of their size."""
+
+CHUNK_HISTOGRAMS: Final = 128
+"""Rows of a chunk of histograms: 290 KB."""
+
+NO_CACHE: Final = 0
+"""Bytes that the library holds back of each dataset. So the call that writes a chunk compresses it, without the interpreter's
+lock; otherwise ``flush`` would compress what is left of 200 datasets in one call, and ``os.fork`` would wait for it.
+"""
+
+READABLE_SINCE: Final = ("v110", "v110")
+"""HDF5 1.10 (2016) reads it. What older ones read takes 2 KB more for each dataset."""
+
+_TYPES: Final = {np.dtype(kind).char: h5py.h5t.py_create(np.dtype(kind)) for kind in (np.int64, np.float64)}
+
+TABLES: Final = {"name": ("series_id", "series"), "shape": ("shape_id", "shape"), "dtype": ("dtype_id", "dtype")}
+"""Of each column of text the dataset of its numbers and the one of what they stand for."""
+
+
+def image(blocks: Iterable[Block]) -> bytes:
+    """The content of a shard with the rows of these blocks.
+
+    Raises:
+        ValueError: there are none.
+    """
+    facts: Facts | None = None
+    with h5py.File.in_memory(libver=READABLE_SINCE, rdcc_nbytes=NO_CACHE) as file:
+        groups: dict[str, _Group] = {}
+        for block in blocks:
+            facts = block.facts if facts is None else facts.then(block.facts)
+            for kind, rows in by_kind(block.rows):
+                if kind not in groups:
+                    groups[kind] = _Group(file.create_group(kind), kind)
+                groups[kind].add(rows)
+        for group in groups.values():
+            group.end()
+        if facts is None:
+            raise ValueError("there are no rows")
+        file.attrs.update(attributes(facts))
+        file.flush()
+        content: bytes = file.id.get_file_image()
+        return content
+
+
+def attributes(facts: Facts) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "rank": facts.rank,
+        "eps": facts.eps,
+        "ops": np.array(facts.ops, dtype=h5py.string_dtype()),
+        "skipped": np.array(facts.skipped, dtype=np.int64),
+        "incomplete": np.array(facts.incomplete, dtype=np.int64),
+    }
+
+
+class _Group:
+    """The group of a kind while it is written, a chunk at a time."""
+
+    def __init__(self, group: h5py.Group, kind: str) -> None:
+        self._group = group
+        self._features = own_columns(kind)
+        self._histograms = _Histograms(group, upper_of(kind))
+        self._numbering = {name: _Numbering() for name in TABLES}
+        self._columns: dict[str, _Column] = {}
+        self._waiting: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._rows_waiting = 0
+        self._rows_written = 0
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        for field, column in zip(SCHEMA, rows.columns, strict=False):
+            if field.name in TABLES:
+                self._waiting[TABLES[field.name][0]].append(self._numbering[field.name].of(column))
+            elif field.name != "kind":
+                self._waiting[field.name].append((column.fill_null(MISSING) if column.null_count else column).to_numpy())
+        self._histograms.add(rows[HISTOGRAM] if HISTOGRAM in rows.schema.names else None, len(rows))
+        self._rows_waiting += len(rows)
+        if self._rows_waiting >= CHUNK_ROWS:
+            self._write(self._rows_waiting // CHUNK_ROWS * CHUNK_ROWS)
+
+    def end(self) -> None:
+        self._write(self._rows_waiting)
+        self._histograms.end()
+        for column, numbering in self._numbering.items():
+            _write_texts(self._group, TABLES[column][1], numbering.texts.to_pylist())
+
+    def _write(self, rows: int) -> None:
+        if not rows:
+            return
+        columns: dict[str, NDArray[Any]] = {}
+        for name, parts in self._waiting.items():
+            numbers = np.concatenate(parts)
+            columns[name], self._waiting[name] = numbers[:rows], [numbers[rows:]]
+            self._write_column(name, columns[name])
+        for name in self._features:
+            self._write_column(name, _derived(name, columns))
+        self._rows_waiting -= rows
+        self._rows_written += rows
+
+    def _write_column(self, name: str, numbers: NDArray[Any]) -> None:
+        """``calls`` begins with the first rows that combine some: without any there is no such dataset."""
+        if name not in self._columns:
+            if name == CALLS:
+                if (numbers == MISSING).all():
+                    return
+                numbers = np.concatenate([np.full(self._rows_written, MISSING), numbers])
+            self._columns[name] = _Column(self._group, name, numbers)
+        self._columns[name].add(numbers)
+
+
+def _derived(feature: str, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    """NaN where there is no value."""
+    partials = np.ones((len(COLUMNS), len(columns["step"])))
+    for number, name in enumerate(PARTIALS, WRITES + 1):
+        partials[number] = columns[name]
+    values, there = derive(feature, Partials(partials))
+    return np.where(there, values, np.nan)
+
+
+class _Histograms:
+    """The histograms of a kind, which grow. There is a dataset from the first one on, and what is not written in it is zero."""
+
+    def __init__(self, group: h5py.Group, upper: NDArray[np.float64]) -> None:
+        self._group, self._upper = group, upper
+        self._dataset: h5py.Dataset | None = None
+        self._rows = 0
+        self._chunk: NDArray[np.int64] | None = None
+        """The rows since the last whole chunk, where one of them has a histogram."""
+
+    def add(self, histograms: pa.LargeListArray | None, rows: int) -> None:
+        """Of the next ``rows`` rows; None where none has any."""
+        if histograms is None and self._chunk is None:
+            self._rows += rows
+            return
+        start = 0
+        while start < rows:
+            first = self._rows % CHUNK_HISTOGRAMS
+            count = min(CHUNK_HISTOGRAMS - first, rows - start)
+            self._put(None if histograms is None else histograms.slice(start, count), first)
+            self._rows, start = self._rows + count, start + count
+            if first + count == CHUNK_HISTOGRAMS:
+                self._write(self._rows - CHUNK_HISTOGRAMS)
+
+    def end(self) -> None:
+        first = self._rows - self._rows % CHUNK_HISTOGRAMS
+        self._write(first)
+        if self._dataset is not None:
+            self._dataset.resize(self._rows, axis=0)
+
+    def _put(self, histograms: pa.LargeListArray | None, first: int) -> None:
+        if histograms is None or histograms.null_count == len(histograms):
+            return
+        if self._chunk is None:
+            self._chunk = np.zeros((CHUNK_HISTOGRAMS, len(self._upper)), dtype=np.int64)
+        self._chunk[first : first + len(histograms)] = counts_of(histograms, len(self._upper))
+
+    def _write(self, first: int) -> None:
+        if self._chunk is None:
+            return
+        chunk, self._chunk = self._chunk, None
+        if self._dataset is None:
+            rows = min(self._rows, CHUNK_HISTOGRAMS)
+            self._dataset = self._new(rows)
+        self._dataset.resize(self._rows, axis=0)
+        self._dataset[first : self._rows] = chunk[: self._rows - first]
+
+    def _new(self, chunk_rows: int) -> h5py.Dataset:
+        bins = len(self._upper)
+        shape, chunks, most = (self._rows, bins), (chunk_rows, bins), (None, bins)
+        options = {"chunks": chunks, "maxshape": most, "shuffle": True, "compression": "lzf"}
+        dataset = self._group.create_dataset(HISTOGRAM, shape, np.int64, **options)
+        dataset.attrs["upper"] = self._upper
+        return dataset
+
+
+class _Column:
+    """A dataset of numbers that grows. All that is added but the last is whole chunks."""
+
+    def __init__(self, group: h5py.Group, name: str, first: NDArray[Any]) -> None:
+        """``first`` is what is going to be added first; if that is less than a chunk, it is all there is."""
+        self._chunk = min(len(first), CHUNK_ROWS)
+        self._rows = 0
+        # What group.create_dataset does, three times as fast: a shard has 18 columns a kind.
+        storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        storage.set_chunk((self._chunk,))
+        storage.set_shuffle()
+        storage.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL)
+        most = len(first) if len(first) < CHUNK_ROWS else h5py.h5s.UNLIMITED
+        space = h5py.h5s.create_simple((len(first),), (most,))
+        self._dataset = h5py.h5d.create(group.id, name.encode(), _TYPES[first.dtype.char], space, storage)
+
+    def add(self, numbers: NDArray[Any]) -> None:
+        """A chunk a call: h5py has a lock while it compresses, and ``os.fork`` waits for it."""
+        end = self._rows + len(numbers)
+        if self._rows:
+            self._dataset.set_extent((end,))
+        rows = self._dataset.get_space()
+        for start in range(0, len(numbers), self._chunk):
+            chunk = np.ascontiguousarray(numbers[start : start + self._chunk])
+            rows.select_hyperslab((self._rows + start,), chunk.shape)
+            self._dataset.write(h5py.h5s.create_simple(chunk.shape), rows, chunk)
+        self._rows = end
+
+
+def _write_texts(group: h5py.Group, name: str, texts: Sequence[str]) -> None:
+    """As UTF-8 of one length, since what has a length of its own is not compressed."""
+    encoded = np.array([text.encode() for text in texts], dtype=np.bytes_)
+    table = encoded.astype(h5py.string_dtype("utf-8", max(encoded.itemsize, 1)))
+    group.create_dataset(name, data=table, shuffle=True, compression="lzf")
+
+
+class _Numbering:
+    """Texts, numbered in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self.texts = pa.array([], type=pa.string())
+        self._last: tuple[pa.StringArray, NDArray[np.int64]] = self.texts, np.zeros(0, dtype=np.int64)
+
+    def of(self, column: pa.DictionaryArray) -> NDArray[np.int64]:
+        """The number of each text."""
+        index = column.indices.to_numpy()
+        occurs = np.zeros(len(column.dictionary), dtype=np.bool_)
+        occurs[index] = True
+        numbers = np.zeros(len(occurs), dtype=np.int64)
+        numbers[occurs] = self._numbers(column.dictionary.filter(pa.array(occurs)))
+        of_rows: NDArray[np.int64] = numbers[index]
+        return of_rows
+
+    def _numbers(self, texts: pa.StringArray) -> NDArray[np.int64]:
+        """From step to step they are mostly the same."""
+        known, numbers = self._last
+        if not texts.equals(known):
+            numbers = self._looked_up(texts)
+            self._last = texts, numbers
+        return numbers
+
+    def _looked_up(self, texts: pa.StringArray) -> NDArray[np.int64]:
+        found = self._find(texts)
+        if found.null_count:
+            new = texts.filter(found.is_null()).unique()
+            self.texts = pa.concat_arrays([self.texts, new])
+            found = self._find(texts)
+        numbers: NDArray[np.int64] = found.to_numpy().astype(np.int64)
+        return numbers
+
+    def _find(self, texts: pa.StringArray) -> pa.Int32Array:
+        return call_function("index_in", [texts], SetLookupOptions(self.texts))

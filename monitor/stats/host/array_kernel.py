@@ -1,0 +1,329 @@
+"""The kernel for what numpy can read: the native one where it is there, else numpy, a chunk at a time, in float64, where
+squares of float32 neither overflow nor vanish.
+
+Extremes are found in the elements' own precision: where both are finite, so is everything between them. Only chunks that
+hold a NaN or an Inf, squares of float64 that leave its range, and means that are large against the spread want a closer look.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.stats.histograms import BINS, FIRST_POWER, FORMATS, UPPER
+from monitor.stats.host import native
+from monitor.stats.host.native import NativeKernel, native_kernel
+from monitor.stats.ops import Epsilon
+from monitor.stats.partials import COLUMNS, EMPTY, Floats, exponent_for, union
+
+# --- What there is to read in an array that a framework shares with numpy: real numbers, a chunk at a time.
+
+CHUNK: Final = 32_768
+"""Elements of a chunk. In float64 it is 256 KiB, so every pass after the first reads from the second-level cache."""
+
+Reals = NDArray[np.float32] | NDArray[np.float64]
+Raw = NDArray[Any]
+
+_FORMATS: Final = {
+    np.dtype(np.float32): native.FLOAT32,
+    np.dtype(np.float64): native.FLOAT64,
+    np.dtype(np.float16): native.FLOAT16,
+}
+_BFLOAT16: Final = "bfloat16"
+_HALF_OF_FLOAT32: Final = 16
+_NUMBERS: Final = "biufc"
+
+
+def is_readable(x: Raw) -> bool:
+    """Whether the elements are numbers that are understood here."""
+    return x.dtype.kind in _NUMBERS or _is_bfloat16(x)
+
+
+def stored(x: Raw) -> tuple[Raw, int] | None:
+    """The elements and their format in the words of the native kernel, where they are floats and lie one behind the other."""
+    if not x.size or not (x.flags.c_contiguous or x.flags.f_contiguous):
+        return None
+    elements = x if x.flags.c_contiguous else x.T
+    if _is_bfloat16(x):
+        return elements.view(np.uint16), native.BFLOAT16
+    form = _FORMATS.get(x.dtype)
+    return None if form is None else (elements, form)
+
+
+class Chunks(threading.local):
+    """Cuts arrays, into buffers of its own where elements have to be converted: a set for each thread."""
+
+    def __init__(self) -> None:
+        self._narrow = np.empty(CHUNK, dtype=np.float32)
+        self._wide = np.empty(CHUNK)
+
+    def of(self, x: Raw) -> Iterator[Reals]:
+        """The elements in float32 where their precision fits it, else in float64; magnitudes where they are complex.
+
+        A chunk is good until the next one is asked for. An array that is not contiguous is copied chunk by chunk.
+        """
+        elements = x.reshape(-1) if x.flags.c_contiguous else x.flat
+        for start in range(0, x.size, CHUNK):
+            yield self._real(elements[start : start + CHUNK])
+
+    def _real(self, v: Raw) -> Reals:
+        if v.dtype == np.float32 or v.dtype == np.float64:
+            return v
+        if v.dtype.kind == "c":
+            return np.abs(v)
+        if v.dtype == np.float16:
+            return np.take(_halves(), v.view(np.uint16), out=self._narrow[: len(v)], mode="wrap")
+        if _is_bfloat16(v):
+            return self._from_bfloat16(v)
+        wide = self._wide[: len(v)]
+        np.copyto(wide, v)
+        return wide
+
+    def _from_bfloat16(self, v: Raw) -> Reals:
+        """A bfloat16 is the upper half of a float32."""
+        narrow = self._narrow[: len(v)]
+        bits = narrow.view(np.uint32)
+        np.copyto(bits, v.view(np.uint16))
+        np.left_shift(bits, _HALF_OF_FLOAT32, out=bits)
+        return narrow
+
+
+def as_reals(x: Raw) -> Reals:
+    """Floating-point numbers in the shape that they have: float64 where they are, else float32. A copy only of others."""
+    if _is_bfloat16(x):
+        bits = x.view(np.uint16).astype(np.uint32) << np.uint32(_HALF_OF_FLOAT32)
+        reals: Reals = bits.view(np.float32)
+        return reals
+    return x if x.dtype == np.float64 else x.astype(np.float32, copy=False)
+
+
+def rounded_to_bfloat16(x: Reals) -> NDArray[np.float32]:
+    """To the nearest number that bfloat16 has, ties to even; what is NaN stays so."""
+    bits = x.astype(np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(_HALF_OF_FLOAT32)) & np.uint32(1)
+    upper = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF_0000)
+    return np.where(np.isnan(x), np.float32(np.nan), upper.view(np.float32))
+
+
+def _is_bfloat16(x: Raw) -> bool:
+    """Frameworks bring a dtype of their own for it, with the kind of raw memory."""
+    return x.dtype.kind == "V" and x.dtype.name == _BFLOAT16
+
+
+@cache
+def _halves() -> NDArray[np.float32]:
+    """Every float16, by its bits: looking them up takes a fifth of the time of numpy's conversion."""
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+_LEAST_SPREAD: Final = 1e-4
+"""The share of the squares that the spread must hold: a difference of the two then has eleven digits."""
+
+Row = tuple[float, ...]
+"""One table row, in the order of ``COLUMNS``."""
+
+
+class _Scratch(threading.local):
+    """Chunk-sized buffers, a set for each thread."""
+
+    def __init__(self) -> None:
+        self.wide = np.empty(CHUNK)
+        self.magnitudes = {np.dtype(one): np.empty(CHUNK, dtype=one) for one in (np.float32, np.float64)}
+        self.below = np.empty(CHUNK, dtype=np.bool_)
+
+
+class NumpyKernel:
+    """Reduces arrays to table rows. May be used by several threads at once.
+
+    Args:
+        with_native: Whether the native kernel is used where there is one.
+    """
+
+    def __init__(self, eps: float, *, with_native: bool = True) -> None:
+        self._native: NativeKernel | None = native_kernel(eps) if with_native else None
+        self._bounds = {np.dtype(one): one(Epsilon.of(eps, one).bound) for one in (np.float32, np.float64)}
+        self._chunks = Chunks()
+        self._scratch = _Scratch()
+
+    def reduce_into(self, x: Raw, page: Floats, row: int) -> bool:
+        """Write the partials of ``x`` into ``page[row]``. False, and nothing written, if they are no numbers."""
+        if not is_readable(x):
+            return False
+        page[row] = self.reduce(x)
+        return True
+
+    def reduce(self, x: Raw) -> Row | Floats:
+        """The row of a readable array, shape ``(len(COLUMNS),)``."""
+        whole = self._natively(x)
+        if whole is not None:
+            return whole
+        with np.errstate(all="ignore"):
+            rows = [self._chunk(v) for v in self._chunks.of(x)]
+        if len(rows) == 1:
+            return rows[0]
+        return union(np.array(rows)) if rows else (1.0, *EMPTY[1:])
+
+    def _natively(self, x: Raw) -> Floats | None:
+        """The row of floats without gaps; None where the native kernel cannot tell, or is not there."""
+        found = None if self._native is None else stored(x)
+        if self._native is None or found is None:
+            return None
+        elements, form = found
+        page: Floats = np.empty((1, len(COLUMNS)))
+        return page[0] if self._native.reduce_into(elements, x.size, form, page, 0) else None
+
+    def _chunk(self, v: Reals) -> Row | Floats:
+        row = self._natively(v)
+        return self._portably(v) if row is None else row
+
+    def _portably(self, v: Reals) -> Row:
+        lo, hi = float(np.minimum.reduce(v)), float(np.maximum.reduce(v))
+        if math.isfinite(lo) and math.isfinite(hi):
+            return self._finite(v, lo, hi)
+        return self._not_finite(v)
+
+    def _finite(self, v: Reals, lo: float, hi: float) -> Row:
+        n = len(v)
+        exponent = exponent_for(max(-lo, hi)) if v.dtype == np.float64 else 0
+        wide = self._widened(v, exponent)
+        total = float(np.add.reduce(wide))
+        np.multiply(wide, wide, out=wide)
+        sumsq = float(np.add.reduce(wide))
+        m2 = 0.0 if lo == hi else sumsq - total * total / n
+        if lo != hi and m2 < _LEAST_SPREAD * sumsq:
+            m2 = self._centred(v, exponent, total / n)
+        return (1.0, n, 0.0, 0.0, 0.0, self._smalls(v, lo, hi), lo, hi, total, sumsq, m2, float(exponent))
+
+    def _centred(self, v: Reals, exponent: int, mean: float) -> float:
+        """Σ (x - mean)², corrected for the rounding of the mean."""
+        wide = self._widened(v, exponent)
+        np.subtract(wide, mean, out=wide)
+        rest = float(np.add.reduce(wide))
+        np.multiply(wide, wide, out=wide)
+        return max(0.0, float(np.add.reduce(wide)) - rest * rest / len(v))
+
+    def _widened(self, v: Reals, exponent: int) -> Floats:
+        """Divided by 2^exponent, in the scratch buffer."""
+        wide = self._scratch.wide[: len(v)]
+        np.copyto(wide, v)
+        return np.ldexp(wide, -exponent, out=wide) if exponent else wide
+
+    def _smalls(self, v: Reals, lo: float, hi: float) -> float:
+        """How many |x| are below eps."""
+        bound = self._bounds[v.dtype]
+        if not bound or lo >= bound or hi <= -bound:  # none is below 0: a dump asks for none
+            return 0.0
+        magnitudes = np.abs(v, out=self._scratch.magnitudes[v.dtype][: len(v)])
+        return float(np.count_nonzero(np.less(magnitudes, bound, out=self._scratch.below[: len(v)])))
+
+    def _not_finite(self, v: Reals) -> Row:
+        """A chunk with NaN or Inf in it: they are counted, and the rest is reduced as ever."""
+        posinfs, neginfs = np.count_nonzero(v == math.inf), np.count_nonzero(v == -math.inf)
+        finite = v[np.isfinite(v)]
+        counts = (1.0, len(v), len(v) - len(finite) - posinfs - neginfs, posinfs, neginfs)
+        if not len(finite):
+            return (*counts, *EMPTY[5:])
+        return (*counts, *self._finite(finite, float(finite.min()), float(finite.max()))[5:])
+
+
+# --- Histograms of arrays, in the bins of ``monitor.stats.histograms``.
+#
+# The exponent of a number of single precision stands in its bits, so a bin is found without a comparison: the bits plus
+# the greatest mantissa, shifted, number the powers of two such that each bin includes its upper end. What that leaves
+# coarse is looked at again only where there is something: subnormal numbers, which share one exponent, and the few
+# magnitudes at which a format of low precision begins to overflow.
+
+_MANTISSA: Final = 23
+_SIGN: Final = 0x7FFF_FFFF
+_INFINITE: Final = 255
+"""The bin of what is greater than 2**127, Inf included, of the bins by exponent; NaN is in the one after it."""
+EXPONENT_BINS: Final = _INFINITE + 2
+_SMALLEST_NORMAL: Final = -126
+
+_EXPONENTS: Final = np.searchsorted(UPPER, 2.0 ** np.arange(_SMALLEST_NORMAL, 129.0))
+"""The bin of each exponent from that of 2**-126 on: where an edge within lies below, the last of its bins."""
+
+_SPLITS: Final = tuple(
+    (int(np.searchsorted(UPPER, one.overflows)), one.overflows)
+    for one in sorted(FORMATS.values(), key=lambda one: one.overflows)
+)
+"""The bins that end where a format overflows, and those ends."""
+
+CountBins = Callable[[NDArray[np.int32]], NDArray[np.int64]]
+"""How often each number below ``EXPONENT_BINS`` occurs."""
+
+
+def count_magnitudes(x: Raw) -> NDArray[np.int64] | None:
+    """The histogram of an array, shape ``(BINS,)``; None if its elements are no numbers."""
+    if not is_readable(x):
+        return None
+    counts = np.zeros(BINS, dtype=np.int64)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for v in Chunks().of(x):
+            counts += _of_chunk(v)
+    return counts
+
+
+def _of_chunk(v: Reals) -> NDArray[np.int64]:
+    single = np.array(v, dtype=np.float32)
+    counts = of_singles(single, _counted)
+    if v.dtype == np.float64:
+        lost = np.count_nonzero((single == 0) & (v != 0))
+        give_back_what_rounded(counts, lost, np.count_nonzero(np.isfinite(v) & np.isinf(single)))
+    return counts
+
+
+def _counted(bins: NDArray[np.int32]) -> NDArray[np.int64]:
+    return np.bincount(bins, minlength=EXPONENT_BINS)
+
+
+def of_singles(v: NDArray[np.float32], count: CountBins) -> NDArray[np.int64]:
+    """The histogram of numbers of single precision, shape ``(elements,)``; magnitudes take their place."""
+    magnitudes = v.view(np.uint32)
+    np.bitwise_and(magnitudes, np.uint32(_SIGN), out=magnitudes)
+    exponents = (magnitudes + np.uint32((1 << _MANTISSA) - 1)) >> np.uint32(_MANTISSA)
+    by_exponent = count(exponents.view(np.int32))
+    counts = np.zeros(BINS, dtype=np.int64)
+    counts[0] = by_exponent[0]
+    counts[_EXPONENTS] = by_exponent[1 : _INFINITE + 1]
+    if by_exponent[1]:
+        _spread_subnormals(counts, magnitudes)
+    if by_exponent[_INFINITE]:
+        counts[_EXPONENTS[-1]] -= np.count_nonzero(magnitudes == np.float32(np.inf).view(np.uint32))
+    _split(counts, magnitudes)
+    return counts
+
+
+def give_back_what_rounded(counts: NDArray[np.int64], to_zero: int, to_infinity: int) -> None:
+    """What single precision rounded to zero is the smallest there is, and what it made infinite the greatest."""
+    counts[0] -= to_zero
+    counts[1] += to_zero
+    counts[-1] += to_infinity
+
+
+def _spread_subnormals(counts: NDArray[np.int64], magnitudes: NDArray[np.uint32]) -> None:
+    """From the bin of the smallest normal number: subnormal bits are a whole number of 2**-149."""
+    least = np.uint32(1 << _MANTISSA)
+    multiples = magnitudes[(magnitudes > 0) & (magnitudes <= least)].astype(np.float64)
+    fraction, power = np.frexp(multiples)
+    power = power - (fraction == 0.5)  # a power of two is the upper end of its bin
+    counts[_EXPONENTS[0]] = 0
+    np.add.at(counts, np.searchsorted(UPPER, np.ldexp(1.0, power + FIRST_POWER)), 1)
+
+
+def _split(counts: NDArray[np.int64], magnitudes: NDArray[np.uint32]) -> None:
+    """Move what does not exceed a format's end into the bin that ends there."""
+    for place, end in _SPLITS:
+        whole = int(_EXPONENTS[np.searchsorted(_EXPONENTS, place)])
+        if counts[whole]:
+            above = UPPER[place - 1]
+            within = (magnitudes > np.float32(above).view(np.uint32)) & (magnitudes <= np.float32(end).view(np.uint32))
+            moved = np.count_nonzero(within)
+            counts[place] += moved
+            counts[whole] -= moved

@@ -1,0 +1,290 @@
+"""The arithmetic of what is computed from MindSpore's tensors: by numpy on the host, by MindSpore's operations on a device.
+
+On the host an operation of MindSpore's takes ten to a thousand times as long as numpy's on the same memory, and some have no
+kernel there; on a device numpy would have to wait for the numbers. So a computation is written once, in the operations below,
+and is run in either. On the host numbers are float32, or float64 where the tensor is, and ``wide`` ones float64; on a device,
+which need not have float64, everything is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final, Protocol
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+
+from monitor.stats.host.array_kernel import as_reals, rounded_to_bfloat16
+from monitor.stats.mindspore.tensors import beneath, on_host
+
+Array = Any
+"""What an arithmetic computes with: arrays of numpy's, or tensors."""
+
+Number = Any
+"""A float on the host; on a device a tensor without dimensions, which nobody has waited for."""
+
+
+class Arithmetic(Protocol):
+    """Operations as numpy has them.
+
+    Attributes:
+        may_look: Whether it costs nothing to look at a number: on a device that would wait for all that was asked before.
+        block: Elements to work on at once: on the host as many as its cache holds, on a device enough to fill it.
+    """
+
+    may_look: bool
+    block: int
+
+    def of(self, x: Tensor) -> Array:
+        """The elements of a tensor, not to be changed. On the host it waits for what was called before.
+
+        Raises:
+            EarlierFailure: Something that was called before has failed.
+        """
+
+    def constant(self, x: np.ndarray[Any, Any]) -> Array:
+        """What the host knows, float32."""
+
+    def floats(self, x: Array) -> Array:
+        """At least in float32."""
+
+    def wide(self, x: Array) -> Array:
+        """In the precision of sums of many."""
+
+    def rounded(self, x: Array, dtype: Any) -> Array:
+        """As ``floats``, of numbers as coarse as a dtype of MindSpore's has them."""
+
+    def permute(self, x: Array, places: Sequence[int]) -> Array: ...
+    def part(self, x: Array, dim: int, start: int, length: int) -> Array: ...
+    def take(self, x: Array, dim: int, places: Sequence[int]) -> Array: ...
+    def column(self, x: Array) -> Array:
+        """Of a vector, shape (size, 1)."""
+
+    def rows(self, x: Array, shape: Sequence[int]) -> Iterator[Array]:
+        """The rows of a matrix, as many at a time as make a block.
+
+        Args:
+            shape: Of the matrix, for which one that was reshaped would wait for MindSpore to have handed out what was called
+                before.
+        """
+
+    def stack(self, parts: Sequence[Array]) -> Array:
+        """Along a new first dimension."""
+
+    def swapped(self, x: Array) -> Array:
+        """With the last two dimensions exchanged."""
+
+    def matmul(self, a: Array, b: Array) -> Array: ...
+    def exp(self, x: Array) -> Array: ...
+    def log(self, x: Array) -> Array: ...
+    def sqrt(self, x: Array) -> Array: ...
+    def abs(self, x: Array) -> Array: ...
+    def maximum(self, a: Array, b: Array) -> Array: ...
+    def at_least(self, x: Array, least: float) -> Array:
+        """What is NaN stays so."""
+
+    def where(self, which: Array, a: Array | float, b: Array | float) -> Array: ...
+    def sum(self, x: Array, dim: int | None = None) -> Array:
+        """Over all dimensions, or over one, which stays with length 1. Of all in ``wide`` precision."""
+
+    def amax(self, x: Array, dim: int | None = None) -> Array:
+        """Of all, or over one dimension, which stays with length 1. With NaN among them it need not be NaN."""
+
+    def number(self, x: Array) -> Number:
+        """What a caller is told."""
+
+
+class OnHost:
+    """With numpy, in the memory that MindSpore shares with it."""
+
+    may_look = True
+    block = 1 << 16
+
+    def of(self, x: Tensor) -> Array:
+        return on_host(x)
+
+    def constant(self, x: np.ndarray[Any, Any]) -> Array:
+        return x.astype(np.float32)
+
+    def floats(self, x: Array) -> Array:
+        return as_reals(x)
+
+    def wide(self, x: Array) -> Array:
+        return np.asarray(x).astype(np.float64, copy=False)
+
+    def rounded(self, x: Array, dtype: Any) -> Array:
+        if dtype == ms.bfloat16:
+            return rounded_to_bfloat16(as_reals(x))
+        return as_reals(as_reals(x).astype(ms.dtype_to_nptype(dtype), copy=False))
+
+    def permute(self, x: Array, places: Sequence[int]) -> Array:
+        return x.transpose(places)
+
+    def part(self, x: Array, dim: int, start: int, length: int) -> Array:
+        return x[(*(slice(None) for _ in range(dim)), slice(start, start + length))]
+
+    def take(self, x: Array, dim: int, places: Sequence[int]) -> Array:
+        return x.take(places, axis=dim)
+
+    def column(self, x: Array) -> Array:
+        return x[:, None]
+
+    def rows(self, x: Array, shape: Sequence[int]) -> Iterator[Array]:
+        yield from _cut(self, x, shape)
+
+    def stack(self, parts: Sequence[Array]) -> Array:
+        return np.stack(parts)
+
+    def swapped(self, x: Array) -> Array:
+        return x.swapaxes(-1, -2)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return a @ b
+
+    def exp(self, x: Array) -> Array:
+        return np.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return np.log(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return np.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return np.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return np.maximum(a, b)
+
+    def at_least(self, x: Array, least: float) -> Array:
+        return np.maximum(x, least)
+
+    def where(self, which: Array, a: Array | float, b: Array | float) -> Array:
+        return np.where(which, a, b)
+
+    def sum(self, x: Array, dim: int | None = None) -> Array:
+        return np.sum(x, dtype=np.float64) if dim is None else np.sum(x, axis=dim, keepdims=True)
+
+    def amax(self, x: Array, dim: int | None = None) -> Array:
+        return np.max(x) if dim is None else np.max(x, axis=dim, keepdims=True)
+
+    def number(self, x: Array) -> Number:
+        return float(x)
+
+
+class OnDevice:
+    """In operations that MindSpore has on every device, none of which waits for one.
+
+    Each of them has a kernel on the host, too, where this is tested. That is why there is no ``mint.stack``, ``argmax``,
+    ``arange``, ``mv`` or ``norm`` among them.
+    """
+
+    may_look = False
+    block = 1 << 22
+
+    def of(self, x: Tensor) -> Array:
+        return x
+
+    def constant(self, x: np.ndarray[Any, Any]) -> Array:
+        return Tensor(x.astype(np.float32))
+
+    def floats(self, x: Array) -> Array:
+        return x if x.dtype == ms.float32 else x.to(ms.float32)
+
+    def wide(self, x: Array) -> Array:
+        return self.floats(x)
+
+    def rounded(self, x: Array, dtype: Any) -> Array:
+        return self.floats(x if x.dtype == dtype else x.to(dtype))
+
+    def permute(self, x: Array, places: Sequence[int]) -> Array:
+        return mint.permute(x, tuple(places))
+
+    def part(self, x: Array, dim: int, start: int, length: int) -> Array:
+        return mint.narrow(x, dim, start, length)
+
+    def take(self, x: Array, dim: int, places: Sequence[int]) -> Array:
+        parts = [mint.narrow(x, dim, place, 1) for place in places]
+        return parts[0] if len(parts) == 1 else mint.cat(parts, dim)
+
+    def column(self, x: Array) -> Array:
+        return mint.unsqueeze(x, 1)
+
+    def rows(self, x: Array, shape: Sequence[int]) -> Iterator[Array]:
+        yield from _cut(self, x, shape)
+
+    def stack(self, parts: Sequence[Array]) -> Array:
+        return mint.cat([mint.unsqueeze(one, 0) for one in parts])
+
+    def swapped(self, x: Array) -> Array:
+        return mint.transpose(x, -1, -2)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return mint.matmul(a, b)
+
+    def exp(self, x: Array) -> Array:
+        return mint.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return mint.log(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return mint.sqrt(x)
+
+    def abs(self, x: Array) -> Array:
+        return mint.abs(x)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return mint.maximum(a, b)
+
+    def at_least(self, x: Array, least: float) -> Array:
+        return mint.where(mint.lt(x, least), least, x)  # ``clamp`` makes a number of NaN
+
+    def where(self, which: Array, a: Array | float, b: Array | float) -> Array:
+        return mint.where(which, a, b)
+
+    def sum(self, x: Array, dim: int | None = None) -> Array:
+        return mint.sum(x) if dim is None else mint.sum(x, dim, True)
+
+    def amax(self, x: Array, dim: int | None = None) -> Array:
+        return mint.amax(x) if dim is None else mint.amax(x, dim, True)
+
+    def number(self, x: Array) -> Number:
+        return x
+
+
+HOST: Final = OnHost()
+DEVICE: Final = OnDevice()
+
+
+@cache
+def on_the_host() -> bool:
+    """Whether tensors are in host memory. Asked once: a tensor's own device is known only after waiting for it."""
+    return bool(ms.get_context("device_target") == "CPU")
+
+
+@contextmanager
+def computing() -> Iterator[Arithmetic]:
+    """The arithmetic for this process, as long as something is computed with it: training does not notice.
+
+    numpy warns of nothing; MindSpore records nothing and casts nothing.
+    """
+    if on_the_host():
+        with np.errstate(all="ignore"):
+            yield HOST
+    else:
+        with beneath():
+            yield DEVICE
+
+
+def _cut(arithmetic: Arithmetic, x: Array, shape: Sequence[int]) -> Iterator[Array]:
+    rows, columns = shape
+    at_once = max(1, arithmetic.block // max(1, columns))
+    if at_once >= rows:
+        yield x
+        return
+    for start in range(0, rows, at_once):
+        yield arithmetic.part(x, 0, start, min(at_once, rows - start))

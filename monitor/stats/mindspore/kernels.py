@@ -1,0 +1,181 @@
+"""The kernel for tensors on a device, in operations that MindSpore has on every one: no value is brought to the host.
+
+A tensor is reduced a piece at a time, each piece to a *piece row* in float32 (devices of MindSpore need not have float64), and
+the writer combines these, in float64, when they have reached the host (``combined``). So nothing is accumulated in float32
+beyond a piece, and its counts are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+from numpy.typing import NDArray
+
+from monitor.stats.host.array_kernel import NumpyKernel, Raw
+from monitor.stats.mindspore.tensors import has_data, on_host
+from monitor.stats.ops import Epsilon
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, EXPONENT, M2, MAX, MIN, NEGINFS, SUM, SUMSQ, WRITES, Floats, union
+
+PIECE: Final = 1 << 22
+"""Elements of a piece: enough to fill a device, 16 MiB of float32 for a temporary, and float32 counts them exactly."""
+
+PIECE_COLUMNS: Final = len(COLUMNS) + 1
+"""A piece row: the columns of a table row without ``writes``, of which ``count`` is that of the finite elements alone, and
+then what float32 leaves of the extremes of integers, to be added to them."""
+
+_STEP: Final = {ms.float32: 50, ms.float64: 400}
+"""Elements are multiplied by a power of two of so many, by twice as many, or divided by either, before they are squared: by
+whichever brings the greatest of them near 1. What vanishes beside it is too small to show."""
+
+_LOW_BITS: Final = (1 << 24) - 1
+_EXACT: Final = frozenset({ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.uint8, ms.int16, ms.bool_})
+_INTEGERS: Final = frozenset({ms.int32, ms.int64, ms.uint16, ms.uint32})
+_READ: Final = _EXACT | _INTEGERS | {ms.float64, ms.complex64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """A power of two to divide by, and the magnitude beyond which it is."""
+
+    limit: Tensor
+    exponent: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, exponent: int, precision: ms.Type) -> _Scale:
+        halfway = exponent - math.copysign(_STEP[precision] // 2, exponent)
+        return cls(*(Tensor(number, precision) for number in (2.0**halfway, float(exponent), 2.0**-exponent)))
+
+
+class _Constants:
+    """Numbers that are compared with and multiplied by, on the device: MindSpore takes a Python number for a float32.
+
+    Attributes:
+        bound: ``|x| < bound`` is what ``zeros`` counts.
+    """
+
+    def __init__(self, bound: float, precision: ms.Type) -> None:
+        self.bound = Tensor(bound, precision)
+        self._zero, self._one = Tensor(0.0, precision), Tensor(1.0, precision)
+        self._large = [_Scale.of(steps * _STEP[precision], precision) for steps in (1, 2)]
+        self._small = [_Scale.of(-steps * _STEP[precision], precision) for steps in (1, 2)]
+
+    def scale(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
+        """The exponent of the power of two to divide by, and that power's reciprocal: by comparisons, exact anywhere."""
+        exponent, factor = self._zero, self._one
+        for scales, beyond in ((self._large, mint.gt), (self._small, mint.lt)):
+            for one in scales:
+                there = beyond(absmax, one.limit)
+                exponent, factor = mint.where(there, one.exponent, exponent), mint.where(there, one.factor, factor)
+        return exponent, factor
+
+
+class DeviceKernel:
+    """Reduces tensors of any device to piece rows, in the order of the device's queue."""
+
+    def __init__(self, eps: float, piece: int = PIECE) -> None:
+        self._constants = {
+            ms.float32: _Constants(Epsilon.of(eps, np.float32).bound, ms.float32),
+            ms.float64: _Constants(Epsilon.of(eps, np.float64).bound, ms.float64),
+        }
+        self._low_bits = Tensor(_LOW_BITS, ms.int64)
+        self._piece_size = piece
+
+    def reduce(self, x: Tensor) -> Tensor | None:
+        """The piece rows of ``x`` end to end, of ``PIECE_COLUMNS`` each, float64 where ``x`` is, else float32; None if there is
+        nothing that can be read. Does not wait for the device; cutting a tensor of more than a piece waits for MindSpore to
+        have handed out what was called before.
+        """
+        if not has_data(x) or x.dtype not in _READ:
+            return None
+        if not x.size:
+            return Tensor([*EMPTY[COUNT:], 0.0, 0.0], ms.float32)
+        pieces = (x,) if x.size <= self._piece_size else mint.split(x.reshape(-1), self._piece_size)
+        return mint.cat([self._piece(piece) for piece in pieces])
+
+    def _piece(self, piece: Tensor) -> Tensor:
+        v = _real(piece)
+        constants = self._constants[v.dtype]
+        finite = mint.isfinite(v)
+        n = mint.sum(finite, dtype=v.dtype)
+        kept = mint.where(finite, v, 0.0)
+        zero = mint.mul(n, 0.0)
+        lo, hi = mint.amin(mint.where(finite, v, math.inf)), mint.amax(mint.where(finite, v, -math.inf))
+        exponent, scale = constants.scale(mint.amax(mint.abs(kept)))
+        scaled = mint.mul(kept, scale)
+        total = mint.sum(scaled)
+        at_least_one = mint.clamp(n, min=1.0)
+        off = mint.where(finite, mint.sub(scaled, mint.div(total, at_least_one)), 0.0)
+        rest = mint.sum(off)
+        m2 = mint.clamp(mint.sub(mint.sum(mint.square(off)), mint.div(mint.square(rest), at_least_one)), min=0.0)
+        infinite = [mint.sum(mint.eq(v, sign), dtype=v.dtype) for sign in (math.inf, -math.inf)]
+        counts = [n, mint.sum(mint.ne(v, v), dtype=v.dtype), *infinite]
+        smalls = mint.sum(mint.lt(mint.abs(v), constants.bound), dtype=v.dtype)
+        extremes = [lo, hi, zero, zero] if piece.dtype not in _INTEGERS else self._integer_extremes(piece)
+        sums = [total, mint.sum(mint.square(scaled)), m2, exponent]
+        numbers = [*counts, smalls, *extremes[:2], *sums, *extremes[2:]]
+        return mint.cat([number.reshape(1) for number in numbers])
+
+    def _integer_extremes(self, piece: Tensor) -> list[Tensor]:
+        """Least and greatest, and of each what is missing to it: exact below 2^48."""
+        whole = piece.to(ms.int64)
+        least_and_most = [mint.amin(whole), mint.amax(whole)]
+        lows = [mint.bitwise_and(one, self._low_bits) for one in least_and_most]
+        highs = [mint.sub(one, low) for one, low in zip(least_and_most, lows, strict=True)]
+        return [one.to(ms.float32) for one in (*highs, *lows)]
+
+
+def _real(piece: Tensor) -> Tensor:
+    if piece.dtype == ms.complex64:
+        return mint.abs(piece).to(ms.float32)  # of a complex number whose imaginary part is 0; ``real`` would wait
+    return piece if piece.dtype in _STEP else piece.to(ms.float32)
+
+
+def combined(end_to_end: NDArray[np.float32] | Floats) -> Floats:
+    """The table row of piece rows that have reached the host."""
+    pieces = end_to_end.reshape(-1, PIECE_COLUMNS)
+    rows = np.empty((len(pieces), len(COLUMNS)))
+    rows[:, WRITES] = 1.0
+    rows[:, COUNT:] = pieces[:, : len(COLUMNS) - 1]
+    rows[:, COUNT] += rows[:, COUNT + 1 : NEGINFS + 1].sum(axis=1)
+    rows[:, [MIN, MAX]] += pieces[:, -2:]
+    _let_go_of_exponents(rows)
+    return rows[0] if len(rows) == 1 else union(rows)
+
+
+def _let_go_of_exponents(rows: Floats) -> None:
+    """Exponent 0 wherever the sums of squares fit a float64: always, but for elements of double precision."""
+    fits = (np.abs(rows[:, EXPONENT]) < _STEP[ms.float64]) | (rows[:, SUMSQ] == 0)
+    exponents = np.where(fits, rows[:, EXPONENT], 0.0).astype(np.int64)
+    rows[:, SUM] = np.ldexp(rows[:, SUM], exponents)
+    for column in (SUMSQ, M2):
+        rows[:, column] = np.ldexp(rows[:, column], 2 * exponents)
+    rows[fits, EXPONENT] = 0.0
+
+
+# --- The kernel for tensors in host memory: MindSpore shares that memory with numpy, whose reductions of a chunk in cache
+# take a fraction of the time of MindSpore's own, and which has a reduction for every dtype.
+
+
+class HostKernel:
+    """Reduces host tensors to table rows. Waits for what was called before, as ``on_host`` does."""
+
+    def __init__(self, eps: float) -> None:
+        self._arrays = NumpyKernel(eps)
+
+    def reduce_into(self, x: Tensor, page: Floats, row: int) -> bool:
+        """Write the partials of ``x`` into ``page[row]``. False if ``x`` has no data to read; the row is then untouched.
+
+        Raises:
+            EarlierFailure: Something that was called before has failed.
+        """
+        return has_data(x) and self.reduce_array(on_host(x), page, row)
+
+    def reduce_array(self, elements: Raw, page: Floats, row: int) -> bool:
+        """The same of what is on the host already."""
+        return self._arrays.reduce_into(elements, page, row)

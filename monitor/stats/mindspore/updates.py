@@ -1,0 +1,287 @@
+"""What is read of two tensors of MindSpore's at once, chunk by chunk: on the host by numpy, on a device without a wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+from numpy.typing import NDArray
+
+from monitor.stats.histograms import UNIT_BINS
+from monitor.stats.host.array_kernel import Chunks, NumpyKernel, Raw, Reals
+from monitor.stats.mindspore.arithmetic import Array, Number, computing
+from monitor.stats.ops import Epsilon
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EMPTY,
+    M2,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    Floats,
+    union,
+)
+
+PIECE: Final = 1 << 22
+"""Elements of a piece on a device, which they fill; float32 counts them exactly."""
+
+_HALF: Final = UNIT_BINS // 2
+
+Numbers = Mapping[int, Number]
+"""By column of partials."""
+
+Kept = Any
+"""A copy of a tensor: an array on the host, a tensor on a device."""
+
+
+def kept(x: Tensor) -> Kept:
+    """What a tensor holds now, to be compared with later.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    with computing() as on:
+        return np.array(on.of(x)) if on.may_look else mint.mul(x, 1.0)
+
+
+def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Number:
+    """How many elements have the same sign, both zero included; NaN agrees with nothing. Of tensors of one shape.
+
+    Args:
+        uphill: The optimizer maximizes: it goes by the gradient's opposite.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    with computing() as on:
+        if on.may_look:
+            return sum(_agreeing(g, m, uphill=uphill) for g, m in _chunks(on.of(gradient), on.of(momentum)))
+        total: Any = Tensor(0, ms.int64)
+        for g, m in _pieces(gradient, momentum):
+            sign = mint.sign(mint.neg(g) if uphill else g)
+            alike = mint.logical_and(mint.eq(sign, mint.sign(m)), mint.logical_and(mint.eq(g, g), mint.eq(m, m)))
+            total = total + mint.sum(alike, dtype=ms.float32).to(ms.int64)
+        return total
+
+
+def _agreeing(g: Reals, m: Reals, *, uphill: bool) -> int:
+    # Comparisons are what numpy does a register at a time; its sign of a number is not.
+    up, down = (m < 0, m > 0) if uphill else (m > 0, m < 0)
+    differing = np.count_nonzero(((g > 0) != up) | ((g < 0) != down) | (g != g) | (m != m))
+    return len(g) - differing
+
+
+def squares_of_update(after: Tensor, before: Kept) -> tuple[Number, Number]:
+    """The squares of the norms of ``after - before`` and of ``before``, as ``kept`` has left it; of one shape.
+
+    On a device they are float32: norms are told between 1e-19 and 1e19.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    update: Any = 0.0
+    weight: Any = 0.0
+    with computing() as on:
+        if not on.may_look:
+            for a, b in _pieces(after, before):
+                difference = mint.sub(a, b)
+                update, weight = (total + mint.sum(mint.mul(x, x)) for total, x in ((update, difference), (weight, b)))
+            return update, weight
+        for a, b in _chunks(on.of(after), before):
+            wide = b.astype(np.float64)
+            weight += float(np.dot(wide, wide))
+            np.subtract(a, wide, out=wide)
+            update += float(np.dot(wide, wide))
+        return update, weight
+
+
+class Signed(Protocol):
+    """Partials and a histogram of chunks of a tensor that is never whole, of signed numbers that are mostly between -1 and 1.
+
+    Bins as in ``UNIT_UPPER``.
+    """
+
+    def add(self, chunk: Array) -> None:
+        """A chunk, without dimensions but one."""
+
+    def numbers(self) -> Numbers:
+        """Of all that was added, by column of partials."""
+
+    def histogram(self) -> Any:
+        """Elements in each bin, shape ``(UNIT_BINS + 2,)``: int64 on the host, float32 on a device."""
+
+
+def adam_vectors(
+    mean: Tensor,
+    square: Tensor,
+    mean_correction: Number,
+    square_correction: Number,
+    adam_eps: float,
+    eps: float,
+    *,
+    eps_on_root: bool = False,
+) -> tuple[Signed, Signed]:
+    """What Adam makes of its moments: ``m / (sqrt(v) + adam_eps)`` and ``m / sqrt(v)``, which is 0 where both are 0.
+
+    Args:
+        eps_on_root: ``adam_eps`` is added to the root of ``square`` before that is corrected.
+        mean_correction: What ``mean`` is to be divided by before.
+        square_correction: The same of ``square``, of the same shape.
+        eps: Below which numbers count as zeros.
+
+    Raises:
+        EarlierFailure: Something that was called before has failed.
+    """
+    with computing() as on:
+        if on.may_look:
+            given = mean_correction, square_correction
+            corrections = [float(on.of(one)) if isinstance(one, Tensor) else one for one in given]
+            added = adam_eps / math.sqrt(corrections[1]) if eps_on_root else adam_eps
+            return _vectors_seen(on.of(mean), on.of(square), corrections, added, eps)
+        updates, ratios = DeviceSigned(eps), DeviceSigned(eps)
+        there: Number = adam_eps * (square_correction**-0.5) if eps_on_root else adam_eps
+        for m, v in _pieces(mean, square):
+            m, root = m / mean_correction, mint.sqrt(v / square_correction)
+            updates.add(m / (root + there))
+            neither = mint.logical_and(mint.eq(m, 0.0), mint.eq(root, 0.0))
+            ratios.add(mint.where(neither, 0.0, m / root))
+        return updates, ratios
+
+
+def _vectors_seen(mean: Raw, square: Raw, corrections: list[float], adam_eps: float, eps: float) -> tuple[Signed, Signed]:
+    kernel = NumpyKernel(eps)
+    updates, ratios = HostSigned(kernel), HostSigned(kernel)
+    for given_mean, given_square in _chunks(mean, square):
+        m = given_mean / given_mean.dtype.type(corrections[0])
+        root = given_square / given_square.dtype.type(corrections[1])
+        np.sqrt(root, out=root)
+        vector = root + root.dtype.type(adam_eps)
+        updates.add(np.divide(m, vector, out=vector))
+        np.divide(m, root, out=vector)
+        if not root.all():
+            vector[(m == 0) & (root == 0)] = 0.0
+        ratios.add(vector)
+    return updates, ratios
+
+
+class HostSigned:
+    """On the host, where a look at a value costs nothing."""
+
+    def __init__(self, kernel: NumpyKernel) -> None:
+        self._kernel = kernel
+        self._rows: list[Floats] = []
+        self._counts = np.zeros(UNIT_BINS + 2, dtype=np.int64)
+
+    def add(self, chunk: Reals) -> None:
+        row = np.asarray(self._kernel.reduce(chunk))
+        self._rows.append(row)
+        finite = chunk if not row[NANS : NEGINFS + 1].any() else chunk[np.isfinite(chunk)]
+        # A power of two rounds nothing, and none changes its bin.
+        bins = np.ceil(finite * finite.dtype.type(_HALF))
+        np.clip(bins, -_HALF, _HALF + 1, out=bins)
+        bins += _HALF
+        self._counts += np.bincount(bins.astype(np.int64), minlength=UNIT_BINS + 2)
+
+    def numbers(self) -> Numbers:
+        row = union(np.array(self._rows)) if self._rows else np.array(EMPTY)
+        return {column: float(row[column]) for column in range(COUNT, len(COLUMNS))}
+
+    def histogram(self) -> NDArray[np.int64]:
+        return self._counts
+
+
+class DeviceSigned:
+    """On any device, without a look at a value: a tensor of float32 for each number.
+
+    What partials need scaling for does not happen to such numbers. Counting into bins waits for MindSpore to have handed out
+    what was called before, though not for the device: of what could count, this alone has a kernel on the host.
+    """
+
+    def __init__(self, eps: float) -> None:
+        self._bound = Tensor(Epsilon.of(eps, np.float32).bound, ms.float32)
+        self._counts: Any = mint.zeros(UNIT_BINS + 2, dtype=ms.float32)
+        self._parts: list[Tensor] = []
+        self._elements = 0
+
+    def add(self, chunk: Tensor) -> None:
+        finite = mint.isfinite(chunk)
+        kept_ones = mint.where(finite, chunk, 0.0)
+        bins = mint.clamp(mint.ceil(mint.mul(kept_ones, float(_HALF))), -_HALF, _HALF + 1).to(ms.int32) + _HALF
+        self._counts = self._counts + ops.unsorted_segment_sum(finite.to(ms.float32), bins, UNIT_BINS + 2)
+        self._elements += chunk.size
+        self._parts.append(_part(chunk, kept_ones, finite, self._bound))
+
+    def numbers(self) -> Numbers:
+        if not self._parts:
+            return {column: EMPTY[column] for column in range(COUNT, len(COLUMNS))}
+        parts = mint.cat([one.reshape(1, -1) for one in self._parts])
+        counts, least, most, sums, m2 = (_columns(parts, *span) for span in ((0, 5), (5, 1), (6, 1), (7, 2), (9, 1)))
+        elements, (total, squares) = mint.sum(_columns(counts, 0, 1)), _sums(sums)
+        n = _columns(counts, 0, 1)
+        off = _columns(sums, 0, 1) / mint.clamp(n, min=1.0) - total / mint.clamp(elements, min=1.0)
+        between = mint.sum(mint.mul(n, mint.mul(off, off)))
+        return {
+            COUNT: float(self._elements),
+            **dict(zip((NANS, POSINFS, NEGINFS, SMALLS), _sums(_columns(counts, 1, 4)), strict=True)),
+            MIN: mint.amin(least),
+            MAX: mint.amax(most),
+            SUM: total,
+            SUMSQ: squares,
+            M2: mint.add(mint.sum(m2), between),
+        }
+
+    def histogram(self) -> Tensor:
+        return self._counts
+
+
+def _part(chunk: Tensor, kept_ones: Tensor, finite: Tensor, bound: Tensor) -> Tensor:
+    """Of a chunk: the finite elements, NaN, +Inf, -Inf, zeros, least, greatest, Σ x, Σ x² and Σ (x - mean)²."""
+    n, total = mint.sum(finite, dtype=ms.float32), mint.sum(kept_ones)
+    off = mint.where(finite, mint.sub(chunk, mint.div(total, mint.clamp(n, min=1.0))), 0.0)
+    numbers = [
+        n,
+        mint.sum(mint.ne(chunk, chunk), dtype=ms.float32),
+        mint.sum(mint.eq(chunk, math.inf), dtype=ms.float32),
+        mint.sum(mint.eq(chunk, -math.inf), dtype=ms.float32),
+        mint.sum(mint.lt(mint.abs(chunk), bound), dtype=ms.float32),
+        mint.amin(mint.where(finite, chunk, math.inf)),
+        mint.amax(mint.where(finite, chunk, -math.inf)),
+        total,
+        mint.sum(mint.mul(kept_ones, kept_ones)),
+        mint.sum(mint.mul(off, off)),
+    ]
+    return mint.cat([number.reshape(1) for number in numbers])
+
+
+def _columns(parts: Tensor, first: int, count: int) -> Tensor:
+    return mint.narrow(parts, 1, first, count)
+
+
+def _sums(parts: Tensor) -> list[Tensor]:
+    """Of each column."""
+    return [mint.sum(_columns(parts, column, 1)) for column in range(parts.shape[1])]
+
+
+def _chunks(a: Raw, b: Raw) -> Iterator[tuple[Reals, Reals]]:
+    """The elements that stand at the same place in arrays of one shape, a chunk of each at a time."""
+    yield from zip(Chunks().of(a), Chunks().of(b), strict=True)
+
+
+def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same of tensors on a device, in float32."""
+    if not a.size:
+        return
+    flat = [one.reshape(-1) for one in (a, b)]
+    pieces = [(one,) if a.size <= PIECE else mint.split(one, PIECE) for one in flat]
+    for pair in zip(*pieces, strict=True):
+        yield tuple(one if one.dtype == ms.float32 else one.to(ms.float32) for one in pair)

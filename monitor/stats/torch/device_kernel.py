@@ -1,0 +1,138 @@
+"""The portable kernel for accelerators, in torch ops alone: no value is brought to the host, so nothing waits for the device.
+
+Its temporaries are chunk-sized. Everything that the host kernel decides by looking at a value is computed here for both
+outcomes: non-finite elements are masked, and squares are taken of values scaled by a power of two of the chunk's absmax.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monitor.stats.ops import Epsilon
+from monitor.stats.partials import COLUMNS, COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, WRITES
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
+
+CHUNK: Final = 1 << 22
+"""Elements of a chunk: enough to fill a device, 16 MiB of float32 for a temporary."""
+
+
+class DeviceKernel:
+    """Reduces tensors of any device to table rows, in stream order."""
+
+    def __init__(self, eps: float, chunk: int = CHUNK) -> None:
+        self._eps = {torch.float32: Epsilon.of(eps, np.float32).bound, torch.float64: Epsilon.of(eps, np.float64).bound}
+        self._zero_is_small = 1.0 if eps > 0 else 0.0
+        self._chunk_size = chunk
+
+    def reduce_into(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
+        """Write the partials of ``x`` into ``page[row + offset]``. False, and nothing written, if ``x`` has no data to read.
+
+        Args:
+            page: float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``.
+            offset: A whole number on the same device, never looked at by the host. Where it is negative nothing is written.
+        """
+        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+            source = readable(x)
+            if source is None:
+                return False
+            numbers = self._reduce(source)
+            if offset is None:
+                page[row].copy_(numbers)
+            else:
+                _write_below(page, row, offset, numbers)
+        return True
+
+    def _reduce(self, source: Readable) -> Tensor:
+        x = source.dense
+        rows = [self._chunk(piece) for piece in pieces(x, self._chunk_size)]
+        if source.implicit_zeros:
+            rows.append(self._constant(source.implicit_zeros, x.device))
+        if not rows:
+            return self._constant(0, x.device, lo=math.inf, hi=-math.inf)
+        row = rows[0] if len(rows) == 1 else _union(torch.stack(rows))
+        return row if source.repeats == 1 else _repeated(row, source.repeats)
+
+    def _constant(self, zeros: int, device: torch.device, lo: float = 0.0, hi: float = 0.0) -> Tensor:
+        """The row of so many zeros, filled in on the device: a tensor made from host values would be a synchronising copy."""
+        row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=device)
+        for column, value in ((WRITES, 1.0), (COUNT, zeros), (SMALLS, zeros * self._zero_is_small), (MIN, lo), (MAX, hi)):
+            row[column] = value
+        return row
+
+    def _chunk(self, piece: Tensor) -> Tensor:
+        v = _working(piece)
+        finite = torch.isfinite(v)
+        n = finite.sum()
+        kept = torch.where(finite, v, 0.0)
+        absmax = kept.abs().amax()
+        # The exponent of absmax itself would be frexp, which not every device has.
+        exponent = torch.where(absmax > 0, absmax.double().log2().floor(), 0.0)
+        scaled = torch.ldexp(kept, -exponent.to(v.dtype)) if v.dtype is torch.float32 else kept * torch.exp2(-exponent)
+        total = scaled.sum(dtype=torch.float64)
+        sumsq = scaled.square().sum(dtype=torch.float64)
+        off = torch.where(finite, scaled - (total / n.clamp(min=1)).to(v.dtype), 0.0)
+        m2 = off.square().sum(dtype=torch.float64) - off.sum(dtype=torch.float64).square() / n.clamp(min=1)
+        numbers = {
+            WRITES: torch.ones_like(n),
+            COUNT: torch.full_like(n, v.numel()),
+            NANS: torch.isnan(v).sum(),
+            POSINFS: (v == math.inf).sum(),
+            NEGINFS: (v == -math.inf).sum(),
+            SMALLS: (v.abs() < self._eps[v.dtype]).sum(),
+            MIN: torch.where(finite, v, math.inf).amin(),
+            MAX: torch.where(finite, v, -math.inf).amax(),
+            SUM: total,
+            SUMSQ: sumsq,
+            M2: m2.clamp(min=0.0),
+            EXPONENT: exponent,
+        }
+        return _small_exponent(torch.stack([numbers[column].double() for column in range(len(COLUMNS))]))
+
+
+def _write_below(page: Tensor, row: int, offset: Tensor, numbers: Tensor) -> None:
+    place = (offset.clamp(min=0).long() + row).view(1)
+    kept = page.index_select(0, place)
+    page.index_copy_(0, place, torch.where(offset >= 0, numbers.view(1, -1), kept))
+
+
+def _working(piece: Tensor) -> Tensor:
+    if piece.is_complex():
+        piece = torch.abs(piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece)
+    return piece.to(working_precision(piece.dtype))
+
+
+def _small_exponent(row: Tensor) -> Tensor:
+    """The row with exponent 0 wherever its sums of squares fit a float64, as the host kernel has it."""
+    exponent = row[EXPONENT]
+    fits = exponent.abs() < 330
+    scale = torch.exp2(torch.where(fits, exponent, 0.0))
+    sums = [row[SUM] * scale, row[SUMSQ] * scale * scale, row[M2] * scale * scale]
+    return torch.cat([row[:SUM], torch.stack([*sums, torch.where(fits, 0.0, exponent)])])
+
+
+def _union(rows: Tensor) -> Tensor:
+    """``partials.union`` in torch ops: shapes ``(sets, len(COLUMNS))`` to ``(len(COLUMNS),)``."""
+    column = rows.unbind(1)
+    sumsq, exponent = column[SUMSQ], column[EXPONENT]
+    top = torch.where(sumsq > 0, exponent, -math.inf).amax()
+    top = torch.where(torch.isfinite(top), top, 0.0)
+    down = torch.exp2(exponent - top)
+    n = column[COUNT] - column[NANS] - column[POSINFS] - column[NEGINFS]
+    sums = column[SUM] * down
+    mean = sums.sum() / n.sum().clamp(min=1)
+    between = n * (sums / n.clamp(min=1) - mean).square()
+    counts = rows[:, COUNT : SMALLS + 1].sum(0)
+    squares = [(sumsq * down.square()).sum(), (column[M2] * down.square() + between).sum()]
+    rest = [column[MIN].amin(), column[MAX].amax(), sums.sum(), *squares, top]
+    return torch.cat([torch.ones_like(counts[:1]), counts, torch.stack(rest)])
+
+
+def _repeated(row: Tensor, times: int) -> Tensor:
+    """The row of a tensor that holds every element ``times`` over."""
+    counts, extremes, sums = row[COUNT:MIN], row[MIN:SUM], row[SUM:EXPONENT]
+    return torch.cat([row[:COUNT], counts * times, extremes, sums * times, row[EXPONENT:]])

@@ -1,0 +1,198 @@
+"""``monitor::reduce_into``: a kernel's call as one operator, the same in eager and in compiled code.
+
+To a compiler it is a black box that changes the page, so it is neither reordered with others of its kind nor dropped. A row
+is a static number plus the micro-step, which compiled code passes as a tensor: a Python int would be compiled once for each
+value. Behind the operator stands the kernel of the page's device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from monitor.failures import LOGGER
+from monitor.stats.partials import COLUMNS
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.memory import DevicePage
+from monitor.stats.torch.tensors import capturing
+from monitor.stats.triton.launch import WHAT_TO_DO, Driver, Engine, FusedKernel
+from monitor.stats.triton.tensor_list import FusedList
+
+# --- Which kernel reduces the tensors of a device: the fused one where Triton compiles for it, or else the portable one.
+#
+# What works decides: whether Triton is there, whether it has a backend for this device, and whether a first launch
+# succeeds.
+
+
+class DeviceKernels:
+    """The kernels of a process for the tensors of its devices, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine | None] = {}
+        self._kernels: dict[tuple[float, str], DeviceKernel | FusedKernel] = {}
+        self._lists: dict[tuple[float, str], FusedList | None] = {}
+
+    def kernel(self, eps: float, device: torch.device) -> DeviceKernel | FusedKernel:
+        """What reduces one tensor of ``device``."""
+        found = self._kernels.get((eps, device.type))
+        return self._new_kernel(eps, device) if found is None else found
+
+    def list(self, eps: float, device: torch.device) -> FusedList | None:
+        """What reduces many of them at once; None where nothing does."""
+        key = (eps, device.type)
+        if key not in self._lists:
+            kernel, engine = self.kernel(eps, device), self._engines.get(device.type)
+            if engine is None or not isinstance(kernel, FusedKernel):
+                return None
+            self._lists[key] = FusedList(kernel, engine)
+        return self._lists[key]
+
+    def _new_kernel(self, eps: float, device: torch.device) -> DeviceKernel | FusedKernel:
+        if device.type not in self._engines and capturing(device):
+            return DeviceKernel(eps)  # for now: while work is recorded nothing is tried
+        engine = self._engine(device)
+        kernel = DeviceKernel(eps) if engine is None else FusedKernel(eps, engine)
+        self._kernels[eps, device.type] = kernel
+        return kernel
+
+    def _engine(self, device: torch.device) -> Engine | None:
+        if device.type not in self._engines:
+            self._engines[device.type] = engine_for(device)
+        return self._engines[device.type]
+
+
+def engine_for(device: torch.device) -> Engine | None:
+    """The fused kernels for devices of this type; None where they do not work, which is said if they should."""
+    try:
+        driver = _driver_of(device)
+        if driver is None:
+            return None
+        from monitor.stats.triton import source
+
+        engine = Engine(source, driver)
+        if _runs(engine, device):  # if not, it was said why
+            return engine
+    except Exception as error:
+        LOGGER.warning(
+            "The fused kernels do not run on %s: %r. Slower operations of torch take their place, with the same rows. %s",
+            device.type, error, WHAT_TO_DO,
+        )  # fmt: skip
+    return None
+
+
+def _driver_of(device: torch.device) -> Driver | None:
+    """Triton's driver; None where Triton is not there or has no backend for such devices, which is no fault."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    if not any(backend.driver.is_active() for backend in triton.backends.backends.values()):
+        return None
+    active = triton.runtime.driver.active
+    if active.get_active_torch_device().type != device.type:
+        return None
+    if _is_interpreted(triton):
+        raise RuntimeError("TRITON_INTERPRET is set, with which kernels run on the host")
+    warp = active.get_current_target().warp_size
+    return Driver(active.get_current_device, active.get_current_stream, lambda: capturing(device), _on, warp)
+
+
+def _is_interpreted(triton: Any) -> bool:
+    knobs = getattr(triton, "knobs", None)  # from Triton 3.4 on
+    return os.environ.get("TRITON_INTERPRET") == "1" if knobs is None else bool(knobs.runtime.interpret)
+
+
+def _on(index: int) -> AbstractContextManager[Any]:
+    return torch.accelerator.device_index(index)
+
+
+def _runs(engine: Engine, device: torch.device) -> bool:
+    """Launch once. What goes wrong on the device would take a wait to see."""
+    page = torch.empty(1, len(COLUMNS), dtype=torch.float64, device=device)
+    return FusedKernel(0.0, engine).reduces(torch.zeros(1, device=device), page, 0)
+
+
+SCHEMA: Final = "reduce_into(Tensor x, Tensor(a!) page, int row, Tensor? micro_step, float eps) -> ()"
+
+_host_kernel = lru_cache(HostKernel)
+DEVICE_KERNELS: Final = DeviceKernels()
+"""The kernels behind the operator on devices, with what was compiled for them: one set, as there is one operator."""
+
+
+def _reduce_into(x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float) -> None:
+    if page.device.type == "cpu":
+        offset = 0 if micro_step is None else int(micro_step.item())
+        if offset >= 0:
+            _host_kernel(eps).reduce_into(x, page.numpy(), row + offset)
+    else:
+        DEVICE_KERNELS.kernel(eps, page.device).reduce_into(x, page, row, micro_step)
+
+
+def _reduce_nothing(x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float) -> None:
+    """What the operator does to tensors without data: nothing is returned, so there is nothing to describe."""
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library("monitor", "DEF")
+    library.define(SCHEMA)
+    library.impl("reduce_into", _reduce_into, "CompositeExplicitAutograd")
+    library.impl("reduce_into", _reduce_nothing, "Meta")
+    # There is no derivative: an observer passes through autograd unseen.
+    library.impl("reduce_into", torch.library.fallthrough_kernel, "Autograd")
+    return library
+
+
+LIBRARY: Final = _define()
+"""Kept alive for as long as the operator is to exist."""
+
+reduce_into: Final = torch.ops.monitor.reduce_into.default
+"""``reduce_into(x, page, row, micro_step, eps)``: write the partials of ``x`` into ``page[row + micro_step]``.
+
+``page`` is float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``; ``micro_step`` a whole number in a tensor of no
+dimensions on that device, or None for 0. Where it is negative nothing is written: this step is not collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A tensor of a device, one of many, and the row that is for it."""
+
+    tensor: Tensor
+    page: DevicePage
+    row: int
+
+
+def reduce_listed(items: Sequence[Listed], eps: float) -> list[tuple[int, Exception]]:
+    """Write the rows of tensors of any devices, with as few launches as there are kinds of them.
+
+    Returns:
+        Places of those that could not be read, and why.
+    """
+    failed: list[tuple[int, Exception]] = []
+    for device in dict.fromkeys(item.tensor.device for item in items):
+        here = [place for place, item in enumerate(items) if item.tensor.device == device]
+        with ExitStack() as pages:
+            for page in {id(items[place].page): items[place].page for place in here}.values():
+                pages.enter_context(page.written())
+            failed += _reduce_listed(items, here, device, eps)
+    return failed
+
+
+def _reduce_listed(items: Sequence[Listed], here: list[int], device: torch.device, eps: float) -> list[tuple[int, Exception]]:
+    together, left, failed = DEVICE_KERNELS.list(eps, device), here, []
+    if together is not None:
+        tensors, pages, rows = zip(*((items[i].tensor, items[i].page.tensor, items[i].row) for i in here), strict=True)
+        left = [here[place] for place in together.reduce_into(tensors, pages, rows)]
+    for place in left:
+        try:
+            reduce_into(items[place].tensor, items[place].page.tensor, items[place].row, None, eps)
+        except Exception as error:
+            failed.append((place, error))
+    return failed

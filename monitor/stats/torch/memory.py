@@ -1,0 +1,187 @@
+"""Pages in the memory of torch devices, and rows written into a page wherever it is.
+
+On an accelerator sealing is two copies: on the training stream one small device copy into the sealed slot and a reset, on a
+side stream from there to pinned memory; the writer waits for its event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monitor.stats.host.native import HostPage
+from monitor.stats.partials import COLUMNS, WRITES, Floats
+from monitor.stats.table import PageCopy, PageMemory
+from monitor.stats.torch.tensors import beneath
+
+# --- Tensors that are kept from call to call, in memory that is nobody's but ours.
+
+
+def _is_elsewhere(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def persistent(
+    device: torch.device, make: Callable[[], Tensor], elsewhere: Callable[[torch.device], bool] = _is_elsewhere
+) -> Tensor:
+    """What ``make`` makes on ``device``, for longer than the call in progress. Does not wait for the device.
+
+    A caller may be within the warm-up of a graph of the device, whose allocations torch takes from the graph's own memory, by
+    thread or by stream, and holds to account: a tensor kept there is an error in training. So a thread of its own makes it, in
+    that thread's stream, and the caller's stream comes after.
+
+    Args:
+        elsewhere: Whether tensors of a device are made so. On the host nothing is gained by it.
+    """
+    if not elsewhere(device):
+        return _made(make)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainermon-memory") as thread:
+        made, done = thread.submit(_made_there, device, make).result()
+    if done is not None:
+        stream = torch.accelerator.current_stream(device)
+        stream.wait_event(done)
+        made.record_stream(stream)  # given up one day, it is handed out again only after what this stream does with it
+    return made
+
+
+def made_here(_device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """The same where memory is to come from whatever is in progress: in a capture, from the graph's."""
+    return _made(make)
+
+
+def _made_there(device: torch.device, make: Callable[[], Tensor]) -> tuple[Tensor, torch.Event | None]:
+    if device.type == "cpu":
+        return _made(make), None
+    with torch.accelerator.device_index(device.index):  # a new thread's device is the first
+        return _made(make), torch.accelerator.current_stream(device).record_event()
+
+
+def _made(make: Callable[[], Tensor]) -> Tensor:
+    with beneath(), torch.inference_mode(False):  # it outlives the modes that happen to be on
+        return make()
+
+
+class DevicePage:
+    """A page in an accelerator's memory.
+
+    A row is written in the stream in which its tensor is ready. If that is not the stream that seals, events order the two.
+
+    Attributes:
+        tensor: The live rows, shape ``(rows, columns)``, float64.
+    """
+
+    def __init__(self, rows: int, device: torch.device, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
+        self.tensor = persistent(device, lambda: torch.zeros(rows, columns, dtype=torch.float64, device=device))
+        self._cleared_columns = cleared
+        self._side = torch.Stream(device=device)
+        self._sealing = torch.accelerator.current_stream(device)
+        self._cleared = self._sealing.record_event()
+        self._written: dict[torch.Stream, torch.Event] = {}
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """While a row is written in the current stream."""
+        stream = torch.accelerator.current_stream(self.tensor.device)
+        if stream == self._sealing:
+            yield
+            return
+        stream.wait_event(self._cleared)
+        try:
+            yield
+        finally:  # rows that were written before something failed are sealed after they are written, too
+            self._written[stream] = stream.record_event()
+
+    def new_copy(self) -> PageCopy:
+        return DevicePageCopy(self, self._side)
+
+    def join(self) -> torch.Stream:
+        """The current stream, which from here on comes after all rows that were written, and is taken to seal."""
+        now = torch.accelerator.current_stream(self.tensor.device)
+        if now != self._sealing:
+            self._written[self._sealing] = self._sealing.record_event()
+            self._sealing = now
+        for stream, event in self._written.items():
+            if stream != now:
+                now.wait_event(event)
+        self._written.clear()
+        return now
+
+    def clear(self) -> None:
+        stream = self.join()
+        self.tensor[:, self._cleared_columns].zero_()
+        self._cleared = stream.record_event()
+
+    def forget(self, row: int) -> None:
+        with self.written():
+            self.tensor[row, self._cleared_columns].zero_()
+
+    def rows_now(self) -> Floats:
+        self.join()
+        return self.tensor.cpu().numpy()
+
+
+class DevicePageCopy:
+    """A sealed copy of a ``DevicePage``: on the device, then on the host."""
+
+    at_hand = False
+
+    def __init__(self, page: DevicePage, side: torch.Stream) -> None:
+        live = page.tensor
+        self._page = page
+        self._side = side
+        self._sealed = persistent(live.device, lambda: torch.empty_like(live))
+        self._host = torch.empty(live.shape, dtype=live.dtype, pin_memory=True)
+        self._taken = torch.Event(device=live.device)
+        self._arrived = torch.Event(device=live.device)
+        self.nbytes = 2 * live.nbytes
+
+    def take(self, rows: int) -> None:
+        del rows  # a copy of the whole page takes as long
+        training = self._page.join()
+        self._sealed.copy_(self._page.tensor)
+        self._page.clear()
+        self._taken.record(training)
+        self._side.wait_event(self._taken)
+        with self._side:
+            self._host.copy_(self._sealed, non_blocking=True)
+            self._arrived.record(self._side)
+
+    def rows(self) -> Floats:
+        self._arrived.synchronize()
+        return self._host.numpy()
+
+
+def write_numbers(page: PageMemory, row: int, numbers: Mapping[int, float | torch.Tensor]) -> None:
+    """Write a row, 0 in the columns that are not among ``numbers``. Does not wait for tensors on a device."""
+    if isinstance(page, HostPage):
+        page.numbers[row] = 0.0
+        page.numbers[row, WRITES] = 1.0
+        for column, number in numbers.items():
+            page.numbers[row, column] = number.item() if isinstance(number, torch.Tensor) else number
+        return
+    assert isinstance(page, DevicePage)
+    with page.written():
+        page.tensor[row].zero_()
+        page.tensor[row, WRITES].fill_(1.0)
+        for column, number in numbers.items():
+            place = page.tensor[row, column]
+            place.copy_(number) if isinstance(number, torch.Tensor) else place.fill_(number)
+
+
+def write_histogram(page: PageMemory, row: int, counts: NDArray[np.int64] | torch.Tensor) -> None:
+    """Write the bins of a row, 0 in those beyond ``counts``."""
+    if isinstance(page, HostPage):
+        page.numbers[row] = 0.0
+        page.numbers[row, : len(counts)] = counts
+        return
+    assert isinstance(page, DevicePage)
+    assert isinstance(counts, torch.Tensor)
+    with page.written():
+        page.tensor[row].zero_()
+        page.tensor[row, : len(counts)].copy_(counts)

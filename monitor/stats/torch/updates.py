@@ -1,0 +1,208 @@
+"""What is read of two tensors at once, on the device where they are: chunk by chunk, and nothing waits for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monitor.stats.histograms import UNIT_BINS
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EMPTY,
+    M2,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    Floats,
+    union,
+)
+from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.tensors import pieces
+
+CHUNK: Final = 65_536
+CHUNK_THERE: Final = 1 << 22
+"""Elements of a chunk on the host, where it stays in the cache with the temporaries, and on an accelerator, which it fills."""
+
+_HALF: Final = UNIT_BINS // 2
+
+Numbers = Mapping[int, float | Tensor]
+"""By column of partials; tensors have one element."""
+
+
+def together(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The elements that stand at the same place in tensors of one shape, a chunk of each at a time."""
+    chunk = CHUNK if tensors[0].is_cpu else CHUNK_THERE
+    alike = all(one.stride() == tensors[0].stride() for one in tensors)
+    flat = tensors if alike else [one.reshape(-1) for one in tensors]
+    yield from zip(*(pieces(one, chunk) for one in flat), strict=True)
+
+
+class Scratch:
+    """Temporaries of a chunk, made once for all chunks: to allocate one costs more than to compute it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def of(self, use: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor in the shape of ``like``, of any content. What was got before for the same use is gone."""
+        buffer = self._buffers.get((use, dtype))
+        if buffer is None or buffer.numel() < like.numel():
+            buffer = self._buffers[use, dtype] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        return buffer[: like.numel()].view(like.shape)
+
+    def copy(self, use: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` in another dtype."""
+        return self.of(use, x, dtype).copy_(x)
+
+
+def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Tensor:
+    """How many elements have the same sign, both zero included; int64, one element. NaN agrees with nothing.
+
+    Args:
+        uphill: The optimizer maximizes: it goes by the gradient's opposite.
+    """
+    scratch, differing = Scratch(), torch.zeros((), dtype=torch.int64, device=gradient.device)
+    for g, m in together(gradient, momentum):
+        signs = torch.sgn(g, out=scratch.of("gradient", g, g.dtype))
+        others = torch.sgn(m, out=scratch.of("momentum", m, m.dtype))
+        difference = signs.add_(others) if uphill else signs.sub_(others)
+        for x in (g, m):
+            if not (x.is_cpu and _is_finite(x)):  # the sign of NaN may be 0
+                difference.masked_fill_(torch.isnan(x), 1)
+        differing += torch.count_nonzero(difference)
+    return gradient.numel() - differing
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether that is certain, of numbers on the host; finite ones whose sum is not are not told apart."""
+    if x.is_complex():
+        return False
+    return math.isfinite(x.sum(dtype=torch.float32 if x.itemsize < 4 else None).item())
+
+
+def squares_of_update(after: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """The squares of the norms of ``after - before`` and of ``before``; float64, one element each."""
+    scratch = Scratch()
+    update, weight = (torch.zeros((), dtype=torch.float64, device=after.device) for _ in range(2))
+    for a, b in together(after, before):
+        wide = scratch.copy("before", b, torch.float64)
+        weight += _squares(wide)
+        update += _squares(torch.sub(scratch.copy("after", a, torch.float64), wide, out=wide))
+    return update, weight
+
+
+def _squares(x: Tensor) -> Tensor:
+    flat = x.view(-1)
+    return torch.dot(flat, flat)
+
+
+class Signed(Protocol):
+    """Partials and a histogram of chunks of a tensor that is never whole, of signed numbers that are mostly between -1 and 1.
+
+    Bins as in ``UNIT_UPPER``.
+    """
+
+    def add(self, chunk: Tensor) -> None:
+        """Float32 or float64."""
+
+    def numbers(self) -> Numbers:
+        """Of all that was added, by column of partials."""
+
+    def histogram(self) -> Tensor:
+        """Elements in each bin, int64, shape ``(UNIT_BINS + 2,)``."""
+
+
+def signed(like: Tensor, kernel: HostKernel, eps: float) -> Signed:
+    """What counts chunks on the device of ``like``."""
+    return HostSigned(kernel) if like.is_cpu else DeviceSigned(like.device, eps)
+
+
+class HostSigned:
+    """On the host, where a look at a value costs nothing."""
+
+    def __init__(self, kernel: HostKernel) -> None:
+        self._kernel = kernel
+        self._scratch = Scratch()
+        self._rows: list[Floats] = []
+        self._counts = torch.zeros(UNIT_BINS + 2, dtype=torch.int64, device="cpu")
+
+    def add(self, chunk: Tensor) -> None:
+        row = np.asarray(self._kernel.reduce(chunk))
+        self._rows.append(row)
+        finite = chunk if not row[NANS : NEGINFS + 1].any() else chunk[torch.isfinite(chunk)]
+        bins = _bins(torch.mul(finite, _HALF, out=self._scratch.of("bins", finite, finite.dtype)))
+        numbers = self._scratch.copy("numbers", bins, torch.uint8).view(-1)
+        self._counts += torch.bincount(numbers, minlength=UNIT_BINS + 2)
+
+    def numbers(self) -> Numbers:
+        row = union(np.array(self._rows)) if self._rows else np.array(EMPTY)
+        return {column: float(row[column]) for column in range(COUNT, len(COLUMNS))}
+
+    def histogram(self) -> Tensor:
+        return self._counts
+
+
+def _bins(halves: Tensor) -> Tensor:
+    """The bin of each number, times ``_HALF``: a power of two, so nothing is rounded, and none changes its bin. In place."""
+    return halves.ceil_().clamp_(-_HALF, _HALF + 1).add_(_HALF)
+
+
+class DeviceSigned:
+    """On any device, without a look at a value. What partials need scaling for does not happen to such numbers in float64."""
+
+    def __init__(self, device: torch.device, eps: float) -> None:
+        self._eps = eps
+        self._counts = torch.zeros(UNIT_BINS + 2, dtype=torch.int64, device=device)
+        self._parts: list[Tensor] = []
+        self._elements = 0
+
+    def add(self, chunk: Tensor) -> None:
+        finite = torch.isfinite(chunk)
+        kept = torch.where(finite, chunk, 0)
+        bins = _bins(kept * _HALF).to(torch.int64)
+        self._counts.scatter_add_(0, bins.reshape(-1), finite.reshape(-1).to(torch.int64))
+        self._elements += chunk.numel()
+        self._parts.append(
+            torch.stack(
+                [
+                    torch.isnan(chunk).sum(dtype=torch.float64),
+                    torch.isposinf(chunk).sum(dtype=torch.float64),
+                    torch.isneginf(chunk).sum(dtype=torch.float64),
+                    ((kept.abs() < self._eps) & finite).sum(dtype=torch.float64),
+                    torch.where(finite, chunk, math.inf).amin().to(torch.float64),
+                    torch.where(finite, chunk, -math.inf).amax().to(torch.float64),
+                    kept.sum(dtype=torch.float64),
+                    kept.to(torch.float64).square_().sum(),
+                ]
+            )
+        )
+
+    def numbers(self) -> Numbers:
+        if not self._parts:
+            return dict(enumerate(EMPTY))
+        parts = torch.stack(self._parts)
+        counts, sums = parts[:, :4].sum(dim=0), parts[:, 6:].sum(dim=0)
+        finite = (self._elements - counts[:3].sum()).clamp(min=1)
+        return {
+            COUNT: float(self._elements),
+            **dict(zip((NANS, POSINFS, NEGINFS, SMALLS), counts, strict=True)),
+            MIN: parts[:, 4].amin(),
+            MAX: parts[:, 5].amax(),
+            SUM: sums[0],
+            SUMSQ: sums[1],
+            M2: (sums[1] - sums[0].square() / finite).clamp(min=0),
+        }
+
+    def histogram(self) -> Tensor:
+        return self._counts

@@ -1,0 +1,298 @@
+"""What the fused kernels read, in Triton: the elements of a tensor of any dtype and layout, as numbers.
+
+Float8 and complex numbers are decoded from their bits, because not every device and backend of Triton has such types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from monitor.stats.torch.tensors import working_precision
+
+# mypy: ignore-errors
+# Triton compiles what stands here. Annotations are read by it: they must not become strings.
+
+INF: tl.constexpr = tl.constexpr(float("inf"))
+
+
+# --- elements -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _float8(raw, EXPONENT_BITS: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr):
+    """The float32 that a byte stands for. The bits are moved to where a float32 has them; products make good the bias,
+    which are exact for subnormal numbers too.
+
+    ``SPECIAL`` is what is no number: of ``"ieee"`` the largest exponent, of ``"all"`` a magnitude of ones alone, of ``"zero"``
+    the negative zero.
+    """
+    byte = raw.to(tl.uint8, bitcast=True).to(tl.int32)
+    magnitude = byte & 0x7F
+    # In two steps, neither of which overflows or rounds.
+    shifted = (magnitude << (16 + EXPONENT_BITS)).to(tl.float32, bitcast=True) * 18446744073709551616.0
+    value = shifted * power_of_two(127 - BIAS - 64).to(tl.float32)
+    nan = float("nan")
+    if SPECIAL == "ieee":
+        top: tl.constexpr = ((1 << EXPONENT_BITS) - 1) << (7 - EXPONENT_BITS)
+        value = tl.where(magnitude == top, INF, tl.where(magnitude > top, nan, value))
+    if SPECIAL == "all":
+        value = tl.where(magnitude == 0x7F, nan, value)
+    value = tl.where(byte >= 0x80, -value, value)
+    if SPECIAL == "zero":
+        value = tl.where(byte == 0x80, nan, value)
+    return value
+
+
+@triton.jit
+def power_of_two(n):
+    """2^n, float64, for -1022 <= n <= 1023."""
+    return ((n + tl.full((), 1023, tl.int64)) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def scaled(v, n):
+    """Float64, times 2^n for n from -2044 to 2044."""
+    half = n >> 1
+    return v * power_of_two(half) * power_of_two(n - half)
+
+
+@triton.jit
+def exponent_of(v):
+    """The exponent that ``frexp`` has for a positive float64."""
+    tiny = v < 2.2250738585072014e-308
+    bits = tl.where(tiny, v * 18014398509481984.0, v).to(tl.int64, bitcast=True)
+    return (bits >> 52) - 1022 - tl.where(tiny, 54, 0)
+
+
+@triton.jit
+def _hypotenuse(a, b):
+    """sqrt(a² + b²) of float64, rounded as if it were exact. C. F. Borges, "An Improved Algorithm for hypot(a, b)" (2019)."""
+    a, b = tl.abs(a), tl.abs(b)
+    infinite = (a == INF) | (b == INF)
+    x, y = tl.maximum(a, b), tl.minimum(a, b)
+    nan = (a != a) | (b != b)
+    far = (x > 1e150) | (x < 1e-130)
+    n = tl.where(far & (x > 0.0) & (x < INF), exponent_of(x), 0)
+    x, y = scaled(x, -n), scaled(y, -n)
+    h = tl.sqrt(tl.fma(x, x, y * y))
+    hh, xx = h * h, x * x
+    off = tl.fma(-y, y, hh - xx) + tl.fma(h, h, -hh) - tl.fma(x, x, -xx)
+    h = tl.where(h > 0.0, h - off / (2.0 * h), h)
+    return tl.where(infinite, INF, tl.where(nan, float("nan"), scaled(h, n)))
+
+
+@triton.jit
+def _loaded(at, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask=mask, other=0)
+    return tl.load(at)
+
+
+@triton.jit
+def _decoded(raw, DECODE: tl.constexpr, WORK: tl.constexpr):
+    """What bits of one word stand for."""
+    if DECODE == "e4m3fn":
+        return _float8(raw, 4, 7, "all")
+    if DECODE == "e4m3fnuz":
+        return _float8(raw, 4, 8, "zero")
+    if DECODE == "e5m2":
+        return _float8(raw, 5, 15, "ieee")
+    if DECODE == "e5m2fnuz":
+        return _float8(raw, 5, 16, "zero")
+    if DECODE == "e8m0fnu":
+        byte = raw.to(tl.uint8, bitcast=True).to(tl.int32)
+        value = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+        return tl.where(byte == 255, float("nan"), value)
+    if DECODE == "bfloat16":  # the upper half of a float32; and not every backend keeps its subnormal numbers
+        return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if DECODE == "bool":
+        return (raw != 0).to(WORK)
+    return raw.to(WORK)
+
+
+@triton.jit
+def _numbers(at, offsets, mask, MASKED: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr):
+    """The elements at ``offsets``, as numbers in the precision ``WORK``; anything where they are masked."""
+    if DECODE == "complex128":
+        re = _loaded(at + 2 * offsets, mask, MASKED)
+        im = _loaded(at + 2 * offsets + 1, mask, MASKED)
+        return _hypotenuse(re, im)
+    raw = _loaded(at + offsets, mask, MASKED)
+    if DECODE == "complex64":
+        re = raw.to(tl.int32).to(tl.float32, bitcast=True)
+        im = (raw >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        return _hypotenuse(re.to(tl.float64), im.to(tl.float64)).to(tl.float32)
+    if DECODE == "complex32":
+        re = raw.to(tl.int16).to(tl.float16, bitcast=True)
+        im = (raw >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return _hypotenuse(re.to(tl.float64), im.to(tl.float64)).to(tl.float32)
+    return _decoded(raw, DECODE, WORK)
+
+
+# --- where elements are ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _below(start, R: tl.constexpr, LANES: tl.constexpr):
+    """Numbers from ``start`` on, shape ``(R, LANES)``."""
+    return start + tl.arange(0, R)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def _strided(index, sizes, strides, DIMS: tl.constexpr, GROUP: tl.constexpr):
+    """Where the elements of a strided tensor are, by their number, or by that of their group of ``GROUP``, which are adjacent
+    in the last dimension.
+
+    Args:
+        sizes: Of the last ``DIMS - 1`` dimensions.
+        strides: Of all ``DIMS``.
+    """
+    offsets = index.to(tl.int64) * 0
+    for back in tl.static_range(DIMS - 1):
+        size = sizes[DIMS - 2 - back]
+        if back == 0:
+            size = size // GROUP
+        size = size.to(index.dtype)
+        if back == 0 and GROUP > 1:
+            offsets += (index % size).to(tl.int64) * GROUP
+        else:
+            offsets += (index % size).to(tl.int64) * strides[DIMS - 1 - back]
+        index = index // size
+    return offsets + index.to(tl.int64) * strides[0]
+
+
+@triton.jit
+def tile(
+    at, start, n, sizes, strides, MASKED: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
+    INDEX: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The tile that begins at element ``start`` of ``n``, shape ``(R, LANES, GROUP)``: the numbers and which are there."""
+    group = tl.arange(0, GROUP)[None, None, :]
+    within = (_below(0, R, LANES) * GROUP)[:, :, None] + group
+    mask = within < n - start
+    if DIMS == 0:
+        v = _numbers(at + start * (2 if DECODE == "complex128" else 1), within, mask, MASKED, DECODE, WORK)
+    else:
+        first = tl.full((), start // GROUP, INDEX)
+        offsets = _strided(first + _below(0, R, LANES).to(INDEX), sizes, strides, DIMS, GROUP)
+        v = _numbers(at, offsets[:, :, None] + group, mask, MASKED, DECODE, WORK)
+    return v, mask
+
+
+# --- How the fused kernels read each dtype.
+
+READ: Final = 16
+"""Bytes that a thread reads at once: as many as a device's memory instructions can."""
+
+_ELEMENTS: Final[Mapping[torch.dtype, tuple[str, str]]] = {
+    torch.float64: ("float64", ""),
+    torch.float32: ("float32", ""),
+    torch.float16: ("float16", ""),
+    torch.bfloat16: ("int16", "bfloat16"),
+    torch.int64: ("int64", ""),
+    torch.int32: ("int32", ""),
+    torch.int16: ("int16", ""),
+    torch.int8: ("int8", ""),
+    torch.uint64: ("uint64", ""),
+    torch.uint32: ("uint32", ""),
+    torch.uint16: ("uint16", ""),
+    torch.uint8: ("uint8", ""),
+    torch.bool: ("int8", "bool"),
+    torch.complex128: ("float64", "complex128"),
+    torch.complex64: ("int64", "complex64"),
+    torch.complex32: ("int32", "complex32"),
+}
+"""The type that Triton reads, and what is then made of it."""
+
+_FLOAT8: Final = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A dtype, as the kernels read it.
+
+    Attributes:
+        element: Triton's name of the type that is read.
+        decode: What is made of it (``_numbers`` in the source); empty where it is a number as it is.
+        work: The precision in which it is reduced.
+        group: Adjacent elements that a thread reads at once.
+        reads: Groups that a thread reads before it looks at the first: several reads in flight, as far as registers go.
+        least: What squares must be on average, so that those lost below the smallest normal number do not show in their sum.
+    """
+
+    element: str
+    decode: str
+    work: str
+    group: int
+    reads: int
+    least: float
+
+    def lane(self, aligned: bool) -> int:
+        """Elements of one lane in one tile. What cannot be read in whole groups takes more registers to read."""
+        return self.group * (self.reads if aligned else max(1, self.reads // 2))
+
+
+def _format(dtype: torch.dtype, element: str, decode: str) -> Format:
+    narrow = working_precision(dtype) is torch.float32
+    registers = 8 if dtype.is_complex else 32 if narrow else 16  # numbers that a thread has room for at once
+    group = min(max(1, READ // dtype.itemsize), registers // 2)
+    reads = min(4, registers // group)
+    return Format(element, decode, "float32" if narrow else "float64", group, reads, 1.2e-31 if narrow else 1e-290)
+
+
+def _formats() -> dict[torch.dtype, Format]:
+    formats = {dtype: _format(dtype, *how) for dtype, how in _ELEMENTS.items()}
+    for name in _FLOAT8:
+        dtype = getattr(torch, f"float8_{name}", None)  # newer torch has more of them
+        if dtype is not None:
+            formats[dtype] = _format(dtype, "uint8", name)
+    return formats
+
+
+FORMATS: Final[Mapping[torch.dtype, Format]] = _formats()
+"""Dtypes that the fused kernels read; others are left to the portable kernel."""
+
+# --- How a tensor is cut into parts, a program each.
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sizes of the fused kernels' work.
+
+    Attributes:
+        lanes: Threads of a program, each with running columns of its own; a multiple of the threads of a warp.
+        rows: Parts that are combined at once.
+        parts: Programs that fill any device: up to as many, a part is one tile.
+        tiles: The most tiles of a part.
+    """
+
+    lanes: int = 128
+    rows: int = 128
+    parts: int = 512
+    tiles: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``parts`` of ``tiles`` tiles each, the last of them shorter."""
+
+    parts: int
+    tiles: int
+
+
+def cut(elements: int, lane: int, blocks: Blocks) -> Cut:
+    """How a tensor is cut. Its size decides, and how it can be read; neither the device nor what else is reduced does.
+
+    Args:
+        lane: Elements of one lane in one tile.
+    """
+    tiles = -(-elements // (lane * blocks.lanes))
+    wanted = -(-tiles // blocks.parts)
+    each = min(blocks.tiles, 1 << max(0, wanted - 1).bit_length())
+    return Cut(max(1, -(-tiles // each)), each)

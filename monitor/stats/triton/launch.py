@@ -1,0 +1,354 @@
+"""The fused kernel: a tensor is read once, by one launch that leaves its row. The source is in ``torch_fused_source``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monitor.failures import LOGGER
+from monitor.stats.ops import Epsilon
+from monitor.stats.partials import COLUMNS
+from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.memory import made_here, persistent
+from monitor.stats.torch.tensors import KEYS_ABOVE_US, PLAIN, in_memory_order, readable
+from monitor.stats.triton.elements import FORMATS, READ, Blocks, Cut, Format, cut
+
+# --- Launching a compiled kernel at the cost of little more than the driver's call.
+#
+# Triton's own launch finds out the type and the alignment of every argument, and looks up what was compiled for them:
+# tens of microseconds each time. Here all that is known once a variant has been launched: arguments are whole numbers
+# of fixed types.
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What a launch has to know of a device.
+
+    Attributes:
+        device: The current device's number.
+        stream: The handle of a device's current stream.
+        capturing: Whether the current stream's work is being recorded to be run later.
+        on: Makes a device the current one.
+        warp: Threads that a device runs in step.
+    """
+
+    device: Callable[[], int]
+    stream: Callable[[int], int]
+    capturing: Callable[[], bool]
+    on: Callable[[int], Any]
+    warp: int = 32
+
+
+class Launch:
+    """One variant of a kernel, on one device.
+
+    Args:
+        function: The kernel, ``@triton.jit``.
+        constants: Its constants, which follow its other arguments.
+    """
+
+    def __init__(self, function: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._function = function
+        self._constants = dict(constants)
+        self._options = dict(options)
+        self._values = tuple(constants.values())
+        self._run: Callable[..., object] | None = None
+        self._handle: tuple[Any, Any] = (None, None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has run before: nothing is compiled any more."""
+        return self._run is not None
+
+    def __call__(self, programs: int, stream: int, *arguments: float) -> None:
+        """With ``programs`` programs, in ``stream``, which is the current one. Does not wait."""
+        if self._run is None:
+            self._first(programs, arguments)
+        else:
+            function, packed = self._handle
+            self._run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *self._values)
+
+    def _first(self, programs: int, arguments: tuple[float, ...]) -> None:
+        """Triton's own launch, which compiles. What it returns is launched from then on, where it is what is known here."""
+        compiled = self._function[(programs, 1, 1)](*arguments, **self._constants, **self._options)
+        try:
+            self._handle = (compiled.function, compiled.packed_metadata)
+            self._run = compiled.run
+        except AttributeError:  # the interpreter, or a Triton that has changed: the ordinary launch each time
+            self._run = None
+
+
+# --- Room for the rows of parts until the last program of a tensor combines them.
+
+PART_COLUMNS: Final = 11
+"""Numbers of a part (``COLUMNS`` in the source), float64."""
+
+_PARTS: Final = 2048
+_TENSORS: Final = 1024
+
+New = Callable[[torch.device, Callable[[], Tensor]], Tensor]
+
+
+class Workspace:
+    """Of one stream, whose launches run one after another and so can share it; or of one launch that is captured.
+
+    Args:
+        new: Where its memory is from.
+
+    Attributes:
+        rows: Address of the parts' rows.
+        counters: Address of an int32 a tensor: its programs that are done. 0 between launches, as the last program leaves it.
+    """
+
+    def __init__(self, device: torch.device, parts: int = _PARTS, tensors: int = _TENSORS, new: New = persistent) -> None:
+        self._device = device
+        self._new = new
+        self._rows = self._new_rows(parts)
+        self._counters = self._new_counters(tensors)
+        self.rows, self.counters = self._rows.data_ptr(), self._counters.data_ptr()
+
+    def reserve(self, parts: int, tensors: int) -> None:
+        """Room for so many at once. What was outgrown is free only after what its stream has still to do with it."""
+        if parts * PART_COLUMNS > self._rows.numel():
+            self._rows = self._new_rows(1 << (parts - 1).bit_length())
+            self.rows = self._rows.data_ptr()
+        if tensors > self._counters.numel():
+            self._counters = self._new_counters(1 << (tensors - 1).bit_length())
+            self.counters = self._counters.data_ptr()
+
+    def _new_rows(self, parts: int) -> Tensor:
+        return self._new(self._device, lambda: torch.empty(parts * PART_COLUMNS, dtype=torch.float64, device=self._device))
+
+    def _new_counters(self, tensors: int) -> Tensor:
+        return self._new(self._device, lambda: torch.zeros(tensors, dtype=torch.int32, device=self._device))
+
+
+ROW_BYTES: Final = 8 * len(COLUMNS)
+MOST_DIMS: Final = 4
+"""Dimensions of a strided view, adjacent ones merged, that the kernel can walk."""
+
+EVEN: Final = 16
+"""Tensors with a multiple of so many elements are read in whole groups to their end."""
+
+WHAT_TO_DO: Final = "Triton needs a C compiler, a cache directory to write to (TRITON_CACHE_DIR), and the version torch brings."
+MOST_CUTS: Final = 4096
+_FAR: Final = 1 << 31
+_DENSE: Final = (0,) * 7
+
+
+class Engine:
+    """The kernels of this process, as compiled so far, and their workspaces.
+
+    Args:
+        source: The module ``torch_fused_source``.
+    """
+
+    def __init__(self, source: Any, driver: Driver, blocks: Blocks | None = None) -> None:
+        self.driver = driver
+        self.blocks = blocks or Blocks()
+        self._source = source
+        self._workspaces: dict[tuple[int, int], Workspace] = {}
+        self._launches: dict[tuple[object, ...], Launch | None] = {}
+        self._told = False
+        self.cuts: dict[tuple[int, int], Cut] = {}
+
+    def cut(self, elements: int, lane: int) -> Cut:
+        """How a tensor of so many elements is cut, remembered in ``cuts``: a model has few sizes of tensors."""
+        if len(self.cuts) >= MOST_CUTS:
+            self.cuts.clear()
+        found = self.cuts[elements, lane] = cut(elements, lane, self.blocks)
+        return found
+
+    def workspace(self, x: Tensor, stream: int, parts: int, tensors: int = 1) -> Workspace:
+        """With room for so much, of the current stream of the device of ``x``, whose handle is ``stream``.
+
+        A launch that is captured has one of its own, from the graph's memory and to be let go after the launch: the graph may
+        run in any stream, beside any other. That its counters are 0 is captured with it.
+        """
+        if self.driver.capturing():
+            return Workspace(x.device, parts, tensors, made_here)
+        key = x.get_device(), stream
+        workspace = self._workspaces.get(key)
+        if workspace is None:
+            workspace = self._workspaces[key] = Workspace(x.device)
+        workspace.reserve(parts, tensors)
+        return workspace
+
+    def launch(self, kernel: str, format_: Format, device: int, **layout: Any) -> Launch | None:
+        """The variant for a dtype and a layout; None where it does not work here."""
+        key = (kernel, format_, device, *layout.values())
+        if key not in self._launches:
+            self._launches[key] = self._new_launch(kernel, format_, layout)
+        return self._launches[key]
+
+    def _new_launch(self, kernel: str, format_: Format, layout: dict[str, Any]) -> Launch | None:
+        try:
+            function = getattr(self._source, kernel)
+            given = constants(function, self._source.tl, format_, self.blocks, layout)
+            return Launch(function, given, options(format_, self.blocks, self.driver.warp))
+        except Exception as error:
+            _say_that_it_does_not_run(kernel, format_, error)
+            return None
+
+    def run(self, launch: Launch, x: Tensor, programs: int, stream: int, *arguments: float) -> bool:
+        """Launch. False where a variant that has not run before does not run, which is said, and tried no more."""
+        device = x.get_device()
+        if device != self.driver.device():
+            with self.driver.on(device):
+                return self._run(launch, programs, stream, arguments)
+        return self._run(launch, programs, stream, arguments)
+
+    def _run(self, launch: Launch, programs: int, stream: int, arguments: tuple[float, ...]) -> bool:
+        if launch.ready:
+            launch(programs, stream, *arguments)
+            return True
+        if self.driver.capturing():  # no time to compile
+            return False
+        self._tell_of_compiling()
+        try:
+            launch(programs, stream, *arguments)
+        except Exception as error:
+            self._give_up(launch, error)
+            return False
+        return True
+
+    def _give_up(self, launch: Launch, error: Exception) -> None:
+        for key in [key for key, known in self._launches.items() if known is launch]:
+            self._launches[key] = None
+            _say_that_it_does_not_run(key[0], key[1], error)
+
+    def _tell_of_compiling(self) -> None:
+        if not self._told:
+            self._told = True
+            LOGGER.info("Compiling the fused kernels, 1 to 6 s for each kind of tensor; Triton keeps them in its cache.")
+
+
+def _say_that_it_does_not_run(kernel: object, format_: object, error: Exception) -> None:
+    LOGGER.warning(
+        "The fused kernel %s for %s does not run here: %r. Slower operations of torch take its place, with the same rows. %s",
+        kernel, format_, error, WHAT_TO_DO,
+    )  # fmt: skip
+
+
+def constants(function: Any, language: Any, format_: Format, blocks: Blocks, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The constants of a kernel, by name.
+
+    Args:
+        language: ``triton.language``.
+        layout: ``ALIGNED``, ``EVEN`` and, of a single tensor, ``DIMS``, ``INDEX`` and ``GROUP``, as the source has them.
+    """
+    group = layout.get("GROUP", format_.group)
+    sizes = {"R": format_.lane(layout["ALIGNED"]) // group, "LANES": blocks.lanes, "GROUP": group, "ROWS": blocks.rows}
+    types = {"ELEMENT": getattr(language, format_.element), "WORK": getattr(language, format_.work)}
+    given = dict(layout) | sizes | types | {"DECODE": format_.decode, "LEAST": format_.least, "ROW_BYTES": ROW_BYTES}
+    if "INDEX" in given:
+        given["INDEX"] = getattr(language, given["INDEX"])
+    return {name: given[name] for name in function.arg_names if name.isupper()}
+
+
+def options(format_: Format, blocks: Blocks, warp: int) -> dict[str, Any]:
+    """How a kernel is compiled. What rounds as if it were exact must not be rearranged."""
+    return {"num_warps": max(1, blocks.lanes // warp), "enable_fp_fusion": format_.decode != "complex128"}
+
+
+class FusedKernel:
+    """Reduces tensors of a device to table rows, in stream order. What the kernels cannot read is left to the portable one."""
+
+    def __init__(self, eps: float, engine: Engine, portable: DeviceKernel | None = None) -> None:
+        self._engine = engine
+        self._portable = portable or DeviceKernel(eps)
+        self.bounds = {"float32": Epsilon.of(eps, np.float32).bound, "float64": Epsilon.of(eps, np.float64).bound}
+        self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, Format]] = {}
+
+    def reduce_into(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
+        """Write the partials of ``x`` into ``page[row + offset]``. False, and nothing written, if ``x`` has no data to read.
+
+        Args:
+            page: float64, shape ``(rows, len(COLUMNS))``, contiguous, on the device of ``x``.
+            offset: A whole number on the same device. Where it is negative nothing is read or written.
+        """
+        return self.reduces(x, page, row, offset) or self._portable.reduce_into(x, page, row, offset)
+
+    def reduces(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
+        """The same by the fused kernel alone. False, and nothing written, if ``x`` is not for it or has no data."""
+        if type(x) in PLAIN and x.layout is torch.strided and x.is_contiguous() and not x.is_neg() and not x.is_meta:
+            return self._dense(x, x.numel(), 1, page, row, offset)
+        return self._other(x, page, row, offset)
+
+    def _dense(self, x: Tensor, n: int, repeats: int, page: Tensor, row: int, offset: Tensor | None) -> bool:
+        address = x.data_ptr()
+        if n and address <= x.storage_offset() * x.itemsize:  # freed: ``has_memory``
+            return False
+        key = (x.dtype, x.get_device(), not address % READ, not n % EVEN)
+        known = self._known.get(key) or self._meet(key)
+        if known is None:
+            return False
+        launch, format_ = known
+        return self._launch(launch, format_, format_.lane(key[2]), x, n, repeats, page, row, offset, _DENSE)
+
+    def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, Format] | None:
+        dtype, device, aligned, even = key
+        format_ = FORMATS.get(dtype)
+        if format_ is None:
+            return None
+        launch = self._engine.launch("reduce_one", format_, device, DIMS=0, INDEX="uint32", ALIGNED=aligned, EVEN=even)
+        if launch is None:
+            return None
+        if launch.ready:
+            self._known[key] = launch, format_
+        return launch, format_
+
+    def _launch(
+        self, launch: Launch, format_: Format, lane: int, x: Tensor, n: int, repeats: int, page: Tensor, row: int,
+        offset: Tensor | None, layout: tuple[int, ...],
+    ) -> bool:  # fmt: skip
+        engine = self._engine
+        shape = engine.cuts.get((n, lane)) or engine.cut(n, lane)
+        stream = engine.driver.stream(x.get_device())
+        rows = counters = below = 0
+        if shape.parts > 1:
+            workspace = engine.workspace(x, stream, shape.parts)
+            rows, counters = workspace.rows, workspace.counters
+        if offset is not None:
+            offset = offset if offset.dtype is torch.int64 else offset.to(torch.int64)
+            below = offset.data_ptr()
+        return engine.run(
+            launch, x, shape.parts, stream,
+            x.data_ptr(), n, shape.parts, shape.tiles, page.data_ptr() + row * ROW_BYTES, below, rows, counters,
+            self.bounds[format_.work], repeats, *layout,
+        )  # fmt: skip
+
+    def _other(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None) -> bool:
+        """Anything but a dense tensor of torch's own. False if it is not for the kernel, or has no data."""
+        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+            source = readable(x)
+            if source is None or source.implicit_zeros or source.dense.is_neg() or source.dense.dtype not in FORMATS:
+                return False
+            dense = source.dense
+            view = dense if dense.is_contiguous() else in_memory_order(dense)
+            if view.dim() > MOST_DIMS and not view.is_contiguous():
+                return False
+            if view.is_contiguous():
+                return self._dense(view, view.numel(), source.repeats, page, row, offset)
+            return self._strided(view, source.repeats, page, row, offset)
+
+    def _strided(self, x: Tensor, repeats: int, page: Tensor, row: int, offset: Tensor | None) -> bool:
+        """A view, its dimensions in memory order."""
+        format_ = FORMATS[x.dtype]
+        n, sizes, strides = x.numel(), x.shape, x.stride()
+        whole = strides[-1] == 1 and not sizes[-1] % format_.group  # groups of adjacent elements
+        group = format_.group if whole else 1
+        aligned = whole and not x.data_ptr() % READ and not any(stride % group for stride in strides[:-1])
+        launch = self._engine.launch(
+            "reduce_one", format_, x.get_device(), DIMS=x.dim(), INDEX="uint32" if n < _FAR else "uint64",
+            ALIGNED=aligned, EVEN=not n % EVEN, GROUP=group,
+        )  # fmt: skip
+        if launch is None:
+            return False
+        layout = (*sizes[1:], *(0,) * (MOST_DIMS - x.dim()), *strides, *(0,) * (MOST_DIMS - x.dim()))
+        return self._launch(launch, format_, format_.lane(aligned), x, n, repeats, page, row, offset, layout)

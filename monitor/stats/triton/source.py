@@ -1,0 +1,422 @@
+"""The fused kernels, in Triton: a tensor's elements to its table row, in one launch and one read.
+
+A tensor is cut into *parts*, one program each. How it is cut depends on the number of its elements and on how they can be read
+(dtype, alignment, adjacent elements in groups), and on nothing beside the tensor: so the row is the same, bit for bit, alone or
+among others, on any device of a kind. A program reads its part tile by tile: within a tile it adds
+in the working precision, pairwise, and from tile to tile in float64. It leaves a row of partials in the workspace, and the
+program that finds itself the last one of its tensor combines them, in the order of the parts.
+
+Most parts are read once, for a handful of instructions an element: minimum, maximum, sum, sum of squares, smalls. What these
+leave open is read again, which is then a second read of that part alone:
+
+* A finite sum of squares proves that there is no NaN and no Inf, and one large enough that no square was lost below the range.
+  A part for which that proof fails is looked at in float64 throughout (``_looked_at_again``).
+* The spread is the difference of the two sums only while that is no small difference of large ones; else the part is centred
+  on its mean (``_centred``).
+
+Addresses are whole numbers: the types of what they point to are fixed when a kernel is compiled, so a launch has nothing to
+find out about its arguments.
+
+This module is imported only where there is something to run it on.
+"""
+
+import triton
+import triton.language as tl
+
+from monitor.stats.triton.elements import INF, exponent_of, power_of_two, scaled, tile
+
+# --- The rows of a tensor's parts to its table row, in Triton.
+
+# mypy: ignore-errors
+# Triton compiles what stands here. Annotations are read by it: they must not become strings.
+
+
+COUNT: tl.constexpr = tl.constexpr(0)
+NANS: tl.constexpr = tl.constexpr(1)
+POSINFS: tl.constexpr = tl.constexpr(2)
+NEGINFS: tl.constexpr = tl.constexpr(3)
+SMALLS: tl.constexpr = tl.constexpr(4)
+MIN: tl.constexpr = tl.constexpr(5)
+MAX: tl.constexpr = tl.constexpr(6)
+SUM: tl.constexpr = tl.constexpr(7)
+SUMSQ: tl.constexpr = tl.constexpr(8)
+M2: tl.constexpr = tl.constexpr(9)
+EXPONENT: tl.constexpr = tl.constexpr(10)
+COLUMNS: tl.constexpr = tl.constexpr(11)
+"""The columns of a part in the workspace: those of a table row but ``writes``, which comes first there."""
+
+
+@triton.jit
+def _column(at, column: tl.constexpr, part, parts, mask, other: tl.constexpr):
+    # Past the first-level cache, which other processors do not write to.
+    return tl.load(at + column * parts + part, mask=mask, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def _top(at, parts, ROWS: tl.constexpr):
+    """The largest exponent of parts whose sums hold something."""
+    top = tl.full((ROWS,), -INF, tl.float64)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        there = part < parts
+        full = _column(at, SUMSQ, part, parts, there, 0.0) > 0.0
+        top = tl.maximum(top, tl.where(full, _column(at, EXPONENT, part, parts, there, 0.0), -INF))
+    found = tl.max(top, axis=0)
+    return tl.where(found > -INF, found, 0.0)
+
+
+@triton.jit
+def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
+    """``partials.union`` of the parts of a tensor, lane by lane and then pairwise: the same order each time."""
+    top = tl.full((), 0.0, tl.float64)
+    if tl.float64 == WORK:
+        top = _top(at, parts, ROWS)
+    zero = tl.zeros((ROWS,), tl.float64)
+    count, nans, posinfs, neginfs, smalls = zero, zero, zero, zero, zero
+    total, sumsq, m2, off, squares = zero, zero, zero, zero, zero
+    lo, hi = tl.full((ROWS,), INF, tl.float64), tl.full((ROWS,), -INF, tl.float64)
+    pivot = tl.full((), 0.0, tl.float64)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        there = part < parts
+        counts = _column(at, COUNT, part, parts, there, 0.0)
+        nan = _column(at, NANS, part, parts, there, 0.0)
+        posinf = _column(at, POSINFS, part, parts, there, 0.0)
+        neginf = _column(at, NEGINFS, part, parts, there, 0.0)
+        sums = _column(at, SUM, part, parts, there, 0.0)
+        spread = _column(at, M2, part, parts, there, 0.0)
+        squared = _column(at, SUMSQ, part, parts, there, 0.0)
+        if tl.float64 == WORK:
+            exponent = _column(at, EXPONENT, part, parts, there, 0.0)
+            down = power_of_two(tl.maximum(tl.minimum(exponent - top, 0.0), -1000.0).to(tl.int64))
+            sums, spread, squared = sums * down, spread * down * down, squared * down * down
+        finite = counts - nan - posinf - neginf
+        mean = sums / tl.maximum(finite, 1.0)
+        if first == 0:
+            pivot = tl.sum(sums, axis=0) / tl.maximum(tl.sum(finite, axis=0), 1.0)
+        d = tl.where(finite > 0.0, mean - pivot, 0.0)
+        count, nans, posinfs, neginfs = count + counts, nans + nan, posinfs + posinf, neginfs + neginf
+        smalls += _column(at, SMALLS, part, parts, there, 0.0)
+        lo = tl.minimum(lo, _column(at, MIN, part, parts, there, INF))
+        hi = tl.maximum(hi, _column(at, MAX, part, parts, there, -INF))
+        total, sumsq, m2 = total + sums, sumsq + squared, m2 + spread
+        off, squares = off + finite * d, squares + finite * d * d
+    elements, away = tl.sum(count - nans - posinfs - neginfs, axis=0), tl.sum(off, axis=0)
+    between = tl.maximum(tl.sum(squares, axis=0) - away * away / tl.maximum(elements, 1.0), 0.0)
+    return (
+        tl.sum(count, axis=0), tl.sum(nans, axis=0), tl.sum(posinfs, axis=0), tl.sum(neginfs, axis=0), tl.sum(smalls, axis=0),
+        tl.min(lo, axis=0), tl.max(hi, axis=0),
+        tl.sum(total, axis=0), tl.sum(sumsq, axis=0), tl.sum(m2, axis=0) + between, top,
+    )  # fmt: skip
+
+
+@triton.jit
+def store(at, step, repeats, numbers):
+    """The columns of a part or of a whole tensor, ``step`` apart, of elements that each stand ``repeats`` times over."""
+    count, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, exponent = numbers
+    tl.store(at + COUNT * step, count * repeats)
+    tl.store(at + NANS * step, nans * repeats)
+    tl.store(at + POSINFS * step, posinfs * repeats)
+    tl.store(at + NEGINFS * step, neginfs * repeats)
+    tl.store(at + SMALLS * step, smalls * repeats)
+    tl.store(at + MIN * step, lo)
+    tl.store(at + MAX * step, hi)
+    tl.store(at + SUM * step, total * repeats)
+    tl.store(at + SUMSQ * step, sumsq * repeats)
+    tl.store(at + M2 * step, m2 * repeats)
+    tl.store(at + EXPONENT * step, exponent)
+
+
+# mypy: ignore-errors
+# Triton compiles what stands here. Annotations are read by it: they must not become strings.
+
+
+# --- a part ---------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum(v):
+    """Over all but the lanes, which does not leave a thread: shape ``(R, LANES, GROUP)`` to ``(LANES,)``."""
+    return tl.sum(tl.sum(v, axis=2), axis=0)
+
+
+@triton.jit
+def _min(v):
+    return tl.min(tl.min(v, axis=2), axis=0)
+
+
+@triton.jit
+def _max(v):
+    return tl.max(tl.max(v, axis=2), axis=0)
+
+
+@triton.jit
+def _add_tile(v, mask, MASKED: tl.constexpr, bound, lo, hi, sums, squares, smalls):
+    """The running columns of each lane with a tile's in them."""
+    small = tl.where(tl.abs(v) < bound, 1.0, 0.0)
+    least, most = v, v
+    if MASKED:
+        small = tl.where(mask, small, 0.0)
+        least, most = tl.where(mask, v, INF), tl.where(mask, v, -INF)
+        v = tl.where(mask, v, 0.0)
+    lo, hi = tl.minimum(lo, _min(least)), tl.maximum(hi, _max(most))
+    sums += _sum(v).to(tl.float64)
+    squares += _sum(v * v).to(tl.float64)
+    return lo, hi, sums, squares, smalls + _sum(small)
+
+
+@triton.jit
+def _centred(
+    at, start, whole, end, n, sizes, strides, mean, share, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
+    INDEX: tl.constexpr, REST: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Σ x and Σ (x - mean)² of a part, read once more, the second corrected for the rounding of the mean.
+
+    Σ x of the first read is rounded in the working precision: beside a small spread that would look like a spread of the means
+    of parts.
+    """
+    pivot = mean.to(WORK)
+    sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    for here in range(start, whole, R * LANES * GROUP):
+        v, _ = tile(at, here, n, sizes, strides, False, DECODE, WORK, DIMS, INDEX, R, LANES, GROUP)
+        d = v - pivot
+        sums, squares = sums + _sum(d).to(tl.float64), squares + _sum(d * d).to(tl.float64)
+    for here in range(whole, end, REST * LANES * GROUP):
+        v_rest, mask = tile(at, here, n, sizes, strides, True, DECODE, WORK, DIMS, INDEX, REST, LANES, GROUP)
+        d_rest = tl.where(mask, v_rest - pivot, 0.0)
+        sums, squares = sums + _sum(d_rest).to(tl.float64), squares + _sum(d_rest * d_rest).to(tl.float64)
+    rest = tl.sum(sums, axis=0)
+    m2 = tl.maximum(tl.sum(squares, axis=0) - rest * rest * share, 0.0)
+    return pivot.to(tl.float64) * (end - start).to(tl.float64) + rest, m2
+
+
+@triton.jit
+def _looked_at_again(
+    at, start, end, n, sizes, strides, bound, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
+    INDEX: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The columns of a part with NaN or Inf in it, or with squares outside the range of its precision: float64 throughout."""
+    end = tl.minimum(end, n)
+    step: tl.constexpr = LANES * GROUP
+    none = tl.zeros((LANES,), tl.int32)
+    nan, posinf, neginf, small = none, none, none, none
+    least, most = tl.full((LANES,), INF, WORK), tl.full((LANES,), -INF, WORK)
+    for here in range(start, end, step):
+        v, mask = tile(at, here, end, sizes, strides, True, DECODE, WORK, DIMS, INDEX, 1, LANES, GROUP)
+        kept = mask & (tl.abs(v) < INF)
+        nan += _sum((mask & (v != v)).to(tl.int32))
+        posinf += _sum((mask & (v == INF)).to(tl.int32))
+        neginf += _sum((mask & (v == -INF)).to(tl.int32))
+        small += _sum((mask & (tl.abs(v) < bound)).to(tl.int32))
+        least, most = tl.minimum(least, _min(tl.where(kept, v, INF))), tl.maximum(most, _max(tl.where(kept, v, -INF)))
+    nans, posinfs, neginfs = tl.sum(nan, axis=0), tl.sum(posinf, axis=0), tl.sum(neginf, axis=0)
+    smalls, lo, hi = tl.sum(small, axis=0), tl.min(least, axis=0), tl.max(most, axis=0)
+    count = end - start
+    finite = (count - nans - posinfs - neginfs).to(tl.float64)
+    exponent = tl.full((), 0, tl.int64)
+    if tl.float64 == WORK:  # squares and sums of anything narrower fit a float64
+        absmax = tl.where(finite > 0.0, tl.maximum(tl.abs(lo), tl.abs(hi)), 0.0)
+        if (absmax > 0.0) & ((absmax >= 1e100) | (absmax <= 1e-100)):
+            exponent = exponent_of(absmax)
+    sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    for here in range(start, end, step):
+        v, mask = tile(at, here, end, sizes, strides, True, DECODE, WORK, DIMS, INDEX, 1, LANES, GROUP)
+        w = scaled(tl.where(mask & (tl.abs(v) < INF), v, 0.0).to(tl.float64), -exponent)
+        sums, squares = sums + _sum(w), squares + _sum(w * w)
+    total, sumsq = tl.sum(sums, axis=0), tl.sum(squares, axis=0)
+    share = 1.0 / tl.maximum(finite, 1.0)
+    mean = total * share
+    sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    for here in range(start, end, step):
+        v, mask = tile(at, here, end, sizes, strides, True, DECODE, WORK, DIMS, INDEX, 1, LANES, GROUP)
+        kept = mask & (tl.abs(v) < INF)
+        w = tl.where(kept, scaled(tl.where(kept, v, 0.0).to(tl.float64), -exponent) - mean, 0.0)
+        sums, squares = sums + _sum(w), squares + _sum(w * w)
+    rest = tl.sum(sums, axis=0)
+    m2 = tl.maximum(tl.sum(squares, axis=0) - rest * rest * share, 0.0)
+    return (
+        count.to(tl.float64), nans.to(tl.float64), posinfs.to(tl.float64), neginfs.to(tl.float64), smalls.to(tl.float64),
+        lo.to(tl.float64), hi.to(tl.float64), total, sumsq, m2, exponent.to(tl.float64),
+    )  # fmt: skip
+
+
+@triton.jit
+def _part(
+    at, start, end, n, sizes, strides, bound, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
+    INDEX: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """The columns of the elements from ``start`` to ``end``, or to ``n`` if that comes first."""
+    TILE: tl.constexpr = R * LANES * GROUP
+    left = tl.minimum(end, n) - start
+    lo, hi = tl.full((LANES,), INF, WORK), tl.full((LANES,), -INF, WORK)
+    sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    smalls = tl.zeros((LANES,), tl.float32)
+    whole = start + left // TILE * TILE
+    for here in range(start, whole, TILE):
+        v, mask = tile(at, here, n, sizes, strides, False, DECODE, WORK, DIMS, INDEX, R, LANES, GROUP)
+        lo, hi, sums, squares, smalls = _add_tile(v, mask, False, bound, lo, hi, sums, squares, smalls)
+    # Where the mask holds for whole groups, the rest of the tile is read at once; else in pieces, to spare registers.
+    REST: tl.constexpr = R if WIDE else 1
+    for here in range(whole, start + left, REST * LANES * GROUP):
+        v_rest, mask_rest = tile(at, here, n, sizes, strides, True, DECODE, WORK, DIMS, INDEX, REST, LANES, GROUP)
+        lo, hi, sums, squares, smalls = _add_tile(v_rest, mask_rest, True, bound, lo, hi, sums, squares, smalls)
+    least, most = tl.min(lo, axis=0).to(tl.float64), tl.max(hi, axis=0).to(tl.float64)
+    total, sumsq = tl.sum(sums, axis=0), tl.sum(squares, axis=0)
+    count = left.to(tl.float64)
+    equal = (least == most) & (sumsq < INF)
+    proven = (sumsq < INF) & (sumsq >= count * LEAST)
+    if tl.float64 == WORK:
+        absmax = tl.maximum(tl.abs(least), tl.abs(most))
+        inside = (absmax < 1e100) & ((absmax > 1e-100) | (absmax == 0.0))
+        equal, proven = equal & inside, proven & inside
+    share = 1.0 / tl.maximum(count, 1.0)
+    m2 = sumsq - total * total * share
+    small = tl.sum(smalls, axis=0).to(tl.float64)
+    nans, posinfs, neginfs = tl.zeros_like(count), tl.zeros_like(count), tl.zeros_like(count)
+    exponent = tl.zeros_like(count)
+    if equal:
+        total, sumsq, m2 = count * least, count * least * least, tl.zeros_like(count)
+    elif (left > 0) & (proven == 0):
+        count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent = _looked_at_again(
+            at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, LANES, GROUP
+        )
+    elif (left > 0) & (m2 < sumsq * 0.0625):
+        total, m2 = _centred(
+            at,
+            start,
+            whole,
+            start + left,
+            n,
+            sizes,
+            strides,
+            total * share,
+            share,
+            DECODE,
+            WORK,
+            DIMS,
+            INDEX,
+            REST,
+            R,
+            LANES,
+            GROUP,
+        )
+    return count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent
+
+
+# --- all parts ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _read(
+    address, n, part, tiles, bound, sizes, strides, ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr,
+    DIMS: tl.constexpr, INDEX: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """The columns of one part, of ``tiles`` tiles, of the ``n`` elements from ``address`` on."""
+    at = address.to(tl.pointer_type(ELEMENT))
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    if EVEN:
+        n = n // 16 * 16  # says what it is: masks then hold for whole groups
+    start = part.to(tl.int64) * tiles * (R * LANES * GROUP)
+    end = start + tiles * (R * LANES * GROUP)
+    bound = tl.full((), bound, tl.float64).to(WORK)
+    return _part(at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, ALIGNED and EVEN, R, LANES, GROUP, LEAST)
+
+
+@triton.jit
+def _leave(numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr):
+    """Leave the columns of a part in the workspace or, if all others of its tensor are there, all of it in the table.
+
+    Args:
+        row: Address of the table row.
+        workspace: Address of room for ``parts`` rows of ``COLUMNS`` float64.
+        counter: Address of an int32, 0, as it is left.
+    """
+    page = row.to(tl.pointer_type(tl.float64))
+    if parts == 1:
+        tl.store(page, 1.0)
+        store(page + 1, 1, repeats.to(tl.float64), numbers)
+    else:
+        rows = workspace.to(tl.pointer_type(tl.float64))
+        store(rows + part, parts, tl.full((), 1.0, tl.float64), numbers)
+        tl.debug_barrier()  # before one thread tells, all have stored
+        done = tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel", scope="gpu")
+        if done == parts - 1:
+            tl.debug_barrier()
+            numbers = combined(rows, parts, ROWS, WORK)
+            tl.store(page, 1.0)
+            store(page + 1, 1, repeats.to(tl.float64), numbers)
+            tl.store(counter.to(tl.pointer_type(tl.int32)), 0)
+
+
+RUNTIME = ("address", "n", "parts", "tiles", "row", "micro_step", "workspace", "counter", "bound", "repeats")
+STRIDES = ("size1", "size2", "size3", "stride0", "stride1", "stride2", "stride3")
+
+
+@triton.jit(do_not_specialize=[*RUNTIME, *STRIDES])
+def reduce_one(
+    address: tl.int64, n: tl.int64, parts: tl.int32, tiles: tl.int32, row: tl.int64, micro_step: tl.int64,
+    workspace: tl.int64, counter: tl.int64, bound: tl.float64, repeats: tl.int64, size1: tl.int64, size2: tl.int64,
+    size3: tl.int64, stride0: tl.int64, stride1: tl.int64, stride2: tl.int64, stride3: tl.int64,
+    ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr, INDEX: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    """A tensor into the table row ``micro_step`` rows below ``row``; nothing at all where that is negative.
+
+    A program for each of ``parts``. ``micro_step`` is the address of an int64, or 0.
+    """
+    below = tl.full((), 0, tl.int64)
+    if micro_step.to(tl.int64) != 0:
+        below = tl.load(micro_step.to(tl.int64).to(tl.pointer_type(tl.int64)))
+    if ALIGNED and GROUP > 1:  # says what they are: every group begins where it can be read at once
+        stride0, stride1, stride2 = stride0 // GROUP * GROUP, stride1 // GROUP * GROUP, stride2 // GROUP * GROUP
+    if DIMS <= 1:
+        sizes = (size1,)
+        strides = (stride0,)
+    elif DIMS == 2:
+        sizes = (size1,)
+        strides = (stride0, stride1)
+    elif DIMS == 3:
+        sizes = (size1, size2)
+        strides = (stride0, stride1, stride2)
+    else:
+        sizes = (size1, size2, size3)
+        strides = (stride0, stride1, stride2, stride3)
+    part = tl.program_id(0)
+    if below >= 0:
+        numbers = _read(
+            address.to(tl.int64), n.to(tl.int64), part, tiles.to(tl.int64), bound, sizes, strides,
+            ELEMENT, DECODE, WORK, DIMS, INDEX, ALIGNED, EVEN, R, LANES, GROUP, LEAST,
+        )  # fmt: skip
+        page = row.to(tl.int64) + below * ROW_BYTES
+        _leave(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS)
+
+
+@triton.jit(do_not_specialize=["table", "tensors", "workspace", "counters", "bound"])
+def reduce_many(
+    table: tl.int64, tensors: tl.int32, workspace: tl.int64, counters: tl.int64, bound: tl.float64,
+    ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Dense tensors into a table row each. A program for each part of each of them.
+
+    ``table`` is the address of ``FIELDS`` columns of ``tensors`` int64 (address, elements, row, parts, tiles of a part, parts
+    before its own) and then, for each program, of an int64 that says whose part it reads.
+    """
+    at = table.to(tl.int64).to(tl.pointer_type(tl.int64))
+    tensor = tl.load(at + FIELDS * tensors + tl.program_id(0)).to(tl.int32)
+    part = tl.program_id(0) - tl.load(at + 5 * tensors + tensor).to(tl.int32)
+    numbers = _read(
+        tl.load(at + tensor), tl.load(at + tensors + tensor), part, tl.load(at + 4 * tensors + tensor), bound, (), (),
+        ELEMENT, DECODE, WORK, 0, tl.uint32, ALIGNED, EVEN, R, LANES, GROUP, LEAST,
+    )  # fmt: skip
+    # Read only now: while the part was read, every register was in use.
+    row, parts = tl.load(at + 2 * tensors + tensor), tl.load(at + 3 * tensors + tensor).to(tl.int32)
+    workspace = workspace.to(tl.int64) + tl.load(at + 5 * tensors + tensor) * COLUMNS * 8
+    counter = counters.to(tl.int64) + tensor.to(tl.int64) * 4
+    _leave(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS)
+
+
+FIELDS: tl.constexpr = tl.constexpr(6)

@@ -1,0 +1,165 @@
+"""Many tensors in one launch: one for each dtype, whatever pages their rows are on.
+
+What a launch reads (addresses, sizes, rows) is a table in the device's memory. It is sent only if it is not what was sent for
+the same rows before, from pinned memory and without waiting: torch's allocator of pinned memory is the ring, which hands a
+piece out again only when the copy from it is done. In the stream the copy comes after the launch that read what it overwrites.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monitor.stats.torch.memory import persistent
+from monitor.stats.torch.tensors import PLAIN, beneath, has_memory
+from monitor.stats.triton.elements import FORMATS, READ, Format
+from monitor.stats.triton.launch import EVEN, ROW_BYTES, Engine, FusedKernel
+
+MOST_TABLES: Final = 64
+"""Tables that are kept: the lists of a model are the same each step."""
+
+FIELDS: Final = 6
+"""Columns of a table: address, elements, address of the row, parts, tiles of a part, parts of those before."""
+
+Kind = tuple[int, torch.dtype, bool, bool]
+"""What one launch is compiled for: device, dtype, whether all begin where whole groups can be read, and end so."""
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The tensors of one launch.
+
+    Attributes:
+        first: One of them.
+        addresses: Of their first elements.
+        rows: Addresses of their rows.
+        places: Which of the list they are.
+    """
+
+    first: Tensor
+    addresses: list[int]
+    sizes: list[int]
+    rows: list[int]
+    places: list[int]
+
+
+@dataclass(slots=True)
+class Table:
+    """What was sent, and what it says."""
+
+    memory: Tensor
+    addresses: list[int]
+    sizes: list[int]
+    programs: int
+
+
+class FusedList:
+    """Reduces lists of tensors of one device."""
+
+    def __init__(self, kernel: FusedKernel, engine: Engine) -> None:
+        self._kernel = kernel
+        self._engine = engine
+        self._tables: OrderedDict[tuple[Kind, int, tuple[int, ...]], Table] = OrderedDict()
+
+    def reduce_into(self, tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
+        """Write the partials of each tensor into ``page[row]``, with pages and rows beside the tensors.
+
+        Returns:
+            Places of those that were not, and are to be reduced one by one.
+        """
+        if self._engine.driver.capturing():  # the table would be read again whenever the recorded work is run
+            return list(range(len(tensors)))
+        groups, left = _gathered(tensors, pages, rows)
+        for kind, group in groups.items():
+            if not self._launch(kind, group):
+                left.extend(group.places)
+        return left
+
+    def _launch(self, kind: Kind, group: Gathered) -> bool:
+        device, dtype, aligned, even = kind
+        format_ = FORMATS[dtype]
+        launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even)
+        if launch is None:
+            return False
+        stream = self._engine.driver.stream(device)
+        table = self._table(kind, stream, group, format_)
+        workspace = self._engine.workspace(group.first, stream, table.programs, len(group.rows))
+        return self._engine.run(
+            launch, group.first, table.programs, stream,
+            table.memory.data_ptr(), len(group.rows), workspace.rows, workspace.counters, self._kernel.bounds[format_.work],
+        )  # fmt: skip
+
+    def _table(self, kind: Kind, stream: int, group: Gathered, format_: Format) -> Table:
+        key = (kind, stream, tuple(group.rows))
+        table = self._tables.get(key)
+        if table is not None and table.addresses == group.addresses and table.sizes == group.sizes:
+            self._tables.move_to_end(key)
+            return table
+        numbers, programs = contents(group, format_.lane(kind[2]), self._engine)
+        with beneath():
+            memory = _sent(numbers, group.first.device, None if table is None else table.memory)
+        self._tables[key] = Table(memory, group.addresses, group.sizes, programs)
+        if len(self._tables) > MOST_TABLES:
+            self._tables.popitem(last=False)
+        return self._tables[key]
+
+
+def _gathered(
+    tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]
+) -> tuple[dict[Kind, Gathered], list[int]]:
+    """Dense tensors by launch, and the places of the others."""
+    groups: dict[Kind, Gathered] = {}
+    left: list[int] = []
+    bases: dict[int, int] = {}
+    for place, (x, page, row) in enumerate(zip(tensors, pages, rows, strict=True)):
+        if not is_listed(x):
+            left.append(place)
+            continue
+        address, n = x.data_ptr(), x.numel()
+        kind = (x.get_device(), x.dtype, not address % READ, not n % EVEN)
+        group = groups.get(kind)
+        if group is None:
+            group = groups[kind] = Gathered(x, [], [], [], [])
+        base = bases.get(id(page))
+        if base is None:
+            base = bases[id(page)] = page.data_ptr()
+        group.addresses.append(address)
+        group.sizes.append(n)
+        group.rows.append(base + row * ROW_BYTES)
+        group.places.append(place)
+    return groups, left
+
+
+def is_listed(x: Tensor) -> bool:
+    """Whether ``x`` can be one of a list: a dense tensor of torch's own, of a dtype that the kernel reads, with its memory."""
+    plain = type(x) in PLAIN and x.layout is torch.strided and x.dtype in FORMATS
+    return plain and x.is_contiguous() and not x.is_neg() and not x.is_meta and has_memory(x)
+
+
+def contents(group: Gathered, lane: int, engine: Engine) -> tuple[NDArray[np.int64], int]:
+    """The table, int64: ``FIELDS`` columns, then for each program the number of its tensor. And how many programs there are."""
+    cuts = [engine.cuts.get((size, lane)) or engine.cut(size, lane) for size in group.sizes]
+    parts = np.array([one.parts for one in cuts])
+    before = np.cumsum(parts) - parts
+    tiles, whose = [one.tiles for one in cuts], np.repeat(np.arange(len(parts)), parts)
+    columns = [group.addresses, group.sizes, group.rows, parts, tiles, before, whose]
+    return np.concatenate([np.asarray(column, dtype=np.int64) for column in columns]), int(parts.sum())
+
+
+def _sent(numbers: NDArray[np.int64], device: torch.device, room: Tensor | None) -> Tensor:
+    """``numbers`` in the device's memory: in ``room`` where they fit. Does not wait."""
+    if device.type == "cpu":
+        return persistent(device, lambda: torch.from_numpy(numbers))
+    pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+    pinned.numpy()[:] = numbers
+    if room is None or len(room) < len(numbers):
+        room = persistent(device, lambda: torch.empty(len(numbers), dtype=torch.int64, device=device))
+    room[: len(numbers)].copy_(pinned, non_blocking=True)
+    return room

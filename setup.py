@@ -1,0 +1,41 @@
+"""The two modules in C, and for which interpreters they are built.
+
+They use nothing outside the stable ABI of Python 3.11, so one wheel serves 3.11 and all later versions. An interpreter without
+the GIL has no stable ABI: there they are built for that very version.
+"""
+
+import sysconfig
+
+from setuptools import Extension, setup
+
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+MACROS = [("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else []
+
+
+def in_c(name: str, source: str, *arguments: str, depends: tuple[str, ...] = ()) -> Extension:
+    """A module that the package works without: where there is no compiler, numpy and Python do its work.
+
+    The environment's flags may ask for fast arithmetic, which has no NaN, and which linked in would hold for the whole process.
+    """
+    return Extension(
+        name,
+        [source],
+        depends=list(depends),
+        define_macros=MACROS,
+        py_limited_api=STABLE_ABI,
+        extra_compile_args=[*arguments, "-fno-fast-math"],
+        extra_link_args=["-fno-fast-math"],
+        optional=True,
+    )
+
+
+# Vectors, and the same bits wherever they are computed: no product is fused into a sum, and nothing else is rearranged.
+KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+
+setup(
+    ext_modules=[
+        in_c("monitor.stats._host_kernel", "monitor/stats/host_kernel.c", *KERNEL, depends=("monitor/stats/host_pass.h",)),
+        in_c("monitor.sinks._lines", "monitor/sinks/lines.c", "-O2"),
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
+)
