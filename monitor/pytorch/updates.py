@@ -89,9 +89,10 @@ def made(now: float | Tensor, before: float | Tensor | None = None) -> float | T
 #
 # With the moments of the step that was just made, ``m`` and ``v`` corrected for their bias:
 #
-# update = m / (sqrt(v) + eps)        ratio = m / sqrt(v) ``update`` is what the optimizer applies, before the learning rate.
-# ``ratio`` is 0 where both moments are 0, as nothing was updated. Kingma and Ba (2015), "Adam: A method for stochastic
-# optimization".
+#     update = m / (sqrt(v) + eps)        ratio = m / sqrt(v)
+#
+# ``update`` is what the optimizer applies, before the learning rate. ``ratio`` is 0 where both moments are 0, as nothing was
+# updated. Kingma and Ba (2015), "Adam: A method for stochastic optimization".
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
 """Names of classes that step by this rule. Subclasses count too."""

@@ -47,7 +47,7 @@ class _ThreadCalls(threading.local):
 
     Attributes:
         latest: The ``Work`` that the thread waits for before anything else, the call, and its outputs.
-        together: Calls of each process group that are being coalesced.
+        coalescing: Calls of each process group that are being coalesced.
     """
 
     latest: tuple[Any, Call, Sequence[Tensor]] | None = None
@@ -99,7 +99,7 @@ class Completion(CallListener):
             patch.add(self)
 
     def remove(self) -> None:
-        """Any number of times."""
+        """Stop listening. Idempotent."""
         for patch in PATCHES:
             patch.remove(self)
         self._pending.clear()
@@ -181,7 +181,7 @@ class Completion(CallListener):
             return
         elif patch is GET_FUTURE:
             for one in pending:
-                result.add_done_callback(one.done)  # before the caller can add one of its own, so it runs before those
+                result.add_done_callback(one.done)  # before the caller can add a callback, so this one runs first
             self._pending[result] = pending
         else:
             self._pending.pop(of, None)

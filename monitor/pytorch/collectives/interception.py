@@ -49,7 +49,7 @@ class CollectiveListener:
     """Receives communication calls. Must not raise.
 
     Attributes:
-        hears_below: Whether it wants calls from C++. Without such a listener, calls from Python pass no kernel of the monitor.
+        wants_cpp_calls: Whether it wants calls from C++. Without such a listener, Python calls pass no kernel of the monitor.
     """
 
     wants_cpp_calls: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class CollectiveListener:
         return False
 
     def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
-        """It has returned."""
+        """The operator has returned."""
 
     def tensor_waited_for(self, tensor: Tensor) -> None:
         """The functional collective that gave ``tensor`` has completed for the current stream."""

@@ -54,7 +54,7 @@ class Framework:
         chunks: The model as given to ``set_monitor``.
         optimizers: The torch optimizers that do the work; empty until one is found that steps the model.
         unusable_state: Sentences about optimizer state that is no moment of one parameter.
-        tells_twice: Whether ``catch_unreduced`` reports a gradient after each backward, and again when it is complete.
+        reports_twice: Whether ``catch_unreduced`` reports a gradient after each backward, and again when it is complete.
         reads_before_clipping: Whether a step begins before clipping: gradients that changed since backward were then only
             reduced.
     """

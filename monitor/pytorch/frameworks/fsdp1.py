@@ -39,7 +39,7 @@ FLAT_PARAMETER_ATTRIBUTES: Final = ("_params", "_shapes", "_contiguities", "_sha
 
 
 class _Unit:
-    """A wrapped module with parameters of its own.
+    """A wrapped module that manages parameters.
 
     Attributes:
         handle: torch's handle of the flat parameter.

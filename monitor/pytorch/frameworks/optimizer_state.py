@@ -53,7 +53,7 @@ class Slice:
     """The rows of a parameter that one rank steps.
 
     Attributes:
-        shape: Of the slice.
+        shape: Shape of the slice.
         first: Its first row.
     """
 

@@ -93,7 +93,7 @@ class BufferWrites:
     """Follows copies from reduced memory.
 
     Args:
-        take_in: Enters every completed sum in ``memory``.
+        enter_sums: Enters every completed sum in ``memory``.
         failed: Called with an error of the monitor.
     """
 

@@ -42,7 +42,7 @@ class TrainingMetricsCallback(TrainerCallback):
     samplers give each rank as many.
 
     Args:
-        config: The training YAML: its path, or what ``load_training_config`` made of it.
+        config: The training YAML: its path, or the result of ``load_training_config``.
         options: See ``TrainingMetrics``.
 
     Attributes:

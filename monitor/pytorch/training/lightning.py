@@ -31,7 +31,7 @@ class TrainingMetricsCallback(Callback):
     divided each by their number; otherwise it is the result of ``training_step``.
 
     Args:
-        config: The training YAML: its path, or what ``load_training_config`` made of it.
+        config: The training YAML: its path, or the result of ``load_training_config``.
         batch_size: Samples of all ranks in a step. By default the rows of the step's batches times the number of ranks, since
             Lightning's samplers give each rank as many. Unknown if the tensors of a batch differ in their first dimension.
         options: See ``TrainingMetrics``.
