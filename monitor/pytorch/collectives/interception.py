@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
-from monitor.pytorch.collectives.operators import Method, Operator, Overload, issuers, methods, operators, wait_operator
+from monitor.pytorch.collectives.operators import Method, Overload, TorchOperator, issuers, methods, operators, wait_operator
 from monitor.pytorch.hooks import TorchCallPatch, untraced
 from monitor.recording import patches
 from monitor.recording.patches import CallListener
@@ -45,7 +45,7 @@ REMOVAL_SECONDS: Final = 1.0
 Function = Callable[..., Any]
 
 
-class CollectiveListener:
+class TorchCollectiveListener:
     """Receives communication calls. Must not raise.
 
     Attributes:
@@ -54,7 +54,7 @@ class CollectiveListener:
 
     wants_cpp_calls: ClassVar[bool] = True
 
-    def call_begins(self, _operator: Operator, _args: Sequence[Any]) -> bool:
+    def call_begins(self, _operator: TorchOperator, _args: Sequence[Any]) -> bool:
         """An operator is about to be called.
 
         Returns:
@@ -62,7 +62,7 @@ class CollectiveListener:
         """
         return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def call_issued(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         """The operator has returned."""
 
     def tensor_waited_for(self, tensor: Tensor) -> None:
@@ -73,7 +73,7 @@ class CollectiveInterception(CallListener):
     """Replaced methods and kernels that report calls to listeners."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[weakref.ref[CollectiveListener], ...] = ()
+        self._listeners: tuple[weakref.ref[TorchCollectiveListener], ...] = ()
         self._replaced: dict[str, tuple[Any, Function]] = {}
         self._functional_kernels: list[torch.library.Library] = []
         self._cpp_kernels: list[torch.library.Library] = []
@@ -83,7 +83,7 @@ class CollectiveInterception(CallListener):
         self._active_threads: set[int] = set()  # threads in an operator, which may call other operators
         self._removing = False
         self._removal = threading.RLock()
-        self._steps: weakref.WeakKeyDictionary[CollectiveListener, int] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[TorchCollectiveListener, int] = weakref.WeakKeyDictionary()
         self._reducer_made = TorchCallPatch(nn.parallel.DistributedDataParallel, "__init__")
 
     @property
@@ -91,7 +91,7 @@ class CollectiveInterception(CallListener):
         """Whether any method or kernel is installed, even if it only forwards calls."""
         return bool(self._replaced or self._functional_kernels or self._cpp_kernels)
 
-    def add(self, listener: CollectiveListener) -> None:
+    def add(self, listener: TorchCollectiveListener) -> None:
         """Report every call to ``listener`` from now on, while it is alive."""
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
         if listener.wants_cpp_calls:
@@ -99,19 +99,19 @@ class CollectiveInterception(CallListener):
             self._install_cpp_kernels()
         self._install()
 
-    def remove(self, listener: CollectiveListener) -> None:
+    def remove(self, listener: TorchCollectiveListener) -> None:
         """Stop reporting to ``listener``. Idempotent."""
         self._steps.pop(listener, None)
         for known in self._listeners:
             if known() is listener:
                 self._forget(known)
 
-    def training_begins(self, listener: CollectiveListener) -> None:
+    def training_begins(self, listener: TorchCollectiveListener) -> None:
         """Training begins: count steps without calls from C++ from now on."""
         self._steps[listener] = 0
         self._cpp_issues = self._reducers
 
-    def step_ends(self, listener: CollectiveListener) -> None:
+    def step_ends(self, listener: TorchCollectiveListener) -> None:
         """A step of the training that ``listener`` follows has ended. Removes the ``c10d`` kernels when they are no longer
         needed.
         """
@@ -127,7 +127,7 @@ class CollectiveInterception(CallListener):
         if self._steps:
             self._install_cpp_kernels()
 
-    def _forget(self, gone: weakref.ref[CollectiveListener]) -> None:
+    def _forget(self, gone: weakref.ref[TorchCollectiveListener]) -> None:
         self._listeners = tuple(known for known in self._listeners if known is not gone and known() is not None)
         if not self._steps and not self._cpp_issues:
             self._remove_kernels(self._cpp_kernels)
@@ -243,7 +243,7 @@ class CollectiveInterception(CallListener):
             self._removing = False
             self._removal.release()
 
-    def _begin(self, operator: Operator, args: Sequence[Any]) -> Sequence[CollectiveListener]:
+    def _begin(self, operator: TorchOperator, args: Sequence[Any]) -> Sequence[TorchCollectiveListener]:
         """Report the call; return the listeners that want its result."""
         listeners = self._listeners
         if len(listeners) == 1:

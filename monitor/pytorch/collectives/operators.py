@@ -66,7 +66,7 @@ _P2P_BATCH: Final = "batch_p2p_ops"
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class TorchOperator:
     """A way to call an operator.
 
     Attributes:
@@ -103,7 +103,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Overload(Operator):
+class Overload(TorchOperator):
     """One overload in torch's dispatcher.
 
     Attributes:
@@ -142,7 +142,7 @@ class BatchedP2P(Functional):
 
 
 @dataclass(frozen=True, slots=True)
-class Method(Operator):
+class Method(TorchOperator):
     """A method of ``ProcessGroup``; the group is its first argument.
 
     Attributes:

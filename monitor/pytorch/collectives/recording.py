@@ -16,8 +16,8 @@ from torch import Tensor
 from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.collectives.completion import Completion
-from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
-from monitor.pytorch.collectives.operators import Method, Operator, TorchProcessGroups
+from monitor.pytorch.collectives.interception import INTERCEPTION, TorchCollectiveListener
+from monitor.pytorch.collectives.operators import Method, TorchOperator, TorchProcessGroups
 from monitor.pytorch.process_group import initialized, is_settled
 from monitor.pytorch.recorder import Recorder, has_data
 from monitor.recording import collectives as capture
@@ -52,7 +52,7 @@ _Staged = tuple[Call, int, int, torch.Size]
 """A copied tensor: its call, its number in the call, its order among all writes of the step, its shape."""
 
 
-class OperatorCalls(CallRows, LateRows):
+class TorchOperatorCalls(CallRows, LateRows):
     """Reads the tensors of calls, on any thread.
 
     Attributes:
@@ -92,7 +92,7 @@ class OperatorCalls(CallRows, LateRows):
         self.ending()
 
     @classmethod
-    def of(cls, recorder: Recorder) -> OperatorCalls:
+    def of(cls, recorder: Recorder) -> TorchOperatorCalls:
         """The rows of ``recorder``. A later attachment continues with the rows of an earlier one."""
         return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
 
@@ -190,10 +190,10 @@ class _Awaited:
     layout: Layout
 
 
-class Communication(capture.Communication, CollectiveListener):
+class Communication(capture.Communication, TorchCollectiveListener):
     """Listens from construction until ``close``."""
 
-    _calls: OperatorCalls | None
+    _calls: TorchOperatorCalls | None
 
     def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
         super().__init__(wanted, failures, TorchProcessGroups())
@@ -204,8 +204,8 @@ class Communication(capture.Communication, CollectiveListener):
         INTERCEPTION.add(self)
         self._completion.listen()
 
-    def _begin(self, recorder: Recorder) -> OperatorCalls:
-        calls = self._calls = OperatorCalls.of(recorder)
+    def _begin(self, recorder: Recorder) -> TorchOperatorCalls:
+        calls = self._calls = TorchOperatorCalls.of(recorder)
         calls.ending = self._step_ended
         INTERCEPTION.training_begins(self)
         return calls
@@ -228,7 +228,7 @@ class Communication(capture.Communication, CollectiveListener):
                 return False
         return True
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: TorchOperator, args: Sequence[Any]) -> bool:
         recording = self._recording
         if self._log is None and not (recording and self._looks_first):
             return recording
@@ -239,7 +239,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._failures.report("looking at a communication operator", error)
             return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def call_issued(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         try:
             if function_modes():
                 with unseen():
@@ -257,7 +257,7 @@ class Communication(capture.Communication, CollectiveListener):
             except Exception as error:
                 self._failures.report("reading the outputs of a communication operator", error)
 
-    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def _follow(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         expected = self._expected(operator, args, result)
         if expected is None:
             return

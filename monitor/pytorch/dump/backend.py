@@ -45,7 +45,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class Reader:
+class TorchReader:
     """Reads tensors, without a cache by version: collectives and custom kernels write without changing torch's version
     counter.
     """
@@ -59,7 +59,7 @@ class Reader:
             return Leaf(_described(x), None, None, None)
         with unseen():
             if file is None and not self._checksums and is_plain(x):
-                return Leaf(_described(x), _HostRow(self._kernel.reduce(x)), None, None)  # the fast path of most tensors
+                return Leaf(_described(x), _TorchHostRow(self._kernel.reduce(x)), None, None)  # the fast path of most tensors
         with beneath():
             local = local_shard(x)
             if local is None or local.is_meta or not has_memory(local):
@@ -70,10 +70,10 @@ class Reader:
     def _read(self, local: Tensor) -> Reading | None:
         if local.device.type == "cpu":
             row = self._kernel.reduce(local)
-            return None if row is None else _HostRow(row)
+            return None if row is None else _TorchHostRow(row)
         page = torch.zeros(1, len(COLUMNS), dtype=torch.float64, device=local.device)
         reduce_into(local, page, 0, None, EPS)
-        return _DeviceRow(page)
+        return _TorchDeviceRow(page)
 
 
 def _is_transformed(x: Tensor) -> bool:
@@ -87,7 +87,7 @@ def _described(x: Tensor) -> dict[str, Any]:
     return {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": list(x.shape), "requires_grad": x.requires_grad}
 
 
-class _HostRow:
+class _TorchHostRow:
     """The row of the host kernel."""
 
     __slots__ = ("_row",)
@@ -113,7 +113,7 @@ class _PendingCopy:
         return self._host
 
 
-class _DeviceRow:
+class _TorchDeviceRow:
     """The row of the device kernel, copied asynchronously. The first access waits for it."""
 
     def __init__(self, page: Tensor) -> None:
@@ -124,7 +124,7 @@ class _DeviceRow:
         return found
 
 
-class _Copied:
+class _TorchCopy:
     """A copy in host memory, possibly pending."""
 
     def __init__(self, x: Tensor) -> None:
@@ -148,7 +148,7 @@ def _copied(local: Tensor) -> Copy | None:
     if local.layout is torch.jagged or local.is_nested:
         return None
     dense = local.dequantize() if local.is_quantized else local if local.layout is torch.strided else local.to_dense()
-    return _Copied(dense.resolve_conj().resolve_neg())
+    return _TorchCopy(dense.resolve_conj().resolve_neg())
 
 
 def _name_if_not_numpy(dtype: torch.dtype) -> str | None:
@@ -186,8 +186,8 @@ leaves = LEAVES
 graph: Graph = calls
 
 
-def new_reader(*, checksums: bool) -> Reader:
-    return Reader(checksums=checksums)
+def new_reader(*, checksums: bool) -> TorchReader:
+    return TorchReader(checksums=checksums)
 
 
 def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> TorchApiInterception:

@@ -98,7 +98,7 @@ def local_matrix(weight: Tensor | None) -> Tensor:
     """The part of a weight that this rank has now, possibly all of it.
 
     Raises:
-        MisfitError: It is no matrix, or its numbers are terms of a sum.
+        MisfitError: It is no matrix, has no data here, or holds terms of a sum.
     """
     local = None if weight is None else local_shard(weight)
     if weight is None or local is None or local.is_meta or local.layout is not torch.strided or _is_partial(weight):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from monitor.failures import Failures
 from monitor.pytorch.collectives.completion import Completion
-from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
-from monitor.pytorch.collectives.operators import Method, Operator
+from monitor.pytorch.collectives.interception import INTERCEPTION, TorchCollectiveListener
+from monitor.pytorch.collectives.operators import Method, TorchOperator
 from monitor.series import Ranks
 from monitor.stats.torch.tensors import beneath, end_of, is_unbroken, local_shard
 
@@ -190,7 +190,7 @@ MOST_AWAITED: Final = 4096
 _NO_BACKWARD: Final = -1
 
 
-class SumListener(CollectiveListener):
+class SumListener(TorchCollectiveListener):
     """Enters each sum over ranks in ``memory``, once its outputs are complete.
 
     Attributes:
@@ -233,13 +233,13 @@ class SumListener(CollectiveListener):
             for output in outputs:
                 self._memory.add(output, groups)
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: TorchOperator, args: Sequence[Any]) -> bool:
         del args
         return (operator.name in SUMS or operator.name in COLLECTS) and (
             self.wanted or (self.wanted_in_backward and runs_backward())
         )
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def call_issued(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         try:
             with beneath():
                 self._follow(operator, args, result)
@@ -258,7 +258,7 @@ class SumListener(CollectiveListener):
         except Exception as error:
             self._failures.report("following the reduction of gradients", error)
 
-    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def _follow(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         if not (type(operator) is Method or operator.functional):
             return
         groups = self._summed_over(operator, args)
@@ -275,7 +275,7 @@ class SumListener(CollectiveListener):
             self._await_functional(outputs, groups)
         self._issued(groups, outputs)
 
-    def _summed_over(self, operator: Operator, args: Sequence[Any]) -> Groups:
+    def _summed_over(self, operator: TorchOperator, args: Sequence[Any]) -> Groups:
         """The groups of the outputs' sum; empty if they are no sum."""
         if operator.name in SUMS:
             return (self._group_of(operator.group_of(args)),) if _adds(args) else ()
