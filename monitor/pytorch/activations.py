@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from monitor.failures import Failures
 from monitor.pytorch.compiled.hooks import ADVICE as EARLIER
 from monitor.pytorch.compiled.hooks import HOOK_GUARDS, TracedHook, TracedInputs, TracedOutputs
-from monitor.pytorch.compiled.operators import TRACEABLE, Observed
-from monitor.pytorch.compiled.tracing import Guarded, device_of
+from monitor.pytorch.compiled.operators import TRACEABLE, ObservedHook
+from monitor.pytorch.compiled.tracing import GuardedObserver, device_of
 from monitor.pytorch.hooks import after_forward, before_forward
 from monitor.pytorch.recorder import Recorder
 from monitor.recording import activations
@@ -37,7 +37,7 @@ class ModuleWatcher(activations.ModuleWatcher):
     _module: nn.Module
     _collector: ModuleCollector
     _recorder: Recorder
-    _observed: Observed | None = None
+    _observed: ObservedHook | None = None
 
     def attach(self, hooks: HookSet) -> None:
         guarded, wanted = self._collector.failures.guarded, self._wanted
@@ -47,8 +47,8 @@ class ModuleWatcher(activations.ModuleWatcher):
             hooks.add(before_forward(self._module, before))
             hooks.add(after_forward(self._module, after, always=True))
             return
-        observer = Guarded(self, self._collector.failures, self._name)
-        observed = self._observed = Observed(observer, self._collector.device(self._chunk, self._module))
+        observer = GuardedObserver(self, self._collector.failures, self._name)
+        observed = self._observed = ObservedHook(observer, self._collector.device(self._chunk, self._module))
         hooks.add(before_forward(self._module, before, TracedInputs(observed, wanted.input, wanted.input_grad)))
         hooks.add(after_forward(self._module, after, TracedOutputs(observed, wanted.output, wanted.output_grad), always=True))
 
@@ -102,7 +102,7 @@ class ModuleWatcher(activations.ModuleWatcher):
         return self._wanted.input if side == "input" else self._wanted.output
 
 
-class Root:
+class RootObserver:
     """A whole model that is compiled together with its hooks."""
 
     def __init__(self, collector: ModuleCollector, chunk: int, before: Callable[..., None], after: Callable[..., None]) -> None:
@@ -135,7 +135,7 @@ class ModuleCollector(activations.ModuleCollector):
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: Backend) -> None:
         super().__init__(recorder, clock, failures, backend)
-        self._observed_roots: list[Observed] = []
+        self._observed_roots: list[ObservedHook] = []
         HOOK_GUARDS.hold(self)
 
     def end_step(self) -> None:
@@ -173,8 +173,8 @@ class ModuleCollector(activations.ModuleCollector):
         if not TRACEABLE:
             super()._hook_root(chunk, root, before, after)
             return
-        observer = Guarded(Root(self, chunk, before, after), self.failures, "")
-        observed = Observed(observer, self.device(chunk, root))
+        observer = GuardedObserver(RootObserver(self, chunk, before, after), self.failures, "")
+        observed = ObservedHook(observer, self.device(chunk, root))
         self._observed_roots.append(observed)
         self._root_hooks.add(before_forward(root, before, TracedHook(observed)))
         self._root_hooks.add(after_forward(root, after, TracedOutputs(observed, NO_TENSORS, ALL_TENSORS), always=True))

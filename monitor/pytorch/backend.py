@@ -15,8 +15,8 @@ from monitor.pytorch.activations import ModuleCollector
 from monitor.pytorch.calls import Calls, recomputing
 from monitor.pytorch.collectives.recording import communication
 from monitor.pytorch.compiled.hooks import TracedHook
-from monitor.pytorch.compiled.operators import TRACEABLE, Observed
-from monitor.pytorch.compiled.tracing import Called, device_of
+from monitor.pytorch.compiled.operators import TRACEABLE, ObservedHook
+from monitor.pytorch.compiled.tracing import CallObserver, device_of
 from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.pipelining import rehearsing
 from monitor.pytorch.frameworks.recognition import framework_of
@@ -95,12 +95,14 @@ def new_modules(recorder: Any, clock: Clock, failures: Failures) -> ModuleCollec
 
 
 def before_forward(module: nn.Module, call: Callable[..., None], *, compiled: bool = False) -> Removable:
-    traced = TracedHook(Observed(Called(call, module), device_of(module))) if compiled and TRACEABLE else None
+    traced = TracedHook(ObservedHook(CallObserver(call, module), device_of(module))) if compiled and TRACEABLE else None
     return hooks.before_forward(module, call, traced)
 
 
 def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool = False, compiled: bool = False) -> Removable:
-    traced = TracedHook(Observed(Called(call, module), device_of(module)), ends=True) if compiled and TRACEABLE else None
+    traced = (
+        TracedHook(ObservedHook(CallObserver(call, module), device_of(module)), ends=True) if compiled and TRACEABLE else None
+    )
     return hooks.after_forward(module, call, traced, always=always)
 
 

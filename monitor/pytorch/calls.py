@@ -35,7 +35,7 @@ Target = tuple[Node, int]
 Edge = tuple[Node, int]
 """A producer: the node and the index of its ``next_functions`` through which it feeds a target."""
 
-_HANDS_ON: Final[Any] = BackwardHookFunction._backward_cls
+_FORWARDING_NODE: Final[Any] = BackwardHookFunction._backward_cls
 
 sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 recording: Callable[[], bool] = torch.is_grad_enabled
@@ -92,15 +92,15 @@ def producers(
     found = walk(ends, targets, start, end, others_call=others_call)
     for edges in found.values():
         for node, _ in edges:
-            if type(node) is _HANDS_ON:
+            if type(node) is _FORWARDING_NODE:
                 into: dict[Edge, list[Edge]] = {}
                 found = walk(ends, targets, start, end, others_call=others_call, into=into)
-                return {target: before(edges, into, _only_hands_on) for target, edges in found.items()}
+                return {target: before(edges, into, _only_forwards) for target, edges in found.items()}
     return found
 
 
-def _only_hands_on(node: Node) -> bool:
-    return type(node) is _HANDS_ON
+def _only_forwards(node: Node) -> bool:
+    return type(node) is _FORWARDING_NODE
 
 
 def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:

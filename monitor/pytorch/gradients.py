@@ -17,7 +17,7 @@ from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.hooks import first_after_accumulation, untraced, when_backward_ends
 from monitor.pytorch.process_group import has_others
 from monitor.pytorch.recorder import Recorder
-from monitor.pytorch.reductions.seen import Reductions
+from monitor.pytorch.reductions.seen import GradientReductions
 from monitor.recording import gradients
 from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY
 from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
@@ -28,11 +28,11 @@ from monitor.recording.step_clock import Clock
 # step, so a loop that clips has done it by then. Most reducers write to gradients inside backward, which is no such change. So
 # a gradient's version is taken when backward, including its reducer, has ended.
 
-MOST_SENTINELS: Final = 4
+MAX_SENTINELS: Final = 4
 """Gradients that are checked. A few suffice: clipping changes all of them."""
 
 
-class LeftGradient:
+class GradientVersion:
     """A weak reference to a gradient and its version, to detect later whether it was replaced or changed.
 
     Views are compared by their base: FSDP makes new views of one gradient after every micro-batch. Changes that bypass the
@@ -42,24 +42,24 @@ class LeftGradient:
     __slots__ = ("_gradient", "_version")
 
     def __init__(self, gradient: Tensor) -> None:
-        self._gradient = weakref.ref(_whole(gradient))
+        self._gradient = weakref.ref(_base_of(gradient))
         self._version = gradient._version
 
-    def stands_in(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self._gradient() is _whole(gradient)
+    def refers_to(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self._gradient() is _base_of(gradient)
 
     def is_intact(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self.stands_in(gradient) and gradient._version == self._version
+        return gradient is not None and self.refers_to(gradient) and gradient._version == self._version
 
 
-class AfterBackward:
+class ChangeDetector:
     """Follows the first and the last gradients of each backward of a step."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._task = -1
         self._latest: NamedParameter | None = None
-        self._sentinels: dict[NamedParameter, LeftGradient | None] = {}
+        self._sentinels: dict[NamedParameter, GradientVersion | None] = {}
 
     def begin_step(self) -> None:
         self._latest = None
@@ -84,12 +84,12 @@ class AfterBackward:
         """
         for parameter, left in self._sentinels.items():
             gradient = None if left is None or (held is not None and parameter not in held) else reduced(parameter)
-            if left is not None and left.stands_in(gradient) and not left.is_intact(gradient):
+            if left is not None and left.refers_to(gradient) and not left.is_intact(gradient):
                 return True
         return False
 
     def _add(self, parameter: NamedParameter) -> None:
-        if len(self._sentinels) < MOST_SENTINELS:
+        if len(self._sentinels) < MAX_SENTINELS:
             self._sentinels.setdefault(parameter)
 
     def _ended(self) -> None:
@@ -99,10 +99,10 @@ class AfterBackward:
             self._add(self._latest)
         for parameter in self._sentinels:
             gradient = parameter.tensor.grad
-            self._sentinels[parameter] = None if gradient is None else LeftGradient(gradient)
+            self._sentinels[parameter] = None if gradient is None else GradientVersion(gradient)
 
 
-def _whole(gradient: Tensor) -> Tensor:
+def _base_of(gradient: Tensor) -> Tensor:
     base: Tensor | None = gradient._base
     return gradient if base is None else base
 
@@ -155,13 +155,13 @@ class GradientCollector(gradients.GradientCollector):
         )
         self._framework: Framework = framework
         self._parameters = self._unreduced.parameters
-        self._left: dict[NamedParameter, LeftGradient] = {}
+        self._left: dict[NamedParameter, GradientVersion] = {}
         self._read: set[NamedParameter] = set()
-        self._said_summed = False
+        self._warned_summed = False
         self._summed: set[NamedParameter] = set()
-        self._after_backward = AfterBackward(failures)
+        self._changes = ChangeDetector(failures)
         self._scaling = ""
-        self._reductions = Reductions(framework, ownership, failures, self._reduced.parameters)
+        self._reductions = GradientReductions(framework, ownership, failures, self._reduced.parameters)
         caught = framework.catch_unreduced(self._parameters, self, failures)
         if caught is not None:
             self._hooks.add(caught)
@@ -178,7 +178,7 @@ class GradientCollector(gradients.GradientCollector):
         self._left.clear()
         self._read.clear()
         self._summed.clear()
-        self._after_backward.begin_step()
+        self._changes.begin_step()
         self._scaling = ""
         if len(self._reduced):
             self._reductions.begin_step()
@@ -236,7 +236,7 @@ class GradientCollector(gradients.GradientCollector):
     def _note_changes(self, held: Among) -> None:
         """Note how the gradients just read differ from those that backward left."""
         may_be_clipped = len(self._reduced) > 0 and not self._framework.reads_before_clipping
-        changed = may_be_clipped and self._after_backward.changed(self._framework.reduced, held)
+        changed = may_be_clipped and self._changes.changed(self._framework.reduced, held)
         if changed or self._scaling == STILL_SCALED or self._not_reduced:
             said = [self._scaling, CHANGED if changed else "", self._not_reduced]
             self._note("grad_reduced", "; ".join(filter(None, said)))
@@ -256,7 +256,7 @@ class GradientCollector(gradients.GradientCollector):
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
         """A framework has reported a gradient."""
-        if self._framework.tells_twice and complete is self._each_micro_step:
+        if self._framework.reports_twice and complete is self._each_micro_step:
             return
         self._arrives(parameter, gradient)
         if parameter in self._stepped or parameter in self._summed:
@@ -268,7 +268,7 @@ class GradientCollector(gradients.GradientCollector):
             self._accumulated(parameter, gradient)
 
     def _arrives(self, parameter: NamedParameter, gradient: Tensor) -> None:
-        self._after_backward.arrived(parameter)
+        self._changes.arrived(parameter)
         if self._reductions.follows and self._reductions.arrived(parameter, gradient):
             self._is_summed(parameter)
 
@@ -276,8 +276,8 @@ class GradientCollector(gradients.GradientCollector):
         """The gradient is no longer local to this rank. Later backwards of the step add to it, so it stays non-local."""
         self._summed.add(parameter)
         self._left.pop(parameter, None)
-        if not self._said_summed and parameter not in self._stepped:
-            self._said_summed = True
+        if not self._warned_summed and parameter not in self._stepped:
+            self._warned_summed = True
             self.say_of_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
             self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
 
@@ -296,9 +296,9 @@ class GradientCollector(gradients.GradientCollector):
 
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
-        if before is not None and not before.stands_in(gradient):
+        if before is not None and not before.refers_to(gradient):
             self.say_of_local(NOT_ACCUMULATED)
-        self._left[parameter] = LeftGradient(gradient)
+        self._left[parameter] = GradientVersion(gradient)
 
     def _finish_short_accumulation(self, held: Among) -> None:
         """Record gradients that the last micro-batches did not reach (fewer micro-batches, or an expert that was not called).

@@ -28,7 +28,7 @@ def untraced(function: F) -> F:
 
     ``torch.compiler.disable`` does the same with a wrapper that costs every call a microsecond, and imports the compiler.
     """
-    strategy = _skip_with_all_it_calls()
+    strategy = _skip_strategy()
     if strategy is None:
         disabled: F = torch.compiler.disable(function)
         return disabled
@@ -41,13 +41,13 @@ def not_compiled_alone(function: F) -> F:
     """Mark ``function`` so that a compiler does not compile it alone between two graphs: there it runs eagerly. Inside a graph
     it is traced.
     """
-    strategy = _skip_with_all_it_calls()
+    strategy = _skip_strategy()
     if strategy is not None:
         torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
-def _skip_with_all_it_calls() -> Any:
+def _skip_strategy() -> Any:
     """None if this version of torch lacks it."""
     frames: Any = torch._C._dynamo.eval_frame
     try:
@@ -106,7 +106,7 @@ def after_forward(
     """
     handle = module.register_forward_hook(ModuleHook(call, traced), with_kwargs=True, always_call=always)
     if always:
-        _number_alike(handle, module)
+        _share_number(handle, module)
     return handle
 
 
@@ -122,7 +122,7 @@ def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Rem
     return removable
 
 
-class HooksOfLoop(NamedTuple):
+class LoopHooks(NamedTuple):
     """Whether hooks of the training loop on a parameter see its gradient before and after it is accumulated.
 
     Hooks on the autograd node are not visible.
@@ -132,16 +132,16 @@ class HooksOfLoop(NamedTuple):
     after: bool
 
 
-NO_HOOKS: Final = HooksOfLoop(before=False, after=False)
+NO_HOOKS: Final = LoopHooks(before=False, after=False)
 
 
-def hooks_of_loop(parameter: Any) -> HooksOfLoop:
+def loop_hooks(parameter: Any) -> LoopHooks:
     """The training loop's hooks on a parameter that has one hook of the monitor, after accumulation."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return HooksOfLoop(bool(getattr(parameter, "_backward_hooks", None)), after is not None and len(after) > 1)
+    return LoopHooks(bool(getattr(parameter, "_backward_hooks", None)), after is not None and len(after) > 1)
 
 
-def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
+def _share_number(handle: RemovableHandle, module: nn.Module) -> None:
     """Give a hook the same number in every module. torch numbers hooks consecutively, and a compiler specialises on the number
     of an always-called hook, so layers could not share compiled code.
     """

@@ -166,7 +166,7 @@ class OptimizerSteps(CallListener):
         for wrapper, inner in wrappers.items():
             self._follow_wrapper(wrapper, inner)
         if not optimizers:
-            self._hooks.add(self._wait_for_ours())
+            self._hooks.add(self._wait_for_optimizer())
         SCALER_PATCH.add(self)
 
     def _adopt(self, optimizer: Optimizer) -> None:
@@ -204,12 +204,12 @@ class OptimizerSteps(CallListener):
         for register, hook in ((wrapper.register_step_pre_hook, begins), (wrapper.register_step_post_hook, ended)):
             self._hooks.add(register(torch.compiler.disable(self._guarded("following a wrapper", hook))))
 
-    def _wait_for_ours(self) -> Removable:
+    def _wait_for_optimizer(self) -> Removable:
         """Register a hook of all optimizers. It references this object weakly, or torch would keep the model alive."""
-        adopt_if_ours = weakref.WeakMethod(self._adopt_if_ours)
+        adopt_if_monitored = weakref.WeakMethod(self._adopt_if_monitored)
 
         def look_at(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            if (living := adopt_if_ours()) is not None:
+            if (living := adopt_if_monitored()) is not None:
                 living(optimizer)
 
         handle: Removable = register_optimizer_step_pre_hook(
@@ -218,7 +218,7 @@ class OptimizerSteps(CallListener):
         weakref.finalize(self, handle.remove).atexit = False
         return handle
 
-    def _adopt_if_ours(self, optimizer: Optimizer) -> None:
+    def _adopt_if_monitored(self, optimizer: Optimizer) -> None:
         """Called before the optimizer's own hooks: an optimizer adopted here reports this step already."""
         if not self.optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -239,21 +239,21 @@ class OptimizerSteps(CallListener):
     def _scaler_begins(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
         given = optimizers_in(optimizer)
         for one in given:
-            self._adopt_if_ours(one)
+            self._adopt_if_monitored(one)
         self._called.clear()
-        for one in self._ours(given):
+        for one in self._monitored(given):
             if scaler.is_enabled() and scaler._scale is not None:
                 self._listener.loss_scale(one, scaler._scale, self._scalers.setdefault(scaler, len(self._scalers)))
 
     def _scaler_ended(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
-        for one in self._ours(optimizers_in(optimizer)) if scaler.is_enabled() else ():
+        for one in self._monitored(optimizers_in(optimizer)) if scaler.is_enabled() else ():
             if one not in self._called:
                 self._guarded("reading before the step", self._listener.before_step)(one)
                 self._guarded("reading gradients", self._listener.gradients_ready)(one)
                 self._listener.step_skipped(one)
 
-    def _ours(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        return [one for one in optimizers if any(one is ours for ours in self.optimizers)]
+    def _monitored(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        return [one for one in optimizers if any(one is known for known in self.optimizers)]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._called.add(optimizer)

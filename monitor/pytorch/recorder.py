@@ -40,7 +40,7 @@ OFF = -1
 _MICRO_STEP, _STEP, _COUNT = range(3)
 
 
-class Places:
+class DeviceSteps:
     """The current micro-step of each chunk, kept in a small tensor on each device.
 
     Args:
@@ -49,36 +49,36 @@ class Places:
 
     def __init__(self, captures: Callable[[torch.device], bool] = capturing) -> None:
         self.captures = captures
-        self._places: dict[tuple[torch.device, int], Tensor] = {}
+        self._tensors: dict[tuple[torch.device, int], Tensor] = {}
         self._active = False
 
     def make(self, device: torch.device, chunk: int) -> None:
         """Allocate the tensor before any capture: a tensor made in a capture would be made anew by every replay."""
-        if (device, chunk) not in self._places and not self.captures(device):
-            self._places[device, chunk] = persistent(device, lambda: torch.full((3,), OFF, dtype=torch.int64, device=device))
-            self._fill(self._places[device, chunk])
+        if (device, chunk) not in self._tensors and not self.captures(device):
+            self._tensors[device, chunk] = persistent(device, lambda: torch.full((3,), OFF, dtype=torch.int64, device=device))
+            self._fill(self._tensors[device, chunk])
 
     def has(self, device: torch.device, chunk: int) -> bool:
-        return (device, chunk) in self._places
+        return (device, chunk) in self._tensors
 
     def micro_step(self, device: torch.device, chunk: int) -> Tensor:
         """A scalar tensor: the micro-step of the forward in progress, ``OFF`` if that forward has no rows."""
-        return self._places[device, chunk][_MICRO_STEP]
+        return self._tensors[device, chunk][_MICRO_STEP]
 
     def step(self, device: torch.device, chunk: int) -> Tensor:
         """A scalar tensor: 0, or ``OFF`` in a step that is not collected."""
-        return self._places[device, chunk][_STEP]
+        return self._tensors[device, chunk][_STEP]
 
     def step_begins(self, active: bool) -> None:
         """Reset to "no micro-step has begun"."""
         self._active = active
-        for place in self._places.values():
+        for place in self._tensors.values():
             self._fill(place)
 
     def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
         """Count another forward of a chunk's root. Forwards beyond the last row are not recorded."""
         with beneath():
-            for (_, other), place in self._places.items():
+            for (_, other), place in self._tensors.items():
                 if other == chunk:
                     count = place[_COUNT].add_(1)
                     wanted = (place[_STEP] == 0) & (count < micro_steps)
@@ -100,7 +100,7 @@ MAX_SEEN: Final = 8192
 """Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
 
 
-class _Seen:
+class _ReadTensor:
     """A tensor that was read, and its row."""
 
     __slots__ = ("layout", "row", "tensor", "version")
@@ -118,8 +118,8 @@ class Recorder(recorder.Recorder):
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
         super().__init__(series, eps, magnitudes=magnitudes)
         self._take_eps(eps)
-        self._seen: dict[int, _Seen] = {}
-        self.places = Places()
+        self._seen: dict[int, _ReadTensor] = {}
+        self.device_steps = DeviceSteps()
 
     def _take_eps(self, eps: float) -> None:
         self.host = HostKernel(eps)
@@ -134,19 +134,19 @@ class Recorder(recorder.Recorder):
 
     def activate(self, wanted: bool) -> None:
         super().activate(wanted)
-        self.places.step_begins(self.active)
+        self.device_steps.step_begins(self.active)
 
     def end_step(self) -> None:
         super().end_step()
-        self.places.step_begins(False)
+        self.device_steps.step_begins(False)
 
     def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
-        self.places.micro_step_begins(chunk, micro_steps)
+        self.device_steps.micro_step_begins(chunk, micro_steps)
 
     def keep_micro_step(self, tag: Tensor, chunk: int) -> None:
         """While code is being captured, have it store the micro-step that it runs in."""
-        if not tag.is_cpu and self.places.captures(tag.device) and self.places.has(tag.device, chunk):
-            tag.copy_(self.places.micro_step(tag.device, chunk))
+        if not tag.is_cpu and self.device_steps.captures(tag.device) and self.device_steps.has(tag.device, chunk):
+            tag.copy_(self.device_steps.micro_step(tag.device, chunk))
 
     def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         address = plain_address(x)
@@ -170,7 +170,7 @@ class Recorder(recorder.Recorder):
         address = plain_address(x)
         if address or has_data(x):
             with self.lock:
-                if not address and self.places.captures(x.device):
+                if not address and self.device_steps.captures(x.device):
                     self._record_captured(watched, x, tag)
                     return
                 if not self.active:  # a capture may follow in a step that is not collected: it needs a row
@@ -215,7 +215,7 @@ class Recorder(recorder.Recorder):
         alone.
         """
         local = None if self._magnitudes else local_shard(x)
-        if local is None or local.is_cpu or not is_listed(local) or self.places.captures(x.device):
+        if local is None or local.is_cpu or not is_listed(local) or self.device_steps.captures(x.device):
             return None
         slot, _ = self._slot(watched, x.device, 0)
         assert isinstance(slot.page.memory, DevicePage)
@@ -224,7 +224,7 @@ class Recorder(recorder.Recorder):
 
     def _record(self, watched: Watched, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
         """``address``: where the elements of a plain tensor are (``plain_address``)."""
-        if not address and self.places.captures(x.device):
+        if not address and self.device_steps.captures(x.device):
             self._record_captured(watched, x, None)
             return
         slot, offset = self._slot(watched, HOST if address else x.device, micro_step)
@@ -254,21 +254,21 @@ class Recorder(recorder.Recorder):
         row.
         """
         slot, chunk, source = watched.slots.get(x.device), watched.series.vpp_stage, local_shard(x)
-        if slot is None or source is None or not self.places.has(x.device, chunk):
+        if slot is None or source is None or not self.device_steps.has(x.device, chunk):
             return
         memory = slot.page.memory
         page = torch.from_numpy(memory.numbers) if isinstance(memory, HostPage) else memory.tensor  # type: ignore[attr-defined]
         if watched.micro_steps == (NO_MICRO_STEP,):
-            offset = self.places.step(x.device, chunk)
+            offset = self.device_steps.step(x.device, chunk)
         else:
-            offset = self.places.micro_step(x.device, chunk) if tag is None else tag
+            offset = self.device_steps.micro_step(x.device, chunk) if tag is None else tag
         reduce_into(source, page, slot.local_row, offset, self._eps)
         self.table.note_captured(slot, self.layout(x))
 
     def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> Slot:
         assert isinstance(device, torch.device)
         if device.type != "cpu":
-            self.places.make(device, series.vpp_stage)
+            self.device_steps.make(device, series.vpp_stage)
         return super()._allot(series, device, micro_steps)
 
     def record_numbers(
@@ -280,7 +280,7 @@ class Recorder(recorder.Recorder):
         *,
         histogram: Tensor | None = None,
     ) -> None:
-        if not has_data(x) or self.places.captures(x.device):  # such rows need the host
+        if not has_data(x) or self.device_steps.captures(x.device):  # such rows need the host
             return
         with self.lock:
             device = HOST if is_plain(x) else x.device
@@ -314,7 +314,7 @@ class Recorder(recorder.Recorder):
     def _remember(self, x: Tensor, version: Version, row: int, layout: int) -> None:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
-        self._seen[id(x)] = _Seen(x, version, row, layout)
+        self._seen[id(x)] = _ReadTensor(x, version, row, layout)
 
 
 def numbers_of(page: Page) -> Floats:

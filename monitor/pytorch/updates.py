@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from monitor.pytorch.frameworks.dtensor import part_like
-from monitor.pytorch.frameworks.optimizer_state import Stepped
+from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.recording import updates
 from monitor.recording.optimizer_turns import Stepping
 from monitor.recording.parameter_series import Computed, NamedParameter
@@ -26,7 +26,7 @@ from monitor.stats.torch.updates import Scratch, agreement, signed, squares_of_u
 # --- The hyperparameters of each stepped tensor.
 
 
-class Groups:
+class ParameterGroups:
     """Parameter groups by stepped tensor. Valid for one step: loading a checkpoint replaces groups, and schedules change
     them.
     """
@@ -34,7 +34,7 @@ class Groups:
     def __init__(self) -> None:
         self._groups: dict[Optimizer, dict[int, dict[str, Any]]] = {}
 
-    def of(self, stepped: Stepped) -> Mapping[str, Any] | None:
+    def of(self, stepped: SteppedTensor) -> Mapping[str, Any] | None:
         """The hyperparameters of a stepped tensor; None if the optimizer does not list it."""
         if stepped.group is not None:
             return stepped.group
@@ -68,7 +68,7 @@ class RatioCollector(updates.RatioCollector):
 # --- How many steps an optimizer has made with a parameter. An unchanged number means that it has skipped this step.
 
 
-def steps_made(stepped: Stepped, group: Mapping[str, Any]) -> float | Tensor | None:
+def steps_made(stepped: SteppedTensor, group: Mapping[str, Any]) -> float | Tensor | None:
     """The optimizer's step count of a parameter or its group; None if it keeps none. A float64 tensor if the count is on an
     accelerator.
     """
@@ -89,9 +89,10 @@ def made(now: float | Tensor, before: float | Tensor | None = None) -> float | T
 #
 # With the moments of the step that was just made, ``m`` and ``v`` corrected for their bias:
 #
-# update = m / (sqrt(v) + eps)        ratio = m / sqrt(v) ``update`` is what the optimizer applies, before the learning rate.
-# ``ratio`` is 0 where both moments are 0, as nothing was updated. Kingma and Ba (2015), "Adam: A method for stochastic
-# optimization".
+#     update = m / (sqrt(v) + eps)        ratio = m / sqrt(v)
+#
+# ``update`` is what the optimizer applies, before the learning rate. ``ratio`` is 0 where both moments are 0, as nothing was
+# updated. Kingma and Ba (2015), "Adam: A method for stochastic optimization".
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
 """Names of classes that step by this rule. Subclasses count too."""
@@ -100,7 +101,7 @@ Correction = float | Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class AdamMoments:
     """The values from which Adam computed the step of a parameter.
 
     Attributes:
@@ -133,10 +134,10 @@ class AdamCollector(UpdateCollector):
 
     def before_step(self, stepping: Stepping) -> None:
         """Store the step counts: a parameter whose count does not change has no update."""
-        groups, self._steps = Groups(), {}
+        groups, self._steps = ParameterGroups(), {}
         self._update.each(lambda parameter: self._remember(parameter, stepping.optimizer, groups), stepping.held)
 
-    def _remember(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> None:
+    def _remember(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> None:
         stepped = self._framework.stepped(parameter, optimizer)
         if stepped is not None and (step := steps_made(stepped, groups.of(stepped) or {})) is not None:
             self._steps[parameter] = step
@@ -145,7 +146,7 @@ class AdamCollector(UpdateCollector):
         optimizer = stepping.optimizer
         if optimizer is None:
             return
-        groups = Groups()
+        groups = ParameterGroups()
         counted: dict[NamedParameter, Computed] = {}
 
         def update(parameter: NamedParameter) -> Computed | None:
@@ -158,7 +159,7 @@ class AdamCollector(UpdateCollector):
         self._update.record_computed(update, stepping.held)
         self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
 
-    def _moments(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Moments | None:
+    def _moments(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> AdamMoments | None:
         stepped = self._framework.stepped(parameter, optimizer)
         group = None if stepped is None else groups.of(stepped)
         if stepped is None or group is None or not self._is_adam(stepped.optimizer):
@@ -173,9 +174,9 @@ class AdamCollector(UpdateCollector):
         if mean is None or square is None or step is None or mean.shape != square.shape or not mean.is_floating_point():
             return None
         corrections = [_correction(beta, step, group) for beta in group["betas"][:2]]
-        return Moments(mean, square, corrections[0], corrections[1], float(group["eps"]), made(step, before))
+        return AdamMoments(mean, square, corrections[0], corrections[1], float(group["eps"]), made(step, before))
 
-    def _count(self, moments: Moments) -> tuple[Computed, Computed]:
+    def _count(self, moments: AdamMoments) -> tuple[Computed, Computed]:
         updates, ratios = (signed(moments.mean, self._kernel, self._eps) for _ in range(2))
         scratch = Scratch()
         precision = torch.float64 if moments.mean.dtype is torch.float64 else torch.float32
@@ -233,7 +234,7 @@ class DirectionCollector(UpdateCollector):
 
     def gradients_ready(self, stepping: Stepping) -> None:
         self._begins.clear()
-        groups = Groups()
+        groups = ParameterGroups()
         self._series.record_computed(lambda one: self._compared(one, stepping.optimizer, groups), stepping.held)
 
     def after_step(self, stepping: Stepping) -> None:
@@ -255,7 +256,7 @@ class DirectionCollector(UpdateCollector):
     def forget_step(self) -> None:
         self._begins.clear()
 
-    def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: Groups) -> Computed | None:
+    def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> Computed | None:
         gradient = self._framework.reduced(parameter)
         if not self._is_reduced(parameter, gradient):
             return None
@@ -285,7 +286,7 @@ class DirectionCollector(UpdateCollector):
         return None if momentum is None else local_shard(momentum)
 
 
-def _steps_of(stepped: Stepped | None) -> float | Tensor | None:
+def _steps_of(stepped: SteppedTensor | None) -> float | Tensor | None:
     return None if stepped is None else steps_made(stepped, stepped.group or {})
 
 

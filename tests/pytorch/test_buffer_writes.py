@@ -12,9 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 from monitor.pytorch.reductions.buffers import BufferWrites
-from monitor.pytorch.reductions.memory import Over, ReducedMemory
+from monitor.pytorch.reductions.memory import ReducedMemory, ReductionGroup
 
-GROUPS = (Over((0, 1)),)
+GROUPS = (ReductionGroup((0, 1)),)
 
 
 def modes() -> int:

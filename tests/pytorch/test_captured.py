@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monitor.pytorch.compiled.operators import NO_VALUE
-from monitor.pytorch.recorder import OFF, Places, Recorder
+from monitor.pytorch.recorder import OFF, DeviceSteps, Recorder
 from monitor.recording.recorder import Watched
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows
@@ -59,15 +59,15 @@ class Captured:
     def __init__(self) -> None:
         self.tape = Tape()
         self.recorder = Recorder(SeriesTable(), 1e-8)
-        self.recorder.places = Places(lambda _: self.tape.recording)
-        self.recorder.places.make(HOST, 0)
+        self.recorder.device_steps = DeviceSteps(lambda _: self.tape.recording)
+        self.recorder.device_steps.make(HOST, 0)
         self.watched = self._watched("each", MICRO_STEPS)
         self.whole = self._watched("whole", (-1,))
         self.x = torch.zeros(3, dtype=torch.float64)
         self._have_rows()
         self.tag = torch.tensor(OFF)
         with self.tape:
-            self.tag.copy_(self.recorder.places.micro_step(HOST, 0))  # as a compiled call does
+            self.tag.copy_(self.recorder.device_steps.micro_step(HOST, 0))  # as a compiled call does
             y = self.x + 1
             self.recorder.active = True
             self.recorder.record_value(self.whole, y, -1, NO_VALUE, self.tag)
@@ -139,5 +139,5 @@ def test_what_was_not_seen_before_a_capture_has_no_row(captured: Captured) -> No
 
 def test_in_a_capture_no_place_is_made(captured: Captured) -> None:
     with captured.tape:
-        captured.recorder.places.make(HOST, 1)
-    assert not captured.recorder.places.has(HOST, 1)
+        captured.recorder.device_steps.make(HOST, 1)
+    assert not captured.recorder.device_steps.has(HOST, 1)

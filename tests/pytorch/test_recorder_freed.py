@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
-from monitor.pytorch.dump.backend import Reader
+from monitor.pytorch.dump.backend import TorchReader
 from monitor.pytorch.recorder import Recorder
 from monitor.recording.recorder import Watched
 from monitor.series import Series, SeriesTable
@@ -79,5 +79,5 @@ def _layouts(rows: KindRows) -> list[tuple[int, int]]:
 def test_a_dump_describes_what_was_freed_and_reads_nothing(checksums: bool) -> None:
     gone = torch.ones(10)
     gone.untyped_storage().resize_(0)
-    leaf = Reader(checksums=checksums).leaf(gone, None)
+    leaf = TorchReader(checksums=checksums).leaf(gone, None)
     assert leaf.reading is None

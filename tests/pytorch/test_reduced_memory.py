@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from monitor.pytorch.reductions.memory import Over, ReducedMemory
+from monitor.pytorch.reductions.memory import ReducedMemory, ReductionGroup
 
-WORLD, NODE = Over((0, 1)), Over((0, 2))
+WORLD, NODE = ReductionGroup((0, 1)), ReductionGroup((0, 2))
 
 
 def test_a_view_of_reduced_memory_is_reduced_and_what_lies_beside_it_is_not() -> None:

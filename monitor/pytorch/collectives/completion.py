@@ -42,18 +42,18 @@ PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP)
 _NO_BACKWARD: Final = -1
 
 
-class _OfThread(threading.local):
+class _ThreadCalls(threading.local):
     """Calls that this thread has issued.
 
     Attributes:
         latest: The ``Work`` that the thread waits for before anything else, the call, and its outputs.
-        together: Calls of each process group that are being coalesced.
+        coalescing: Calls of each process group that are being coalesced.
     """
 
     latest: tuple[Any, Call, Sequence[Tensor]] | None = None
 
     def __init__(self) -> None:
-        self.together: dict[Any, list[tuple[Call, Sequence[Tensor]]]] = {}
+        self.coalescing: dict[Any, list[tuple[Call, Sequence[Tensor]]]] = {}
 
 
 class _Outputs:
@@ -87,24 +87,24 @@ class Completion(CallListener):
 
     def __init__(self, read: Read, failures: Failures) -> None:
         self._read = read
-        self._read_what_is_done = failures.guarded("reading the outputs of communication operators", self.read_what_is_done)
+        self._read_completed = failures.guarded("reading the outputs of communication operators", self.read_completed)
         self._pending: weakref.WeakKeyDictionary[Any, list[_Outputs]] = weakref.WeakKeyDictionary()
-        self._told_by_future: dict[int, tuple[_Outputs, Any]] = {}
+        self._by_future: dict[int, tuple[_Outputs, Any]] = {}
         self._backward = _NO_BACKWARD
-        self._of_thread = _OfThread()
-        self._told = failures.guarded("following a communication operator", self._tell)
+        self._thread = _ThreadCalls()
+        self._guarded_notify = failures.guarded("following a communication operator", self._notify)
 
     def listen(self) -> None:
         for patch in PATCHES:
             patch.add(self)
 
     def remove(self) -> None:
-        """Any number of times."""
+        """Stop listening. Idempotent."""
         for patch in PATCHES:
             patch.remove(self)
         self._pending.clear()
-        self._told_by_future.clear()
-        self._of_thread = _OfThread()
+        self._by_future.clear()
+        self._thread = _ThreadCalls()
 
     def issued(self, group: Any, work: Any, call: Call, outputs: Sequence[Tensor], *, waited_for: bool) -> None:
         """A method of ``group`` has returned ``work``, which will fill ``outputs``.
@@ -113,9 +113,9 @@ class Completion(CallListener):
             work: None if the stream is ordered after the call, or if the call will be coalesced.
             waited_for: Whether this thread waits for ``work`` before it does anything else.
         """
-        mine = self._of_thread
-        if mine.together and group in mine.together:
-            mine.together[group].append((call, outputs))
+        mine = self._thread
+        if mine.coalescing and group in mine.coalescing:
+            mine.coalescing[group].append((call, outputs))
         elif work is None:
             self._read(call, outputs, ())
         elif waited_for:
@@ -123,65 +123,65 @@ class Completion(CallListener):
         else:
             self._expect(work, call, outputs)
 
-    def gathers(self, group: Any) -> bool:
+    def is_coalescing(self, group: Any) -> bool:
         """Whether this thread is coalescing calls of a group."""
-        return group in self._of_thread.together
+        return group in self._thread.coalescing
 
     def _expect(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
         """Read the outputs when a thread waits for ``work``."""
         self._pending.setdefault(work, []).append(_Outputs(call, outputs, self._read))
 
-    def issued_below(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
+    def issued_from_cpp(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
         """``work`` will fill ``outputs``, and C++ waits for it unseen."""
-        self._tell_when_done(work, _Outputs(call, outputs, self._read))
+        self._read_when_done(work, _Outputs(call, outputs, self._read))
         if (backward := torch._C._current_graph_task_id()) not in (_NO_BACKWARD, self._backward):
             self._backward = backward
-            when_backward_ends(self._read_what_is_done)
+            when_backward_ends(self._read_completed)
 
-    def read_what_is_done(self) -> None:
+    def read_completed(self) -> None:
         """Read complete outputs whose callback has not run yet."""
-        for outputs, future in list(self._told_by_future.values()):
+        for outputs, future in list(self._by_future.values()):
             if future.done():
                 outputs.done(future)
 
-    def _tell_when_done(self, work: Any, outputs: _Outputs) -> None:
+    def _read_when_done(self, work: Any, outputs: _Outputs) -> None:
         try:
             future = work.get_future()
         except RuntimeError:
             return  # the backend has no futures for this operator
-        self._told_by_future[id(outputs)] = outputs, future
+        self._by_future[id(outputs)] = outputs, future
         future.add_done_callback(partial(self._done, outputs))
 
     def _done(self, outputs: _Outputs, future: Any) -> None:
         outputs.done(future)
-        self._told_by_future.pop(id(outputs), None)  # after reading, so that the end of a step finds unread outputs
+        self._by_future.pop(id(outputs), None)  # after reading, so that the end of a step finds unread outputs
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
-        mine = self._of_thread
+        mine = self._thread
         latest = mine.latest
         if latest is not None and patch is WAIT and latest[0] is args[0]:
             mine.latest = None
             self._read(latest[1], latest[2], ())
-        elif args and (self._pending or mine.together or patch is BEGIN_GROUP):
-            self._told(patch, args[0], result)
+        elif args and (self._pending or mine.coalescing or patch is BEGIN_GROUP):
+            self._guarded_notify(patch, args[0], result)
 
     def call_raised(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         if patch is WAIT:
-            self._of_thread.latest = None
+            self._thread.latest = None
         elif patch is END_GROUP and args:
-            self._of_thread.together.pop(args[0], None)
+            self._thread.coalescing.pop(args[0], None)
 
-    def _tell(self, patch: patches.CallPatch, of: Any, result: Any) -> None:
+    def _notify(self, patch: patches.CallPatch, of: Any, result: Any) -> None:
         if patch is BEGIN_GROUP:
-            self._of_thread.together[of] = []
+            self._thread.coalescing[of] = []
         elif patch is END_GROUP:
-            for call, outputs in self._of_thread.together.pop(of, ()):
+            for call, outputs in self._thread.coalescing.pop(of, ()):
                 self.issued(of, result, call, outputs, waited_for=False)
         elif (pending := self._pending.get(of)) is None:
             return
         elif patch is GET_FUTURE:
             for one in pending:
-                result.add_done_callback(one.done)  # before the caller can add one of its own, so it runs before those
+                result.add_done_callback(one.done)  # before the caller can add a callback, so this one runs first
             self._pending[result] = pending
         else:
             self._pending.pop(of, None)

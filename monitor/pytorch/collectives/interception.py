@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
-from monitor.pytorch.collectives.operators import Method, Operator, Overload, issuers, methods, operators, wait_operator
+from monitor.pytorch.collectives.operators import Method, Overload, TorchOperator, issuers, methods, operators, wait_operator
 from monitor.pytorch.hooks import TorchCallPatch, untraced
 from monitor.recording import patches
 from monitor.recording.patches import CallListener
@@ -39,22 +39,22 @@ _BELOW: Final = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 QUIET_STEPS: Final = 2
 """Steps without a call from C++, after which none is expected."""
 
-MOST_SECONDS: Final = 1.0
+REMOVAL_SECONDS: Final = 1.0
 """Longest wait for the removal of kernels, which takes a millisecond. In a forked child the removing thread is gone."""
 
 Function = Callable[..., Any]
 
 
-class CollectiveListener:
+class TorchCollectiveListener:
     """Receives communication calls. Must not raise.
 
     Attributes:
-        hears_below: Whether it wants calls from C++. Without such a listener, calls from Python pass no kernel of the monitor.
+        wants_cpp_calls: Whether it wants calls from C++. Without such a listener, Python calls pass no kernel of the monitor.
     """
 
-    hears_below: ClassVar[bool] = True
+    wants_cpp_calls: ClassVar[bool] = True
 
-    def call_begins(self, _operator: Operator, _args: Sequence[Any]) -> bool:
+    def call_begins(self, _operator: TorchOperator, _args: Sequence[Any]) -> bool:
         """An operator is about to be called.
 
         Returns:
@@ -62,81 +62,81 @@ class CollectiveListener:
         """
         return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
-        """It has returned."""
+    def call_issued(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
+        """The operator has returned."""
 
     def tensor_waited_for(self, tensor: Tensor) -> None:
         """The functional collective that gave ``tensor`` has completed for the current stream."""
 
 
-class Interception(CallListener):
+class CollectiveInterception(CallListener):
     """Replaced methods and kernels that report calls to listeners."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[weakref.ref[CollectiveListener], ...] = ()
+        self._listeners: tuple[weakref.ref[TorchCollectiveListener], ...] = ()
         self._replaced: dict[str, tuple[Any, Function]] = {}
-        self._functional: list[torch.library.Library] = []
-        self._below: list[torch.library.Library] = []
-        self._issued_below = False
+        self._functional_kernels: list[torch.library.Library] = []
+        self._cpp_kernels: list[torch.library.Library] = []
+        self._cpp_issues = False
         self._functional_called = False
         self._reducers = False
-        self._under_way: set[int] = set()  # threads in an operator, which may call other operators
-        self._taking_away = False
+        self._active_threads: set[int] = set()  # threads in an operator, which may call other operators
+        self._removing = False
         self._removal = threading.RLock()
-        self._steps: weakref.WeakKeyDictionary[CollectiveListener, int] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[TorchCollectiveListener, int] = weakref.WeakKeyDictionary()
         self._reducer_made = TorchCallPatch(nn.parallel.DistributedDataParallel, "__init__")
 
     @property
     def installed(self) -> bool:
         """Whether any method or kernel is installed, even if it only forwards calls."""
-        return bool(self._replaced or self._functional or self._below)
+        return bool(self._replaced or self._functional_kernels or self._cpp_kernels)
 
-    def add(self, listener: CollectiveListener) -> None:
+    def add(self, listener: TorchCollectiveListener) -> None:
         """Report every call to ``listener`` from now on, while it is alive."""
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
-        if listener.hears_below:
+        if listener.wants_cpp_calls:
             self._steps[listener] = 0
-            self._watch_below()
+            self._install_cpp_kernels()
         self._install()
 
-    def remove(self, listener: CollectiveListener) -> None:
+    def remove(self, listener: TorchCollectiveListener) -> None:
         """Stop reporting to ``listener``. Idempotent."""
         self._steps.pop(listener, None)
         for known in self._listeners:
             if known() is listener:
                 self._forget(known)
 
-    def training_begins(self, listener: CollectiveListener) -> None:
+    def training_begins(self, listener: TorchCollectiveListener) -> None:
         """Training begins: count steps without calls from C++ from now on."""
         self._steps[listener] = 0
-        self._issued_below = self._reducers
+        self._cpp_issues = self._reducers
 
-    def step_ends(self, listener: CollectiveListener) -> None:
+    def step_ends(self, listener: TorchCollectiveListener) -> None:
         """A step of the training that ``listener`` follows has ended. Removes the ``c10d`` kernels when they are no longer
         needed.
         """
-        if not self._below or self._issued_below:
+        if not self._cpp_kernels or self._cpp_issues:
             return
         self._steps[listener] = self._steps.get(listener, 0) + 1
         if min(self._steps.values()) >= QUIET_STEPS:
-            self._take_away(self._below)
+            self._remove_kernels(self._cpp_kernels)
 
     def call_begins(self, _patch: patches.CallPatch, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """A DistributedDataParallel is being made, which communicates at once."""
-        self._reducers = self._issued_below = True
+        self._reducers = self._cpp_issues = True
         if self._steps:
-            self._watch_below()
+            self._install_cpp_kernels()
 
-    def _forget(self, gone: weakref.ref[CollectiveListener]) -> None:
+    def _forget(self, gone: weakref.ref[TorchCollectiveListener]) -> None:
         self._listeners = tuple(known for known in self._listeners if known is not gone and known() is not None)
-        if not self._steps and not self._issued_below:
-            self._take_away(self._below)
+        if not self._steps and not self._cpp_issues:
+            self._remove_kernels(self._cpp_kernels)
         if self._listeners:
             return
         self._reducer_made.remove(self)
         if not self._functional_called:
-            self._take_away(self._functional)
-        if not self._issued_below:
+            self._remove_kernels(self._functional_kernels)
+        if not self._cpp_issues:
             self._reducers = False
         for name, (original, ours) in self._replaced.items():
             if vars(dist.ProcessGroup)[name] is ours:  # another library may have patched it since
@@ -147,41 +147,41 @@ class Interception(CallListener):
         if self._replaced:
             return
         self._reducer_made.add(self)
-        if not self._functional:
-            self._watch_functional()
+        if not self._functional_kernels:
+            self._install_functional_kernels()
         for one in methods():
             original = vars(dist.ProcessGroup)[one.method]
             self._replaced[one.method] = original, self._method(one, original)
             setattr(dist.ProcessGroup, one.method, self._replaced[one.method][1])
 
-    def _watch_functional(self) -> None:
+    def _install_functional_kernels(self) -> None:
         functional = [one for one in operators() if one.functional]
-        self._functional = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in functional)
-        self._functional += _implemented([("_c10d_functional", "wait_tensor", self._wait())])
-        self._functional += _implemented((namespace, name, self._issuer(op)) for namespace, name, op in issuers())
+        self._functional_kernels = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in functional)
+        self._functional_kernels += _implemented([("_c10d_functional", "wait_tensor", self._wait())])
+        self._functional_kernels += _implemented((namespace, name, self._issuer(op)) for namespace, name, op in issuers())
 
-    def _watch_below(self) -> None:
-        if not self._below:
+    def _install_cpp_kernels(self) -> None:
+        if not self._cpp_kernels:
             below = [one for one in operators() if not one.functional]
-            self._below = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in below)
+            self._cpp_kernels = _implemented((one.namespace, one.schema_name, self._kernel(one)) for one in below)
 
     def _kernel(self, operator: Overload) -> Function:
-        redispatch, under_way = operator.overload.redispatch, self._under_way
+        redispatch, active_threads = operator.overload.redispatch, self._active_threads
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            if get_ident() in under_way:
+            if get_ident() in active_threads:
                 return redispatch(keys & _BELOW, *args, **kwargs)
             if operator.functional:
                 self._functional_called = True
             else:
-                self._issued_below = True
-            told = self._begin(operator, args)
+                self._cpp_issues = True
+            interested = self._begin(operator, args)
             self._enter()
             try:
                 result = redispatch(keys & _BELOW, *args, **kwargs)
             finally:
                 self._leave()
-            for listener in told:
+            for listener in interested:
                 listener.call_issued(operator, args, result)
             return result
 
@@ -191,27 +191,27 @@ class Interception(CallListener):
         """A kernel of an operator that calls others from C++: installs the ``c10d`` kernels at its first call."""
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            self._functional_called = self._issued_below = True
+            self._functional_called = self._cpp_issues = True
             if self._steps:
-                self._watch_below()
+                self._install_cpp_kernels()
             return overload.redispatch(keys & _BELOW, *args, **kwargs)
 
         return kernel
 
     def _method(self, operator: Method, original: Function) -> Function:
-        under_way = self._under_way
+        active_threads = self._active_threads
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() in under_way:
+            if get_ident() in active_threads:
                 return original(*args, **kwargs)
             seen = operator.positional(args, kwargs) if kwargs else args
-            told = self._begin(operator, seen)
+            interested = self._begin(operator, seen)
             self._enter()
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._leave()
-            for listener in told:
+            for listener in interested:
                 listener.call_issued(operator, seen, result)
             return result
 
@@ -222,28 +222,28 @@ class Interception(CallListener):
 
     def _enter(self) -> None:
         """This thread begins a call. Waits for a removal of kernels in progress."""
-        self._under_way.add(get_ident())
-        if self._taking_away and self._removal.acquire(timeout=MOST_SECONDS):
+        self._active_threads.add(get_ident())
+        if self._removing and self._removal.acquire(timeout=REMOVAL_SECONDS):
             self._removal.release()
 
     def _leave(self) -> None:
-        self._under_way.discard(get_ident())
+        self._active_threads.discard(get_ident())
 
-    def _take_away(self, libraries: list[torch.library.Library]) -> None:
+    def _remove_kernels(self, libraries: list[torch.library.Library]) -> None:
         """Remove kernels, unless a call is under way, which may have selected one of them. Also skipped during another removal,
         since garbage collection may call this.
         """
-        if self._taking_away or not self._removal.acquire(timeout=MOST_SECONDS):
+        if self._removing or not self._removal.acquire(timeout=REMOVAL_SECONDS):
             return
-        self._taking_away = True  # before the check: a call that begins later waits
+        self._removing = True  # before the check: a call that begins later waits
         try:
-            if not self._under_way:
+            if not self._active_threads:
                 _destroy(libraries)
         finally:
-            self._taking_away = False
+            self._removing = False
             self._removal.release()
 
-    def _begin(self, operator: Operator, args: Sequence[Any]) -> Sequence[CollectiveListener]:
+    def _begin(self, operator: TorchOperator, args: Sequence[Any]) -> Sequence[TorchCollectiveListener]:
         """Report the call; return the listeners that want its result."""
         listeners = self._listeners
         if len(listeners) == 1:
@@ -252,12 +252,12 @@ class Interception(CallListener):
         return [one for known in listeners if (one := known()) is not None and one.call_begins(operator, args)]
 
     def _wait(self) -> Function:
-        redispatch, under_way = wait_operator().redispatch, self._under_way
+        redispatch, active_threads = wait_operator().redispatch, self._active_threads
 
         def kernel(keys: DispatchKeySet, tensor: Tensor) -> Any:
             self._functional_called = True
             result = redispatch(keys & _BELOW, tensor)
-            if get_ident() not in under_way:
+            if get_ident() not in active_threads:
                 for known in self._listeners:
                     listener = known()
                     if listener is not None:
@@ -282,5 +282,5 @@ def _destroy(libraries: list[torch.library.Library]) -> None:
         libraries.pop()._destroy()
 
 
-INTERCEPTION: Final = Interception()
+INTERCEPTION: Final = CollectiveInterception()
 """One for this process, which has one dispatcher."""

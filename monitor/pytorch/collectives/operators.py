@@ -21,7 +21,7 @@ Rooted = Literal["inputs", "outputs", ""]
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _C10dOperator:
     """An operator of ``c10d``: the positions of its input and output, and which of them exists on the root only.
 
     Attributes:
@@ -35,30 +35,30 @@ class _Known:
     rooted: Rooted = ""
 
 
-_C10D: Final[Mapping[str, _Known]] = {
-    "allreduce_": _Known("all_reduce", 0, 0, ("allreduce",)),
-    "allreduce_coalesced_": _Known("all_reduce_coalesced", 0, 0, ("allreduce_coalesced",)),
-    "broadcast_": _Known("broadcast", 0, 0, ("broadcast",), "inputs"),
-    "reduce_": _Known("reduce", 0, 0, ("reduce",), "outputs"),
-    "allgather_": _Known("all_gather", 1, 0, ("allgather",)),
-    "_allgather_base_": _Known("all_gather_into_tensor", 1, 0, ("_allgather_base", "all_gather_single")),
-    "allgather_coalesced_": _Known("all_gather_coalesced", 1, 0, ("allgather_coalesced",)),
-    "allgather_into_tensor_coalesced_": _Known(
+_C10D: Final[Mapping[str, _C10dOperator]] = {
+    "allreduce_": _C10dOperator("all_reduce", 0, 0, ("allreduce",)),
+    "allreduce_coalesced_": _C10dOperator("all_reduce_coalesced", 0, 0, ("allreduce_coalesced",)),
+    "broadcast_": _C10dOperator("broadcast", 0, 0, ("broadcast",), "inputs"),
+    "reduce_": _C10dOperator("reduce", 0, 0, ("reduce",), "outputs"),
+    "allgather_": _C10dOperator("all_gather", 1, 0, ("allgather",)),
+    "_allgather_base_": _C10dOperator("all_gather_into_tensor", 1, 0, ("_allgather_base", "all_gather_single")),
+    "allgather_coalesced_": _C10dOperator("all_gather_coalesced", 1, 0, ("allgather_coalesced",)),
+    "allgather_into_tensor_coalesced_": _C10dOperator(
         "all_gather_into_tensor_coalesced", 1, 0, ("allgather_into_tensor_coalesced", "all_gather_single_coalesced")
     ),
-    "reduce_scatter_": _Known("reduce_scatter", 1, 0, ("reduce_scatter",)),
-    "_reduce_scatter_base_": _Known("reduce_scatter_tensor", 1, 0, ("_reduce_scatter_base", "reduce_scatter_single")),
-    "reduce_scatter_tensor_coalesced_": _Known(
+    "reduce_scatter_": _C10dOperator("reduce_scatter", 1, 0, ("reduce_scatter",)),
+    "_reduce_scatter_base_": _C10dOperator("reduce_scatter_tensor", 1, 0, ("_reduce_scatter_base", "reduce_scatter_single")),
+    "reduce_scatter_tensor_coalesced_": _C10dOperator(
         "reduce_scatter_tensor_coalesced", 1, 0, ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
     ),
-    "alltoall_": _Known("all_to_all", 1, 0, ("alltoall",)),
-    "alltoall_base_": _Known("all_to_all_single", 1, 0, ("alltoall_base", "all_to_all_single")),
-    "gather_": _Known("gather", 1, 0, ("gather",), "outputs"),
-    "scatter_": _Known("scatter", 1, 0, ("scatter",), "inputs"),
-    "send": _Known("send", 0, None, ("send",)),
-    "recv_": _Known("recv", None, 0, ("recv",)),
-    "recv_any_source_": _Known("recv", None, 0, ("recv_anysource",)),
-    "barrier": _Known("barrier", None, None, ("barrier",)),
+    "alltoall_": _C10dOperator("all_to_all", 1, 0, ("alltoall",)),
+    "alltoall_base_": _C10dOperator("all_to_all_single", 1, 0, ("alltoall_base", "all_to_all_single")),
+    "gather_": _C10dOperator("gather", 1, 0, ("gather",), "outputs"),
+    "scatter_": _C10dOperator("scatter", 1, 0, ("scatter",), "inputs"),
+    "send": _C10dOperator("send", 0, None, ("send",)),
+    "recv_": _C10dOperator("recv", None, 0, ("recv",)),
+    "recv_any_source_": _C10dOperator("recv", None, 0, ("recv_anysource",)),
+    "barrier": _C10dOperator("barrier", None, None, ("barrier",)),
 }
 
 _NO_TRAFFIC: Final = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "monitored_barrier_"})
@@ -66,7 +66,7 @@ _P2P_BATCH: Final = "batch_p2p_ops"
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class TorchOperator:
     """A way to call an operator.
 
     Attributes:
@@ -103,7 +103,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Overload(Operator):
+class Overload(TorchOperator):
     """One overload in torch's dispatcher.
 
     Attributes:
@@ -131,7 +131,7 @@ class Functional(Overload):
         return _tensors(result)
 
 
-class BatchedSendsAndReceives(Functional):
+class BatchedP2P(Functional):
     """``batch_p2p_ops``: sent tensors are inputs, received tensors are outputs."""
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
@@ -142,7 +142,7 @@ class BatchedSendsAndReceives(Functional):
 
 
 @dataclass(frozen=True, slots=True)
-class Method(Operator):
+class Method(TorchOperator):
     """A method of ``ProcessGroup``; the group is its first argument.
 
     Attributes:
@@ -228,21 +228,21 @@ def _described(namespace: str, name: str, schema: Any) -> Overload | None:
     packet = getattr(getattr(torch.ops, namespace), name)
     full_name = f"{name}.{schema.overload_name}" if schema.overload_name else name
     overload = getattr(packet, schema.overload_name or "default")
-    made = Overload if namespace == "c10d" else BatchedSendsAndReceives if name == _P2P_BATCH else Functional
+    made = Overload if namespace == "c10d" else BatchedP2P if name == _P2P_BATCH else Functional
     root = places.get("root_rank", places.get("src"))
     return made(known.name, known.inputs, known.outputs, known.rooted, group, namespace, full_name, overload, root)
 
 
-def _functional(name: str) -> _Known:
+def _functional(name: str) -> _C10dOperator:
     """A functional operator: named like the function plus the suffix of an in-place or out variant. Its first argument is the
     input.
     """
     if name == _P2P_BATCH:
-        return _Known("batch_isend_irecv", None, None, ())
+        return _C10dOperator("batch_isend_irecv", None, None, ())
     if name in ("isend", "irecv"):
-        return _Known(name.removeprefix("i"), 0 if name == "isend" else None, None, ())
+        return _C10dOperator(name.removeprefix("i"), 0 if name == "isend" else None, None, ())
     plain = name.removesuffix("_out").rstrip("_")
-    return _Known(plain, 0, None, (), "inputs" if plain == "broadcast" else "")
+    return _C10dOperator(plain, 0, None, (), "inputs" if plain == "broadcast" else "")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -258,7 +258,7 @@ def _tensors(value: Any) -> list[Tensor]:
 # --- Process groups: their ranks and labels.
 
 
-class Groups:
+class TorchProcessGroups:
     """The process groups of recorded calls."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.collectives.completion import Completion
-from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
-from monitor.pytorch.collectives.operators import Groups, Method, Operator
+from monitor.pytorch.collectives.interception import INTERCEPTION, TorchCollectiveListener
+from monitor.pytorch.collectives.operators import Method, TorchOperator, TorchProcessGroups
 from monitor.pytorch.process_group import initialized, is_settled
 from monitor.pytorch.recorder import Recorder, has_data
 from monitor.recording import collectives as capture
@@ -52,7 +52,7 @@ _Staged = tuple[Call, int, int, torch.Size]
 """A copied tensor: its call, its number in the call, its order among all writes of the step, its shape."""
 
 
-class OperatorCalls(CallRows, LateRows):
+class TorchOperatorCalls(CallRows, LateRows):
     """Reads the tensors of calls, on any thread.
 
     Attributes:
@@ -61,7 +61,7 @@ class OperatorCalls(CallRows, LateRows):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self.ending: Callable[[], object] = _nothing
+        self.ending: Callable[[], object] = _read_nothing
         self._staging = Staging()
         self._staged: list[_Staged] = []
         recorder.late = self
@@ -92,13 +92,13 @@ class OperatorCalls(CallRows, LateRows):
         self.ending()
 
     @classmethod
-    def of(cls, recorder: Recorder) -> OperatorCalls:
+    def of(cls, recorder: Recorder) -> TorchOperatorCalls:
         """The rows of ``recorder``. A later attachment continues with the rows of an earlier one."""
         return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """Stop reading. Rows already measured stay."""
-        self.ending = _nothing
+        self.ending = _read_nothing
 
     def enter(self) -> None:
         if not self._staged:
@@ -129,14 +129,14 @@ class OperatorCalls(CallRows, LateRows):
         recorder = self._recorder
         if not recorder.active:
             return False
-        if versions and (call.issued != recorder.steps or not _are_still(tensors, versions)):
+        if versions and (call.issued != recorder.steps or not _are_unchanged(tensors, versions)):
             return False
         if self._staging.is_half_full:
             self.enter()
         call.begin(recorder.steps)
         staged, written, complete = len(self._staged), [], False  # type: int, list[tuple[Page, int]], bool
         try:
-            complete = all(self._read_one(call, x, written) for x in tensors) and _are_still(tensors, versions)
+            complete = all(self._read_one(call, x, written) for x in tensors) and _are_unchanged(tensors, versions)
         finally:
             if not complete:
                 self._forget_all(staged, written)
@@ -165,12 +165,12 @@ class OperatorCalls(CallRows, LateRows):
         return rows[call.number]
 
 
-def _are_still(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+def _are_unchanged(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
     """Whether all tensors still have these versions."""
     return not versions or all(x._version == was for x, was in zip(tensors, versions, strict=True) if was is not None)
 
 
-def _nothing() -> None:
+def _read_nothing() -> None:
     """No outputs to read."""
 
 
@@ -190,13 +190,13 @@ class _Awaited:
     layout: Layout
 
 
-class Communication(capture.Communication, CollectiveListener):
+class Communication(capture.Communication, TorchCollectiveListener):
     """Listens from construction until ``close``."""
 
-    _calls: OperatorCalls | None
+    _calls: TorchOperatorCalls | None
 
     def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
-        super().__init__(wanted, failures, Groups())
+        super().__init__(wanted, failures, TorchProcessGroups())
         self._calls = None
         self._functional: OrderedDict[int, _Awaited] = OrderedDict()
         self._step_ended = failures.guarded("ending a step of communication", self._end_step)
@@ -204,8 +204,8 @@ class Communication(capture.Communication, CollectiveListener):
         INTERCEPTION.add(self)
         self._completion.listen()
 
-    def _begin(self, recorder: Recorder) -> OperatorCalls:
-        calls = self._calls = OperatorCalls.of(recorder)
+    def _begin(self, recorder: Recorder) -> TorchOperatorCalls:
+        calls = self._calls = TorchOperatorCalls.of(recorder)
         calls.ending = self._step_ended
         INTERCEPTION.training_begins(self)
         return calls
@@ -215,7 +215,7 @@ class Communication(capture.Communication, CollectiveListener):
         self._completion.remove()
         self._functional.clear()
         if self._calls is not None:
-            self._calls.let_go()
+            self._calls.stop_reading()
         self._calls = None
 
     def _among_ranks(self) -> bool:
@@ -228,7 +228,7 @@ class Communication(capture.Communication, CollectiveListener):
                 return False
         return True
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: TorchOperator, args: Sequence[Any]) -> bool:
         recording = self._recording
         if self._log is None and not (recording and self._looks_first):
             return recording
@@ -239,7 +239,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._failures.report("looking at a communication operator", error)
             return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def call_issued(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         try:
             if function_modes():
                 with unseen():
@@ -257,7 +257,7 @@ class Communication(capture.Communication, CollectiveListener):
             except Exception as error:
                 self._failures.report("reading the outputs of a communication operator", error)
 
-    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def _follow(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         expected = self._expected(operator, args, result)
         if expected is None:
             return
@@ -270,7 +270,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._await_functional(call, outputs)
         else:
             boxed = result[-1] if isinstance(result, (tuple, list)) else result
-            self._completion.issued_below(dist.Work.unbox(boxed), call, outputs)
+            self._completion.issued_from_cpp(dist.Work.unbox(boxed), call, outputs)
 
     def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
         for output in outputs:
@@ -309,7 +309,7 @@ class Communication(capture.Communication, CollectiveListener):
         return read
 
     def _end_step(self) -> None:
-        self._completion.read_what_is_done()
+        self._completion.read_completed()
         INTERCEPTION.step_ends(self)
 
 

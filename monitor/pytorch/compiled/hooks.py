@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from monitor.pytorch.compiled.operators import FOLLOW, SEE, Observed, begin, end
+from monitor.pytorch.compiled.operators import FOLLOW, SEE, ObservedHook, begin, end
 from monitor.pytorch.tensors import LEAVES
 from monitor.recording.tensor_paths import Leaf
 from monitor.selection import TensorChoice
@@ -19,7 +19,7 @@ from monitor.selection import TensorChoice
 class TracedHook:
     """A hook without tensors: it only reports the call."""
 
-    def __init__(self, observed: Observed, *, ends: bool = False) -> None:
+    def __init__(self, observed: ObservedHook, *, ends: bool = False) -> None:
         self._observed = observed  # kept alive: compiled code references only the handle
         self._handle = observed.handle
         self._ends = ends
@@ -39,7 +39,7 @@ class TracedInputs(TracedHook):
         followed: The inputs whose gradients are observed.
     """
 
-    def __init__(self, observed: Observed, seen: TensorChoice, followed: TensorChoice) -> None:
+    def __init__(self, observed: ObservedHook, seen: TensorChoice, followed: TensorChoice) -> None:
         super().__init__(observed)
         self._seen = seen
         self._followed = followed
@@ -55,7 +55,7 @@ class TracedInputs(TracedHook):
 class TracedOutputs(TracedHook):
     """After a module's forward, likewise."""
 
-    def __init__(self, observed: Observed, seen: TensorChoice, followed: TensorChoice) -> None:
+    def __init__(self, observed: ObservedHook, seen: TensorChoice, followed: TensorChoice) -> None:
         super().__init__(observed, ends=True)
         self._seen = seen
         self._followed = followed

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monitor.failures import Failures
-from monitor.pytorch.compiled.tracing import Named, OpenCall, OpenCalls, follow
+from monitor.pytorch.compiled.tracing import Named, TracedCall, TracedCalls, follow
 from monitor.recording.protocols import Removable
 from monitor.stats.torch.tensors import beneath
 
@@ -112,7 +112,7 @@ class Observer(Protocol):
         """Keep handles of hooks, until the step ends."""
 
 
-class Observed:
+class ObservedHook:
     """A hook in compiled code.
 
     Attributes:
@@ -145,13 +145,13 @@ class Observed:
         self._earlier, self._calls = self._calls, {}
 
 
-_OPEN: Final = OpenCalls()
+_OPEN: Final = TracedCalls()
 _TORCH: Final = os.path.dirname(torch.__file__)
 _HIGHER_ORDER: Final = os.path.join(_TORCH, "_higher_order_ops", "")
 _CHECKPOINT: Final = _HIGHER_ORDER + "wrap.py"
 _DDP_OPTIMIZER: Final = os.path.join(_TORCH, "_dynamo", "backends", "distributed.py")
 
-_OBSERVED: Final[weakref.WeakValueDictionary[int, Observed]] = weakref.WeakValueDictionary()
+_OBSERVED: Final[weakref.WeakValueDictionary[int, ObservedHook]] = weakref.WeakValueDictionary()
 """Hooks by the addresses of their handles."""
 
 
@@ -186,7 +186,7 @@ def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wante
     call = None
     try:
         tag = _traced(handle, False, inputs, slots, wanted, found)
-        call = OpenCall.of(tag, [(x, slot, bool(each & FOLLOW)) for x, slot, each in zip(inputs, slots, wanted, strict=True)])
+        call = TracedCall.of(tag, [(x, slot, bool(each & FOLLOW)) for x, slot, each in zip(inputs, slots, wanted, strict=True)])
     except Exception as error:  # a failure here must not reach the compiler
         FAILURES.report("observing compiled code", error, ADVICE)
     _OPEN.push(handle, call)

@@ -37,7 +37,7 @@ Reader = Callable[[Tensor, str], Callable[[Tensor], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenCall:
+class TracedCall:
     """A call that has begun.
 
     Attributes:
@@ -51,31 +51,31 @@ class OpenCall:
     start: int
 
     @classmethod
-    def of(cls, tag: Tensor, inputs: Sequence[tuple[Tensor, str, bool]]) -> OpenCall:
+    def of(cls, tag: Tensor, inputs: Sequence[tuple[Tensor, str, bool]]) -> TracedCall:
         """From all inputs, each with its slot and whether its gradient is wanted."""
         targets = slots_of(GRAPH, inputs, "input_") if torch.is_grad_enabled() else {}
         return cls(tag, targets, sequence_nr())
 
 
-class OpenCalls:
+class TracedCalls:
     """Open calls by handle. Each trace has its own tensors for the handles."""
 
     def __init__(self) -> None:
         self._open = WeakIdKeyDictionary()
 
-    def push(self, handle: Tensor, call: OpenCall | None) -> None:
+    def push(self, handle: Tensor, call: TracedCall | None) -> None:
         """Push a call; None for an unknown one, since its end comes, too."""
-        calls: list[OpenCall | None] = self._open.setdefault(handle, [])
+        calls: list[TracedCall | None] = self._open.setdefault(handle, [])
         calls.append(call)
         del calls[:-MOST_OPEN]
 
-    def pop(self, handle: Tensor) -> OpenCall | None:
-        calls: list[OpenCall | None] = self._open.get(handle, [])
+    def pop(self, handle: Tensor) -> TracedCall | None:
+        calls: list[TracedCall | None] = self._open.get(handle, [])
         return calls.pop() if calls else None
 
 
 def follow(
-    call: OpenCall | None, tag: Tensor, results: Sequence[Tensor], outputs: Iterable[Named], read: Reader
+    call: TracedCall | None, tag: Tensor, results: Sequence[Tensor], outputs: Iterable[Named], read: Reader
 ) -> list[Removable]:
     """Hook the gradients of a call's inputs and outputs.
 
@@ -103,7 +103,7 @@ def follow(
 # --- Observers that the operators in compiled code call.
 
 
-class Called:
+class CallObserver:
     """An observer that only calls a function at the begin and end of a call."""
 
     def __init__(self, call: Callable[..., None], module: nn.Module) -> None:
@@ -123,7 +123,7 @@ class Called:
     def keep(self, *_: Any) -> None: ...
 
 
-class Guarded:
+class GuardedObserver:
     """Wraps an observer so that its failures do not reach compiled code."""
 
     def __init__(self, observer: Any, failures: Failures, name: str) -> None:

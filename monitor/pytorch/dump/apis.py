@@ -34,7 +34,7 @@ from monitor.recording.patches import CallListener
 # values from the function's frame, and which were passed, and how, from the calling instruction. If the two do not match (a
 # ``functools.partial``, a decorator), the call is recorded as it was passed.
 
-HANDS_ON: Final = handle_torch_function.__code__
+FORWARDS: Final = handle_torch_function.__code__
 DISPATCHES: Final[CodeType] = torch.nn.functional.max_pool2d.__code__
 """Code of the function that dispatches to a variant with or without indices, which torch names differently."""
 
@@ -57,7 +57,7 @@ class CallShape(NamedTuple):
     keywords: tuple[str, ...]
 
 
-def as_given(function: Function, is_method: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+def caller_arguments(function: Function, is_method: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """The arguments as the caller wrote them.
 
     Must be called directly by the mode's ``__torch_function__``.
@@ -66,21 +66,21 @@ def as_given(function: Function, is_method: bool, args: Sequence[Any], kwargs: M
         is_method: Whether it is usually called as a method of its first argument.
         args: The positional arguments that the mode received, with ``kwargs``.
     """
-    handing_on = sys._getframe(2)
+    forwarding = sys._getframe(2)
     try:
-        return _given(handing_on, function, is_method) or (args, kwargs)
+        return _given(forwarding, function, is_method) or (args, kwargs)
     except Exception:  # another interpreter has other instructions
         return args, kwargs
 
 
-def _given(handing_on: FrameType, function: Function, is_method: bool) -> Arguments | None:
-    if handing_on.f_code is not HANDS_ON or handing_on.f_back is None or handing_on.f_back.f_back is None:
+def _given(forwarding: FrameType, function: Function, is_method: bool) -> Arguments | None:
+    if forwarding.f_code is not FORWARDS or forwarding.f_back is None or forwarding.f_back.f_back is None:
         return None  # written in C: passes the arguments unchanged
-    python, caller = handing_on.f_back, handing_on.f_back.f_back
-    return _passed_through(caller, python, function) or _as_called(caller, python, function, is_method)
+    python, caller = forwarding.f_back, forwarding.f_back.f_back
+    return _forwarded(caller, python, function) or _as_called(caller, python, function, is_method)
 
 
-def _passed_through(caller: FrameType, python: FrameType, function: Function) -> Arguments | None:
+def _forwarded(caller: FrameType, python: FrameType, function: Function) -> Arguments | None:
     """The arguments of a function that forwards its own ``*args`` or ``**kwargs``."""
     names = _names(python.f_code)
     if names is None or _shape(caller.f_code, caller.f_lasti) is not None:
@@ -91,7 +91,7 @@ def _passed_through(caller: FrameType, python: FrameType, function: Function) ->
     given, there = {**dict(zip(names, args, strict=False)), **kwargs}, python.f_locals
     same = all(there.get(name, function) is value for name, value in given.items())
     rest = [name for name in names if name not in given]
-    return (args, dict(kwargs)) if same and (caller.f_code is DISPATCHES or _left_out(rest, python, function)) else None
+    return (args, dict(kwargs)) if same and (caller.f_code is DISPATCHES or _omitted(rest, python, function)) else None
 
 
 def _rest_of(caller: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -115,12 +115,12 @@ def _as_called(caller: FrameType, python: FrameType, function: Function, is_meth
         rest = [name for name in names[positional:] if name not in shape.keywords]
         if positional > python.f_code.co_argcount or not set(shape.keywords) <= set(names[positional:]):
             continue
-        if _left_out(rest, python, function):
+        if _omitted(rest, python, function):
             return [there[name] for name in by_position], {name: there[name] for name in shape.keywords}
     return None
 
 
-def _left_out(names: Sequence[str], python: FrameType, function: Function) -> bool:
+def _omitted(names: Sequence[str], python: FrameType, function: Function) -> bool:
     """Whether arguments of a running function have their defaults, so the caller may have omitted them."""
     if getattr(function, "__code__", None) is not python.f_code:
         return False
@@ -182,7 +182,7 @@ class FunctionMode(TorchFunctionMode):
         known = None if torch.compiler.is_compiling() or traced() else self._names.get(function)
         call = None
         if known is not None and listener is not None:
-            call = listener.begins(*known, *as_given(function, known[0] == TENSOR, args, kwargs))
+            call = listener.begins(*known, *caller_arguments(function, known[0] == TENSOR, args, kwargs))
         if call is None or listener is None:
             return function(*args, **kwargs)
         try:
@@ -194,7 +194,7 @@ class FunctionMode(TorchFunctionMode):
         return result
 
 
-def _is_no_part_of_the_program(function: Function) -> None:
+def _skip_in_compilers(function: Function) -> None:
     """Have compilers skip ``function`` and everything that it calls.
 
     After a graph break, a compiled function calls torch eagerly and so this mode, and the compiler would compile it as part of
@@ -208,10 +208,10 @@ def _is_no_part_of_the_program(function: Function) -> None:
         compiler.skip_code(function.__code__)
 
 
-_is_no_part_of_the_program(FunctionMode.__torch_function__)
+_skip_in_compilers(FunctionMode.__torch_function__)
 
 
-class OpenCalls(threading.local):
+class PatchedCallStack(threading.local):
     """Calls of this thread that have not ended; None for a call that is not recorded."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class PatchedCalls(CallListener):
         self._listener = listener
         self._patches: dict[tuple[int, str], tuple[TorchCallPatch, str]] = {}
         self._listed: dict[tuple[int, str], str] = {}
-        self._threads = OpenCalls()
+        self._threads = PatchedCallStack()
         self._listening = False
 
     def add(self, module: Any, api: str, prefix: str, *, listed: bool = False) -> None:
@@ -281,7 +281,7 @@ class PatchedCalls(CallListener):
             self._listener.raised(call)
 
 
-class Interception:
+class TorchApiInterception:
     """Intercepts calls of APIs, by function mode and patches."""
 
     def __init__(self, listener: ApiListener, api_list: str | None) -> None:
@@ -303,15 +303,15 @@ class Interception:
 
     def install(self) -> None:
         self._patched.listen()
-        _take_out_what_was_left()
+        _remove_inactive_modes()
         self._mode.listener = self._listener
-        self._undo = _answer_as_without(self._mode)
-        _put_below(self._mode)
+        self._undo = _hide(self._mode)
+        _push_below(self._mode)
 
     def remove(self) -> None:
         self._patched.remove()
         self._mode.listener = None  # it may still be on a stack
-        if not _take_out(self._mode) and self._undo is not None:
+        if not _remove_mode(self._mode) and self._undo is not None:
             said = "stop() was called in another thread than start(). An inactive TorchFunctionMode stays in that thread"
             self._listener.warn("stop in another thread", f"{said}, recording nothing. Call both in the same thread.")
         if self._undo is not None:
@@ -330,7 +330,7 @@ def _functions(listed: Mapping[str, Sequence[str]]) -> dict[Function, tuple[str,
     return found
 
 
-def _put_below(mode: TorchFunctionMode) -> None:
+def _push_below(mode: TorchFunctionMode) -> None:
     """Push ``mode`` below the modes that users have entered, since leaving a mode pops the top of the stack. Only torch's
     default device must be lower.
     """
@@ -341,7 +341,7 @@ def _put_below(mode: TorchFunctionMode) -> None:
         _push_mode(one)
 
 
-def _take_out(mode: TorchFunctionMode) -> bool:
+def _remove_mode(mode: TorchFunctionMode) -> bool:
     """Remove a mode from any position of the stack: users may have entered others since. Returns whether it was there."""
     stack = _get_current_function_mode_stack()
     if not any(one is mode for one in stack):
@@ -354,11 +354,11 @@ def _take_out(mode: TorchFunctionMode) -> bool:
     return True
 
 
-def _take_out_what_was_left() -> None:
+def _remove_inactive_modes() -> None:
     """Remove inactive modes of the monitor. They stay if ``remove`` was called in another thread, which has another stack."""
     for mode in _get_current_function_mode_stack():
         if isinstance(mode, FunctionMode) and mode.listener is None:
-            _take_out(mode)
+            _remove_mode(mode)
 
 
 def traced() -> bool:
@@ -366,7 +366,7 @@ def traced() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
-def _answer_as_without(mode: TorchFunctionMode) -> Function:
+def _hide(mode: TorchFunctionMode) -> Function:
     """Hide ``mode`` from modules of torch that ask whether functions are overridden.
 
     In evaluation, attention and encoder layers take another path, with other bits, if functions are overridden. They look up

@@ -17,7 +17,7 @@ from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
 from monitor.dump.values import Copy, Leaf, Reading
 from monitor.failures import Failures
 from monitor.pytorch import calls
-from monitor.pytorch.dump.apis import Interception, traced
+from monitor.pytorch.dump.apis import TorchApiInterception, traced
 from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
 from monitor.pytorch.process_group import initialized
 from monitor.pytorch.tensors import LEAVES, computing
@@ -37,7 +37,7 @@ _functorch: Final[Any] = torch._C._functorch
 EPS: Final = 0.0
 """No element counts as small."""
 
-_OF_NUMPY: Final = frozenset(
+_NUMPY_DTYPES: Final = frozenset(
     ["bool", "float16", "float32", "float64", "complex64", "complex128"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 )
@@ -45,7 +45,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class Reader:
+class TorchReader:
     """Reads tensors, without a cache by version: collectives and custom kernels write without changing torch's version
     counter.
     """
@@ -59,7 +59,7 @@ class Reader:
             return Leaf(_described(x), None, None, None)
         with unseen():
             if file is None and not self._checksums and is_plain(x):
-                return Leaf(_described(x), _HostRow(self._kernel.reduce(x)), None, None)  # the fast path of most tensors
+                return Leaf(_described(x), _TorchHostRow(self._kernel.reduce(x)), None, None)  # the fast path of most tensors
         with beneath():
             local = local_shard(x)
             if local is None or local.is_meta or not has_memory(local):
@@ -70,10 +70,10 @@ class Reader:
     def _read(self, local: Tensor) -> Reading | None:
         if local.device.type == "cpu":
             row = self._kernel.reduce(local)
-            return None if row is None else _HostRow(row)
+            return None if row is None else _TorchHostRow(row)
         page = torch.zeros(1, len(COLUMNS), dtype=torch.float64, device=local.device)
         reduce_into(local, page, 0, None, EPS)
-        return _DeviceRow(page)
+        return _TorchDeviceRow(page)
 
 
 def _is_transformed(x: Tensor) -> bool:
@@ -87,7 +87,7 @@ def _described(x: Tensor) -> dict[str, Any]:
     return {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": list(x.shape), "requires_grad": x.requires_grad}
 
 
-class _HostRow:
+class _TorchHostRow:
     """The row of the host kernel."""
 
     __slots__ = ("_row",)
@@ -100,7 +100,7 @@ class _HostRow:
         return found
 
 
-class _Arriving:
+class _PendingCopy:
     """A pending copy from a device."""
 
     def __init__(self, x: Tensor) -> None:
@@ -108,33 +108,33 @@ class _Arriving:
         self._host.copy_(x, non_blocking=True)
         self._arrived = torch.accelerator.current_stream(x.device).record_event()
 
-    def there(self) -> Tensor:
+    def wait(self) -> Tensor:
         self._arrived.synchronize()
         return self._host
 
 
-class _DeviceRow:
+class _TorchDeviceRow:
     """The row of the device kernel, copied asynchronously. The first access waits for it."""
 
     def __init__(self, page: Tensor) -> None:
-        self._page = _Arriving(page)
+        self._page = _PendingCopy(page)
 
     def row(self) -> Floats:
-        found: Floats = self._page.there().numpy()[0]
+        found: Floats = self._page.wait().numpy()[0]
         return found
 
 
-class _Copied:
+class _TorchCopy:
     """A copy in host memory, possibly pending."""
 
     def __init__(self, x: Tensor) -> None:
-        self.dtype = _lacking(x.dtype)
+        self.dtype = _name_if_not_numpy(x.dtype)
         self.nbytes = x.nbytes
         self._shape = tuple(x.shape)
-        self._copy = x.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else _Arriving(x)
+        self._copy = x.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else _PendingCopy(x)
 
     def array(self) -> NDArray[Any]:
-        x = self._copy.there() if isinstance(self._copy, _Arriving) else self._copy
+        x = self._copy.wait() if isinstance(self._copy, _PendingCopy) else self._copy
         if self.dtype is None:
             plain: NDArray[Any] = x.numpy()
             return plain
@@ -148,13 +148,13 @@ def _copied(local: Tensor) -> Copy | None:
     if local.layout is torch.jagged or local.is_nested:
         return None
     dense = local.dequantize() if local.is_quantized else local if local.layout is torch.strided else local.to_dense()
-    return _Copied(dense.resolve_conj().resolve_neg())
+    return _TorchCopy(dense.resolve_conj().resolve_neg())
 
 
-def _lacking(dtype: torch.dtype) -> str | None:
+def _name_if_not_numpy(dtype: torch.dtype) -> str | None:
     """The name of a dtype that numpy lacks; None for others."""
     name = str(dtype).removeprefix("torch.")
-    return None if name in _OF_NUMPY else name
+    return None if name in _NUMPY_DTYPES else name
 
 
 __all__ = [
@@ -186,13 +186,13 @@ leaves = LEAVES
 graph: Graph = calls
 
 
-def new_reader(*, checksums: bool) -> Reader:
-    return Reader(checksums=checksums)
+def new_reader(*, checksums: bool) -> TorchReader:
+    return TorchReader(checksums=checksums)
 
 
-def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> Interception:
+def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> TorchApiInterception:
     del primitives_of  # which are MindSpore's
-    return Interception(listener, api_list)
+    return TorchApiInterception(listener, api_list)
 
 
 def models_of(model: Any) -> Sequence[Any]:
@@ -265,7 +265,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
     if rm_dropout:
-        _let_nothing_drop()
+        _disable_dropout()
 
 
 FUNCTIONALS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -287,9 +287,9 @@ ATTRIBUTES: Final[dict[type[nn.Module], str]] = {
 """Modules with dropout, and the attribute that holds the probability."""
 
 
-def _let_nothing_drop() -> None:
+def _disable_dropout() -> None:
     for kind, attribute in ATTRIBUTES.items():
-        _make_without(kind, attribute)
+        _zero_probability(kind, attribute)
     for name in FUNCTIONALS:
         _replace(torch.nn.functional, name, _functional_without)
     for place, name, position, keyword in BUILTINS:
@@ -307,7 +307,7 @@ def _replace(place: Any, name: str, without: Callable[[Function], Function]) -> 
     replace_everywhere("torch", name, function, replacement)
 
 
-def _make_without(kind: type[nn.Module], attribute: str) -> None:
+def _zero_probability(kind: type[nn.Module], attribute: str) -> None:
     """Have ``__init__`` of a class set the probability attribute to 0."""
     if getattr(kind.__init__, "drops_nothing", False):
         return

@@ -60,7 +60,7 @@ def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
     sequence. NaN or Inf in a query or key of the sample makes both sums NaN.
     """
     sample = scores.sampled(heads, rows)
-    total = _Sums(sample.query.device)
+    total = _SpreadSums(sample.query.device)
     for part in _parts(sample):
         for first in range(0, part.query.shape[1], part.queries_at_once):
             _add_queries(part, first, total)
@@ -68,7 +68,7 @@ def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
     return Spread(seen, total.entropy, total.greatest)
 
 
-class _Part(NamedTuple):
+class _HeadBlock(NamedTuple):
     """Some heads of one row of the batch: ``query`` of shape ``(heads, queries, size)``, each with its own ``keys``."""
 
     query: Tensor
@@ -79,12 +79,12 @@ class _Part(NamedTuple):
     queries_at_once: int
 
 
-class _Sums:
+class _SpreadSums:
     def __init__(self, device: torch.device) -> None:
         self.entropy, self.greatest, self.seen = torch.zeros(3, dtype=torch.float64, device=device)
 
 
-class _Running:
+class _OnlineSoftmax:
     """Running sums of some queries over the keys so far: the greatest score, Σ e^(score - greatest), and Σ (score - greatest)
     e^(score - greatest). Float64, shape ``(heads, queries)``.
     """
@@ -106,7 +106,7 @@ class _Running:
         self.total = kept * self.total + weights.sum(-1).double()
         self.greatest = greatest
 
-    def finish(self, into: _Sums) -> None:
+    def finish(self, into: _SpreadSums) -> None:
         sees = self.total != 0  # NaN does
         total = torch.where(sees, self.total, 1.0)
         into.entropy += torch.where(sees, total.log() - self.weighted / total, 0.0).sum()
@@ -114,7 +114,7 @@ class _Running:
         into.seen += sees.sum()
 
 
-def _parts(sample: Scores) -> Iterator[_Part]:
+def _parts(sample: Scores) -> Iterator[_HeadBlock]:
     """Blocks of heads, for one row of the batch after the other."""
     queries, keys = sample.query.shape[2], sample.key.shape[3]
     of_each = sample.key.shape[2]
@@ -127,13 +127,13 @@ def _parts(sample: Scores) -> Iterator[_Part]:
             query = sample.query[row, chosen]
             own = [sample.key[row, head // of_each, head % of_each] for head in range(first, first + query.shape[0])]
             mask = None if sample.mask is None else sample.mask[row, chosen]
-            yield _Part(query, own, sample.causal, sample.scale, mask, at_once)
+            yield _HeadBlock(query, own, sample.causal, sample.scale, mask, at_once)
 
 
-def _add_queries(part: _Part, first: int, into: _Sums) -> None:
+def _add_queries(part: _HeadBlock, first: int, into: _SpreadSums) -> None:
     query = part.query[:, first : first + part.queries_at_once]
     query = query.to(working_precision(query.dtype)) * part.scale
-    running, last = _Running(query), first + query.shape[1]
+    running, last = _OnlineSoftmax(query), first + query.shape[1]
     keys = part.keys[0].shape[0]
     end = min(keys, last) if part.causal else keys
     unusable = (query * 0).sum().double()
@@ -148,7 +148,7 @@ def _add_queries(part: _Part, first: int, into: _Sums) -> None:
     into.greatest += unusable
 
 
-def _masked(scores: Tensor, part: _Part, query: int, key: int) -> Tensor:
+def _masked(scores: Tensor, part: _HeadBlock, query: int, key: int) -> Tensor:
     """The scores from this query and this key on, with -Inf where a query does not see a key."""
     _, queries, keys = scores.shape
     if part.mask is not None:

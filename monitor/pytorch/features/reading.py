@@ -72,9 +72,9 @@ def matrix_of(module: nn.Module) -> Tensor | None:
     Read from the module's dictionaries: attribute access would gather the parameter under ZeRO, or compute a parametrization.
     """
     for name in MATRIX_NAMES:
-        value = _lying(module, name)
+        value = _stored(module, name)
         if isinstance(value, nn.Module):
-            value = _lying(value, "weight")
+            value = _stored(value, "weight")
         if isinstance(value, Tensor):
             return value
     return None
@@ -82,11 +82,11 @@ def matrix_of(module: nn.Module) -> Tensor | None:
 
 def bias_of(module: nn.Module, experts: int) -> Tensor | None:
     """The whole bias of the logits; None if there is none."""
-    bias = _lying(module, "bias")
+    bias = _stored(module, "bias")
     return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
 
 
-def _lying(module: nn.Module, name: str) -> Any:
+def _stored(module: nn.Module, name: str) -> Any:
     return next((found for place in _places(module) if (found := dict.get(place, name)) is not None), None)
 
 
@@ -98,7 +98,7 @@ def local_matrix(weight: Tensor | None) -> Tensor:
     """The part of a weight that this rank has now, possibly all of it.
 
     Raises:
-        MisfitError: It is no matrix, or its numbers are terms of a sum.
+        MisfitError: It is no matrix, has no data here, or holds terms of a sum.
     """
     local = None if weight is None else local_shard(weight)
     if weight is None or local is None or local.is_meta or local.layout is not torch.strided or _is_partial(weight):
@@ -168,7 +168,7 @@ def _is_partial(x: Tensor) -> bool:
 # --- The search for attention calls while a module's forward runs.
 
 
-class CallsWithin(TorchFunctionMode):
+class AttentionSearch(TorchFunctionMode):
     """Finds the first torch call that computes attention. Forwards every call unchanged.
 
     Attributes:
@@ -176,11 +176,11 @@ class CallsWithin(TorchFunctionMode):
         reason: Why nothing was found.
     """
 
-    def __init__(self, seen: Callable[[Scores], object], does_not_fit: Callable[[str], object]) -> None:
+    def __init__(self, seen: Callable[[Scores], object], on_misfit: Callable[[str], object]) -> None:
         self.saw = False
         self.reason = NO_SCORES
         self._seen = seen
-        self._does_not_fit = does_not_fit
+        self._on_misfit = on_misfit
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,10 +205,10 @@ class CallsWithin(TorchFunctionMode):
                 self.reason = str(misfit)
                 return
             self.saw = True
-            self._does_not_fit(str(misfit))
+            self._on_misfit(str(misfit))
         except Exception as error:  # this runs amid the module's own operations
             self.saw = True
-            self._does_not_fit(f"the monitor failed to read a call in it: {error!r}")
+            self._on_misfit(f"the monitor failed to read a call in it: {error!r}")
 
     def enter(self) -> None:
         """Search from now on, until ``leave``."""
@@ -280,7 +280,7 @@ __all__ = [
     "whole_rows",
 ]
 
-SWITCHING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+MODE_SENSITIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules that take another path, with other bits, while a function mode is active."""
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -308,10 +308,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def searching(module: nn.Module) -> type[CallsWithin] | None:
+def searching(module: nn.Module) -> type[AttentionSearch] | None:
     """The search for Q and K in a call of the module; None if the module is opaque."""
-    closed = any(_is_compiled(one) or isinstance(one, SWITCHING) for one in module.modules())
-    return None if closed else CallsWithin
+    closed = any(_is_compiled(one) or isinstance(one, MODE_SENSITIVE) for one in module.modules())
+    return None if closed else AttentionSearch
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.frameworks.optimizer_state import Stepped
+from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import innermost
 from monitor.pytorch.process_group import group_ranks
@@ -52,7 +52,7 @@ def engine_of(chunks: Sequence[nn.Module], optimizer: Any) -> Any:
     found = {id(one): one for part in (*modules, *_wrappers(optimizer)) for one in _engines_behind(part, of)}
     if len(found) > 1:
         raise ValueError("model and optimizer belong to several engines of DeepSpeed: call set_monitor once for each engine.")
-    if not found and (any(map(_is_deepspeeds, _wrappers(optimizer))) or _is_partitioned(chunks)):
+    if not found and (any(map(_is_deepspeed_optimizer, _wrappers(optimizer))) or _is_partitioned(chunks)):
         raise ValueError(
             "DeepSpeed trains the model, but the monitor cannot find its engine: call set_monitor after deepspeed.initialize, "
             "and pass the engine that it returned as the model."
@@ -83,7 +83,7 @@ def _wrappers(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def _is_deepspeeds(wrapper: Any) -> bool:
+def _is_deepspeed_optimizer(wrapper: Any) -> bool:
     return type(wrapper).__module__.partition(".")[0] == "deepspeed"
 
 
@@ -166,7 +166,7 @@ class EngineSteps(CallListener):
         del kwargs
         if args[0] is self._engine:
             self._called = False
-            self._guarded("reading the loss scale", self._tell_scale)()
+            self._guarded("reading the loss scale", self._report_scale)()
             self._guarded("reading before the step", self._listener.before_step)(self._stepped)
             self._guarded("reading gradients", self._listener.gradients_ready)(self._stepped)
 
@@ -184,7 +184,7 @@ class EngineSteps(CallListener):
     def _is_called(self, *_: Any) -> None:
         self._called = True
 
-    def _tell_scale(self) -> None:
+    def _report_scale(self) -> None:
         scale = loss_scale_of(self._engine)
         if scale is not None:
             self._listener.loss_scale(self._stepped, scale)
@@ -194,7 +194,7 @@ class EngineSteps(CallListener):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SteppedPiece:
     """The part of a parameter that this rank's torch optimizer steps.
 
     Attributes:
@@ -293,7 +293,7 @@ class DeepSpeed(Framework):
         return EngineSteps(self._engine, self.optimizer, listener, failures)
 
 
-class Repacked(DeepSpeed):
+class RepackedDeepSpeed(DeepSpeed):
     """Optimizers of DeepSpeed whose torch optimizer steps other tensors than the parameters.
 
     Parameters that are not trained stay in place.
@@ -304,7 +304,7 @@ class Repacked(DeepSpeed):
         self._pieces = {id(parameter): piece for parameter, piece in self._layout()}
         self._is_on_host = all(parameter.device.type == "cpu" for parameter in engine.module.parameters())
 
-    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+    def _layout(self) -> Iterator[tuple[Tensor, SteppedPiece]]:
         """The piece of every trained parameter."""
         raise NotImplementedError
 
@@ -318,7 +318,7 @@ class Repacked(DeepSpeed):
         piece = self._pieces.get(id(parameter.tensor))
         return None if piece is None else self._gradient(parameter.tensor, piece)
 
-    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+    def _gradient(self, parameter: Tensor, piece: SteppedPiece) -> Tensor | None:
         """The part of the reduced gradient that this rank holds, before unscaling and clipping."""
         raise NotImplementedError
 
@@ -330,9 +330,9 @@ class Repacked(DeepSpeed):
         piece = self._pieces.get(id(parameter.tensor))
         return None if piece is None else piece.of(super().moment(kind, parameter, optimizer))
 
-    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> SteppedTensor | None:
         piece = self._pieces.get(id(parameter.tensor))
-        return None if piece is None else Stepped(optimizer, piece.stepped)
+        return None if piece is None else SteppedTensor(optimizer, piece.stepped)
 
 
 def check_version(patch: CallPatch) -> None:

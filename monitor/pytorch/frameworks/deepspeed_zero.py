@@ -17,15 +17,15 @@ from monitor.failures import Failures
 from monitor.pytorch.frameworks.deepspeed import (
     REDUCE_PATCH,
     DeepSpeed,
-    Piece,
-    Repacked,
+    RepackedDeepSpeed,
+    SteppedPiece,
     check_version,
     engine_of,
     flat_shard,
     ranks_in,
 )
 from monitor.pytorch.frameworks.framework import LocalGradients
-from monitor.pytorch.frameworks.optimizer_state import Stepped
+from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import first_after_accumulation
 from monitor.recording.gradients import EACH_MICRO_BATCH
 from monitor.recording.parameter_series import NamedParameter
@@ -36,15 +36,15 @@ from monitor.series import Placement, Shard
 # --- Without ZeRO, in reduced precision: every rank steps a float32 copy of all weights.
 
 
-class MasterCopies(Repacked):
+class MasterCopies(RepackedDeepSpeed):
     """One float32 copy for each parameter."""
 
-    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+    def _layout(self) -> Iterator[tuple[Tensor, SteppedPiece]]:
         for parameters, copies in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
             for parameter, copied in zip(parameters, copies, strict=True):
-                yield parameter, Piece(copied, 0, copied.numel(), tuple(parameter.shape))
+                yield parameter, SteppedPiece(copied, 0, copied.numel(), tuple(parameter.shape))
 
-    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+    def _gradient(self, parameter: Tensor, piece: SteppedPiece) -> Tensor | None:
         del piece
         return parameter.grad
 
@@ -52,21 +52,21 @@ class MasterCopies(Repacked):
 class FlatMasterCopies(MasterCopies):
     """One flat float32 tensor for each parameter group."""
 
-    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+    def _layout(self) -> Iterator[tuple[Tensor, SteppedPiece]]:
         for parameters, flat in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups_flat, strict=True):
             start = 0
             for parameter in parameters:
-                yield parameter, Piece(flat, start, parameter.numel(), tuple(parameter.shape))
+                yield parameter, SteppedPiece(flat, start, parameter.numel(), tuple(parameter.shape))
                 start += parameter.numel()
 
 
 # --- ZeRO 1 and 2: each rank steps an equal part of the flattened weights, in float32.
 
-ON_THEIR_WAY: Final = "missing: when a step begins, gradients are still being copied to the optimizer on the host"
+STILL_COPYING: Final = "missing: when a step begins, gradients are still being copied to the optimizer on the host"
 ORTHOGONALISED: Final = "missing for the matrices that Muon steps: its updates have replaced their gradients by then"
 
 
-class Zero12(Repacked):
+class Zero12(RepackedDeepSpeed):
     """ZeRO 1 and 2. ``grad_unreduced`` is ``grad`` after backward, in the dtype of the parameter. If ZeRO 1 accumulates in
     another dtype, it is the accumulated sum.
     """
@@ -76,7 +76,7 @@ class Zero12(Repacked):
         if self._wrapper.partition_gradients:
             found["grad_unreduced"] = EACH_MICRO_BATCH
         if self._copies_late:
-            found["grad_reduced"] = ON_THEIR_WAY
+            found["grad_reduced"] = STILL_COPYING
         elif any(self._is_orthogonalised(p) for parameters in self._wrapper.bit16_groups for p in parameters):
             found["grad_reduced"] = "; ".join(filter(None, [found.get("grad_reduced"), ORTHOGONALISED]))
         return found
@@ -85,12 +85,12 @@ class Zero12(Repacked):
         found = super().local_gradient(tensor)
         return getattr(tensor, "grad_accum", None) if found is None else found
 
-    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+    def _layout(self) -> Iterator[tuple[Tensor, SteppedPiece]]:
         groups, parts = self._wrapper.round_robin_bit16_groups, self._wrapper.single_partition_of_fp32_groups
         begins = getattr(self._wrapper, "round_robin_bit16_offsets", None)  # later versions may align parameters
-        return laid_out(self._wrapper, groups, parts, end_to_end(groups) if begins is None else begins)
+        return pieces_of_groups(self._wrapper, groups, parts, end_to_end(groups) if begins is None else begins)
 
-    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+    def _gradient(self, parameter: Tensor, piece: SteppedPiece) -> Tensor | None:
         if piece.numel == 0 or self._copies_late or self._is_orthogonalised(parameter):
             return None
         if self._wrapper.cpu_offload:
@@ -108,9 +108,9 @@ class Zero12(Repacked):
         return bool(by_muon) and not self._wrapper.cpu_offload
 
 
-def laid_out(
+def pieces_of_groups(
     wrapper: Any, groups: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], begins: Sequence[Sequence[int]]
-) -> Iterator[tuple[Tensor, Piece]]:
+) -> Iterator[tuple[Tensor, SteppedPiece]]:
     """The piece of each parameter. The parameters of a group are concatenated and split into equal parts, one for each rank.
 
     DeepSpeed's own record on a parameter (``_hp_mapping``) ignores the reordering by ``round_robin_gradients``.
@@ -129,7 +129,10 @@ def laid_out(
             start, numel, shape = left - first, max(0, right - left), tuple(parameter.shape)
             if numel > 0 and start > end:
                 index += 1  # gradients in a gap are numbered, too
-            yield parameter, Piece(part, start, numel, shape, flat_shard(ranks, shape, left - begin, numel), group, index)
+            yield (
+                parameter,
+                SteppedPiece(part, start, numel, shape, flat_shard(ranks, shape, left - begin, numel), group, index),
+            )
             if numel > 0:
                 end, index = start + numel, index + 1
 
@@ -144,14 +147,16 @@ def end_to_end(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 IN_A_PIPELINE: Final = "missing: the engine of a pipeline sums and reduces gradients in one operation"
 
 
-class Bf16Zero1(Repacked):
+class Bf16Zero1(RepackedDeepSpeed):
     """``grad_unreduced`` is the local sum in float32; ``grad`` after backward is bfloat16 and holds one micro-batch only."""
 
     def __init__(self, engine: Any, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(engine, chunks, optimizer, main_grad=main_grad)
         check_version(REDUCE_PATCH)
         self._sums = {
-            id(p): _Sum(self._wrapper, i, j, p) for i, of in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(of)
+            id(p): _SumBuffer(self._wrapper, i, j, p)
+            for i, of in enumerate(self._wrapper.bf16_groups)
+            for j, p in enumerate(of)
         }
 
     def notes(self) -> Mapping[str, str]:
@@ -168,16 +173,16 @@ class Bf16Zero1(Repacked):
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._sums
 
-    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+    def _layout(self) -> Iterator[tuple[Tensor, SteppedPiece]]:
         groups = self._wrapper.bf16_groups
-        return laid_out(self._wrapper, groups, self._wrapper.fp32_groups_flat_partition, end_to_end(groups))
+        return pieces_of_groups(self._wrapper, groups, self._wrapper.fp32_groups_flat_partition, end_to_end(groups))
 
-    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+    def _gradient(self, parameter: Tensor, piece: SteppedPiece) -> Tensor | None:
         del piece
         return self._sums[id(parameter)].gradient
 
 
-class _Sum:
+class _SumBuffer:
     """The accumulation buffer of one parameter's gradient, which is reduced in place.
 
     Attributes:
@@ -200,12 +205,16 @@ class _LocalSums(CallListener):
     """Reports the sums after every backward, before reduction."""
 
     def __init__(
-        self, engine: Any, wanted: Sequence[tuple[NamedParameter, _Sum]], gradients: LocalGradients, failures: Failures
+        self,
+        engine: Any,
+        wanted: Sequence[tuple[NamedParameter, _SumBuffer]],
+        gradients: LocalGradients,
+        failures: Failures,
     ) -> None:
         self._engine = engine
         self._wanted = wanted
         self._gradients = gradients
-        self._guarded_tell = failures.guarded("reading local gradients", self._tell)
+        self._guarded_report = failures.guarded("reading local gradients", self._report)
         REDUCE_PATCH.add(self)
 
     def remove(self) -> None:
@@ -214,9 +223,9 @@ class _LocalSums(CallListener):
     def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del kwargs
         if self._gradients.wanted and args[0] is self._engine:
-            self._guarded_tell()
+            self._guarded_report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         for parameter, local in self._wanted:
             if local.has_begun:
                 self._gradients.arrived(parameter, local.gradient, complete=False)
@@ -225,11 +234,11 @@ class _LocalSums(CallListener):
 # --- ZeRO 3: each parameter is sharded separately, and each rank keeps and steps an equal part of it.
 
 
-class Zero3(Repacked):
+class Zero3(RepackedDeepSpeed):
     """ZeRO 3. ``grad_unreduced`` is ``grad`` after backward, in the dtype of the parameter."""
 
     def notes(self) -> Mapping[str, str]:
-        late = {"grad_reduced": ON_THEIR_WAY} if self._copies_late else {}
+        late = {"grad_reduced": STILL_COPYING} if self._copies_late else {}
         return {**super().notes(), "grad_unreduced": EACH_MICRO_BATCH, **late}
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
@@ -240,16 +249,16 @@ class Zero3(Repacked):
         return found if shard is None else Placement(shard=shard)
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
-        return _BeforeZero([one for one in parameters if self.catches(one)], gradients, failures)
+        return _HooksBeforeZero([one for one in parameters if self.catches(one)], gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._pieces and parameter.tensor.requires_grad
 
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         tensor: Any = parameter.tensor
-        return super().weight(parameter) if id(tensor) in self._pieces or not hasattr(tensor, "ds_id") else _kept_of(tensor)
+        return super().weight(parameter) if id(tensor) in self._pieces or not hasattr(tensor, "ds_id") else _frozen_part(tensor)
 
-    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> SteppedTensor | None:
         """With its hyperparameters: groups of the torch optimizer are empty between steps. ZeRO fills them with one flat tensor
         at a time.
         """
@@ -257,17 +266,17 @@ class Zero3(Repacked):
         if piece is None:
             return None
         place = getattr(self._wrapper, "sub_group_to_group_id", {}).get(piece.group)
-        return Stepped(optimizer, piece.stepped, None if place is None else optimizer.param_groups[place])
+        return SteppedTensor(optimizer, piece.stepped, None if place is None else optimizer.param_groups[place])
 
-    def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
+    def _layout(self) -> Iterator[tuple[Tensor, SteppedPiece]]:
         for group, parameters in enumerate(self._wrapper.fp16_groups):
             flat, start = self._wrapper.fp32_partitioned_groups_flat[group], 0
             for index, parameter in enumerate(parameters):
                 shard, numel = _part_of(parameter)
-                yield parameter, Piece(flat, start, numel, tuple(parameter.ds_shape), shard, group, index)
+                yield parameter, SteppedPiece(flat, start, numel, tuple(parameter.ds_shape), shard, group, index)
                 start += parameter.partition_numel()
 
-    def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
+    def _gradient(self, parameter: Tensor, piece: SteppedPiece) -> Tensor | None:
         del parameter
         if self._wrapper.offload_optimizer:
             return None if self._copies_late else piece.of(piece.stepped.grad)
@@ -289,7 +298,7 @@ def _part_of(parameter: Any) -> tuple[Shard | None, int]:
     return flat_shard(ranks_in(group), tuple(parameter.ds_shape), start, numel), numel
 
 
-def _kept_of(parameter: Any) -> Tensor | None:
+def _frozen_part(parameter: Any) -> Tensor | None:
     """This rank's part of a parameter that is not trained; None while it is offloaded, or if it is quantized."""
     kept, (shard, numel) = parameter.ds_tensor, _part_of(parameter)
     if numel == 0 or kept.numel() < numel or hasattr(kept, "ds_quant_scale"):
@@ -298,7 +307,7 @@ def _kept_of(parameter: Any) -> Tensor | None:
     return part.view(tuple(parameter.ds_shape)) if shard is None else part
 
 
-class _BeforeZero:
+class _HooksBeforeZero:
     """Hooks that read a gradient before ZeRO's hook, which moves it to a reduction buffer on another stream."""
 
     def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
@@ -312,17 +321,17 @@ class _BeforeZero:
 
     def _hook(self, parameter: NamedParameter, failures: Failures) -> Removable:
         # Python's garbage collector does not traverse these hooks: a strong reference would leak the model.
-        tell, known = weakref.WeakMethod(self._tell), weakref.ref(parameter)
+        report, known = weakref.WeakMethod(self._report), weakref.ref(parameter)
 
         def read(tensor: Tensor) -> None:
-            living, watched = tell(), known()
+            living, watched = report(), known()
             if living is not None and watched is not None:
                 living(watched, tensor)
 
         uncompiled = torch.compiler.disable(failures.guarded("reading the gradient", read, of=parameter.name))
         return first_after_accumulation(parameter.tensor, uncompiled)
 
-    def _tell(self, parameter: NamedParameter, tensor: Tensor) -> None:
+    def _report(self, parameter: NamedParameter, tensor: Tensor) -> None:
         if self._gradients.wanted and tensor.grad is not None:
             self._gradients.arrived(parameter, tensor.grad, complete=False)
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
-from monitor.pytorch.frameworks.optimizer_state import Moments, Stepped, placement_of_moments
+from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, placement_of_moments
 from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
@@ -54,13 +54,13 @@ class Framework:
         chunks: The model as given to ``set_monitor``.
         optimizers: The torch optimizers that do the work; empty until one is found that steps the model.
         unusable_state: Sentences about optimizer state that is no moment of one parameter.
-        tells_twice: Whether ``catch_unreduced`` reports a gradient after each backward, and again when it is complete.
+        reports_twice: Whether ``catch_unreduced`` reports a gradient after each backward, and again when it is complete.
         reads_before_clipping: Whether a step begins before clipping: gradients that changed since backward were then only
             reduced.
     """
 
     name = "torch"
-    tells_twice = False
+    reports_twice = False
     reads_before_clipping = False
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
@@ -77,12 +77,12 @@ class Framework:
         self.optimizers: Sequence[Optimizer] = () if optimizer is None else optimizers_in(optimizer)
         self._containers = tuple(containers_in(optimizer))
         self._around = dict(wrappers_in(optimizer))
-        self._moments = Moments()
+        self._moments = MomentFinder()
         self._groups: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._main_grad = main_grad
         self._data_parallel = {id(p): alike for chunk in chunks for p, alike in _data_parallel(chunk)}
         self._reducers = Reducers(chunks)
-        self._spread: dict[int, Ranks] = {}
+        self._model_ranks: dict[int, Ranks] = {}
         self._meshes: Meshes | None = None
 
     def groups(self) -> Mapping[str, Sequence[int]]:
@@ -169,18 +169,18 @@ class Framework:
             return True  # each rank has its own parameter
         return self._reducers.reduced(parameter.tensor)
 
-    def spread_over(self, parameter: NamedParameter) -> Ranks:
+    def model_ranks(self, parameter: NamedParameter) -> Ranks:
         """Ranks that hold parts of the same model: the mesh of a DTensor, and for a plain parameter the model's largest mesh.
 
         The placements of a DTensor's gradient show whether it is a term of a sum over these ranks.
         """
-        found = self._spread.get(id(parameter.tensor))
+        found = self._model_ranks.get(id(parameter.tensor))
         if found is None:
             own = mesh_ranks(parameter.tensor)
-            found = self._spread[id(parameter.tensor)] = own or self._beside_meshes()
+            found = self._model_ranks[id(parameter.tensor)] = own or self._largest_mesh()
         return found
 
-    def _beside_meshes(self) -> Ranks:
+    def _largest_mesh(self) -> Ranks:
         found = (mesh_ranks(p) for chunk in self.chunks for p in chunk.parameters())
         return max(found, key=len, default=())
 
@@ -209,13 +209,13 @@ class Framework:
         stepped = self.stepped(parameter, optimizer)
         return None if stepped is None else self._moments.of(kind, stepped)
 
-    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> SteppedTensor | None:
         """The tensor that is stepped for a parameter, possibly a part of it; None if there is none, or it is unknown.
 
         Args:
             optimizer: The torch optimizer that steps.
         """
-        return Stepped(optimizer, parameter.tensor)
+        return SteppedTensor(optimizer, parameter.tensor)
 
     @property
     def unusable_state(self) -> Sequence[str]:

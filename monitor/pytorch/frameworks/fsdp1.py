@@ -34,12 +34,12 @@ POST_BACKWARD: Final = TorchCallPatch(_runtime_utils, "_post_backward_hook", ("s
 not affect a backward in progress.
 """
 
-OF_A_HANDLE: Final = ("_use_orig_params", "_get_unflat_views", "uses_sharded_strategy", "_skipped_use_sharded_views")
-OF_A_FLAT_PARAMETER: Final = ("_params", "_shapes", "_contiguities", "_shard_param_infos", "_param_extensions")
+HANDLE_ATTRIBUTES: Final = ("_use_orig_params", "_get_unflat_views", "uses_sharded_strategy", "_skipped_use_sharded_views")
+FLAT_PARAMETER_ATTRIBUTES: Final = ("_params", "_shapes", "_contiguities", "_shard_param_infos", "_param_extensions")
 
 
 class _Unit:
-    """A wrapped module with parameters of its own.
+    """A wrapped module that manages parameters.
 
     Attributes:
         handle: torch's handle of the flat parameter.
@@ -122,8 +122,8 @@ class Fsdp1(Framework):
 
     def notes(self) -> Mapping[str, str]:
         casts = {(unit.handle._fwd_bwd_param_dtype, unit.handle._reduce_dtype) for unit in self._units}
-        told = sorted(f"{left}, reduced in {reduced}" for left, reduced in casts if left != reduced)
-        return {"mixed_precision": f"grad_unreduced has the dtype that backward leaves: {'; '.join(told)}"} if told else {}
+        notes = sorted(f"{left}, reduced in {reduced}" for left, reduced in casts if left != reduced)
+        return {"mixed_precision": f"grad_unreduced has the dtype that backward leaves: {'; '.join(notes)}"} if notes else {}
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         found = self._flattened.get(id(parameter.tensor))
@@ -152,7 +152,7 @@ class Fsdp1(Framework):
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
         units = {id(unit.handle): unit for unit in self._units}
-        return _Catch(units, self._wanted(parameters), gradients, failures)
+        return _UnitGradients(units, self._wanted(parameters), gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._flattened
@@ -206,8 +206,8 @@ def _check(handle: Any) -> None:
     Raises:
         ValueError: The original parameters are not kept, or are gathered now, or their storage is unknown.
     """
-    known = all(hasattr(handle, name) for name in OF_A_HANDLE)
-    known = known and all(hasattr(handle.flat_param, name) for name in OF_A_FLAT_PARAMETER)
+    known = all(hasattr(handle, name) for name in HANDLE_ATTRIBUTES)
+    known = known and all(hasattr(handle.flat_param, name) for name in FLAT_PARAMETER_ATTRIBUTES)
     if not known or not POST_BACKWARD.fits:
         raise ValueError(
             f"The monitor does not know how torch {torch.__version__} keeps the parameters of FullyShardedDataParallel: use "
@@ -225,7 +225,7 @@ def _check(handle: Any) -> None:
         )
 
 
-class _Catch(CallListener):
+class _UnitGradients(CallListener):
     """Reports the gradients of watched parameters when a unit's backward ends."""
 
     def __init__(self, units: Mapping[int, _Unit], wanted: _Wanted, gradients: LocalGradients, failures: Failures) -> None:
@@ -233,7 +233,7 @@ class _Catch(CallListener):
         self._wanted = wanted
         self._gradients = gradients
         # FSDP runs eagerly here, outside of compiled code, and so must this.
-        self._told = torch.compiler.disable(failures.guarded("reading gradients of a unit of FSDP", self._tell))
+        self._guarded_report = torch.compiler.disable(failures.guarded("reading gradients of a unit of FSDP", self._report))
         POST_BACKWARD.add(self)
 
     def remove(self) -> None:
@@ -241,9 +241,9 @@ class _Catch(CallListener):
 
     def call_begins(self, _: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._gradients.wanted:
-            self._told(*args, **kwargs)
+            self._guarded_report(*args, **kwargs)
 
-    def _tell(self, state: Any, handle: Any, *_: Any, **__: Any) -> None:
+    def _report(self, state: Any, handle: Any, *_: Any, **__: Any) -> None:
         if (unit := self._units.get(id(handle))) is not None:
             unit.reduces = bool(state._sync_gradients)
         wanted, gradient = self._wanted.get(id(handle)), handle.flat_param.grad

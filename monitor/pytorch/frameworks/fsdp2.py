@@ -24,7 +24,7 @@ from monitor.recording.patches import CallListener
 from monitor.recording.protocols import Removable
 from monitor.series import LOCAL, Placement, Ranks
 
-OF_A_PARAMETER: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")
+PARAMETER_ATTRIBUTES: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")
 
 REDUCED: Final = TorchCallPatch(_fsdp_param_group, "foreach_reduce", ("fsdp_params", "unsharded_grads"))
 """Reduces the gradients of a group of parameters."""
@@ -66,7 +66,7 @@ class Fsdp2(Framework):
         """True for parameters that FSDP manages: they have no gradient before reduction."""
         return True if self.catches(parameter) else super().reduces(parameter)
 
-    def _beside_meshes(self) -> Ranks:
+    def _largest_mesh(self) -> Ranks:
         """Empty: the mesh is the data-parallel one, which says nothing about a plain parameter's gradient."""
         return ()
 
@@ -79,7 +79,7 @@ class Fsdp2(Framework):
         return {rank for mesh in {one.mesh_info.mesh for one in every} for rank in ranks_along(mesh, range(mesh.ndim))}
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
-        return _Catch([one for one in parameters if self.catches(one)], gradients, failures)
+        return _GroupGradients([one for one in parameters if self.catches(one)], gradients, failures)
 
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._managed
@@ -102,7 +102,7 @@ def _check(managed: Any) -> None:
     Raises:
         ValueError: The parameter is gathered now, or its storage is unknown.
     """
-    known = all(hasattr(managed, name) for name in OF_A_PARAMETER) and REDUCED.fits and KEPT.fits
+    known = all(hasattr(managed, name) for name in PARAMETER_ATTRIBUTES) and REDUCED.fits and KEPT.fits
     if not known or (managed.is_dtensor and not hasattr(managed, "_unsharded_dtensor_spec")):
         raise ValueError(
             f"The monitor does not know how torch {torch.__version__} keeps the parameters of fully_shard: use a version of "
@@ -130,7 +130,7 @@ def _data_parallel(managed: Any) -> frozenset[int]:
     return getattr(managed, "_dp_dim_indices", frozenset())
 
 
-class _Catch(CallListener):
+class _GroupGradients(CallListener):
     """Reports the gradients of watched parameters, and whether they are sums over several micro-batches."""
 
     def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
-from monitor.pytorch.frameworks.megatron_shards import Layout, MasterWeights, members
-from monitor.pytorch.frameworks.optimizer_state import Stepped
+from monitor.pytorch.frameworks.megatron_shards import MasterWeights, MegatronLayout, members
+from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording.backend import StepListener, Steps
 from monitor.recording.parameter_series import NamedParameter
@@ -92,7 +92,7 @@ class MainGradients(CallListener):
             if known is not None:
                 if within_backward:
                     self._added(known)
-                self._tell(known, complete=True)
+                self._report(known, complete=True)
 
     def _hook(self, parameter: NamedParameter) -> Removable:
         # Python's garbage collector does not traverse these hooks: a strong reference would leak the model.
@@ -114,9 +114,9 @@ class MainGradients(CallListener):
         backward = torch._C._current_graph_task_id()
         if self._backward.get(parameter) != backward:
             self._backward[parameter] = backward
-            self._tell(parameter, complete=False)
+            self._report(parameter, complete=False)
 
-    def _tell(self, parameter: NamedParameter, *, complete: bool) -> None:
+    def _report(self, parameter: NamedParameter, *, complete: bool) -> None:
         gradient = _main_grad(parameter)
         if gradient is not None:
             self._gradients.arrived(parameter, gradient, complete=complete)
@@ -211,7 +211,7 @@ class Megatron(Framework):
     """Model chunks inside Megatron's DistributedDataParallel, stepped by one of its optimizers, possibly a chained one."""
 
     name = "megatron"
-    tells_twice = True
+    reports_twice = True
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(chunks, None, main_grad=main_grad)
@@ -225,7 +225,7 @@ class Megatron(Framework):
                 "wrapped them. Megatron's optimizers are not observed with another wrapper, such as Megatron-FSDP."
             )
         try:
-            self._layout = Layout(dist.get_rank(), self._wrappers)
+            self._layout = MegatronLayout(dist.get_rank(), self._wrappers)
         except (AttributeError, KeyError) as error:
             raise ValueError(unknown_version(f"DistributedDataParallel lacks an attribute: {error}")) from error
 
@@ -262,10 +262,10 @@ class Megatron(Framework):
         # If the parameter is trained, another rank steps it. If not, the weight stays in place.
         return parameter.tensor if self._weights.known and not parameter.tensor.requires_grad else None
 
-    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> SteppedTensor | None:
         del optimizer  # the first one of a chain
         found = self._weights.of(parameter.tensor)
-        return None if found is None or found.decoupled else Stepped(found.optimizer, found.tensor)
+        return None if found is None or found.decoupled else SteppedTensor(found.optimizer, found.tensor)
 
     def held(self, optimizer: Any) -> None:
         """None for all: members of a chained optimizer step together."""

@@ -23,7 +23,7 @@ from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _RankGroups:
     """The groups of this rank for a parameter.
 
     Attributes:
@@ -42,7 +42,7 @@ class _Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _OptimizerShard:
     """How a distributed optimizer shards a parameter: each of ``ranks`` steps a run of its elements.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Cut:
     begin: int | None
 
 
-class Layout:
+class MegatronLayout:
     """Placement of the parameters of wrapped model chunks. Queries Megatron once, and issues no collective."""
 
     def __init__(self, rank: int, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -80,13 +80,13 @@ class Layout:
         if id(parameter.tensor) in self._terms:
             return Placement(partial=True, differing=ranks_of(groups.tensor))
         shard = self._tensor_shard(parameter.tensor, groups)
-        return Placement(unclaimed=self._alike(*_mates(parameter.tensor, groups)), shard=shard, differing=groups.experts)
+        return Placement(unclaimed=self._alike(*_tp_replicas(parameter.tensor, groups)), shard=shard, differing=groups.experts)
 
-    def _reduced(self, parameter: nn.Parameter, groups: _Groups) -> Placement:
+    def _reduced(self, parameter: nn.Parameter, groups: _RankGroups) -> Placement:
         cut = self._cuts.get(id(parameter))
         copies = self._alike(*groups.copies)
         shard = self._tensor_shard(parameter, groups) if cut is None else self._flat_shard(parameter, groups, cut)
-        alike = self._alike(*groups.copies, *([groups.reduced] if cut is None else []), *_mates(parameter, groups))
+        alike = self._alike(*groups.copies, *([groups.reduced] if cut is None else []), *_tp_replicas(parameter, groups))
         return Placement(
             replicas=copies,
             unclaimed=alike if alike != copies else (),
@@ -95,12 +95,12 @@ class Layout:
             data_parallel=groups.reduced,
         )
 
-    def _tensor_shard(self, parameter: nn.Parameter, groups: _Groups) -> Shard | None:
+    def _tensor_shard(self, parameter: nn.Parameter, groups: _RankGroups) -> Shard | None:
         if _dim(parameter, groups) is None:
             return None
         return Shard(ranks_of(groups.tensor), _whole_shape(parameter, groups), _offset(self._rank, parameter, groups))
 
-    def _flat_shard(self, parameter: nn.Parameter, groups: _Groups, cut: _Cut) -> Shard:
+    def _flat_shard(self, parameter: nn.Parameter, groups: _RankGroups, cut: _OptimizerShard) -> Shard:
         """The flat shard of a parameter, which may also be sharded over tensor-parallel ranks."""
         split = _dim(parameter, groups) is not None
         ranks = alike_over(self._rank, [cut.ranks, groups.tensor] if split else [cut.ranks])
@@ -112,14 +112,14 @@ class Layout:
         return alike_over(self._rank, [group for group in groups if len(group) > 1])
 
 
-def _groups_of(wrapper: Any, parameter: nn.Parameter) -> _Groups:
+def _groups_of(wrapper: Any, parameter: nn.Parameter) -> _RankGroups:
     expert = not getattr(parameter, "allreduce", True)
     reduced = wrapper.expt_dp_group if expert else wrapper.dp_cp_group
     tensor = parallel_state.get_expert_tensor_parallel_group(check_initialized=False) if expert else wrapper.tp_group
     tied = getattr(parameter, "shared_embedding", False)
     stages = parallel_state.get_embedding_group(check_initialized=False) if tied else None
     instances = getattr(wrapper, "inter_dist_opt_group", None)
-    return _Groups(
+    return _RankGroups(
         reduced=ranks_of(_ranks(reduced)),
         copies=tuple(ranks_of(_ranks(group)) for group in (stages, instances) if group is not None),
         tensor=_ranks(tensor),
@@ -127,7 +127,7 @@ def _groups_of(wrapper: Any, parameter: nn.Parameter) -> _Groups:
     )
 
 
-def _cuts(wrapper: Any) -> Iterator[tuple[nn.Parameter, _Cut]]:
+def _cuts(wrapper: Any) -> Iterator[tuple[nn.Parameter, _OptimizerShard]]:
     """The parameters whose gradients a distributed optimizer reduce-scatters."""
     if not wrapper.ddp_config.use_distributed_optimizer:
         return
@@ -135,7 +135,7 @@ def _cuts(wrapper: Any) -> Iterator[tuple[nn.Parameter, _Cut]]:
         ranks = ranks_of(_ranks(buffer.data_parallel_group))
         buckets = next(iter(DistributedOptimizer._build_gbuf_range_map(buffer).values()))
         own = {id(p): at["param"].start for bucket in buckets for p, at in bucket["param_map"].items()}
-        yield from ((p, _Cut(ranks, own.get(id(p)))) for p in buffer.params if len(ranks) > 1)
+        yield from ((p, _OptimizerShard(ranks, own.get(id(p)))) for p in buffer.params if len(ranks) > 1)
 
 
 def _added_up_later(wrapper: Any) -> Iterator[nn.Parameter]:
@@ -150,12 +150,12 @@ def _added_up_later(wrapper: Any) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def _mates(parameter: nn.Parameter, groups: _Groups) -> list[Sequence[int]]:
+def _tp_replicas(parameter: nn.Parameter, groups: _RankGroups) -> list[Sequence[int]]:
     """The tensor-parallel ranks, if they replicate the parameter."""
     return [] if getattr(parameter, "tensor_model_parallel", False) else [groups.tensor]
 
 
-def _dim(parameter: nn.Parameter, groups: _Groups) -> int | None:
+def _dim(parameter: nn.Parameter, groups: _RankGroups) -> int | None:
     """The dimension that is sharded over tensor-parallel ranks; None if there is none, or it is unknown."""
     if not getattr(parameter, "tensor_model_parallel", False) or len(groups.tensor) < 2:
         return None
@@ -163,12 +163,12 @@ def _dim(parameter: nn.Parameter, groups: _Groups) -> int | None:
     return dim if 0 <= dim < parameter.ndim else None
 
 
-def _whole_shape(parameter: nn.Parameter, groups: _Groups) -> tuple[int, ...]:
+def _whole_shape(parameter: nn.Parameter, groups: _RankGroups) -> tuple[int, ...]:
     cut = _dim(parameter, groups)
     return tuple(size * len(groups.tensor) if dim == cut else size for dim, size in enumerate(parameter.shape))
 
 
-def _offset(rank: int, parameter: nn.Parameter, groups: _Groups) -> tuple[int, ...]:
+def _offset(rank: int, parameter: nn.Parameter, groups: _RankGroups) -> tuple[int, ...]:
     """The offset of the tensor-parallel shard; empty if it is several runs (gate and projection of a gated layer)."""
     if getattr(parameter, "partition_stride", 1) != 1:
         return ()
@@ -176,7 +176,7 @@ def _offset(rank: int, parameter: nn.Parameter, groups: _Groups) -> tuple[int, .
     return tuple(size * place if dim == cut else 0 for dim, size in enumerate(parameter.shape))
 
 
-def _flat_offset(rank: int, parameter: nn.Parameter, groups: _Groups) -> int | None:
+def _flat_offset(rank: int, parameter: nn.Parameter, groups: _RankGroups) -> int | None:
     """The offset in the flattened whole; None if the shard is no contiguous run there."""
     cut = _dim(parameter, groups)
     if cut is None:
@@ -207,7 +207,7 @@ GROUPS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class MasterWeight:
     """The tensor that a torch optimizer steps for a parameter of the model.
 
     Attributes:
@@ -243,12 +243,12 @@ class MasterWeights:
         Raises:
             TypeError: It is no known optimizer.
         """
-        self.given = _megatrons(optimizer)
+        self.given = _megatron_optimizer(optimizer)
         inner = torch_optimizers(self.given) if isinstance(self.given, MegatronOptimizer) else [self.given]
         self.optimizer: Optimizer | None = inner[0] if inner else None
         self._inner = inner
         self._stepping: Any = None
-        self._of: dict[int, Stepped] = {}
+        self._of: dict[int, MasterWeight] = {}
         if isinstance(self.given, MegatronOptimizer):
             self._adopt(self.given)
 
@@ -263,7 +263,7 @@ class MasterWeights:
             self._adopt(optimizer)
         return True
 
-    def of(self, parameter: nn.Parameter) -> Stepped | None:
+    def of(self, parameter: nn.Parameter) -> MasterWeight | None:
         """The tensor stepped for a parameter; None if there is none on this rank, or it is not known yet."""
         return self._of.get(id(parameter))
 
@@ -289,7 +289,7 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     return [inner for inner in found if isinstance(inner, Optimizer)]
 
 
-def _megatrons(optimizer: Any) -> Any:
+def _megatron_optimizer(optimizer: Any) -> Any:
     """Megatron's optimizer inside other wrappers, or else the torch optimizer."""
     found = optimizer
     for _ in range(MAX_WRAPPERS):
@@ -306,13 +306,13 @@ def _megatrons(optimizer: Any) -> Any:
     return found
 
 
-def _stepped_by(member: Any) -> Iterator[tuple[nn.Parameter, Stepped]]:
+def _stepped_by(member: Any) -> Iterator[tuple[nn.Parameter, MasterWeight]]:
     inner = member.optimizer
     if not isinstance(inner, Optimizer):
         return
     decoupled = bool(getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
     for parameter, tensor in _pairs(member, inner, decoupled=decoupled):
-        yield parameter, Stepped(tensor, inner, decoupled)
+        yield parameter, MasterWeight(tensor, inner, decoupled)
 
 
 def _pairs(member: Any, inner: Optimizer, *, decoupled: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from monitor.series import Placement, Shard, ranks_of
 
-DEALING: Final = "DistMuonAdamW"
+SPLITTING: Final = "DistMuonAdamW"
 """The class that distributes its work over all ranks of the job."""
 
 WHOLE_BELOW: Final = 1024
@@ -26,7 +26,7 @@ WHOLE_BELOW: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StackPosition:
     """The position of a parameter in a stack.
 
     Attributes:
@@ -53,7 +53,7 @@ class Slice:
     """The rows of a parameter that one rank steps.
 
     Attributes:
-        shape: Of the slice.
+        shape: Shape of the slice.
         first: Its first row.
     """
 
@@ -61,23 +61,23 @@ class Slice:
     first: int
 
 
-def places_in_stacks(optimizer: Optimizer) -> Iterator[tuple[int, Place]]:
+def stack_positions(optimizer: Optimizer) -> Iterator[tuple[int, StackPosition]]:
     """By id of a parameter: its position if the momenta of its group are stacked."""
     for group in optimizer.param_groups:
         parameters = group["params"]
         if any(one.shape != parameters[0].shape for one in parameters):
             continue
         among, first = len(parameters), 0
-        if _deals(optimizer):
+        if _splits(optimizer):
             among = -(-len(parameters) // dist.get_world_size())
             first = dist.get_rank() * among
         for place, one in enumerate(parameters):
-            yield id(one), Place(parameters, place, len(parameters), place - first, among)
+            yield id(one), StackPosition(parameters, place, len(parameters), place - first, among)
 
 
 def slice_of(optimizer: Optimizer, parameter: Tensor) -> Slice | None:
     """The slice of a parameter that this rank steps; None if the parameter is not sliced."""
-    if not _deals(optimizer) or parameter.dim() == 0 or parameter.numel() < WHOLE_BELOW:
+    if not _splits(optimizer) or parameter.dim() == 0 or parameter.numel() < WHOLE_BELOW:
         return None
     rows = parameter.shape[0] // dist.get_world_size()
     return Slice((rows, *parameter.shape[1:]), rows * dist.get_rank())
@@ -85,7 +85,7 @@ def slice_of(optimizer: Optimizer, parameter: Tensor) -> Slice | None:
 
 def placement_of_moments(optimizers: Sequence[Optimizer], parameter: Tensor) -> Placement | None:
     """The placement of a parameter's moments; None if no optimizer distributes them."""
-    group = next((group for one in optimizers if _deals(one) for group in one.param_groups if _lists(group, parameter)), None)
+    group = next((group for one in optimizers if _splits(one) for group in one.param_groups if _lists(group, parameter)), None)
     if group is None:
         return None
     ranks = ranks_of(range(dist.get_world_size()))
@@ -98,8 +98,8 @@ def placement_of_moments(optimizers: Sequence[Optimizer], parameter: Tensor) -> 
     return Placement(shard=Shard(ranks, tuple(parameter.shape), offset))
 
 
-def _deals(optimizer: Optimizer) -> bool:
-    is_one = any(base.__name__ == DEALING for base in type(optimizer).__mro__)
+def _splits(optimizer: Optimizer) -> bool:
+    is_one = any(base.__name__ == SPLITTING for base in type(optimizer).__mro__)
     return is_one and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -126,7 +126,7 @@ MOST_SENTENCES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class SteppedTensor:
     """The tensor that a torch optimizer steps for a parameter, possibly the parameter itself.
 
     Attributes:
@@ -139,7 +139,7 @@ class Stepped:
     group: Mapping[str, Any] | None = None
 
 
-class Moments:
+class MomentFinder:
     """Finds moments, and collects sentences about other state.
 
     Attributes:
@@ -148,9 +148,9 @@ class Moments:
 
     def __init__(self) -> None:
         self.unusable: list[str] = []
-        self._places: dict[int, dict[int, Place]] = {}
+        self._positions: dict[int, dict[int, StackPosition]] = {}
 
-    def of(self, kind: str, stepped: Stepped) -> Tensor | None:
+    def of(self, kind: str, stepped: SteppedTensor) -> Tensor | None:
         """The moment of a stepped tensor; None if the optimizer has none, or has not stepped yet."""
         # `state` is a defaultdict: indexing it would create an entry and change training.
         state = stepped.optimizer.state.get(stepped.key) or {}
@@ -165,7 +165,7 @@ class Moments:
             self._reject(kind, name, found, stepped)
         return stacked
 
-    def _without_name(self, kind: str, state: Mapping[str, Any], stepped: Stepped) -> Tensor | None:
+    def _without_name(self, kind: str, state: Mapping[str, Any], stepped: SteppedTensor) -> Tensor | None:
         stacked = self._stacked(kind, stepped)
         if stacked is None and kind != "max_exp_avg_sq":
             unknown = [name for name, x in state.items() if isinstance(x, Tensor) and x.dim() and name not in KNOWN]
@@ -174,9 +174,9 @@ class Moments:
                 self._say(f"{keeps}, which is not known to be {MEANING[kind]}: {kind} has no rows of it")
         return stacked
 
-    def _stacked(self, kind: str, stepped: Stepped) -> Tensor | None:
+    def _stacked(self, kind: str, stepped: SteppedTensor) -> Tensor | None:
         """The entry of a stack: nanochat's optimizers keep the momenta of a group under its first parameter."""
-        place = self._place(stepped) if kind == "exp_avg" else None
+        place = self._position(stepped) if kind == "exp_avg" else None
         if place is None:
             return None
         stack = (stepped.optimizer.state.get(place.parameters[0]) or {}).get("momentum_buffer")
@@ -184,23 +184,23 @@ class Moments:
             return None
         return stack[place.index] if 0 <= place.index < place.among else None
 
-    def _part(self, kind: str, name: str, found: Tensor, stepped: Stepped) -> Tensor | None:
+    def _part(self, kind: str, name: str, found: Tensor, stepped: SteppedTensor) -> Tensor | None:
         """The parameter's part of state with another shape."""
         if name == "momentum_buffer" and (stacked := self._stacked(kind, stepped)) is not None:
             return stacked
         part = slice_of(stepped.optimizer, stepped.key)
         return found if part is not None and tuple(found.shape) == part.shape else None
 
-    def _place(self, stepped: Stepped) -> Place | None:
+    def _position(self, stepped: SteppedTensor) -> StackPosition | None:
         optimizer = stepped.optimizer
-        places = self._places.get(id(optimizer))
-        found = None if places is None else places.get(id(stepped.key))
-        if places is None or (found is not None and not found.holds(stepped.key)):
-            places = self._places[id(optimizer)] = dict(places_in_stacks(optimizer))
-            found = places.get(id(stepped.key))
+        positions = self._positions.get(id(optimizer))
+        found = None if positions is None else positions.get(id(stepped.key))
+        if positions is None or (found is not None and not found.holds(stepped.key)):
+            positions = self._positions[id(optimizer)] = dict(stack_positions(optimizer))
+            found = positions.get(id(stepped.key))
         return found
 
-    def _reject(self, kind: str, name: str, found: Tensor, stepped: Stepped) -> None:
+    def _reject(self, kind: str, name: str, found: Tensor, stepped: SteppedTensor) -> None:
         optimizer = type(stepped.optimizer).__name__
         self._say(
             f"state[{name!r}] of {optimizer} is {_described(found)}, but the parameter is {_described(stepped.key)}: it is no "

@@ -37,14 +37,14 @@ def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool
         return Fsdp2(chunks, optimizer, main_grad=main_grad)
     if _any_is(chunks, "torch.distributed._composable.fsdp.fully_shard", "FSDPModule"):
         raise ValueError("The monitor does not know fully_shard of this version of torch: use torch 2.6 or later.")
-    if _any_is(chunks, "megatron.core.distributed", "DistributedDataParallel") or _is_megatrons(optimizer):
+    if _any_is(chunks, "megatron.core.distributed", "DistributedDataParallel") or _is_megatron_optimizer(optimizer):
         from monitor.pytorch.frameworks.megatron import Megatron
 
         return Megatron(chunks, optimizer, main_grad=main_grad)
     return Framework(chunks, optimizer, main_grad=main_grad)
 
 
-def _is_megatrons(optimizer: Any) -> bool:
+def _is_megatron_optimizer(optimizer: Any) -> bool:
     of = getattr(sys.modules.get("megatron.core.optimizer"), "MegatronOptimizer", None)
     return of is not None and isinstance(optimizer, of)
 

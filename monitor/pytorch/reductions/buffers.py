@@ -33,7 +33,7 @@ OVERWRITES: Final = frozenset({"fill_", "normal_", "uniform_", "zero_", "_foreac
 """Functions that overwrite all of a tensor."""
 
 
-Told = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
+OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
 
 
 class _Mode(TorchFunctionMode):
@@ -44,7 +44,7 @@ class _Mode(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        self.told: Told | None = None
+        self.on_call: OnCall | None = None
         self.pushed = False
 
     def __torch_function__(
@@ -52,9 +52,9 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         # In code that is being compiled this is traced, and must have no effect.
-        if not torch.compiler.is_compiling() and (told := self.told) is not None:
+        if not torch.compiler.is_compiling() and (on_call := self.on_call) is not None:
             with unseen():
-                told(func, args, kwargs or {}, result)
+                on_call(func, args, kwargs or {}, result)
         return result
 
     def put(self) -> bool:
@@ -64,7 +64,7 @@ class _Mode(TorchFunctionMode):
         default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
         if self.pushed or (default is not None and not _on_stack(default)):
             return self.pushed
-        above = _taken_off()
+        above = _pop_all()
         bottom = [above.pop()] if default is not None and above[-1] is default else []
         for mode in (*bottom, self, *reversed(above)):
             _push_mode(mode)
@@ -77,12 +77,12 @@ class _Mode(TorchFunctionMode):
         """
         if self.pushed and _on_stack(self):
             self.pushed = False
-            for mode in reversed(_taken_off()):
+            for mode in reversed(_pop_all()):
                 if mode is not self:
                     _push_mode(mode)
 
 
-class _OfThread(threading.local):
+class _ThreadMode(threading.local):
     """The mode of each thread: modes of another thread cannot be removed."""
 
     def __init__(self) -> None:
@@ -93,20 +93,20 @@ class BufferWrites:
     """Follows copies from reduced memory.
 
     Args:
-        take_in: Enters every completed sum in ``memory``.
+        enter_sums: Enters every completed sum in ``memory``.
         failed: Called with an error of the monitor.
     """
 
-    def __init__(self, memory: ReducedMemory, take_in: Callable[[], object], failed: Callable[[Exception], object]) -> None:
+    def __init__(self, memory: ReducedMemory, enter_sums: Callable[[], object], failed: Callable[[Exception], object]) -> None:
         self._memory = memory
-        self._take_in = take_in
+        self._enter_sums = enter_sums
         self._failed = failed
-        self._modes = _OfThread()
+        self._modes = _ThreadMode()
         self._entered: _Mode | None = None
 
     def __del__(self) -> None:
         if (mode := self._entered) is not None:
-            mode.told = None
+            mode.on_call = None
         if not _changes_modes(sys._getframe().f_back):
             self._modes.mode.remove()
 
@@ -119,20 +119,20 @@ class BufferWrites:
         self.leave()
         mode = self._modes.mode
         if mode.put():
-            mode.told = _weakly(self)
+            mode.on_call = _weakly(self)
             self._entered = mode
 
     def leave(self) -> None:
         """Stop observing. A mode of another thread becomes inactive, and is removed when that thread leaves."""
         if self._entered is not None:
-            self._entered.told = None
+            self._entered.on_call = None
             self._entered = None
         self._modes.mode.remove()
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """``func`` has been called, and has returned ``result``."""
         try:
-            self._take_in()
+            self._enter_sums()
             self._look(getattr(func, "__name__", ""), args, kwargs, result)
         except Exception as error:
             self._failed(error)
@@ -169,23 +169,23 @@ class BufferWrites:
                 self._memory.add(x, groups or ())
 
 
-def _weakly(writes: BufferWrites) -> Told:
+def _weakly(writes: BufferWrites) -> OnCall:
     """A callback with a weak reference: a mode on a stack must not keep a monitor alive."""
     held = weakref.ref(writes)
 
-    def told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def on_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         found = held()
         if found is not None:
             found.follow(func, args, kwargs, result)
 
-    return told
+    return on_call
 
 
 def _on_stack(mode: Any) -> bool:
     return any(one is mode for one in _get_current_function_mode_stack())
 
 
-def _taken_off() -> list[Any]:
+def _pop_all() -> list[Any]:
     """Pop all modes of this thread, from the top."""
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
 

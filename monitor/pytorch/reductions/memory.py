@@ -15,20 +15,20 @@ from torch import Tensor
 
 from monitor.failures import Failures
 from monitor.pytorch.collectives.completion import Completion
-from monitor.pytorch.collectives.interception import INTERCEPTION, CollectiveListener
-from monitor.pytorch.collectives.operators import Method, Operator
+from monitor.pytorch.collectives.interception import INTERCEPTION, TorchCollectiveListener
+from monitor.pytorch.collectives.operators import Method, TorchOperator
 from monitor.series import Ranks
 from monitor.stats.torch.tensors import beneath, end_of, is_unbroken, local_shard
 
 
 @dataclass(frozen=True, eq=False)
-class Over:
+class ReductionGroup:
     """The ranks of a sum. One object for each process group, compared by identity."""
 
     ranks: Ranks
 
 
-Groups = tuple[Over, ...]
+Groups = tuple[ReductionGroup, ...]
 """The groups of successive sums."""
 
 
@@ -190,7 +190,7 @@ MOST_AWAITED: Final = 4096
 _NO_BACKWARD: Final = -1
 
 
-class SeenSums(CollectiveListener):
+class SumListener(TorchCollectiveListener):
     """Enters each sum over ranks in ``memory``, once its outputs are complete.
 
     Attributes:
@@ -199,7 +199,7 @@ class SeenSums(CollectiveListener):
         issued: Called on the thread of each observed call, with its groups and its outputs.
     """
 
-    hears_below: ClassVar[bool] = False
+    wants_cpp_calls: ClassVar[bool] = False
 
     def __init__(self, memory: ReducedMemory, issued: Callable[[Groups, Sequence[Tensor]], object], failures: Failures) -> None:
         self.wanted = False
@@ -207,7 +207,7 @@ class SeenSums(CollectiveListener):
         self._memory = memory
         self._issued = issued
         self._failures = failures
-        self._groups: weakref.WeakKeyDictionary[Any, Over] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Any, ReductionGroup] = weakref.WeakKeyDictionary()
         self._there: deque[tuple[Groups, Sequence[Tensor]]] = deque()
         self._functional: OrderedDict[int, tuple[weakref.ref[torch.UntypedStorage], Tensor, Groups]] = OrderedDict()
         self._completion = Completion(self._outputs_there, failures)
@@ -226,20 +226,20 @@ class SeenSums(CollectiveListener):
         self._there.clear()
         self._functional.clear()
 
-    def take_in(self) -> None:
+    def enter_sums(self) -> None:
         """Enter completed sums in the memory. Called on the training thread; other threads may have completed them."""
         while self._there:
             groups, outputs = self._there.popleft()
             for output in outputs:
                 self._memory.add(output, groups)
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: TorchOperator, args: Sequence[Any]) -> bool:
         del args
         return (operator.name in SUMS or operator.name in COLLECTS) and (
             self.wanted or (self.wanted_in_backward and runs_backward())
         )
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def call_issued(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         try:
             with beneath():
                 self._follow(operator, args, result)
@@ -258,7 +258,7 @@ class SeenSums(CollectiveListener):
         except Exception as error:
             self._failures.report("following the reduction of gradients", error)
 
-    def _follow(self, operator: Operator, args: Sequence[Any], result: Any) -> None:
+    def _follow(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         if not (type(operator) is Method or operator.functional):
             return
         groups = self._summed_over(operator, args)
@@ -267,7 +267,7 @@ class SeenSums(CollectiveListener):
             return
         if type(operator) is Method:
             # The options, if there are any, say whether the calling function waits for the call, even if the wait fails.
-            if getattr(args[-1], "asyncOp", True) or self._completion.gathers(args[0]):
+            if getattr(args[-1], "asyncOp", True) or self._completion.is_coalescing(args[0]):
                 self._completion.issued(args[0], result, groups, outputs, waited_for=False)
             else:
                 self._outputs_there(groups, outputs, ())
@@ -275,18 +275,18 @@ class SeenSums(CollectiveListener):
             self._await_functional(outputs, groups)
         self._issued(groups, outputs)
 
-    def _summed_over(self, operator: Operator, args: Sequence[Any]) -> Groups:
+    def _summed_over(self, operator: TorchOperator, args: Sequence[Any]) -> Groups:
         """The groups of the outputs' sum; empty if they are no sum."""
         if operator.name in SUMS:
-            return (self._over(operator.group_of(args)),) if _adds(args) else ()
-        self.take_in()
+            return (self._group_of(operator.group_of(args)),) if _adds(args) else ()
+        self.enter_sums()
         return self._memory.common(operator.taken(args)) or ()
 
-    def _over(self, given: Any) -> Over:
+    def _group_of(self, given: Any) -> ReductionGroup:
         group = given if isinstance(given, dist.ProcessGroup) else _resolved(given)
         over = self._groups.get(group)
         if over is None:
-            over = self._groups[group] = Over(tuple(sorted(dist.get_process_group_ranks(group))))
+            over = self._groups[group] = ReductionGroup(tuple(sorted(dist.get_process_group_ranks(group))))
         return over
 
     def _await_functional(self, outputs: Sequence[Tensor], groups: Groups) -> None:
@@ -301,7 +301,7 @@ class SeenSums(CollectiveListener):
         self._there.append((groups, outputs))
         if runs_backward():
             # Accumulation would copy a gradient that the queue references, and otherwise takes it over without a copy.
-            self.take_in()
+            self.enter_sums()
         return True
 
 

@@ -15,16 +15,16 @@ from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reach
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.pipelining import stage_ranks
-from monitor.pytorch.hooks import NO_HOOKS, HooksOfLoop, hooks_of_loop
+from monitor.pytorch.hooks import NO_HOOKS, LoopHooks, loop_hooks
 from monitor.pytorch.process_group import has_others, is_settled
 from monitor.pytorch.reductions.buffers import BufferWrites
-from monitor.pytorch.reductions.memory import Groups, Over, ReducedMemory, SeenSums, runs_backward, storage_of
+from monitor.pytorch.reductions.memory import Groups, ReducedMemory, ReductionGroup, SumListener, runs_backward, storage_of
 from monitor.recording.parameter_series import NamedParameter
 from monitor.series import Ranks
 from monitor.stats.torch.tensors import local_shard
 
 
-class SeenReductions:
+class ObservedReductions:
     """The observed reductions of one step.
 
     Calls of torch functions are observed from the first sum over ranks of a buffer that is no gradient, until the optimizer
@@ -39,14 +39,14 @@ class SeenReductions:
         """
         self._gradients = gradients
         self._memory = ReducedMemory()
-        self._sums = SeenSums(self._memory, self._issued, failures)
-        self._writes = BufferWrites(self._memory, self._sums.take_in, partial(failures.report, "following reduced buffers"))
+        self._sums = SumListener(self._memory, self._issued, failures)
+        self._writes = BufferWrites(self._memory, self._sums.enter_sums, partial(failures.report, "following reduced buffers"))
         self._storages: set[int] | None = None
         self._window = True
         self._thread = get_ident()
         self._since_arrival: list[tuple[Groups, set[int]]] = []
         self._arrived: weakref.ref[Tensor] | None = None
-        self._hooks_of_arrived = NO_HOOKS
+        self._arrived_hooks = NO_HOOKS
         self._sums.wanted_in_backward = True
         self._sums.listen()
 
@@ -58,7 +58,7 @@ class SeenReductions:
         self._sums.clear()
         self._memory.clear()
         self._since_arrival.clear()
-        self._arrived, self._hooks_of_arrived = None, NO_HOOKS
+        self._arrived, self._arrived_hooks = None, NO_HOOKS
         self._storages = None
         self._window = True
 
@@ -71,7 +71,7 @@ class SeenReductions:
         if not is_open:
             self._thread = get_ident()
 
-    def changed(self, gradient: Tensor, hooks: HooksOfLoop) -> Groups:
+    def changed(self, gradient: Tensor, hooks: LoopHooks) -> Groups:
         """A backward has added to a gradient, which counts as local from now on.
 
         Args:
@@ -82,19 +82,19 @@ class SeenReductions:
         """
         if not self._sums.wanted:
             self._sums.wanted = True
-        self._sums.take_in()
+        self._sums.enter_sums()
         summed = self._before_accumulation(gradient, hooks) if self._since_arrival else ()
         if self._memory:
             summed += self._memory.groups_within(gradient)
             self._memory.forget(gradient)
         self._since_arrival.clear()
-        self._arrived, self._hooks_of_arrived = weakref.ref(gradient), hooks
+        self._arrived, self._arrived_hooks = weakref.ref(gradient), hooks
         return summed
 
     def end_window(self) -> None:
         """The optimizer's step begins: later collectives are its own."""
         self._writes.leave()
-        self._sums.take_in()
+        self._sums.enter_sums()
         self._sums.wanted = self._sums.wanted_in_backward = False
 
     def reopen(self) -> None:
@@ -117,7 +117,7 @@ class SeenReductions:
             return
         if self._writes.entered or not self._window or get_ident() != self._thread:
             return
-        storages = self._of_gradients()
+        storages = self._gradient_storages()
         if any((storage := storage_of(x)) is not None and storage._cdata not in storages for x in outputs):
             self._writes.enter()
 
@@ -128,7 +128,7 @@ class SeenReductions:
         if of_last is None or any((one := storage_of(x)) is None or one._cdata != of_last._cdata for x in outputs):
             self._since_arrival.append((groups, {x.numel() for x in outputs}))
 
-    def _before_accumulation(self, gradient: Tensor, hooks: HooksOfLoop) -> Groups:
+    def _before_accumulation(self, gradient: Tensor, hooks: LoopHooks) -> Groups:
         """Groups of sums before accumulation, which copies and so hides them from the memory map.
 
         Hooks on the parameter run just before. Without such hooks, a function applied to the parameter may have made a sum of
@@ -136,11 +136,11 @@ class SeenReductions:
         """
         if hooks.before:
             return tuple(group for groups, _ in self._since_arrival for group in groups)
-        local = None if self._hooks_of_arrived.after else local_shard(gradient)
+        local = None if self._arrived_hooks.after else local_shard(gradient)
         size = None if local is None else local.numel()
         return tuple(group for groups, sizes in self._since_arrival if size in sizes for group in groups)
 
-    def _of_gradients(self) -> set[int]:
+    def _gradient_storages(self) -> set[int]:
         if self._storages is None:
             found = (storage_of(x) for x in self._gradients())
             self._storages = {storage._cdata for storage in found if storage is not None}
@@ -153,7 +153,7 @@ class SeenReductions:
 # still local when the step begins. A change since backward proves nothing: clipping and unscaling change gradients, too.
 
 
-class Reductions:
+class GradientReductions:
     """Follows reductions step by step, and answers for each parameter when the optimizer's step begins.
 
     It does not listen if there is no other rank, or if the framework reduces every gradient.
@@ -212,8 +212,8 @@ class Reductions:
         self._framework.backward_reaches(parameter)
         if self._seen is None:
             return False
-        groups = self._seen.changed(gradient, hooks_of_loop(parameter.tensor))
-        return bool(groups) and self._others_share(parameter, groups)
+        groups = self._seen.changed(gradient, loop_hooks(parameter.tensor))
+        return bool(groups) and self._adds_shared_terms(parameter, groups)
 
     def pause(self) -> None:
         """A step that is not collected begins."""
@@ -256,10 +256,10 @@ class Reductions:
             seen.remove()
 
     def _listen(self) -> None:
-        if self._seen is None and self._needed and self._others_may_come_in():
-            self._seen = SeenReductions(self._gradients, self._failures)
+        if self._seen is None and self._needed and self._may_lack_terms():
+            self._seen = ObservedReductions(self._gradients, self._failures)
 
-    def _others_may_come_in(self) -> bool:
+    def _may_lack_terms(self) -> bool:
         """Whether a gradient may lack terms of other ranks that no known framework adds."""
         if not has_others():
             return not is_settled()
@@ -273,7 +273,7 @@ class Reductions:
 
     def _complete(self, parameter: NamedParameter, groups: tuple[Any, ...]) -> bool:
         """Whether ``groups`` reach every rank that shares the parameter."""
-        layout = self._framework.spread_over(parameter)
+        layout = self._framework.model_ranks(parameter)
         key = (*groups, layout, self._stage)
         found = self._known.get(key)
         if found is None:
@@ -281,12 +281,12 @@ class Reductions:
             found = self._known[key] = reaches(self._ownership, dist.get_rank(), dist.get_world_size(), placed)
         return found
 
-    def _others_share(self, parameter: NamedParameter, groups: Groups) -> bool:
+    def _adds_shared_terms(self, parameter: NamedParameter, groups: Groups) -> bool:
         """Whether a sum over any of ``groups`` adds terms of other ranks that share the parameter."""
-        layout = self._framework.spread_over(parameter)
+        layout = self._framework.model_ranks(parameter)
         return any(self._adds_terms(one, layout) for one in groups)
 
-    def _adds_terms(self, over: Over, layout: Ranks) -> bool:
+    def _adds_terms(self, over: ReductionGroup, layout: Ranks) -> bool:
         key = over, layout, self._stage
         found = self._adding.get(key)
         if found is None:

@@ -42,7 +42,7 @@ class TrainingMetricsCallback(TrainerCallback):
     samplers give each rank as many.
 
     Args:
-        config: The training YAML: its path, or what ``load_training_config`` made of it.
+        config: The training YAML: its path, or the result of ``load_training_config``.
         options: See ``TrainingMetrics``.
 
     Attributes:
@@ -61,7 +61,7 @@ class TrainingMetricsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach to the model and its optimizer."""
         del control
-        self._let_go()  # of an earlier training that failed
+        self._close()  # of an earlier training that failed
         batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.metrics = TrainingMetrics(
             self._config,
@@ -113,9 +113,9 @@ class TrainingMetricsCallback(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write pending steps and close."""
         self._end()
-        self._let_go()
+        self._close()
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         self._step = None
         if self.metrics is not None:
             self._losses.remove()

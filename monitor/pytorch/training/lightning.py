@@ -31,7 +31,7 @@ class TrainingMetricsCallback(Callback):
     divided each by their number; otherwise it is the result of ``training_step``.
 
     Args:
-        config: The training YAML: its path, or what ``load_training_config`` made of it.
+        config: The training YAML: its path, or the result of ``load_training_config``.
         batch_size: Samples of all ranks in a step. By default the rows of the step's batches times the number of ranks, since
             Lightning's samplers give each rank as many. Unknown if the tensors of a batch differ in their first dimension.
         options: See ``TrainingMetrics``.
@@ -53,7 +53,7 @@ class TrainingMetricsCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the model as the strategy has wrapped it, and to its optimizers."""
-        self._let_go()  # of an earlier training that failed
+        self._close()  # of an earlier training that failed
         micro_steps = int(trainer.accumulate_grad_batches)
         rows = getattr(trainer.train_dataloader, "batch_size", None) or 0
         self._steps = trainer.global_step
@@ -107,13 +107,13 @@ class TrainingMetricsCallback(Callback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write pending steps and close."""
-        self._let_go()
+        self._close()
 
     def on_exception(self, *_: Any, **__: Any) -> None:
         """Training has failed: remove all hooks and patches."""
-        self._let_go()
+        self._close()
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         self._step = None
         if self.metrics is not None:
             self._grad_norm.remove()

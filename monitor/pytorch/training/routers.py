@@ -34,7 +34,7 @@ def kept(x: Any) -> Number:
         return float(there().item()) if x.device.type == "cpu" else lambda: float(there().item())
     if not isinstance(x, Tensor) and hasattr(x, "item"):
         return float(x.item())
-    raise TypeError(f"expected a number or a tensor of one element, got {_told(x)}")
+    raise TypeError(f"expected a number or a tensor of one element, got {_description(x)}")
 
 
 def arriving(x: Tensor) -> Callable[[], Tensor]:
@@ -52,7 +52,7 @@ def _arrived(host: Tensor, event: torch.Event) -> Tensor:
     return host
 
 
-def _told(x: Any) -> str:
+def _description(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
@@ -60,7 +60,7 @@ RECOGNISED: Final = frozenset({"MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3
 """Classes whose forward returns logits, scores and the indices of the chosen experts."""
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts")
-CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
+TOP_K_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
 
 
 class NotARouterError(Exception):
@@ -92,7 +92,7 @@ class Routers:
     def step(self) -> dict[str, Tokens]:
         """See ``monitor.training.backend.Routers``."""
         counts, self._counts = self._counts, {}
-        return {name: partial(_listed, arriving(counts[name])) for name in self.names if name in counts}
+        return {name: partial(_to_list, arriving(counts[name])) for name in self.names if name in counts}
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -119,15 +119,15 @@ def counts_of(module: nn.Module, result: Any) -> Tensor:
     floats = [one for one in found if one.is_floating_point()]
     indices = [one for one in found if not one.is_floating_point() and not one.is_complex()]
     experts = _number(module, EXPERTS_NAMES) or (floats[0].shape[-1] if floats else None)
-    top = _number(module, CHOSEN_NAMES)
+    top = _number(module, TOP_K_NAMES)
     if indices and experts:
-        return _counted(_the_chosen(indices, top), experts)
+        return _count_indices(_expert_indices(indices, top), experts)
     if len(floats) == 1 and top:
-        return _counted(floats[0].topk(top, -1).indices, floats[0].shape[-1])
+        return _count_indices(floats[0].topk(top, -1).indices, floats[0].shape[-1])
     raise NotARouterError("it returns neither the indices of the chosen experts nor logits with a top_k")
 
 
-def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
+def _expert_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
     """The index tensor: of several, the one whose last dimension is ``top``."""
     fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
     if len(fitting) != 1:
@@ -135,7 +135,7 @@ def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
     return fitting[0]
 
 
-def _counted(indices: Tensor, experts: int) -> Tensor:
+def _count_indices(indices: Tensor, experts: int) -> Tensor:
     """Count valid indices only: a dropped token has an index out of range, at which a device kernel would fail fatally."""
     flat = indices.flatten().to(torch.int64)
     there = ((flat >= 0) & (flat < experts)).to(torch.int64)
@@ -164,6 +164,6 @@ def _chosen(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, nn.M
         raise ValueError(f"routers: there is no module {', '.join(map(repr, sorted(missing)))} in the model")
 
 
-def _listed(counts: Any) -> list[int]:
+def _to_list(counts: Any) -> list[int]:
     listed: list[int] = counts().tolist()
     return listed

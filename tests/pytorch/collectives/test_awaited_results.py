@@ -25,7 +25,7 @@ class Readings:
         self.sizes += [output.numel() for output in outputs]
         return True
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         pass
 
 

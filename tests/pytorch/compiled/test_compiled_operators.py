@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from monitor.pytorch.compiled.operators import FOLLOW, NO_VALUE, SEE, Observed, begin, end, value_of
+from monitor.pytorch.compiled.operators import FOLLOW, NO_VALUE, SEE, ObservedHook, begin, end, value_of
 
 HOST = torch.device("cpu")
 
@@ -41,7 +41,7 @@ class Noting:
 
 def test_what_happens_to_a_call_is_told_with_what_stands_for_it() -> None:
     noting = Noting()
-    observed = Observed(noting, HOST)
+    observed = ObservedHook(noting, HOST)
     x = torch.tensor([1.0, 2.0], requires_grad=True)
 
     begin([x], observed.handle, ["input"], [SEE | FOLLOW], 1)
@@ -55,7 +55,7 @@ def test_what_happens_to_a_call_is_told_with_what_stands_for_it() -> None:
 def test_of_a_call_that_stands_for_nothing_nothing_is_told() -> None:
     noting = Noting()
     noting.counts = False
-    observed = Observed(noting, HOST)
+    observed = ObservedHook(noting, HOST)
 
     begin([torch.ones(1)], observed.handle, ["input"], [SEE], 1)
 
@@ -63,7 +63,7 @@ def test_of_a_call_that_stands_for_nothing_nothing_is_told() -> None:
 
 
 def test_a_hook_that_is_gone_is_told_nothing_and_nothing_fails() -> None:
-    observed = Observed(Noting(), HOST)
+    observed = ObservedHook(Noting(), HOST)
     handle = observed.handle
     del observed
     gc.collect()
@@ -74,7 +74,7 @@ def test_a_hook_that_is_gone_is_told_nothing_and_nothing_fails() -> None:
 
 def test_the_gradient_of_an_input_is_that_of_the_call_alone() -> None:
     noting = Noting()
-    observed = Observed(noting, HOST)
+    observed = ObservedHook(noting, HOST)
     x = torch.ones(1, requires_grad=True) * 1.0
 
     begin([x], observed.handle, ["input"], [FOLLOW], 1)
@@ -87,7 +87,7 @@ def test_the_gradient_of_an_input_is_that_of_the_call_alone() -> None:
 
 def test_calls_within_each_other_are_told_apart() -> None:
     noting = Noting()
-    observed = Observed(noting, HOST)
+    observed = ObservedHook(noting, HOST)
     x = torch.ones(1, requires_grad=True) * 1.0
 
     begin([x], observed.handle, ["input"], [FOLLOW], 1)
@@ -106,7 +106,7 @@ def test_a_failure_while_a_call_is_traced_is_said_and_passes(caplog: pytest.LogC
         def begins(self, _tag: Tensor) -> int:
             raise ValueError("in the midst of it")
 
-    observed = Observed(Failing(), HOST)
+    observed = ObservedHook(Failing(), HOST)
 
     begin([torch.ones(1)], observed.handle, ["input"], [SEE], 1)
 
@@ -114,7 +114,7 @@ def test_a_failure_while_a_call_is_traced_is_said_and_passes(caplog: pytest.LogC
 
 
 def test_calls_of_the_step_before_the_last_are_forgotten() -> None:
-    observed, tag = Observed(Noting(), HOST), torch.empty(())
+    observed, tag = ObservedHook(Noting(), HOST), torch.empty(())
     observed.note(tag, "call")
     observed.forget_step()
     assert observed.call(tag) == "call"
