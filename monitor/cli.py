@@ -55,7 +55,7 @@ def one_directory(argument: Path | None, option: Path | None) -> Path:
     return directory
 
 
-class Listed(NamedTuple):
+class CommandEntry(NamedTuple):
     """A command, without importing it."""
 
     module: str
@@ -65,17 +65,17 @@ class Listed(NamedTuple):
 
 
 COMMANDS: Final = {
-    "merge": Listed("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
-    "rank-anomalies": Listed(
+    "merge": CommandEntry("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
+    "rank-anomalies": CommandEntry(
         "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),
-    "csv2tensorboard": Listed(
+    "csv2tensorboard": CommandEntry(
         "monitor.convert.cli", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
     ),
-    "csv2db": Listed("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
-    "ctl": Listed("monitor.dynamic.cli", "app", "Show and change what a running job records."),
-    "dump-recover": Listed("monitor.dump.cli", "app", "Complete the precision dump of a process that was killed."),
-    "compare": Listed("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),
+    "csv2db": CommandEntry("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
+    "ctl": CommandEntry("monitor.dynamic.cli", "app", "Show and change what a running job records."),
+    "dump-recover": CommandEntry("monitor.dump.cli", "app", "Complete the precision dump of a process that was killed."),
+    "compare": CommandEntry("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),
 }
 """By subcommand. ``trainermon NAME`` and the installed command ``monitor-NAME`` are the same."""
 
@@ -100,7 +100,7 @@ def trainermon(_version: Version = False) -> None:
     """
 
 
-def _add(name: str, listed: Listed) -> None:
+def _add(name: str, listed: CommandEntry) -> None:
     @app.command(name, cls=Subcommand, help=listed.summary)
     def run(ctx: typer.Context) -> None:
         command: typer.Typer = getattr(import_module(listed.module), listed.app)

@@ -55,7 +55,7 @@ class EarlierFailure(BaseException):
         self.error = error
 
 
-class _Ours(threading.local):
+class _HookDepth(threading.local):
     """How many of our hooks this thread is in: what they call is none of the program's."""
 
     depth = 0
@@ -67,7 +67,7 @@ class _Ours(threading.local):
         self.depth -= 1
 
 
-OURS: Final = _Ours()
+IN_HOOK: Final = _HookDepth()
 
 
 class Failures:
@@ -80,8 +80,8 @@ class Failures:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.counts: Counter[str] = Counter()
-        self._owed: EarlierFailure | None = None
-        self._handed_back: BaseException | None = None
+        self._deferred: EarlierFailure | None = None
+        self._reraised: BaseException | None = None
 
     def report(self, where: str, error: BaseException, advice: str = "", of: str = "") -> None:
         """Count an exception that was caught, and log it with ``advice`` (what to do) if its cause is new.
@@ -90,7 +90,7 @@ class Failures:
             of: What it happened to, for the message alone: the cause is the same for each of ten thousand parameters.
         """
         what = f"{where} of {of!r}" if of else where
-        self._once(f"{where}: {_cause(error)}", f"{what} failed: {_told(error)}. Training goes on. {advice}", error)
+        self._once(f"{where}: {_cause(error)}", f"{what} failed: {_error_text(error)}. Training goes on. {advice}", error)
 
     def warn(self, cause: str, message: str) -> None:
         """Count ``cause`` and log ``message`` the first time."""
@@ -103,14 +103,14 @@ class Failures:
             if error is not None:
                 LOGGER.debug("[rank %d] traceback of the above", self.rank, exc_info=error)
 
-    def owe(self, failure: EarlierFailure) -> None:
+    def defer_error(self, failure: EarlierFailure) -> None:
         """Another thread than training's has met it: training is told when it comes by."""
-        self._owed = failure
+        self._deferred = failure
 
-    def hand_back(self) -> None:
+    def reraise_deferred(self) -> None:
         """On the training thread, in what is ``guarded``: raise what training is still to be told."""
-        if self._owed is not None:
-            owed, self._owed = self._owed, None
+        if self._deferred is not None:
+            owed, self._deferred = self._deferred, None
             raise owed
 
     def guarded(self, where: str, hook: Callable[P, T], advice: str = "", of: str = "") -> Callable[P, T | None]:
@@ -120,19 +120,19 @@ class Failures:
         """
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            OURS.depth += 1
+            IN_HOOK.depth += 1
             try:
                 return hook(*args, **kwargs)
             except Exception as error:
-                if error is self._handed_back:  # by a hook within this one
+                if error is self._reraised:  # by a hook within this one
                     raise
                 self.report(where, error, advice, of)
                 return None
             except EarlierFailure as failure:
-                self._handed_back = failure.error
+                self._reraised = failure.error
                 raise failure.error from None
             finally:
-                OURS.depth -= 1
+                IN_HOOK.depth -= 1
 
         return call
 
@@ -143,7 +143,7 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__} {system}".strip()
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The error as its ``repr``, and where it has to do with a file, that file."""
     path = error.filename if isinstance(error, OSError) else None
     said = repr(error)

@@ -20,7 +20,7 @@ WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_w
 _CONTAINER: Final = re.compile(r"(?<![^.])(?:layers?|embeddings?)\.(?=.)", re.DOTALL)
 """A path component that lists things: the short name is what follows it."""
 
-_TELLING: Final = re.compile(r"(?<![^.])(?:final|output|norm)")
+_DISTINCTIVE: Final = re.compile(r"(?<![^.])(?:final|output|norm)")
 """Where the short name of anything else begins: always with a whole path component."""
 
 _LEADING_MODULES: Final = re.compile(r"(?:module(?:\.|\Z))+")
@@ -66,12 +66,12 @@ def short_name(name: str) -> str:
     name without these it is the part from the first ``final…``, ``output…`` or ``norm…`` on.
     """
     match = _CONTAINER.search(name)
-    return telling_part(name) if match is None else name[match.end() :]
+    return distinctive_part(name) if match is None else name[match.end() :]
 
 
-def telling_part(name: str) -> str:
+def distinctive_part(name: str) -> str:
     """The same with the ``layers.`` in front, which people write, too: ``layers.63.mlp``."""
-    match = _CONTAINER.search(name) or _TELLING.search(name)
+    match = _CONTAINER.search(name) or _DISTINCTIVE.search(name)
     return name[match.start() :] if match else name
 
 
@@ -190,7 +190,7 @@ class Ambiguous:
     names: tuple[str, ...]
 
 
-class Selection:
+class TargetSelection:
     """What the ``targets`` of a configuration select in the chunks of a model.
 
     A module's target selects its own tensors and every parameter below it. Names are found with or without their leading
@@ -240,12 +240,12 @@ class Selection:
         """One message that names every target without a match, None if there is none."""
         if not self.unmatched:
             return None
-        named = ", ".join(told(one) for one in self.unmatched)
+        named = ", ".join(unmatched_text(one) for one in self.unmatched)
         return f"Targets that match nothing in this model (of a pipeline, in this rank's part of it): {named}. {_CONSEQUENCE}"
 
     def notice(self) -> str | None:
         """One message that names every target that fits several names, None if there is none."""
-        return noticed("Targets", self.ambiguous)
+        return ambiguity_notice("Targets", self.ambiguous)
 
     def _match(self, targets: Mapping[str, Target], sides: Collection[str]) -> set[str]:
         """Apply every target, the general ones first; those that matched nothing are returned."""
@@ -291,13 +291,13 @@ class _Chunk:
         self.modules: dict[str, ModuleSelection | None] = {}
         self._module_names = frozenset(chunk.modules)
         self._selected: set[str] = set()
-        self._spellings = _Spellings(tuple(self.names))
+        self._spellings = _NameIndex(tuple(self.names))
         # Some frameworks name parameters by paths that are no modules.
-        self._places = _Spellings(tuple(_places(chunk.parameters) - self._module_names))
+        self._ancestors = _NameIndex(tuple(_ancestors(chunk.parameters) - self._module_names))
 
     def select(self, name: str, wanted: ModuleSelection | None) -> Sequence[str]:
         """Take in a target, whose name may be spelled in any way. The full names of what it selects here."""
-        found = (*self._spellings.find(name), *self._places.find(name))
+        found = (*self._spellings.find(name), *self._ancestors.find(name))
         self._selected.update(found)
         self.modules.update((one, wanted) for one in found if one in self._module_names)
         return found
@@ -307,17 +307,17 @@ class _Chunk:
         return parameter in self._selected or any(above in self._selected for above in parents(parameter))
 
 
-class _Spellings:
+class _NameIndex:
     """Finds names by any of their spellings."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
         self._short: dict[str, list[str]] = {}
-        self._telling: dict[str, list[str]] = {}
+        self._distinctive: dict[str, list[str]] = {}
         self._bare: dict[str, list[str]] = {}
         for name in names:
             self._short.setdefault(short_name(name), []).append(name)
-            self._telling.setdefault(telling_part(name), []).append(name)
+            self._distinctive.setdefault(distinctive_part(name), []).append(name)
             self._bare.setdefault(without_module(name), []).append(name)
 
     def find(self, spelling: str) -> Sequence[str]:
@@ -327,10 +327,10 @@ class _Spellings:
         if spelling in self._names:
             return (spelling,)
         bare = without_module(spelling)
-        return self._bare.get(bare) or self._short.get(bare) or self._telling.get(bare, [])
+        return self._bare.get(bare) or self._short.get(bare) or self._distinctive.get(bare, [])
 
 
-def _places(names: Iterable[str]) -> set[str]:
+def _ancestors(names: Iterable[str]) -> set[str]:
     """Everything above any of the names. The walk up ends where another one has been."""
     places: set[str] = set()
     for name in names:
@@ -370,7 +370,7 @@ def _differ(names: Sequence[str]) -> bool:
     return len({without_module(name) for name in names}) > 1
 
 
-def noticed(what: str, ambiguous: Sequence[Ambiguous]) -> str | None:
+def ambiguity_notice(what: str, ambiguous: Sequence[Ambiguous]) -> str | None:
     """What to say of short spellings that fit several names."""
     if not ambiguous:
         return None
@@ -383,7 +383,7 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join([*map(repr, names[:3]), *(["…"] if len(names) > 3 else [])])
 
 
-def told(one: Unmatched) -> str:
+def unmatched_text(one: Unmatched) -> str:
     """A target that names nothing, as a message has it."""
     nearest = ", ".join(repr(name) for name in one.nearest)
     return f"{one.target!r} (nearest: {nearest})" if nearest else repr(one.target)

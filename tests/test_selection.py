@@ -16,7 +16,7 @@ from monitor.selection import (
     SIDES,
     ChunkNames,
     ModuleSelection,
-    Selection,
+    TargetSelection,
     TensorChoice,
     Unmatched,
     parents,
@@ -35,18 +35,18 @@ def select(
     all_xy: bool = False,
     forward_only: bool = False,
     backward_only: bool = False,
-) -> Selection:
+) -> TargetSelection:
     """A selection among ``chunks``, or in the small model, by targets as they stand in the file."""
     written = targets if isinstance(targets, Mapping) else {name: {} for name in targets}
     config = {name: Target.model_validate(dict(sides)) for name, sides in written.items()}
-    return Selection(config, chunks or (SMALL,), all_xy=all_xy, forward_only=forward_only, backward_only=backward_only)
+    return TargetSelection(config, chunks or (SMALL,), all_xy=all_xy, forward_only=forward_only, backward_only=backward_only)
 
 
-def modules(selection: Selection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
+def modules(selection: TargetSelection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
     return [name for name in names.modules if selection.module(chunk, name) is not None]
 
 
-def parameters(selection: Selection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
+def parameters(selection: TargetSelection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
     return [name for name in names.parameters if selection.parameter(chunk, name)]
 
 

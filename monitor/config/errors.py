@@ -15,7 +15,7 @@ from monitor.config.jsonc import Path
 
 # --- What a field allows, in words, read from the JSON schema of the model; for error messages and for the documentation.
 
-Node = Mapping[str, Any]
+SchemaNode = Mapping[str, Any]
 """A JSON schema of one value."""
 
 _NOUNS: Final = {
@@ -33,26 +33,26 @@ class FieldSchema:
 
     def __init__(self, model: type[BaseModel]) -> None:
         schema = model.model_json_schema()
-        self._definitions: Node = schema.get("$defs", {})
-        self.root: Node = schema
+        self._definitions: SchemaNode = schema.get("$defs", {})
+        self.root: SchemaNode = schema
 
     @property
     def documented(self) -> str:
         """The page that lists all fields."""
         return str(self.root.get("documented", "docs/configuration.md"))
 
-    def at(self, path: Path) -> Node:
+    def at(self, path: Path) -> SchemaNode:
         """The schema of the value at a path, empty where the model has no such place."""
         node = self.root
         for step in path:
             node = self._below(self.resolved(node), step)
         return node
 
-    def fields(self, path: Path) -> dict[str, Node]:
+    def fields(self, path: Path) -> dict[str, SchemaNode]:
         """The fields of the object at a path, none where it is not an object with fields of its own."""
         return dict(self.resolved(self.at(path)).get("properties", {}))
 
-    def resolved(self, node: Node) -> Node:
+    def resolved(self, node: SchemaNode) -> SchemaNode:
         """The schema behind references, and of what may be null that of what is not."""
         for option in node.get("anyOf", node.get("allOf", ())):
             if option.get("type") != "null":
@@ -61,14 +61,14 @@ class FieldSchema:
             return self.resolved(self._definitions[node["$ref"].rsplit("/", 1)[1]])
         return node
 
-    def _below(self, node: Node, step: str | int) -> Node:
+    def _below(self, node: SchemaNode, step: str | int) -> SchemaNode:
         if isinstance(step, str) and step in node.get("properties", {}):
-            below: Node = node["properties"][step]
+            below: SchemaNode = node["properties"][step]
             return below
         below = node.get("items" if isinstance(step, int) else "additionalProperties", {})
         return below if isinstance(below, Mapping) else {}
 
-    def allowed(self, node: Node) -> str:
+    def allowed(self, node: SchemaNode) -> str:
         """What a value of this schema may be, as a phrase to follow "expected"."""
         if "allowed" in node:
             return str(node["allowed"])
@@ -77,7 +77,7 @@ class FieldSchema:
         phrase = self._phrase(node)
         return f"{phrase}, or {node['or']}" if "or" in node else phrase
 
-    def _phrase(self, node: Node) -> str:
+    def _phrase(self, node: SchemaNode) -> str:
         node = self.resolved(node)
         if "enum" in node:
             return one_of(json.dumps(choice) for choice in node["enum"])
@@ -88,7 +88,7 @@ class FieldSchema:
             return f"{noun}, each item {self.allowed(node['items'])}"
         return noun + _bounds(node)
 
-    def _object(self, node: Node) -> str:
+    def _object(self, node: SchemaNode) -> str:
         if "properties" not in node:
             return f"an object, each value {self.allowed(node['additionalProperties'])}"
         names = list(node["properties"])
@@ -100,7 +100,7 @@ def one_of(choices: Iterable[str], conjunction: str = "or") -> str:
     return f"{', '.join(most)} {conjunction} {last}" if most else last
 
 
-def _bounds(node: Node) -> str:
+def _bounds(node: SchemaNode) -> str:
     if "exclusiveMinimum" in node:
         return f" above {_readable(node['exclusiveMinimum'])}"
     if "minimum" not in node:
@@ -138,7 +138,7 @@ def explain(model: type[BaseModel], error: ValidationError, lines: Mapping[Path,
     return said
 
 
-def spelled(path: Path) -> str:
+def path_text(path: Path) -> str:
     """A path as people write it: ``alert.rules[0].rule_name``, ``targets["h.0.mlp"].input``."""
     text = ""
     for step in path:
@@ -172,10 +172,10 @@ def _sentence(schema: FieldSchema, problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return _unknown(schema, path)
     if problem["type"] == "missing":
-        return f"{spelled(path)} is missing: expected {schema.allowed(schema.at(path))}"
+        return f"{path_text(path)} is missing: expected {schema.allowed(schema.at(path))}"
     own_words = problem.get("ctx", {}).get("error")
     reason = own_words or f"expected {schema.allowed(schema.at(path))}"
-    return f"{spelled(path)}: {shown(problem['input'])} is not allowed: {reason}"
+    return f"{path_text(path)}: {shown(problem['input'])} is not allowed: {reason}"
 
 
 def _unknown(schema: FieldSchema, path: Path) -> str:
@@ -187,7 +187,7 @@ def _unknown(schema: FieldSchema, path: Path) -> str:
         advice = f"known here are {one_of((f'`{name}`' for name in known), 'and')}"
     else:
         advice = f"{schema.documented} lists all fields"
-    return f"{spelled(path)}: unknown field, {advice}"
+    return f"{path_text(path)}: unknown field, {advice}"
 
 
 def _line(lines: Mapping[Path, int], path: Path) -> int:

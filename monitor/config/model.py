@@ -74,13 +74,13 @@ RANKS = Capability("ranks")
 LIMITS = Capability("limits")
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     """Values are taken as they are written: ``"1"`` is not 1, 1 is not true. An integer serves where a float is asked for."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Target(_Strict):
+class Target(_StrictModel):
     """What to record of one module. Nothing named means everything."""
 
     input: Side = None
@@ -102,7 +102,7 @@ class Target(_Strict):
         return {side: str(spec) for side, spec in self.named.items()}
 
 
-class CcDistribution(_Strict):
+class CcDistribution(_StrictModel):
     """Communication operators."""
 
     enable: bool = False
@@ -115,7 +115,7 @@ class CcDistribution(_Strict):
     """Measure nothing: log every call site once, then end the run."""
 
 
-class RuleArgs(_Strict):
+class RuleArgs(_StrictModel):
     """Arguments of an alert rule."""
 
     threshold: Annotated[float, Field(ge=0)] | None = None
@@ -124,7 +124,7 @@ class RuleArgs(_Strict):
     well as on NaN and Inf."""
 
 
-class AlertRule(_Strict):
+class AlertRule(_StrictModel):
     """One alert rule."""
 
     rule_name: Literal["AnomalyTurbulence", "AnomalyNan"]
@@ -139,7 +139,7 @@ class AlertRule(_Strict):
         return self
 
 
-class Alert(_Strict):
+class Alert(_StrictModel):
     """Alert rules, and what becomes of their events."""
 
     rules: Annotated[tuple[AlertRule, ...], Field(strict=False)] = ()
@@ -148,7 +148,7 @@ class Alert(_Strict):
     """Write the events into `anomaly_detected/`."""
 
 
-class L2Targets(_Strict):
+class L2Targets(_StrictModel):
     """Modules of the features of a higher order, by the hook that computes them."""
 
     attention_hook: Strings = ()
@@ -161,7 +161,7 @@ class L2Targets(_Strict):
     """Routers whose logits are looked at, by full or short name. Empty: none."""
 
 
-class Settings(_Strict):
+class Settings(_StrictModel):
     """Every field that an alert may switch, which is all but ``on_alert`` itself."""
 
     targets: Annotated[Mapping[str, Target], SELECTION] = Field(default_factory=dict)
@@ -286,7 +286,7 @@ class Settings(_Strict):
         return fields
 
 
-class OnAlert(_Strict):
+class OnAlert(_StrictModel):
     """A deeper configuration for a few steps after an alert."""
 
     set: Settings

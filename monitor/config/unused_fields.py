@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from monitor.config.errors import shown, spelled
-from monitor.config.errors import spelled as path_text
+from monitor.config.errors import path_text, shown
 from monitor.config.jsonc import Document, Path
 from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig
 from monitor.config.values import FORMATS
@@ -32,9 +31,9 @@ def without(fields: Mapping[str, Any], unused: Collection[Path], below: Path = (
     return left, found
 
 
-def said_of(found: Collection[Path]) -> str:
+def unused_warning(found: Collection[Path]) -> str:
     """What to warn of, where there are any."""
-    names = ", ".join(spelled(path) for path in found)
+    names = ", ".join(path_text(path) for path in found)
     return f"{names}: known and not used here, so without effect."
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.recording import recorder
-from monitor.recording.recorder import Device, Watched
+from monitor.recording.recorder import Device, RecordedSeries
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host.native import HostPage, Reduce
 from monitor.stats.partials import Floats
@@ -149,7 +149,7 @@ class Recorder(recorder.Recorder):
         if not tag.is_cpu and self.places.captures(tag.device) and self.places.has(tag.device, chunk):
             tag.copy_(self.places.micro_step(tag.device, chunk))
 
-    def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
+    def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         address = plain_address(x)
         if not address and not has_data(x):
             return
@@ -160,7 +160,7 @@ class Recorder(recorder.Recorder):
             else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
 
-    def record_value(self, watched: Watched, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
+    def record_value(self, watched: RecordedSeries, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
         """Of compiled code: the same. Whether the tensor was read before is told by what it holds, numbered in tracing: the
         code writes to one tensor over and over, and changes no version.
 
@@ -180,10 +180,12 @@ class Recorder(recorder.Recorder):
                 version = None if value == NO_VALUE else (value, _version(x))
                 self._record(watched, x, micro_step, address=address, version=version)
 
-    def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
+    def record_all(
+        self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Callable[[RecordedSeries, Exception], None]
+    ) -> None:
         with self.lock:
             plain = None if self._magnitudes else self.host.plain
-            listed: list[tuple[Watched, Listed]] = []
+            listed: list[tuple[RecordedSeries, Listed]] = []
             for watched, x in items:
                 try:
                     address = plain_address(x)
@@ -198,7 +200,7 @@ class Recorder(recorder.Recorder):
             for place, why in reduce_listed([one for _, one in listed], self._eps):
                 failed(listed[place][0], why)
 
-    def _read_directly(self, plain: Reduce, watched: Watched, x: Tensor, micro_step: int, address: int) -> None:
+    def _read_directly(self, plain: Reduce, watched: RecordedSeries, x: Tensor, micro_step: int, address: int) -> None:
         """A plain tensor that stands for no other: what ``_record`` comes to, in few calls, since a hook finds the code of each
         of them cold.
         """
@@ -211,7 +213,7 @@ class Recorder(recorder.Recorder):
         plain(address, x.numel(), memory.numbers, slot.local_row + micro_step)
         self.table.note(slot.row + micro_step, layout)
 
-    def _listed(self, watched: Watched, x: Tensor) -> Listed | None:
+    def _listed(self, watched: RecordedSeries, x: Tensor) -> Listed | None:
         """``x``, on a device, as one of many that are reduced at once; None if it is to be reduced alone."""
         local = None if self._magnitudes else local_shard(x)
         if local is None or local.is_cpu or not is_listed(local) or self.places.captures(x.device):
@@ -221,7 +223,7 @@ class Recorder(recorder.Recorder):
         self.table.note(slot.row, self.layout(x))
         return Listed(local, slot.page.memory, slot.local_row)
 
-    def _record(self, watched: Watched, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
+    def _record(self, watched: RecordedSeries, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
         """``address``: where the elements of a plain tensor are (``plain_address``)."""
         if not address and self.places.captures(x.device):
             self._record_captured(watched, x, None)
@@ -248,7 +250,7 @@ class Recorder(recorder.Recorder):
         if version is not None:
             self._remember(x, version, row, layout)
 
-    def _record_captured(self, watched: Watched, x: Tensor, tag: Tensor | None) -> None:
+    def _record_captured(self, watched: RecordedSeries, x: Tensor, tag: Tensor | None) -> None:
         """Into the row that the device finds whenever this runs. There is none for what was not seen before the capture."""
         slot, chunk, source = watched.slots.get(x.device), watched.series.vpp_stage, local_shard(x)
         if slot is None or source is None or not self.places.has(x.device, chunk):
@@ -270,7 +272,7 @@ class Recorder(recorder.Recorder):
 
     def record_numbers(
         self,
-        watched: Watched,
+        watched: RecordedSeries,
         numbers: Mapping[int, float | Tensor],
         x: Tensor,
         micro_step: int = 0,

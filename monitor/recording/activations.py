@@ -10,14 +10,14 @@ from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 from monitor.failures import Failures
-from monitor.recording.backend import Backend, Target
+from monitor.recording.backend import RecordingBackend, Target
 from monitor.recording.dataflow import SeenModule
 from monitor.recording.following import follow_inputs, follow_result, on_several_threads, slots_of
 from monitor.recording.gradient_edges import SeveralThreadsError
-from monitor.recording.protocols import Calls, HookSet, Place, Removable
-from monitor.recording.recorder import Recorder, Watched
+from monitor.recording.protocols import CallIndex, Calls, HookSet, Removable
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.step_clock import Clock
-from monitor.recording.tensor_paths import HiddenError, Leaf, hidden_result
+from monitor.recording.tensor_paths import HiddenError, TensorPath, hidden_result
 from monitor.selection import ModuleSelection, TensorChoice
 from monitor.series import Series
 
@@ -25,7 +25,7 @@ ADVICE = "The rows of this module are missing."
 
 
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """One call of a module, between its pre-hook and its forward hook.
 
     Attributes:
@@ -33,7 +33,7 @@ class Call:
         targets: The gradient edges of the inputs that are watched, and what their rows are called.
     """
 
-    place: Place
+    place: CallIndex
     records_forward: bool
     start: int = 0
     targets: Mapping[Target, str] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class ModuleWatcher:
         self._leaves = collector.backend.leaves
         self._recorder = collector.recorder
         self._clock = collector.clock
-        self._watched: dict[tuple[str, str, int], Watched] = {}
+        self._watched: dict[tuple[str, str, int], RecordedSeries] = {}
         self._calls: Calls | None = None
-        self._open: dict[int, list[Call | None]] = {}
+        self._open: dict[int, list[ModuleCall | None]] = {}
         self.is_attached = True
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
 
@@ -148,7 +148,7 @@ class ModuleWatcher:
         if self._wants_grads and self._graph.recording():
             self._watch_gradients(call, leaves, found, result)
 
-    def _begin(self, module: Any) -> Call | None:
+    def _begin(self, module: Any) -> ModuleCall | None:
         """The call that begins now; None if nothing of it is to be recorded."""
         if not self._collector.counts(self._chunk, module):
             return None
@@ -156,17 +156,17 @@ class ModuleWatcher:
             self._calls = self._backend.new_calls()
             self._collector.remember(self)
         if not self._backend.repeating():
-            return Call(self._calls.begin(self._clock.micro_step(self._chunk)), records_forward=True)
+            return ModuleCall(self._calls.begin(self._clock.micro_step(self._chunk)), records_forward=True)
         place = self._calls.repeat()
-        return None if place is None else Call(place, records_forward=False)
+        return None if place is None else ModuleCall(place, records_forward=False)
 
-    def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[Leaf], call: Call) -> None:
+    def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[TensorPath], call: ModuleCall) -> None:
         for leaf in leaves:
             if choice.takes(leaf.position):
                 watched = self._series("actv", direction + leaf.suffix, call.place.call, leaf.tensor)
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
-    def _watch_gradients(self, call: Call, leaves: list[Leaf], found: int, result: Any) -> None:
+    def _watch_gradients(self, call: ModuleCall, leaves: list[TensorPath], found: int, result: Any) -> None:
         outputs = [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor)]
         handles: list[Removable] = []
         if self._wanted.output_grad.wanted:
@@ -179,7 +179,9 @@ class ModuleWatcher:
             handles += self._follow_inputs(call, results, writer)
         self._collector.until_step_ends(handles)
 
-    def _follow_inputs(self, call: Call, results: list[Any], writer: Callable[[str], Callable[[Any], None]]) -> list[Removable]:
+    def _follow_inputs(
+        self, call: ModuleCall, results: list[Any], writer: Callable[[str], Callable[[Any], None]]
+    ) -> list[Removable]:
         others_call = len(self._collector.threads) > 1
         try:
             return follow_inputs(self._graph, call.targets, call.start, results, writer, others_call=others_call)
@@ -187,7 +189,7 @@ class ModuleWatcher:
             self._collector.failures.warn("operations of several threads", on_several_threads(self._name))
             return []
 
-    def _result_writer(self, leaf: Leaf, call: Call) -> Callable[[Any], None]:
+    def _result_writer(self, leaf: TensorPath, call: ModuleCall) -> Callable[[Any], None]:
         write = self._writer("output" + leaf.suffix, call.place)
         if self._graph.made_since(leaf.tensor, 0):
             return write
@@ -200,7 +202,7 @@ class ModuleWatcher:
 
         return write_own
 
-    def _all_results(self, outputs: list[Leaf], result: Any) -> list[Any]:
+    def _all_results(self, outputs: list[TensorPath], result: Any) -> list[Any]:
         """All that a call has returned and that has a gradient, if all of it is known: else the gradients of inputs would be
         too small, and none are followed.
         """
@@ -213,7 +215,7 @@ class ModuleWatcher:
         known = {id(x) for x in results}
         return results + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
 
-    def _writer(self, slot: str, place: Place) -> Callable[[Any], None]:
+    def _writer(self, slot: str, place: CallIndex) -> Callable[[Any], None]:
         step, (micro_step, number) = self._clock.step, place
 
         def write(gradient: Any) -> None:
@@ -226,15 +228,15 @@ class ModuleWatcher:
         )
         return guarded
 
-    def _series(self, kind: str, slot: str, call: int, seen: Any) -> Watched:
+    def _series(self, kind: str, slot: str, call: int, seen: Any) -> RecordedSeries:
         watched = self._watched.get((kind, slot, call))
         if watched is None:
             name = f"{self._name}.{slot}" + (f"#{call}" if call else "")
-            watched = self._watched[kind, slot, call] = Watched(Series(kind, self._chunk, name), self._micro_steps)
+            watched = self._watched[kind, slot, call] = RecordedSeries(Series(kind, self._chunk, name), self._micro_steps)
             self._recorder.table.series.place(watched.series, self._backend.activation_placement(seen))
         return watched
 
-    def _differentiable(self, choice: TensorChoice, leaves: list[Leaf]) -> list[Leaf]:
+    def _differentiable(self, choice: TensorChoice, leaves: list[TensorPath]) -> list[TensorPath]:
         return [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor) and choice.takes(leaf.position)]
 
     def _fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
@@ -255,7 +257,7 @@ class ModuleCollector:
         threads: Those that have called modules in this step.
     """
 
-    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: Backend) -> None:
+    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
         self.backend = backend
         self.recorder = recorder
         self.clock = clock

@@ -7,16 +7,16 @@ from typing import Any, Final
 
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend
-from monitor.recording.dataflow import observed
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import RecordingBackend
+from monitor.recording.dataflow import observed_dataflow
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.module_info import StackCollector, StructureCollector
-from monitor.recording.optimizer_turns import Held, Stepping, Turns, unheld
+from monitor.recording.optimizer_turns import OptimizerParameters, OptimizerTurn, OptimizerTurns, unstepped_warning
 from monitor.recording.parameter_rows import ParameterRows
 from monitor.recording.protocols import HookSet
-from monitor.recording.recorder import Recorder, Watched
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock, Schedule
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
@@ -53,13 +53,13 @@ class Attachment:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: AttachmentSpec,
         names: ModelNames,
         recorder: Recorder,
         run: Callable[[], Run],
         start_step: int,
         failures: Failures,
-        backend: Backend,
+        backend: RecordingBackend,
         collected: int = 0,
         schedule: Schedule | None = None,
     ) -> None:
@@ -69,22 +69,22 @@ class Attachment:
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.structure = StructureCollector(failures, backend) if watch.config.print_struct else None
         self.on_first_step: Callable[[], None] | None = None
-        self.at_boundary: Callable[[int], object] = _nobody
+        self.at_boundary: Callable[[int], object] = _no_change
         self.begun = False
         self.expected: set[str] = set()
         self.collected = collected
         self._batches = 0
         self.last_collected: int | None = None
-        self._flow_told = collected > 0
+        self._dataflow_written = collected > 0
         self._names = names
         self._recorder = recorder
         self._run = run
         self._failures = failures
-        self._scaling: dict[str, Watched] = {}
-        self._turns = Turns()
-        self._now: Stepping | None = None
+        self._scaling: dict[str, RecordedSeries] = {}
+        self._turns = OptimizerTurns()
+        self._now: OptimizerTurn | None = None
         self._any_turn = False
-        self._told_unheld = False
+        self._unheld_reported = False
         self.has_unheld = False
         self._introduced = False
         self._forks = PROCESS.forks
@@ -93,7 +93,7 @@ class Attachment:
         self._stacks: StackCollector | None = None
         self._rows = ParameterRows()
         self._features: FeatureCollector | None = None
-        self._held = Held((), watch.framework)
+        self._held = OptimizerParameters((), watch.framework)
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
@@ -103,7 +103,7 @@ class Attachment:
             raise
         self._begin_step()
 
-    def use(self, watch: Watch, names: ModelNames, schedule: Schedule, collected: int) -> None:
+    def use(self, watch: AttachmentSpec, names: ModelNames, schedule: Schedule, collected: int) -> None:
         """Between two steps: watch the same model otherwise, from the step to come on.
 
         Args:
@@ -111,7 +111,7 @@ class Attachment:
         """
         self.rest()
         self.watch, self._names = watch, names
-        self._flow_told = self._flow_told and not watch.config.xy_distribution
+        self._dataflow_written = self._dataflow_written and not watch.config.xy_distribution
         self._attach()
         self.schedule, self.collected = schedule, collected
 
@@ -139,7 +139,7 @@ class Attachment:
         if self.structure is not None:
             for module in modules:
                 self.structure.watch(_key(module), module.module)
-        self._held = Held(parameters, watch.framework)
+        self._held = OptimizerParameters(parameters, watch.framework)
         self._rows = ParameterRows.of(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self._note)
         self.expected = set(self._rows.kinds)
         self.expected |= _of_activations(modules) if config.xy_distribution else set()
@@ -173,7 +173,7 @@ class Attachment:
         return stacks
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
-        self._failures.hand_back()
+        self._failures.reraise_deferred()
         trains = self._backend.trains(root)
         self.begun = self.begun or trains
         if not self._steps.evaluating:
@@ -218,7 +218,7 @@ class Attachment:
                 self._rows.gradients.are_still_scaled()
 
     def before_step(self, optimizer: Any) -> None:
-        self._failures.hand_back()
+        self._failures.reraise_deferred()
         self._begin_turn(optimizer)
         if self._recorder.active:
             self._rows.before_step(self._stepping(optimizer))
@@ -257,17 +257,17 @@ class Attachment:
         elif self._recorder.active:
             self._rows.end_turn(self._stepping(optimizer))
 
-    def _stepping(self, optimizer: Any) -> Stepping:
+    def _stepping(self, optimizer: Any) -> OptimizerTurn:
         """What the optimizer whose turn it is steps: asked for once a turn."""
         if self._now is None or self._now.optimizer is not optimizer:
-            self._now = Stepping(optimizer, self._held.by(optimizer, self._steps.optimizers))
+            self._now = OptimizerTurn(optimizer, self._held.by(optimizer, self._steps.optimizers))
         return self._now
 
-    def _scalar(self, name: str, place: int) -> Watched:
+    def _scalar(self, name: str, place: int) -> RecordedSeries:
         """The series of a number of the step as a whole. The first has the plain name, which is the only one for most loops."""
         full = f"{name}_{place}" if place else name
         if full not in self._scaling:
-            self._scaling[full] = Watched(Series("other", 0, full))
+            self._scaling[full] = RecordedSeries(Series("other", 0, full))
         return self._scaling[full]
 
     def _called(self, optimizer: Any) -> str:
@@ -302,7 +302,7 @@ class Attachment:
         was_active = self._recorder.active
         try:  # whatever becomes of the rows, the next step must begin as a new one
             if was_active:
-                self._failures.guarded("looking at the optimizers", self._tell_of_optimizers)()
+                self._failures.guarded("looking at the optimizers", self._report_optimizers)()
             self._recorder.end_step()
             if was_active:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
@@ -319,17 +319,17 @@ class Attachment:
             self.at_boundary(self.clock.step)
             self._begin_step(before_a_turn=before_a_turn)
 
-    def _tell_of_optimizers(self) -> None:
+    def _report_optimizers(self) -> None:
         """Say what a reader of the rows must know of the optimizers; of parameters that none steps, once."""
         if self._turns.mixed:
             self._note("optimizers", PARTLY_SKIPPED)
-        if self._told_unheld or not self._needs_optimizers():
+        if self._unheld_reported or not self._needs_optimizers():
             return
-        self._told_unheld = True
+        self._unheld_reported = True
         parameters = list(self._names.parameters())
-        if missing := Held(parameters, self.watch.framework).by_none(self._steps.optimizers):
+        if missing := OptimizerParameters(parameters, self.watch.framework).unstepped(self._steps.optimizers):
             self.has_unheld = True
-            said = unheld(missing, len(parameters))
+            said = unstepped_warning(missing, len(parameters))
             self._failures.warn("parameters of no optimizer", said)
             self._note("parameters", said)
 
@@ -347,9 +347,9 @@ class Attachment:
 
     def _submit(self, status: Status) -> None:
         run = self._opened()
-        if not self._flow_told:
-            self._flow_told = True
-            self._failures.guarded("following the flow of data", self._tell_flow, "The manifest has none of it.")(run)
+        if not self._dataflow_written:
+            self._dataflow_written = True
+            self._failures.guarded("following the flow of data", self._write_dataflow, "The manifest has none of it.")(run)
         pipeline = run.pipeline
         sealed = pipeline.reserve(self.clock.step)
         if sealed is None:
@@ -365,9 +365,9 @@ class Attachment:
             raise
         pipeline.submit(sealed)
 
-    def _tell_flow(self, run: Run) -> None:
+    def _write_dataflow(self, run: Run) -> None:
         """Of one step: the others repeat it, or nearly."""
-        run.manifest.flows(observed(self._recorder.table, self.modules.seen()))
+        run.manifest.flows(observed_dataflow(self._recorder.table, self.modules.seen()))
 
     def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
         """Kinds with a row for each micro-step, and kinds whose micro-steps, or calls of operators, are combined."""
@@ -454,5 +454,5 @@ def _of_activations(modules: Iterable[NamedModule]) -> set[str]:
     return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
 
 
-def _nobody(_step: int) -> None:
+def _no_change(_step: int) -> None:
     """Nobody asks for anything else."""

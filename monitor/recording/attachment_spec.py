@@ -9,7 +9,7 @@ from typing import Any
 from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.backend import Backend, Framework
+from monitor.recording.backend import Framework, RecordingBackend
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.recorder import Recorder
 from monitor.series import LOCAL, REPLICA_KIND, Placement, Series, ranks_of
@@ -17,7 +17,7 @@ from monitor.stats.features import own_columns
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class AttachmentSpec:
     """What is watched, and how.
 
     Attributes:
@@ -40,7 +40,7 @@ class Watch:
 class OwnedSeries:
     """Gives a kind of a parameter its series, with where other ranks hold what of it (``SeriesOf``)."""
 
-    def __init__(self, watch: Watch, recorder: Recorder, failures: Failures, backend: Backend) -> None:
+    def __init__(self, watch: AttachmentSpec, recorder: Recorder, failures: Failures, backend: RecordingBackend) -> None:
         self._watch = watch
         self._recorder = recorder
         self._failures = failures

@@ -20,9 +20,9 @@ from monitor.recording.model_names import NamedParts
 from monitor.recording.parameter_series import NamedParameter, SeriesOf
 from monitor.recording.protocols import Calls, Removable
 from monitor.recording.recorder import Recorder
-from monitor.recording.run import Place
+from monitor.recording.run import ProcessTopology
 from monitor.recording.step_clock import Clock
-from monitor.recording.tensor_paths import Leaves
+from monitor.recording.tensor_paths import TensorPaths
 from monitor.series import Placement, SeriesTable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Graph(Protocol):
         """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
 
 
-class Steps(Protocol):
+class StepNotifier(Protocol):
     """What tells a ``StepListener`` of the steps of optimizers.
 
     Attributes:
@@ -170,11 +170,11 @@ class Framework(Protocol):
     def held(self, optimizer: Any) -> Collection[int] | None:
         """The ids of the parameters that an optimizer steps: the same object as long as they are the same. None for all."""
 
-    def steps(self, listener: StepListener, failures: Failures) -> Steps:
+    def steps(self, listener: StepListener, failures: Failures) -> StepNotifier:
         """Tell ``listener`` of every step from now on."""
 
 
-class Communication(Protocol):
+class CommunicationRecorder(Protocol):
     """Listens to communication, until it is closed."""
 
     wanted: CcDistribution
@@ -189,7 +189,7 @@ class Communication(Protocol):
         """Listen no longer. Any number of times."""
 
 
-class Backend(Protocol):
+class RecordingBackend(Protocol):
     """A framework.
 
     Attributes:
@@ -201,7 +201,7 @@ class Backend(Protocol):
         asked_per_second: How often all ranks together may ask the job's store.
     """
 
-    leaves: Leaves
+    leaves: TensorPaths
     graph: Graph
     reading_of_features: Reading
     never_called: tuple[type, ...]
@@ -275,7 +275,7 @@ class Backend(Protocol):
     def has_others(self) -> bool:
         """Whether there are other ranks, which may add to what this one has computed."""
 
-    def place(self, found: Callable[[], Mapping[str, Sequence[int]]] = ..., chunks: int = 1, **groups: Any) -> Place:
+    def place(self, found: Callable[[], Mapping[str, Sequence[int]]] = ..., chunks: int = 1, **groups: Any) -> ProcessTopology:
         """Where this process stands now.
 
         Args:
@@ -316,5 +316,5 @@ class Backend(Protocol):
     def new_updates(self, config: MonitorConfig, watched: Any) -> Any:
         """``Updates`` of what a configuration asks for."""
 
-    def communication(self, wanted: CcDistribution, failures: Failures) -> Communication | None:
+    def communication(self, wanted: CcDistribution, failures: Failures) -> CommunicationRecorder | None:
         """Listen from now on, if that is wanted and possible; a sentence says where it is not."""

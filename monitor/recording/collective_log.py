@@ -49,7 +49,7 @@ class CallSites:
         self._sites: dict[tuple[tuple[CodeType, int], ...], CallSite] = {}
 
     @property
-    def choosy(self) -> bool:
+    def has_patterns(self) -> bool:
         """Whether there are patterns."""
         return bool(self._patterns)
 
@@ -79,7 +79,7 @@ LOG_FILE: Final = "communication_log.csv"
 COLUMNS: Final = ("op", "group", "dtype", "shape", "calls", "stack")
 
 
-class Entry(NamedTuple):
+class LoggedCall(NamedTuple):
     """What is logged once."""
 
     op: str
@@ -98,7 +98,7 @@ class CommunicationLog:
 
     def __init__(self, dtype_name: Callable[[Any], str] = str) -> None:
         self._dtype_name = dtype_name
-        self.counts: Counter[Entry] = Counter()
+        self.counts: Counter[LoggedCall] = Counter()
 
     def add(self, op: str, group: str, tensors: Sequence[Any], site: CallSite) -> None:
         """One call."""
@@ -106,7 +106,7 @@ class CommunicationLog:
             dict.fromkeys(self._dtype_name(one.dtype) for one in tensors),
             [str(list(one.shape)) for one in tensors],
         )
-        self.counts[Entry(op, group, " ".join(dtypes), " ".join(shapes), site.stack)] += 1
+        self.counts[LoggedCall(op, group, " ".join(dtypes), " ".join(shapes), site.stack)] += 1
 
     def write(self, directory: Path) -> Path:
         """Write it, the sites in the order in which they first called. The file appears whole.

@@ -21,7 +21,7 @@ WORLD: Final = "world"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class NamedGroup:
     """A process group as rows and the log name it.
 
     Attributes:
@@ -54,10 +54,10 @@ class Labels:
         ordered = tuple(sorted(ranks))
         if len(ordered) == world_size:
             return WORLD
-        return self._roles.get(ordered) or spelled(ordered)
+        return self._roles.get(ordered) or ranks_label(ordered)
 
 
-def spelled(ranks: Sequence[int]) -> str:
+def ranks_label(ranks: Sequence[int]) -> str:
     """Ranks in ascending order, short where they are evenly spaced: ``0-7``, ``0-28by4``, ``0+3+5``."""
     interval = ranks[1] - ranks[0] if len(ranks) > 2 else 0
     if interval and list(ranks) == list(range(ranks[0], ranks[-1] + 1, interval)):
@@ -90,7 +90,7 @@ class CallSeries:
         self.staged_rows: list[int] = []
 
 
-class Call:
+class CollectiveCall:
     """One call: its tensors may be read at different times, and each has a row.
 
     A call has its number from the step in which it is first read, which need not be the one in which it was issued.
@@ -136,7 +136,7 @@ class CallRows(ABC):
             known = self._series[series] = CallSeries(series)
         return known
 
-    def read(self, call: Call, tensors: Sequence[Any]) -> bool:
+    def read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
         """Reduce what a call has moved, a row a tensor.
 
         Returns:
@@ -150,7 +150,7 @@ class CallRows(ABC):
         finally:
             lock.release()
 
-    def _read(self, call: Call, tensors: Sequence[Any]) -> bool:
+    def _read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
         call.begin(self._recorder.steps)
         written: list[tuple[Page, int]] = []
         complete = False
@@ -161,7 +161,7 @@ class CallRows(ABC):
                 self._forget(written)
         return complete
 
-    def _read_one(self, call: Call, x: Any, written: list[tuple[Page, int]]) -> bool:
+    def _read_one(self, call: CollectiveCall, x: Any, written: list[tuple[Page, int]]) -> bool:
         recorder = self._recorder
         device = self._device_of(x)
         if device is None:
@@ -187,7 +187,7 @@ class CallRows(ABC):
         return slot
 
 
-UNREAD: Final = (
+UNREAD_OUTPUTS: Final = (
     "the outputs of {} calls have no rows: nobody waited for them, they were not there in time, or they were changed before "
     "they could be read"
 )
@@ -227,7 +227,7 @@ class Groups(Protocol):
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
         """Say what groups of ranks are called."""
 
-    def of(self, given: Any) -> Group | None:
+    def of(self, given: Any) -> NamedGroup | None:
         """What is known of a group; None where nobody knows its ranks."""
 
 
@@ -312,7 +312,7 @@ class Communication(ABC):
         """Listen no longer. Any number of times."""
         self._stop()
         if self.unread and self._note is not None:
-            self._note("communication", UNREAD.format(self.unread))
+            self._note("communication", UNREAD_OUTPUTS.format(self.unread))
         self._recorder = self._log = self._note = self._rows = None
 
     @property
@@ -341,9 +341,9 @@ class Communication(ABC):
                 rows.read(call, inputs)
         return True
 
-    def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Any], group: Group) -> bool:
+    def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Any], group: NamedGroup) -> bool:
         """Whether the call comes from where calls are recorded; while there is a log, it is entered there."""
-        if self._log is None and not self._sites.choosy:
+        if self._log is None and not self._sites.has_patterns:
             return True
         site = self._sites.at(sys._getframe(1))
         if self._log is not None:
@@ -351,7 +351,7 @@ class Communication(ABC):
             self._log.add(operator.name, group.label, tensors, site)
         return site.wanted
 
-    def _expected(self, operator: Operator, args: Sequence[Any], result: Any) -> tuple[Call, Sequence[Any]] | None:
+    def _expected(self, operator: Operator, args: Sequence[Any], result: Any) -> tuple[CollectiveCall, Sequence[Any]] | None:
         """The call whose outputs are to come, which is unread until they do; None where this rank gets none."""
         outputs = operator.given(args, result)
         if not outputs or not self._real(outputs):
@@ -365,7 +365,7 @@ class Communication(ABC):
         self.unread += 1
         return call, outputs
 
-    def _new_call(self, operator: Operator, group: Group, what: str) -> Call | None:
+    def _new_call(self, operator: Operator, group: NamedGroup, what: str) -> CollectiveCall | None:
         """None if another thread has closed this since the call began."""
         rows, recorder = self._rows, self._recorder
         if rows is None or recorder is None:
@@ -374,4 +374,4 @@ class Communication(ABC):
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = rows.series(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
-        return Call(series, recorder.steps)
+        return CollectiveCall(series, recorder.steps)

@@ -49,7 +49,7 @@ def of_kinds(
     return [metrics_of(measured.get(kind), ops_of[kind], series, layouts, rank) for kind in kinds]
 
 
-def reduced_by_nobody(unreduced: Metrics) -> Metrics:
+def reduced_from_local(unreduced: Metrics) -> Metrics:
     """``grad_reduced`` before the optimizer's step, where there are no other ranks: what backward has left."""
     return {f"{tag.removesuffix(UNREDUCED)}{REDUCED}": dict(values) for tag, values in unreduced.items()}
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.dataflow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
 from monitor.recording.following import places_of
-from monitor.recording.recorder import Watched
+from monitor.recording.recorder import RecordedSeries
 from monitor.series import KINDS
 from monitor.stats.table import NOT_AN_ALIAS, StatsTable
 
@@ -25,7 +25,7 @@ _IN_FORWARD: Final = KINDS.index("actv")
 _IN_BACKWARD: Final = (KINDS.index("actv_grad"), KINDS.index("grad_unreduced"))
 
 
-class Slot(NamedTuple):
+class CallTensor(NamedTuple):
     """One tensor of one call of a module.
 
     Attributes:
@@ -42,7 +42,7 @@ class Slot(NamedTuple):
     def is_input(self) -> bool:
         return self.name.startswith("input")
 
-    def seen_forward(self, seen: Container[Slot]) -> list[Slot]:
+    def seen_forward(self, seen: Container[CallTensor]) -> list[CallTensor]:
         """Of a gradient: the slots in which its tensor was seen in forward. One given in several places has all their names."""
         own = self._replace(kind="actv")
         places = [own] if own in seen else [own._replace(name=place) for place in places_of(self.name, "input_")]
@@ -50,27 +50,27 @@ class Slot(NamedTuple):
 
 
 class SeenModule(NamedTuple):
-    """A module and the series that its calls have brought, as ``Slot`` has them."""
+    """A module and the series that its calls have brought, as ``CallTensor`` has them."""
 
     chunk: int
     name: str
-    watched: Mapping[tuple[str, str, int], Watched]
+    watched: Mapping[tuple[str, str, int], RecordedSeries]
 
 
-def observed(table: StatsTable, modules: Iterable[SeenModule]) -> Flow:
+def observed_dataflow(table: StatsTable, modules: Iterable[SeenModule]) -> Flow:
     """The flow of the step that stands in the table, up to the bounds on it.
 
     Only rows of the first micro-step are looked at: the others repeat it, or nearly. Every edge goes from what was measured
     first to what was measured later, so none leads back.
     """
-    seen = _Seen(table, modules)
-    edges = list(islice(_distinct(filter(seen.ascends, seen.edges())), MOST_EDGES + 1))
+    seen = _ObservedStep(table, modules)
+    edges = list(islice(_distinct(filter(seen.is_ordered, seen.edges())), MOST_EDGES + 1))
     passes = _passes(table)
     cut = len(edges) > MOST_EDGES or len(passes) > MOST_PASSES
     return Flow(tuple(edges[:MOST_EDGES]), tuple(passes[:MOST_PASSES]), cut)
 
 
-class _Seen:
+class _ObservedStep:
     """The rows of the first micro-step, and the module calls that they belong to."""
 
     def __init__(self, table: StatsTable, modules: Iterable[SeenModule]) -> None:
@@ -82,7 +82,7 @@ class _Seen:
         self._when: list[int] = when.tolist()
         self._modules = [(module, self._slots(module)) for module in modules]
 
-    def ascends(self, edge: Edge) -> bool:
+    def is_ordered(self, edge: Edge) -> bool:
         """Whether both ends were measured, and in this order."""
         return self._when[edge.source] < self._when[edge.target] != NOT_SEEN
 
@@ -94,9 +94,9 @@ class _Seen:
         yield from self._through_modules()
         yield from self._into_parameters()
 
-    def _slots(self, module: SeenModule) -> dict[Slot, int]:
+    def _slots(self, module: SeenModule) -> dict[CallTensor, int]:
         """The numbers of a module's series. One that has no row yet, on any device, has no number either."""
-        first = {Slot(*key): next(iter(watched.slots.values()), None) for key, watched in module.watched.items()}
+        first = {CallTensor(*key): next(iter(watched.slots.values()), None) for key, watched in module.watched.items()}
         return {key: int(self._table.identity.series[slot.row]) for key, slot in first.items() if slot is not None}
 
     def _aliases(self) -> Iterator[Edge]:

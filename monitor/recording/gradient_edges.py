@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from monitor.failures import OURS
+from monitor.failures import IN_HOOK
 from monitor.recording.protocols import Removable
 
 LEAF: Final = 2**64 - 1
@@ -27,7 +27,7 @@ class SeveralThreadsError(Exception):
     """Other threads than the one that called may have made nodes of a call."""
 
 
-class Node(Protocol):
+class GraphNode(Protocol):
     """A step of the backward. Objects for the same step are equal, and keep it alive."""
 
     @property
@@ -44,7 +44,7 @@ class Node(Protocol):
         """Call ``fn(gradients taken)`` before it runs."""
 
 
-N = TypeVar("N", bound=Node)
+N = TypeVar("N", bound=GraphNode)
 T = TypeVar("T")
 
 
@@ -134,7 +134,7 @@ def _reach_later(nodes: list[N], start: int) -> bool:
     return False
 
 
-class Engine(Generic[T]):
+class BackwardEngine(Generic[T]):
     """What runs the backward of a framework.
 
     Args:
@@ -146,7 +146,9 @@ class Engine(Generic[T]):
         self.current_pass = current_pass
         self.add = add
 
-    def watch(self, target: tuple[Node, int], edges: Sequence[tuple[Node, int]], write: Callable[[T], None]) -> list[Removable]:
+    def watch(
+        self, target: tuple[GraphNode, int], edges: Sequence[tuple[GraphNode, int]], write: Callable[[T], None]
+    ) -> list[Removable]:
         """Call ``write(gradient)`` once in each backward.
 
         One edge, the usual case, needs no temporary. The parts of several are summed.
@@ -158,38 +160,38 @@ class Engine(Generic[T]):
             ((node, k),) = edges
             node.register_hook(_passing(k, lambda gradient: None if gradient is None else write(gradient)))
             return []
-        parts = _Sum(len(edges), write, self)
+        parts = _EdgeSum(len(edges), write, self)
         for node, k in edges:
             node.register_hook(_passing(k, parts.add))
         return [target[0].register_prehook(parts.finish)] if edges else []
 
 
-class _Sum(Generic[T]):
+class _EdgeSum(Generic[T]):
     """What several edges hand to one target in one backward pass.
 
     It is complete when all of them have been heard, or, where a pass does not run all of them, when the target is reached.
     """
 
-    def __init__(self, edges: int, write: Callable[[T], None], engine: Engine[T]) -> None:
+    def __init__(self, edges: int, write: Callable[[T], None], engine: BackwardEngine[T]) -> None:
         self._edges = edges
         self._write = write
         self._engine = engine
         self._pass: int | None = None
-        self._heard = 0
+        self._received = 0
         self._total: T | None = None
 
     def add(self, gradient: T | None) -> None:
         # What an earlier pass left behind belongs to it: it ended before it came to the target.
         if self._pass != (now := self._engine.current_pass()):
-            self._pass, self._heard, self._total = now, 0, None
-        self._heard += 1
+            self._pass, self._received, self._total = now, 0, None
+        self._received += 1
         if gradient is not None:
             self._total = gradient if self._total is None else self._sum(self._total, gradient)
-        if self._heard == self._edges:
+        if self._received == self._edges:
             self.finish()
 
     def _sum(self, one: T, other: T) -> T:
-        with OURS:
+        with IN_HOOK:
             return self._engine.add(one, other)
 
     def finish(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.parameter_series import Among, NamedParameter, ParameterSeries, SeriesOf, Tensors
+from monitor.recording.parameter_series import NamedParameter, ParameterSeries, ParameterSubset, SeriesOf, Tensors
 from monitor.recording.protocols import HookSet, Removable
 from monitor.recording.step_clock import Clock
 
@@ -27,7 +27,7 @@ NOT_REDUCED: Final = (
 SUMMED_EARLY: Final = (
     "missing where data-parallel ranks may have summed a gradient before it was accumulated, or between two micro-batches"
 )
-SAYS_NO_MORE: Final = 3
+MAX_LISTED: Final = 3
 """Names that a sentence lists."""
 
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
@@ -73,7 +73,7 @@ class GradientCollector(ABC):
         self._stepped: set[NamedParameter] = set()
         self._local: list[str] = []
         self._not_reduced = ""
-        self._said_of_local: dict[str, None] = {}
+        self._local_notes: dict[str, None] = {}
 
     def begin_step(self) -> None:
         self._backwards.clear()
@@ -83,7 +83,7 @@ class GradientCollector(ABC):
         """A step begins whose gradients are there already: what has become of them since backward still holds."""
         self._stepped.clear()
 
-    def end_turn(self, held: Among) -> None:
+    def end_turn(self, held: ParameterSubset) -> None:
         """An optimizer has had its turn, and others have not. What a later backward leaves in ``held`` is of no step yet: of
         the next, or of none, as the gradients that a generator leaves in its critic.
         """
@@ -116,7 +116,7 @@ class GradientCollector(ABC):
         """The optimizer has been left to unscale them, inside its step."""
 
     @abstractmethod
-    def before_step(self, held: Among) -> None:
+    def before_step(self, held: ParameterSubset) -> None:
         """Aggregation is done: read what the optimizer of ``held`` is given."""
 
     def remove(self) -> None:
@@ -126,12 +126,12 @@ class GradientCollector(ABC):
     def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
         """Whether a gradient is known to lack no rank's part, when the optimizer's step begins."""
 
-    def _read_reduced(self, held: Among) -> None:
+    def _read_reduced(self, held: ParameterSubset) -> None:
         """Read the gradients of ``held`` that are reduced. Of the others the row is missing, and that is said."""
         self._local = []
         self._reduced.record_all(self._if_reduced, held)
         if self._local:
-            self._say_not_reduced(self._local)
+            self._warn_not_reduced(self._local)
 
     def _if_reduced(self, parameter: NamedParameter) -> Any:
         gradient = self._framework.reduced(parameter)
@@ -141,8 +141,8 @@ class GradientCollector(ABC):
             self._local.append(parameter.name)
         return None
 
-    def _say_not_reduced(self, names: Sequence[str]) -> None:
-        listed = ", ".join(names[:SAYS_NO_MORE]) + (", …" if len(names) > SAYS_NO_MORE else "")
+    def _warn_not_reduced(self, names: Sequence[str]) -> None:
+        listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
         if not self._not_reduced:
             self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=len(names), names=listed)
         self._failures.warn(
@@ -153,10 +153,10 @@ class GradientCollector(ABC):
             "to set_monitor, process_group to TrainerMon.",
         )
 
-    def say_of_local(self, said: str) -> None:
+    def note_local_gradients(self, said: str) -> None:
         """Note what a reader of ``grad_unreduced`` must know, beside what was noted before."""
-        self._said_of_local[said] = None
-        self._note("grad_unreduced", "; ".join(self._said_of_local))
+        self._local_notes[said] = None
+        self._note("grad_unreduced", "; ".join(self._local_notes))
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
         return bool(parameter.tensor.requires_grad)

@@ -25,7 +25,7 @@ FIELDS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedKinds:
     """Kinds that a field asks for.
 
     Attributes:
@@ -37,19 +37,19 @@ class Expected:
     after: int
 
 
-class Announced:
+class MissingKinds:
     """Looks at the first steps that are collected (``Watcher``)."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        self._expected: Sequence[Expected] = ()
+        self._expected: Sequence[ExpectedKinds] = ()
         self._steps = self._first = 0
 
     def expect(self, kinds: Collection[str], first: int) -> None:
         """From step ``first`` on: warn if one of ``kinds``, which this rank is to record, does not come."""
         found = [(field, tuple(one for one in of if one in kinds)) for field, of in FIELDS]
         self._steps, self._first = 0, first
-        self._expected = [Expected(field, of, 2 if of[0] in MOMENT_KINDS else 1) for field, of in found if of]
+        self._expected = [ExpectedKinds(field, of, 2 if of[0] in MOMENT_KINDS else 1) for field, of in found if of]
 
     def look(self, rows: StepRows) -> None:
         """Look at a step. One that was skipped, or cut short, says nothing."""
@@ -59,10 +59,10 @@ class Announced:
         missing = [one for one in self._expected if not any(kind in rows.kinds for kind in one.kinds)]
         for one in missing:
             if self._steps >= one.after and not self._has_failed(one):
-                self._failures.warn(f"nothing of {one.kinds[0]}", _said(one, rows.step))
+                self._failures.warn(f"nothing of {one.kinds[0]}", _message(one, rows.step))
         self._expected = [one for one in missing if self._steps < one.after]
 
-    def _has_failed(self, one: Expected) -> bool:
+    def _has_failed(self, one: ExpectedKinds) -> bool:
         """Whether reading a kind has failed, which was said then."""
         return any(kind in said for said in self._failures.counts for kind in one.kinds)
 
@@ -76,7 +76,7 @@ class Announced:
         """Nothing is kept here."""
 
 
-def _said(one: Expected, step: int) -> str:
+def _message(one: ExpectedKinds, step: int) -> str:
     kinds = ", ".join(one.kinds)
     moments = "An optimizer without momentum keeps no moments. " if one.kinds[0] in MOMENT_KINDS else ""
     steps = f"step {step} has" if one.after == 1 else f"the steps up to {step} have"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from monitor.config import MonitorConfig, Target
 from monitor.recording.parameter_series import NamedParameter
-from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, Selection, Unmatched, clean_name, squashed
+from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, TargetSelection, Unmatched, clean_name, squashed
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class ModelNames:
         self._modules = [_first_of_each_name(chunk.modules) for chunk in chunks]
         self._parameters = [_first_of_each_name(chunk.parameters) for chunk in chunks]
         names = [ChunkNames(tuple(m), tuple(p)) for m, p in zip(self._modules, self._parameters, strict=True)]
-        self.selection = Selection(
+        self.selection = TargetSelection(
             config.targets,
             names,
             all_xy=config.all_xy,
@@ -63,19 +63,19 @@ class ModelNames:
             backward_only=config.backward_only,
         )
         every = dict.fromkeys(name for chunk in names for name in (*chunk.modules, *chunk.parameters))
-        self._spelled = squashed(every) if config.squash_name else {}
+        self._row_names = squashed(every) if config.squash_name else {}
 
     def modules(self) -> Iterator[NamedModule]:
         """Every module, children after their parents."""
         for chunk, modules in enumerate(self._modules):
             for name, module in modules.items():
-                yield NamedModule(chunk, self._spelled.get(name, name), module, self.selection.module(chunk, name))
+                yield NamedModule(chunk, self._row_names.get(name, name), module, self.selection.module(chunk, name))
 
     def targeted(self, targets: Sequence[str]) -> Targeted:
         """The modules that some names stand for, spelled in any way that ``targets`` may be."""
         names = [ChunkNames(tuple(modules), ()) for modules in self._modules]
         every = dict.fromkeys(targets, Target())
-        selection = Selection(every, names, all_xy=False, forward_only=False, backward_only=False)
+        selection = TargetSelection(every, names, all_xy=False, forward_only=False, backward_only=False)
         full = [(chunk, name) for chunk, modules in enumerate(self._modules) for name in modules]
         found = [module for place, module in zip(full, self.modules(), strict=True) if selection.module(*place) is not None]
         return Targeted(found, selection.unmatched, selection.ambiguous)
@@ -85,7 +85,7 @@ class ModelNames:
         for chunk, parameters in enumerate(self._parameters):
             for name, parameter in parameters.items():
                 if self.selection.parameter(chunk, name):
-                    yield NamedParameter(chunk, self._spelled.get(name, name), parameter)
+                    yield NamedParameter(chunk, self._row_names.get(name, name), parameter)
 
 
 def _first_of_each_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:

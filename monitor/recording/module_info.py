@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from monitor.coordinator.output import write_whole
 from monitor.failures import Failures
-from monitor.recording.backend import Backend
+from monitor.recording.backend import RecordingBackend
 from monitor.recording.protocols import HookSet
-from monitor.recording.tensor_paths import Leaf, described
+from monitor.recording.tensor_paths import TensorPath, described
 
 MAX_FRAMES: Final = 64
 
@@ -32,7 +32,7 @@ class StackCollector:
         stacks: By ``{vpp_stage}:{name}``.
     """
 
-    def __init__(self, failures: Failures, backend: Backend) -> None:
+    def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
         self._backend = backend
         self.stacks: dict[str, str] = {}
         self._failures = failures
@@ -91,7 +91,7 @@ class StructureCollector:
     be there, which are those of tensors that require one.
     """
 
-    def __init__(self, failures: Failures, backend: Backend) -> None:
+    def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
         self._backend, self._leaves = backend, backend.leaves
         self._failures = failures
         self._hooks = HookSet()
@@ -128,7 +128,7 @@ class StructureCollector:
         }
 
 
-def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Any], bool] = lambda _: True) -> Description:
+def _leaves(config: str, leaves: list[TensorPath], wanted: Callable[[Any], bool] = lambda _: True) -> Description:
     lone = config == "tensor"
     described = {}
     for leaf in leaves:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from monitor.recording.parameter_series import Among, NamedParameter
+from monitor.recording.parameter_series import NamedParameter, ParameterSubset
 from monitor.stats.rows import Status
 
 NAMED: Final = 3
@@ -14,7 +14,7 @@ NAMED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Stepping:
+class OptimizerTurn:
     """An optimizer that takes its turn in the step in progress.
 
     Attributes:
@@ -23,10 +23,10 @@ class Stepping:
     """
 
     optimizer: Any
-    held: Among = None
+    held: ParameterSubset = None
 
 
-class Turns:
+class OptimizerTurns:
     """Which optimizers have had their turn in the step in progress. Each has one turn a step: it steps, or is skipped.
 
     A step ends when every optimizer has had its turn. Where the loop does otherwise (a critic that steps five times, an
@@ -67,27 +67,27 @@ class Turns:
         self._skipped.clear()
 
 
-class Holders(Protocol):
+class OptimizerIndex(Protocol):
     """What knows which parameters an optimizer steps: the ``Framework``."""
 
     def held(self, optimizer: Any) -> Collection[int] | None:
         """The ids of the tensors that it steps; None where it steps all that the framework knows of."""
 
 
-class Held:
+class OptimizerParameters:
     """The watched parameters of each optimizer. Groups may change between two steps, so they are asked for in each.
 
     A parameter of several optimizers belongs to the first of them, and a frozen one that none has to the first of all.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], framework: Holders) -> None:
+    def __init__(self, parameters: Sequence[NamedParameter], framework: OptimizerIndex) -> None:
         self._parameters = parameters
         self._framework = framework
         self._ids: dict[int, Collection[int] | None] = {}
-        self._held: dict[int, Among] = {}
+        self._held: dict[int, ParameterSubset] = {}
         self._free: list[NamedParameter] = []
 
-    def by(self, optimizer: Any, optimizers: Sequence[Any]) -> Among:
+    def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
         """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all that are watched."""
         ids = self._framework.held(optimizer)
         if id(optimizer) not in self._ids or self._ids[id(optimizer)] is not ids:
@@ -99,7 +99,7 @@ class Held:
         among = self.by(optimizer, optimizers)
         return next((one.name for one in self._parameters if among is None or one in among), "")
 
-    def by_none(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
+    def unstepped(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
         """The parameters that are trained, and that no optimizer steps."""
         self._divide(optimizers)
         return self._free
@@ -120,7 +120,7 @@ class Held:
         self._held = {of: None if len(among) == len(self._parameters) else among for of, among in held.items()}
 
 
-def unheld(parameters: Sequence[NamedParameter], watched: int) -> str:
+def unstepped_warning(parameters: Sequence[NamedParameter], watched: int) -> str:
     """What to warn of when no optimizer that is known steps ``parameters``, some of ``watched``."""
     named = ", ".join(one.name for one in parameters[:NAMED])
     rest = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitor.failures import Failures
-from monitor.recording.attachment_spec import OwnedSeries, Watch
-from monitor.recording.backend import Backend
+from monitor.recording.attachment_spec import AttachmentSpec, OwnedSeries
+from monitor.recording.backend import RecordingBackend
 from monitor.recording.gradients import AGGREGATED_EARLY, GradientCollector
-from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.optimizer_turns import OptimizerTurn
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.parameters import MomentCollector, WatchedParameters, WeightCollector
+from monitor.recording.parameters import MomentCollector, ParameterContext, WeightCollector
 from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
 from monitor.recording.updates import Updates
@@ -39,12 +39,12 @@ class ParameterRows:
     @classmethod
     def of(
         cls,
-        watch: Watch,
+        watch: AttachmentSpec,
         parameters: Sequence[NamedParameter],
         recorder: Recorder,
         clock: Clock,
         failures: Failures,
-        backend: Backend,
+        backend: RecordingBackend,
         note: Note,
     ) -> ParameterRows:
         """What the configuration asks for. Where a collector cannot be made, none is left hooked."""
@@ -65,7 +65,7 @@ class ParameterRows:
                     each_micro_step=config.monitor_mbs_grad,
                 )
                 rows.kinds |= rows.gradients.kinds
-            watched = WatchedParameters(
+            watched = ParameterContext(
                 parameters, recorder, series_of, failures, watch.framework, backend, note, rows.is_reduced, rows.kinds
             )
             rows.weights = WeightCollector(watched) if config.param_distribution else None
@@ -90,13 +90,13 @@ class ParameterRows:
         if self.gradients is not None:
             self.gradients.pause()
 
-    def forward_begins(self, root: Any, watch: Watch, clock: Clock, *, has_others: bool) -> None:
+    def forward_begins(self, root: Any, watch: AttachmentSpec, clock: Clock, *, has_others: bool) -> None:
         """A forward of training begins, in a step that is collected."""
         if self.gradients is not None:
             self.gradients.forward_begins(root)
             early = max(clock.forward) < clock.micro_steps - 1
             if early and has_others and watch.framework.aggregates(root):
-                self.gradients.say_of_local(AGGREGATED_EARLY)
+                self.gradients.note_local_gradients(AGGREGATED_EARLY)
 
     def forward_ends(self) -> None:
         """A forward has ended, of training or not."""
@@ -104,7 +104,7 @@ class ParameterRows:
             self.gradients.forward_ends()
             self.gradients.hook_thawed()
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         """An optimizer is about to step."""
         if self.moments is not None:
             self.moments.before_step(stepping)
@@ -112,19 +112,19 @@ class ParameterRows:
             self.weights.before_step(stepping)
         self.updates.before_step(stepping)
 
-    def gradients_ready(self, stepping: Stepping) -> None:
+    def gradients_ready(self, stepping: OptimizerTurn) -> None:
         """Its gradients are complete."""
         if self.gradients is not None:
             self.gradients.before_step(stepping.held)
         self.updates.gradients_ready(stepping)
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         """It has stepped."""
         if self.weights is not None:
             self.weights.after_step(stepping)
         self.updates.after_step(stepping)
 
-    def end_turn(self, stepping: Stepping) -> None:
+    def end_turn(self, stepping: OptimizerTurn) -> None:
         """It has had its turn, and others have not."""
         self.updates.forget_step()
         if self.gradients is not None:

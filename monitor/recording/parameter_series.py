@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from monitor.failures import Failures
-from monitor.recording.recorder import Recorder, Watched
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import GRADIENT_KINDS, NO_MICRO_STEP, Series
 
 
@@ -26,12 +26,12 @@ class NamedParameter:
     tensor: Any
 
 
-Among = Collection[NamedParameter] | None
+ParameterSubset = Collection[NamedParameter] | None
 """Some of the watched parameters, in their order: those that an optimizer steps. None for all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedRow:
     """A row that was computed by whoever measures.
 
     Attributes:
@@ -67,11 +67,11 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _AsSeen:
+class _FirstSeen:
     """What became of a series when its first tensor was seen."""
 
     layout: object
-    watched: Watched | None
+    watched: RecordedSeries | None
 
 
 class ParameterSeries:
@@ -99,7 +99,7 @@ class ParameterSeries:
         self._micro_steps = micro_steps
         every = list(parameters)
         self._undecided = {one for one in every if self._shows_when_seen(one)}
-        self._seen: dict[NamedParameter, _AsSeen] = {}
+        self._seen: dict[NamedParameter, _FirstSeen] = {}
         decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}
         self._watched = decided
         self._parameters = tuple(one for one in every if one in decided or one in self._undecided)
@@ -128,9 +128,9 @@ class ParameterSeries:
         except Exception as error:
             self._missing(parameter.name, error)
 
-    def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: Among = None) -> None:
+    def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: ParameterSubset = None) -> None:
         """Record what ``tensor_of`` finds for each parameter ``among`` those; where it finds nothing there is no row."""
-        found: list[tuple[Watched, Any]] = []
+        found: list[tuple[RecordedSeries, Any]] = []
         for parameter in self._of(among):
             try:
                 x = tensor_of(parameter)
@@ -142,7 +142,7 @@ class ParameterSeries:
                 found.append((watched, x))
         self._recorder.record_all(found, self._failed)
 
-    def each(self, look: Callable[[NamedParameter], object], among: Among = None) -> None:
+    def each(self, look: Callable[[NamedParameter], object], among: ParameterSubset = None) -> None:
         """Look at each parameter ``among`` those. One that cannot be read does not hide the others."""
         with self._tensors.computing():
             for parameter in self._of(among):
@@ -151,7 +151,7 @@ class ParameterSeries:
                 except Exception as error:
                     self._missing(parameter.name, error)
 
-    def record_computed(self, compute: Callable[[NamedParameter], Computed | None], among: Among = None) -> None:
+    def record_computed(self, compute: Callable[[NamedParameter], ComputedRow | None], among: ParameterSubset = None) -> None:
         """Record what ``compute`` finds for each parameter ``among`` those; where it finds nothing there is no row."""
 
         def record(parameter: NamedParameter) -> None:
@@ -163,30 +163,30 @@ class ParameterSeries:
 
         self.each(record, among)
 
-    def _of(self, among: Among) -> Iterable[NamedParameter]:
+    def _of(self, among: ParameterSubset) -> Iterable[NamedParameter]:
         """Those of this rank's; some of many are looked up, since there may be an optimizer for each of them."""
         return self._parameters if among is None else filter(self._recorded.__contains__, among)
 
-    def _watch(self, parameter: NamedParameter, seen: Any = None) -> Watched | None:
+    def _watch(self, parameter: NamedParameter, seen: Any = None) -> RecordedSeries | None:
         series = self._series_of(self.kind, parameter, seen)
         if series is None:
             return None
-        return Watched(series, self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,))
+        return RecordedSeries(series, self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,))
 
-    def _series_for(self, parameter: NamedParameter, x: Any) -> Watched | None:
+    def _series_for(self, parameter: NamedParameter, x: Any) -> RecordedSeries | None:
         """The series that ``x`` belongs to; None where this rank has none of it."""
         if parameter not in self._undecided:
             return self._watched.get(parameter)
         layout = self._tensors.layout_of(x)
         if parameter not in self._seen:
-            self._seen[parameter] = _AsSeen(layout, self._watch(parameter, x))
+            self._seen[parameter] = _FirstSeen(layout, self._watch(parameter, x))
         if self._seen[parameter].layout == layout:
             return self._seen[parameter].watched
         said = f"{self.kind} of {parameter.name!r} is laid out over the ranks in another way than when it was first seen"
         self._failures.warn(f"layout of {self.kind}", f"{said}. The rows of such tensors are missing.")
         return None
 
-    def _failed(self, watched: Watched, error: Exception) -> None:
+    def _failed(self, watched: RecordedSeries, error: Exception) -> None:
         """One tensor that cannot be read does not hide the others."""
         self._missing(watched.series.name, error)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitor.failures import Failures
-from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.optimizer_turns import OptimizerTurn
 from monitor.recording.parameter_series import NamedParameter, ParameterSeries, SeriesOf, Tensors
 from monitor.series import MOMENT_KINDS
 
@@ -15,7 +15,7 @@ from monitor.series import MOMENT_KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedParameters:
+class ParameterContext:
     """The parameters of one attachment, where their numbers are, and where these go.
 
     Attributes:
@@ -43,15 +43,15 @@ class WatchedParameters:
 class WeightCollector:
     """``param_origin`` and ``param_updated``."""
 
-    def __init__(self, watched: WatchedParameters) -> None:
+    def __init__(self, watched: ParameterContext) -> None:
         self._origin = watched.series("param_origin")
         self._updated = watched.series("param_updated")
         self._framework = watched.framework
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         self._origin.record_all(self._framework.weight, stepping.held)
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         self._updated.record_all(self._framework.weight, stepping.held)
 
 
@@ -61,13 +61,13 @@ class WeightCollector:
 class MomentCollector:
     """``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq``."""
 
-    def __init__(self, watched: WatchedParameters) -> None:
+    def __init__(self, watched: ParameterContext) -> None:
         self._series = {kind: watched.series(kind) for kind in MOMENT_KINDS}
         self._framework = watched.framework
         self._note = watched.note
         self._noted = 0
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         """Read the state of the optimizer that is about to step."""
         stepped = self._framework.held(stepping.optimizer)
         for kind, series in self._series.items():

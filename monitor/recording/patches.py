@@ -39,7 +39,7 @@ class CallPatch:
         self.name = name
         self._parameters = tuple(parameters)
         self._listeners: tuple[weakref.ref[CallListener], ...] = ()
-        self._tells_of_beginnings = False
+        self._wants_begin = False
         self._original: Any = None
         self._ours: Any = None
 
@@ -55,7 +55,7 @@ class CallPatch:
         """Tell ``listener`` of every call from now on."""
         # In this order: one that is collected meanwhile, at whatever moment, may take the patch away as the last one did.
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
-        self._tells_of_beginnings |= type(listener).call_begins is not CallListener.call_begins
+        self._wants_begin |= type(listener).call_begins is not CallListener.call_begins
         self._install()
 
     def remove(self, listener: CallListener) -> None:
@@ -81,7 +81,7 @@ class CallPatch:
         def patched(*args: Any, **kwargs: Any) -> Any:
             # One that was left below another patch, and then replaced by a new one above it, has nobody to tell either.
             listeners = self._listeners if self._ours is patched else ()
-            if self._tells_of_beginnings:
+            if self._wants_begin:
                 for listener in _living(listeners):
                     listener.call_begins(self, args, kwargs)
             try:

@@ -32,7 +32,7 @@ class HookSet:
 # --- Which call of a module this is.
 
 
-class Place(NamedTuple):
+class CallIndex(NamedTuple):
     """A call of a module among those of its step.
 
     Attributes:
@@ -50,9 +50,9 @@ class Calls:
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
-    def begin(self, micro_step: int) -> Place:
+    def begin(self, micro_step: int) -> CallIndex:
         """A call in forward."""
-        place = Place(micro_step, self._counts[micro_step])
+        place = CallIndex(micro_step, self._counts[micro_step])
         self._counts[micro_step] += 1
         return place
 
@@ -60,7 +60,7 @@ class Calls:
         """How many calls of a micro-step have begun."""
         return self._counts[micro_step]
 
-    def repeat(self) -> Place | None:
+    def repeat(self) -> CallIndex | None:
         """A call in backward: the one it repeats, None where that has a graph or cannot be told."""
         return None
 

@@ -18,7 +18,7 @@ Device = Hashable
 """Where numbers are measured, as a framework names it."""
 
 
-class Watched:
+class RecordedSeries:
     """One series, and the rows it has been given on each device.
 
     Attributes:
@@ -108,7 +108,7 @@ class Recorder(ABC):
         self._inert, self.active = True, False
 
     @abstractmethod
-    def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
+    def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         """Reduce ``x`` into the row of ``watched`` for ``micro_step``. Without data there is no row.
 
         Args:
@@ -117,7 +117,9 @@ class Recorder(ABC):
         """
 
     @abstractmethod
-    def record_all(self, items: Sequence[tuple[Watched, Any]], failed: Callable[[Watched, Exception], None]) -> None:
+    def record_all(
+        self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]
+    ) -> None:
         """Reduce tensors that are no aliases into the rows of as many series, in this order.
 
         Args:
@@ -126,7 +128,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record_numbers(
-        self, watched: Watched, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
+        self, watched: RecordedSeries, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
     ) -> None:
         """Write a row whose numbers were computed elsewhere.
 
@@ -193,7 +195,7 @@ class Recorder(ABC):
             page.histogram = self._new_memory(page.rows, device, BINS, slice(None))
         return page.histogram
 
-    def _slot(self, watched: Watched, device: Device, micro_step: int) -> tuple[Slot, int]:
+    def _slot(self, watched: RecordedSeries, device: Device, micro_step: int) -> tuple[Slot, int]:
         slot = watched.slots.get(device)
         if slot is None:
             slot = watched.slots[device] = self._allot(watched.series, device, watched.micro_steps)

@@ -14,20 +14,20 @@ from monitor.dynamic import Job
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend, Communication, Framework
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import CommunicationRecorder, Framework, RecordingBackend
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
-from monitor.recording.missing import Announced
+from monitor.recording.missing import MissingKinds
 from monitor.recording.model_names import ModelNames
-from monitor.recording.run import OPEN, Place, Run, identity_of
+from monitor.recording.run import OPEN, ProcessTopology, Run, identity_of
 from monitor.recording.step_clock import Schedule
-from monitor.recording.switching import PutInForce, Switching
+from monitor.recording.switching import ApplyConfig, ConfigSwitcher
 from monitor.selection import clean_name
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
 from monitor.stats.table import combined_micro_steps
 
-Listening = Callable[[SeriesTable], Watcher]
+WatcherFactory = Callable[[SeriesTable], Watcher]
 """Makes what looks at the rows of a recording, whose series are these."""
 
 
@@ -52,12 +52,12 @@ class Recording:
         config: MonitorConfig,
         config_path: str,
         base: Path,
-        where: Callable[[], Place],
+        where: Callable[[], ProcessTopology],
         ordinal: int,
         failures: Failures,
-        backend: Backend,
+        backend: RecordingBackend,
         start_step: int = 0,
-        listening: Mapping[str, Listening] = MappingProxyType({}),
+        listening: Mapping[str, WatcherFactory] = MappingProxyType({}),
         watched: Watched | None = None,
     ) -> None:
         self._backend = backend
@@ -73,48 +73,48 @@ class Recording:
         self._recorder = backend.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
         self._opened: Run | None = None
         self._closed = False
-        self._communication: Communication | None = None
-        self.switching: Switching | None = None
-        self._put_in_force: PutInForce = _nothing
-        self._announced = Announced(failures)
-        self._listening: dict[str, Watcher] = {"what was announced": self._announced}
+        self._communication: CommunicationRecorder | None = None
+        self.switching: ConfigSwitcher | None = None
+        self._apply_config: ApplyConfig = _nothing
+        self._missing_kinds = MissingKinds(failures)
+        self._listening: dict[str, Watcher] = {"what was announced": self._missing_kinds}
         self._listening |= {name: make(self.series) for name, make in listening.items()}
 
-    def listen(self, name: str, make: Listening) -> None:
+    def listen(self, name: str, make: WatcherFactory) -> None:
         """From the next step on have another one look at the rows."""
         self._listening[name] = make(self.series)
         if self.run is not None:
             self.run.listen(name, self._listening[name])
 
-    def follow_file(self, put_in_force: PutInForce) -> None:
+    def follow_file(self, apply_config: ApplyConfig) -> None:
         """From the end of the first step on, record what the configuration file asks for.
 
         Args:
             put_in_force: Between two steps: calls ``use`` with what a configuration comes to. Where it raises, it has left
                 nothing recorded.
         """
-        self._put_in_force = put_in_force
+        self._apply_config = apply_config
         if self.switching is None:
-            self.switching = Switching(self._config_path, self._config, self, self._failures)
+            self.switching = ConfigSwitcher(self._config_path, self._config, self, self._failures)
             if self._opened is not None:
                 self.switching.opened(self._opened)
         self.attachment.at_boundary = self.switching.at_boundary
 
-    def use(self, watch: Watch, names: ModelNames, schedule: Schedule, collected: int) -> None:
+    def use(self, watch: AttachmentSpec, names: ModelNames, schedule: Schedule, collected: int) -> None:
         """Between two steps: record otherwise, as if so many steps of ``schedule`` had been collected."""
         if watch.ownership.monitored or self._opened is not None:
             self.open().use(watch.config)
         self._recorder.use(watch.config.eps, magnitudes=watch.config.counts_magnitudes)
         self.attachment.use(watch, names, schedule, collected)
-        self._announced.expect(self.attachment.expected, self.attachment.clock.step)
+        self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
     def count_magnitudes(self, wanted: bool) -> None:
         """Count histograms of magnitudes from the next tensor on, or no longer."""
         self._recorder.count_magnitudes(wanted)
 
-    def put_in_force(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
+    def apply_config(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
         """See ``Switched``."""
-        self._put_in_force(config, schedule, collected)
+        self._apply_config(config, schedule, collected)
 
     def collected(self) -> int:
         """See ``Switched``."""
@@ -134,7 +134,7 @@ class Recording:
             self._backend.asked_per_second,
         )
 
-    def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
+    def attach(self, watch: AttachmentSpec, names: ModelNames, start_step: int) -> None:
         """Hook the model and the optimizer, in place of what was hooked before."""
         rest: tuple[int, Schedule | None] = (0, None)
         if hasattr(self, "attachment"):
@@ -142,7 +142,7 @@ class Recording:
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, self.attachment.schedule
         self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, self._backend, *rest)
-        self._announced.expect(self.attachment.expected, self.attachment.clock.step)
+        self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
     def open(self) -> Run:
         """The run, begun now if it was not: before the first record at the latest, when rank and job are known."""
@@ -208,12 +208,12 @@ class Recording:
         self.attachment.structure.write(path)
         return path
 
-    def record_communication(self, communication: Communication) -> None:
+    def record_communication(self, communication: CommunicationRecorder) -> None:
         """Give communication operators rows among the others."""
         self._communication = communication  # which listens for as long as somebody holds it
         communication.record_into(self._recorder, self._where().groups, self._note)
 
-    def end_communication_log(self, communication: Communication) -> None:
+    def end_communication_log(self, communication: CommunicationRecorder) -> None:
         """Write the log of the first step into the directory of the rank, unless it was written before."""
         communication.end_log(self.open().directory)
 
@@ -284,7 +284,7 @@ INNER: Final = ("_orig_mod", "module")
 MOST_WRAPPERS: Final = 8
 
 
-def role_of(framework: Framework, backend: Backend, dp: Any, tp: Any, pp: Any) -> str:
+def role_of(framework: Framework, backend: RecordingBackend, dp: Any, tp: Any, pp: Any) -> str:
     """The role of the model that ``framework`` was found for.
 
     Stages of a pipeline may be modules of several classes, and one of them may have no parameter that is trained.
@@ -300,14 +300,14 @@ def role_of(framework: Framework, backend: Backend, dp: Any, tp: Any, pp: Any) -
     return " ".join([framework.name, *wrappers, *own, *(f"{name}_group" for name in groups)])
 
 
-def names_of(framework: Framework, backend: Backend) -> Iterator[str]:
+def names_of(framework: Framework, backend: RecordingBackend) -> Iterator[str]:
     """The names of all parameters, chunk by chunk."""
     for chunk, root in enumerate(framework.chunks):
         for name, _ in backend.parts(root).parameters:
             yield f"{chunk}:{clean_name(name)}"
 
 
-def _training(framework: Framework, backend: Backend) -> tuple[str, str]:
+def _training(framework: Framework, backend: RecordingBackend) -> tuple[str, str]:
     """What steps the model, and whether it is trained at all: an average of the weights is not."""
     parameters = (parameter for root in framework.chunks for _, parameter in backend.parts(root).parameters)
     trained = any(getattr(parameter, "requires_grad", False) for parameter in parameters)
@@ -315,13 +315,13 @@ def _training(framework: Framework, backend: Backend) -> tuple[str, str]:
     return "+".join(classes), "trained" if trained else "frozen"
 
 
-def is_staged(framework: Framework, backend: Backend, pp: Any) -> bool:
+def is_staged(framework: Framework, backend: RecordingBackend, pp: Any) -> bool:
     """Whether the ranks may have other parts of one model."""
     known = [_ranks_of(pp, backend), framework.groups().get("pp")]
     return any(ranks is not None and len(ranks) > 1 for ranks in known) or "torch.distributed.pipelining" in sys.modules
 
 
-def _ranks_of(pp: Any, backend: Backend) -> Any:
+def _ranks_of(pp: Any, backend: RecordingBackend) -> Any:
     """None of what is no group: ``set_monitor`` says so where it needs the group."""
     try:
         return backend.group_ranks("process_group", pp)

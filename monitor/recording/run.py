@@ -1,6 +1,6 @@
 """One rank's recording, put together: its directory, its manifest, its sinks and the pipeline that leads to them.
 
-Framework-free: what a framework knows of the rank comes in as a ``Place``.
+Framework-free: what a framework knows of the rank comes in as a ``ProcessTopology``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEFT_BY_EARLIER_RUNS: Final = ("anomaly_detected", "module_struct")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessTopology:
     """Where in its job a process stands.
 
     Attributes:
@@ -67,7 +67,7 @@ class Run:
         config: MonitorConfig,
         config_path: str,
         base: Path,
-        place: Place,
+        place: ProcessTopology,
         ordinal: int,
         beside: Run | None,
         series: SeriesTable,
@@ -128,7 +128,7 @@ class Run:
             watchers=self._watchers_for(config),
         )
 
-    def tell_of_alerts(self, listener: Callable[[], object]) -> None:
+    def notify_of_alerts(self, listener: Callable[[], object]) -> None:
         """Call a method, for as long as its object lives, when an alert rule has fired and the configuration says what then.
 
         Args:
@@ -202,7 +202,7 @@ class Run:
         return self.pipeline.close()
 
 
-def identity_of(place: Place, name: str | int, failures: Failures) -> JobIdentity:
+def identity_of(place: ProcessTopology, name: str | int, failures: Failures) -> JobIdentity:
     """The job's; this rank's own, and marked so, where there are others that cannot be asked.
 
     Args:
@@ -220,7 +220,7 @@ def _as_dict(config: MonitorConfig) -> dict[str, Any]:
 # side.
 
 
-class Recording(Protocol):
+class OpenRecording(Protocol):
     """What a framework's room keeps of one model and its run."""
 
     @property
@@ -241,10 +241,10 @@ class OpenRecordings:
     """
 
     def __init__(self) -> None:
-        self._open: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self._open: weakref.WeakSet[OpenRecording] = weakref.WeakSet()
         self._at_end: Finalize | None = None
 
-    def add(self, recording: Recording) -> None:
+    def add(self, recording: OpenRecording) -> None:
         """Close ``recording`` when the process ends, if nobody has by then."""
         self._open.add(recording)
         # Ahead of the pipelines, which are still to get the steps in progress.
@@ -253,7 +253,7 @@ class OpenRecordings:
         if self._at_end is None or not self._at_end.still_active():
             self._at_end = Finalize(None, self.close_all, exitpriority=0)
 
-    def discard(self, recording: Recording) -> None:
+    def discard(self, recording: OpenRecording) -> None:
         """It was closed."""
         self._open.discard(recording)
 

@@ -9,9 +9,9 @@ from functools import cache
 from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
 from monitor.failures import LOGGER
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend
-from monitor.recording.features.watchers import chosen
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import RecordingBackend
+from monitor.recording.features.watchers import modules_by_hook
 from monitor.recording.missing import gaps_of, nothing_matches, records_rows
 from monitor.recording.model_names import ModelNames
 from monitor.recording.parameter_series import NamedParameter
@@ -31,7 +31,9 @@ from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import is_of
 
 
-def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: Backend) -> None:
+def announce(
+    watch: AttachmentSpec, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: RecordingBackend
+) -> None:
     """Log what a step will come to and what will be missing, once for the job; as a warning above the configured bounds.
 
     How many tensors a module takes and gives shows only in its first call: one of each is reckoned. So is a gradient and
@@ -72,7 +74,7 @@ class _Job:
     """What the monitored ranks write between them, reckoned from what this one does."""
 
     def __init__(
-        self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable, backend: Backend
+        self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable, backend: RecordingBackend
     ) -> None:
         self._backend = backend
         self._monitored = monitored
@@ -99,7 +101,7 @@ class _Job:
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
-        for hook, found in chosen(names, config, self._backend.reading_of_features).items():
+        for hook, found in modules_by_hook(names, config, self._backend.reading_of_features).items():
             loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}

@@ -160,7 +160,7 @@ MAX_DEPTH = 16
 """Deeper nesting is not walked: it holds no activations."""
 
 
-class Leaf(NamedTuple):
+class TensorPath(NamedTuple):
     """One tensor.
 
     Attributes:
@@ -173,7 +173,7 @@ class Leaf(NamedTuple):
     tensor: Any
 
 
-class Leaves:
+class TensorPaths:
     """Finds the tensors of one framework.
 
     Args:
@@ -186,7 +186,7 @@ class Leaves:
         self._without = (*NO_TENSORS, *without)
         self._opaque_without = (*self._without, FunctionType)
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[TensorPath]:
         """The tensors among a call's arguments. Keyword arguments are called by their names and counted after the others.
 
         Those within a lone argument are called as if each were an argument. Their position is that of the argument, 0.
@@ -195,12 +195,12 @@ class Leaves:
             return [leaf._replace(position=0) if leaf.position else leaf for leaf in self.outputs(args[0])]
         return _distinct(self._walk([*enumerate(args), *kwargs.items()]))
 
-    def outputs(self, value: Any) -> list[Leaf]:
+    def outputs(self, value: Any) -> list[TensorPath]:
         """The tensors in a result (or in a single argument). A tensor that stands alone has no suffix."""
         if isinstance(value, self._tensor):
-            return [Leaf("", 0, value)]
+            return [TensorPath("", 0, value)]
         if isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], self._tensor):
-            return [Leaf("", 0, value[0])]
+            return [TensorPath("", 0, value[0])]
         return _distinct(self._walk(children(value) or ()))
 
     def held(self, value: Any) -> list[Any]:
@@ -231,10 +231,10 @@ class Leaves:
         """How many elements a result has: 1 for a tensor."""
         return 1 if isinstance(value, self._tensor) else len(list(children(value) or ()))
 
-    def _walk(self, parts: Iterable[tuple[Any, Any]]) -> Iterator[Leaf]:
+    def _walk(self, parts: Iterable[tuple[Any, Any]]) -> Iterator[TensorPath]:
         for position, (key, child) in enumerate(parts):
             for suffix, tensor in self._below(child, f"_{key}", ()):
-                yield Leaf(suffix, position, tensor)
+                yield TensorPath(suffix, position, tensor)
 
     def _below(self, value: Any, suffix: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, self._tensor):
@@ -260,9 +260,9 @@ def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def _distinct(leaves: Iterable[Leaf]) -> list[Leaf]:
+def _distinct(leaves: Iterable[TensorPath]) -> list[TensorPath]:
     """Two paths may spell alike (``a_b`` and ``b`` within ``a``): the later one is marked, so that no row has two owners."""
-    found: list[Leaf] = []
+    found: list[TensorPath] = []
     taken: set[str] = set()
     for leaf in leaves:
         suffix = leaf.suffix

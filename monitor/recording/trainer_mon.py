@@ -16,18 +16,21 @@ from monitor.coordinator.manifest_format import RECORDINGS, Watched
 from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, nobody_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend, Framework
-from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_by_nobody
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import Framework, RecordingBackend
+from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.model_names import ModelNames
 from monitor.recording.protocols import RunEnded, count, given
-from monitor.recording.recording import Listening, Recording, is_staged, names_of, role_of
+from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
-from monitor.recording.switching import resting
+from monitor.recording.switching import with_recording_off
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
+
+SpecOf = Callable[[MonitorConfig], AttachmentSpec]
+"""What a configuration asks to record of one model."""
 
 
 class TrainerMon:
@@ -50,7 +53,7 @@ class TrainerMon:
         OutputError: The output directory cannot be made or written.
     """
 
-    _backend: ClassVar[Backend]
+    _backend: ClassVar[RecordingBackend]
     _wrapped_optimizer: Any = None
 
     def __init__(
@@ -68,7 +71,7 @@ class TrainerMon:
         if opt_ty is not None:
             warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
         config = load_config(config_file_path)
-        path = _spelled(config_file_path)
+        path = _path_text(config_file_path)
         self._begin_with(config, path, is_dynamic(path), base_directory(), process_group, params_have_main_grad)
 
     @classmethod
@@ -92,11 +95,11 @@ class TrainerMon:
         self._main_grad = params_have_main_grad
         self._failures = Failures(self._backend.place().rank)
         self._ops = self._known(self._config.ops)
-        self._say_if_no_activations()
+        self._warn_if_no_activations()
         self._recordings: list[Recording] = []
         self._closed = False
         self._dynamic = dynamic
-        self._listening: dict[str, Listening] = {}
+        self._listening: dict[str, WatcherFactory] = {}
         # Now, since communication of the first step may come before the model is there.
         self._communication = (
             None if self._dynamic else self._backend.communication(self._config.cc_distribution, self._failures)
@@ -166,7 +169,7 @@ class TrainerMon:
         if not watch.ownership.monitored:
             self._close_communication()
         if not watch.ownership.monitored and not self._ends_after_first_step and not self._dynamic:
-            self._say_if_nobody(watch.ownership)
+            self._warn_if_none_monitored(watch.ownership)
         elif shared is not None:
             said = "set_monitor was called again for the same model or optimizer: it is attached anew, and the count goes on."
             self._failures.warn("attached twice", said)
@@ -184,11 +187,13 @@ class TrainerMon:
         if not self._dynamic:
             return self._config
         switching = None if shared is None else shared.switching
-        return resting(self._config) if switching is None else switching.config
+        return with_recording_off(self._config) if switching is None else switching.config
 
-    def _watch_of(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig) -> Watch:
+    def _watch_of(
+        self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig
+    ) -> AttachmentSpec:
         ownership = self._ownership(framework, *groups, config.module_ranks)
-        return Watch(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
+        return AttachmentSpec(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
     def _framework(self, chunks: Sequence[Any], optimizer: Any) -> Framework:
         try:
@@ -197,7 +202,7 @@ class TrainerMon:
             raise failure.error from None
         return found
 
-    def _names(self, watch: Watch) -> ModelNames:
+    def _names(self, watch: AttachmentSpec) -> ModelNames:
         names = ModelNames([self._backend.parts(chunk) for chunk in watch.chunks], watch.config)
         for said in (names.selection.warning(), names.selection.notice()):
             if said is not None:
@@ -205,7 +210,12 @@ class TrainerMon:
         return names
 
     def _begin(
-        self, watch: Watch, groups: tuple[Any, Any], start: int, watched: Watched, watch_of: Callable[[MonitorConfig], Watch]
+        self,
+        watch: AttachmentSpec,
+        groups: tuple[Any, Any],
+        start: int,
+        watched: Watched,
+        watch_of: SpecOf,
     ) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
@@ -235,7 +245,12 @@ class TrainerMon:
             self._announce(watch, names, recording)
 
     def _hook(
-        self, recording: Recording, watch: Watch, names: ModelNames, start: int, watch_of: Callable[[MonitorConfig], Watch]
+        self,
+        recording: Recording,
+        watch: AttachmentSpec,
+        names: ModelNames,
+        start: int,
+        watch_of: SpecOf,
     ) -> None:
         recording.attach(watch, names, start)
         if self._dynamic:
@@ -248,7 +263,7 @@ class TrainerMon:
     def _switch(
         self,
         recording: Recording,
-        watch_of: Callable[[MonitorConfig], Watch],
+        watch_of: SpecOf,
         config: MonitorConfig,
         schedule: Schedule,
         collected: int,
@@ -268,7 +283,7 @@ class TrainerMon:
         if config.collect_times and watch.ownership.monitored:
             self._announce(watch, names, recording)
 
-    def _switch_communication(self, recording: Recording, watch: Watch) -> None:
+    def _switch_communication(self, recording: Recording, watch: AttachmentSpec) -> None:
         """Of several recordings, the rows of communication stand with the first. What is listened to already goes on."""
         wanted = watch.config.cc_distribution if watch.ownership.monitored else CcDistribution()
         if recording is not self._recordings[0] or (self._communication is not None and self._communication.wanted == wanted):
@@ -279,7 +294,7 @@ class TrainerMon:
             recording.record_communication(self._communication)
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
-    def _announce(self, watch: Watch, names: ModelNames, recording: Recording) -> None:
+    def _announce(self, watch: AttachmentSpec, names: ModelNames, recording: Recording) -> None:
         reckon = self._failures.guarded("reckoning what a step will come to", announce)
         reckon(watch, names, watch.config, recording.series, self._backend)
 
@@ -321,7 +336,7 @@ class TrainerMon:
         (rows,) = self._metrics((CALL_KIND,))
         return {tag: values for tag, values in rows.items() if CALLS in values}
 
-    def listen(self, name: str, make: Listening) -> None:
+    def listen(self, name: str, make: WatcherFactory) -> None:
         """Have another one look at the rows of every recording, from the next step on.
 
         Args:
@@ -382,12 +397,12 @@ class TrainerMon:
         staged = is_staged(framework, self._backend, self._process_group)
         return Ownership(here.rank, here.world_size, module_ranks, dp, tp, pp, staged)
 
-    def _say_if_nobody(self, ownership: Ownership) -> None:
+    def _warn_if_none_monitored(self, ownership: Ownership) -> None:
         warning = nobody_monitored(self._config.module_ranks, ownership.world_size)
         if warning is not None and ownership.rank == 0:
             LOGGER.warning("%s", warning)
 
-    def _say_if_no_activations(self) -> None:
+    def _warn_if_no_activations(self) -> None:
         if self._config.xy_distribution and self._config.forward_only and self._config.backward_only:
             LOGGER.warning("forward_only and backward_only are both true: no activations will be recorded.")
 
@@ -432,11 +447,11 @@ class TrainerMon:
         rank, counted = recording.attachment.watch.ownership.rank, recording.attachment.counted_kinds
         rows = of_kinds(kinds, measured, self._ops, recording.series, layouts, rank, counted)
         if kinds == GRADIENT_KINDS and not rows[0] and recording.backward_leaves_what_is_given:
-            rows[0] = reduced_by_nobody(rows[1])
+            rows[0] = reduced_from_local(rows[1])
         for into, found in zip(merged, rows, strict=True):
             into.update(found)
 
 
-def _spelled(path: str | os.PathLike[str]) -> str:
+def _path_text(path: str | os.PathLike[str]) -> str:
     """The absolute path, as text that every file can hold."""
     return os.path.abspath(os.path.expanduser(os.fsdecode(path))).encode("utf-8", "backslashreplace").decode()

@@ -8,22 +8,22 @@ from math import prod
 from typing import Any
 
 from monitor.config import MonitorConfig
-from monitor.recording.optimizer_turns import Stepping
-from monitor.recording.parameter_series import Computed, NamedParameter
-from monitor.recording.parameters import WatchedParameters
+from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.parameter_series import ComputedRow, NamedParameter
+from monitor.recording.parameters import ParameterContext
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 
 
 class UpdateCollector:
     """Looks at each step in its own way: overrides what it wants to be told of, in the order of these methods."""
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         """An optimizer is about to step."""
 
-    def gradients_ready(self, stepping: Stepping) -> None:
+    def gradients_ready(self, stepping: OptimizerTurn) -> None:
         """Its gradients are complete, before the step; again for every backward of a closure."""
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         """It has stepped."""
 
     def forget_step(self) -> None:
@@ -36,15 +36,15 @@ class Updates:
     def __init__(self, *collectors: UpdateCollector) -> None:
         self._collectors = collectors
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         for one in self._collectors:
             one.before_step(stepping)
 
-    def gradients_ready(self, stepping: Stepping) -> None:
+    def gradients_ready(self, stepping: OptimizerTurn) -> None:
         for one in self._collectors if stepping.optimizer is not None else ():
             one.gradients_ready(stepping)
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         for one in self._collectors:
             one.after_step(stepping)
 
@@ -54,16 +54,16 @@ class Updates:
             one.forget_step()
 
 
-Collecting = Callable[[WatchedParameters], UpdateCollector]
+Collecting = Callable[[ParameterContext], UpdateCollector]
 
 
 def wanted(
     config: MonitorConfig,
-    watched: WatchedParameters,
+    watched: ParameterContext,
     *,
     ratio: Collecting,
     direction: Collecting,
-    adam: Callable[[WatchedParameters, float], UpdateCollector],
+    adam: Callable[[ParameterContext, float], UpdateCollector],
 ) -> Updates:
     """What a configuration asks for, made by a framework's own collectors."""
     collectors: list[UpdateCollector] = []
@@ -85,16 +85,16 @@ def wanted(
 class RatioCollector(UpdateCollector, ABC):
     """Norm of the update over norm of the weight before it, for each parameter."""
 
-    def __init__(self, watched: WatchedParameters) -> None:
+    def __init__(self, watched: ParameterContext) -> None:
         self._series = watched.series("update_ratio")
         self._framework = watched.framework
         self._before: dict[NamedParameter, Any] = {}
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         self._before.clear()
         self._series.each(self._keep, stepping.held)
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         try:
             self._series.record_computed(self._compared, stepping.held)
         finally:
@@ -120,12 +120,12 @@ class RatioCollector(UpdateCollector, ABC):
         if usable is not None:
             self._before[parameter] = self._copy(usable)
 
-    def _compared(self, parameter: NamedParameter) -> Computed | None:
+    def _compared(self, parameter: NamedParameter) -> ComputedRow | None:
         before, weight = self._before.pop(parameter, None), self._weight(parameter)
         squares = None if before is None or weight is None else self._squares(weight, before)
         if squares is None:
             return None
-        return Computed({COUNT: float(prod(weight.shape)), SUM: squares[0], SUMSQ: squares[1]}, weight)
+        return ComputedRow({COUNT: float(prod(weight.shape)), SUM: squares[0], SUMSQ: squares[1]}, weight)
 
     def _weight(self, parameter: NamedParameter) -> Any:
         weight = self._framework.weight(parameter)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from monitor.recording.collectives import Group, Labels
+from monitor.recording.collectives import Labels, NamedGroup
 
 NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 ISSUERS: Final = ("_dtensor",)
@@ -261,14 +261,14 @@ class Groups:
 
     def __init__(self) -> None:
         self._labels = Labels()
-        self._known: dict[weakref.ref[dist.ProcessGroup], Group] = {}
+        self._known: dict[weakref.ref[dist.ProcessGroup], NamedGroup] = {}
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
         """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
         self._labels.learn(roles)
         self._known.clear()
 
-    def of(self, given: Any) -> Group | None:
+    def of(self, given: Any) -> NamedGroup | None:
         """What is known of a process group; None where torch knows none.
 
         Args:
@@ -287,12 +287,12 @@ class Groups:
     def _forget(self, gone: weakref.ref[dist.ProcessGroup]) -> None:
         self._known.pop(gone, None)
 
-    def _described(self, given: dist.ProcessGroup) -> Group | None:
+    def _described(self, given: dist.ProcessGroup) -> NamedGroup | None:
         try:
             ranks = dist.get_process_group_ranks(given)
         except KeyError:  # made without torch's knowledge: nobody knows which ranks it is of
             return None
-        return Group(self._labels.of(ranks, dist.get_world_size()), given.rank())
+        return NamedGroup(self._labels.of(ranks, dist.get_world_size()), given.rank())
 
 
 _resolve: Final[Any] = torch._C._distributed_c10d._resolve_process_group

@@ -21,7 +21,7 @@ from monitor.pytorch.collectives.operators import Groups, Method, Operator
 from monitor.pytorch.process_group import initialized, is_settled
 from monitor.pytorch.recorder import Recorder, has_data
 from monitor.recording import collectives as capture
-from monitor.recording.collectives import LOCK_SECONDS, Call, CallRows
+from monitor.recording.collectives import LOCK_SECONDS, CallRows, CollectiveCall
 from monitor.recording.recorder import LateRows
 from monitor.stats.host.native import HostPage
 from monitor.stats.table import Page
@@ -49,7 +49,7 @@ def communication(wanted: CcDistribution, failures: Failures) -> Communication |
 
 HOST: Final = torch.device("cpu")
 
-_Staged = tuple[Call, int, int, torch.Size]
+_Staged = tuple[CollectiveCall, int, int, torch.Size]
 """A tensor that was copied: its call, its number in it, its place among all that was written in the step, its shape."""
 
 
@@ -67,7 +67,7 @@ class OperatorCalls(CallRows, LateRows):
         self._staged: list[_Staged] = []
         recorder.late = self
 
-    def read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+    def read(self, call: CollectiveCall, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
         """Reduce what a call has moved, a row a tensor.
 
         Args:
@@ -119,14 +119,14 @@ class OperatorCalls(CallRows, LateRows):
         self._staging.cut(0)
         self._staged.clear()
 
-    def _note(self, call: Call, x: Tensor) -> None:
+    def _note(self, call: CollectiveCall, x: Tensor) -> None:
         """What was copied just now is the next tensor of ``call``."""
         table = self._recorder.table
         table.writes += 1
         self._staged.append((call, call.read, table.writes, x.shape))
         call.read += 1
 
-    def _read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+    def _read(self, call: CollectiveCall, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
         recorder = self._recorder
         if not recorder.active:
             return False
@@ -143,7 +143,7 @@ class OperatorCalls(CallRows, LateRows):
                 self._forget_all(staged, written)
         return complete
 
-    def _read_one(self, call: Call, x: Tensor, written: list[tuple[Page, int]]) -> bool:
+    def _read_one(self, call: CollectiveCall, x: Tensor, written: list[tuple[Page, int]]) -> bool:
         if self._staging.add(x):
             self._note(call, x)
             return True
@@ -157,7 +157,7 @@ class OperatorCalls(CallRows, LateRows):
         del self._staged[staged:]
         self._forget(written)
 
-    def _row_of(self, call: Call, part: int) -> int:
+    def _row_of(self, call: CollectiveCall, part: int) -> int:
         if part:
             return self._slot(call.series, HOST, call.number, part).row
         rows = call.series.staged_rows
@@ -186,7 +186,7 @@ MAX_WAITED_FOR: Final = 4096
 class _Awaited:
     """The result of a functional collective: another one may come to stand at its address."""
 
-    call: Call
+    call: CollectiveCall
     storage: weakref.ref[torch.UntypedStorage]
     layout: Layout
 
@@ -273,7 +273,7 @@ class Communication(capture.Communication, CollectiveListener):
             boxed = result[-1] if isinstance(result, (tuple, list)) else result
             self._completion.issued_below(dist.Work.unbox(boxed), call, outputs)
 
-    def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
+    def _await_functional(self, call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
         for output in outputs:
             # By its memory, as torch itself finds the work to wait for: the tensor that comes back may be another object.
             storage = output.untyped_storage()
@@ -295,7 +295,7 @@ class Communication(capture.Communication, CollectiveListener):
         if output is not None and self._calls is not None and self._calls.read(found.call, [output]) and first:
             self.unread -= 1
 
-    def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+    def _outputs_there(self, call: CollectiveCall, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
         try:
             if function_modes():
                 with unseen():

@@ -13,12 +13,12 @@ from monitor.recording.activations import ModuleCollector
 from monitor.recording.features.reading import NOT_CALLED, Reading
 from monitor.recording.features.watchers import (
     AttentionWatcher,
-    Chosen,
     FeatureWatcher,
+    HookModules,
     LinearWatcher,
     RouterLogitWatcher,
     RouterWeightWatcher,
-    chosen,
+    modules_by_hook,
     warning,
 )
 from monitor.recording.model_names import ModelNames, NamedModule
@@ -51,8 +51,8 @@ class FeatureCollector:
         self._hooks = HookSet()
         self._misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
         self._named: set[tuple[str, str]] = set()
-        self._told = False
-        found = chosen(names, config, reading)
+        self._reported = False
+        found = modules_by_hook(names, config, reading)
         if (said := warning(found)) is not None:
             LOGGER.warning("[rank %d] %s", ownership.rank, said)
         self._watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
@@ -81,13 +81,13 @@ class FeatureCollector:
 
     def end_step(self) -> None:
         """A collected step has ended. Of the first, all modules that have no row are named."""
-        if not self._told:
+        if not self._reported:
             for watcher in self._watchers:
                 if not watcher.called:
                     self.does_not_fit(watcher.kind, watcher.name, NOT_CALLED)
         if self._misfits:
-            self._tell()
-        self._told = True
+            self._report_misfits()
+        self._reported = True
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -95,21 +95,21 @@ class FeatureCollector:
         for watcher in self._watchers:
             watcher.forget_step()
 
-    def _tell(self) -> None:
-        cause = "features without a module" if not self._told else "features that no longer fit"
+    def _report_misfits(self) -> None:
+        cause = "features without a module" if not self._reported else "features that no longer fit"
         step = self.modules.clock.step
         named = "; ".join(f"{kind}: {reason}: {', '.join(map(repr, who))}" for (kind, reason), who in self._misfits.items())
         self.modules.failures.warn(cause, f"Features that have no row in step {step}: {named}. See docs/features.md.")
         self._misfits.clear()
 
-    def _watchers_of(self, hook: str, found: Chosen, config: MonitorConfig) -> Iterator[FeatureWatcher]:
+    def _watchers_of(self, hook: str, found: HookModules, config: MonitorConfig) -> Iterator[FeatureWatcher]:
         for module in found.modules:
             if self.modules.backend.takes_hooks(module.module):
                 yield self._watcher(hook, module, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")
 
-    def _watcher(self, hook: str, module: NamedModule, found: Chosen, config: MonitorConfig) -> FeatureWatcher:
+    def _watcher(self, hook: str, module: NamedModule, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
         if hook == "attention_hook":
             return AttentionWatcher(module, self, config.sa_order, config.sa_heads, config.sa_batch_rows)
         if hook == "moe_router_logit_hook":

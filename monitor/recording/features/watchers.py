@@ -13,9 +13,9 @@ from monitor.recording.activations import ModuleCollector
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, MisfitError, Reading, Routing, Search
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import Calls, HookSet, Place
-from monitor.recording.recorder import Watched
-from monitor.selection import Ambiguous, Unmatched, noticed, told
+from monitor.recording.protocols import CallIndex, Calls, HookSet
+from monitor.recording.recorder import RecordedSeries
+from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
 from monitor.series import Series
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 
@@ -31,7 +31,7 @@ SUFFIXES: Final = {
 _MISSED: Final = "l2_targets that name no module of this model (of a pipeline, of this rank's part of it)"
 
 
-class Chosen(NamedTuple):
+class HookModules(NamedTuple):
     """The modules of a hook.
 
     Attributes:
@@ -46,7 +46,7 @@ class Chosen(NamedTuple):
     ambiguous: Sequence[Ambiguous] = ()
 
 
-def chosen(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mapping[str, Chosen]:
+def modules_by_hook(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mapping[str, HookModules]:
     """By hook; empty where no features are recorded."""
     if not config.recording_l2_features:
         return {}
@@ -54,23 +54,23 @@ def chosen(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mappin
     found = {hook: _named(names, targets, reading) for hook, targets in wanted.items() if targets}
     if wanted["linear_hook"] == ():
         inner = [_unwrapped(one, reading) for one in names.modules()]
-        found["linear_hook"] = Chosen([one for one in inner if _has_matrix(one, reading)], named=False)
+        found["linear_hook"] = HookModules([one for one in inner if _has_matrix(one, reading)], named=False)
     return found
 
 
-def warning(found: Mapping[str, Chosen]) -> str | None:
+def warning(found: Mapping[str, HookModules]) -> str | None:
     """What the user should know of the choice; None if nothing."""
     if not found:
         return "recording_l2_features is true and l2_targets names no module: there will be no features."
-    missed = [f"{hook}: {', '.join(map(told, one.unmatched))}" for hook, one in found.items() if one.unmatched]
+    missed = [f"{hook}: {', '.join(map(unmatched_text, one.unmatched))}" for hook, one in found.items() if one.unmatched]
     said = [f"{_MISSED}: {'; '.join(missed)}."] if missed else []
-    several = noticed("l2_targets", [one for hook in found.values() for one in hook.ambiguous])
+    several = ambiguity_notice("l2_targets", [one for hook in found.values() for one in hook.ambiguous])
     return " ".join([*said, *([several] if several else [])]) or None
 
 
-def _named(names: ModelNames, targets: Sequence[str], reading: Reading) -> Chosen:
+def _named(names: ModelNames, targets: Sequence[str], reading: Reading) -> HookModules:
     modules, unmatched, ambiguous = names.targeted(targets)
-    return Chosen([_unwrapped(module, reading) for module in modules], unmatched=unmatched, ambiguous=ambiguous)
+    return HookModules([_unwrapped(module, reading) for module in modules], unmatched=unmatched, ambiguous=ambiguous)
 
 
 def _has_matrix(module: NamedModule, reading: Reading) -> bool:
@@ -87,7 +87,7 @@ def _unwrapped(module: NamedModule, reading: Reading) -> NamedModule:
 # --- What the hooks of a module have in common for all features: when a call counts, and its row.
 
 
-class Asked(Protocol):
+class FeatureContext(Protocol):
     """Whom watchers ask.
 
     Attributes:
@@ -114,7 +114,7 @@ class FeatureWatcher(ABC):
 
     kind: str
 
-    def __init__(self, module: NamedModule, asked: Asked) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext) -> None:
         self.name = module.name
         self.called = False
         self._module, self._chunk = module.module, module.chunk
@@ -122,7 +122,7 @@ class FeatureWatcher(ABC):
         self._backend = asked.modules.backend
         self._recorder, self._clock = asked.modules.recorder, asked.modules.clock
         self._calls: Calls | None = None
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, RecordedSeries] = {}
 
     @abstractmethod
     def attach(self, hooks: HookSet) -> None:
@@ -153,7 +153,7 @@ class FeatureWatcher(ABC):
         # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.
         return self._recorder.active and module is self._module
 
-    def _begin(self, module: Any) -> Place | None:
+    def _begin(self, module: Any) -> CallIndex | None:
         """The call that begins now; None if it is not of training, or repeats one that was recorded in forward."""
         if self._backend.repeating() or not self._modules.counts(self._chunk, module):
             return None
@@ -167,7 +167,7 @@ class FeatureWatcher(ABC):
         if watched is None:
             name = f"{self.name}.{SUFFIXES[self.kind]}" + (f"#{call}" if call else "")
             micro_steps = tuple(range(self._clock.micro_steps))
-            watched = self._watched[call] = Watched(Series(self.kind, self._chunk, name), micro_steps)
+            watched = self._watched[call] = RecordedSeries(Series(self.kind, self._chunk, name), micro_steps)
         self._recorder.record_numbers(watched, numbers, x, micro_step)
 
     def _misfit(self, reason: str) -> None:
@@ -182,7 +182,7 @@ class AttentionWatcher(FeatureWatcher):
 
     kind = "attention_hook"
 
-    def __init__(self, module: NamedModule, asked: Asked, order: str, heads: int, rows: int) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext, order: str, heads: int, rows: int) -> None:
         super().__init__(module, asked)
         self._order, self._heads, self._rows = order, heads, rows
         self._open: list[Search | None] = []
@@ -230,7 +230,7 @@ class AttentionWatcher(FeatureWatcher):
             if not found and result is not None:
                 self._misfit(reason)
 
-    def _seen(self, place: Place, scores: Any) -> None:
+    def _seen(self, place: CallIndex, scores: Any) -> None:
         with self._reading.beneath():
             found = self._reading.spread(scores, self._heads, self._rows)
         numbers = {COUNT: found.queries, SUM: found.entropy, SUMSQ: found.greatest}
@@ -247,10 +247,10 @@ class RouterLogitWatcher(FeatureWatcher):
 
     kind = "moe_router_logit_hook"
 
-    def __init__(self, module: NamedModule, asked: Asked) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext) -> None:
         super().__init__(module, asked)
         self._returns_logits = asked.reading.is_linear(module.module)
-        self._open: list[tuple[Place, int | None, Routing | None] | None] = []
+        self._open: list[tuple[CallIndex, int | None, Routing | None] | None] = []
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a router", self._before)
@@ -322,12 +322,12 @@ class WeightWatcher(FeatureWatcher):
         named: Whether the user named the module; of others that turn out to have no matrix nothing is said.
     """
 
-    def __init__(self, module: NamedModule, asked: Asked, *, named: bool) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext, *, named: bool) -> None:
         super().__init__(module, asked)
         self._named = named
         between_forwards: Any = self._reading.matrix_of(module.module)
         self._parameter = NamedParameter(module.chunk, f"{module.name}.{SUFFIXES[self.kind]}", between_forwards)
-        self._of_seen: tuple[tuple[int, ...], Watched | None] | None = None
+        self._of_seen: tuple[tuple[int, ...], RecordedSeries | None] | None = None
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a weight", self._before)
@@ -347,12 +347,12 @@ class WeightWatcher(FeatureWatcher):
             if self._named:
                 self._misfit(str(misfit))
 
-    def _series_for(self, weight: Any, matrix: Any) -> Watched | None:
+    def _series_for(self, weight: Any, matrix: Any) -> RecordedSeries | None:
         """Asked once: how a weight is laid out over the ranks stays."""
         shape = tuple(matrix.shape)
         if self._of_seen is None or self._of_seen[0] != shape:
             series = self._asked.series(self.kind, self._parameter, weight)
-            self._of_seen = shape, None if series is None else Watched(series)
+            self._of_seen = shape, None if series is None else RecordedSeries(series)
         return self._of_seen[1]
 
     @abstractmethod
