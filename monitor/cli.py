@@ -11,11 +11,11 @@ from typer.core import TyperCommand
 
 import monitor
 
-# --- Arguments that the commands share, so that the same argument means and says the same in all of them.
+# --- Arguments that the commands share, so that they have the same meaning and help in all commands.
 
 
 def command_app() -> typer.Typer:
-    """An empty command. Its help is plain text: the same in a log and in a terminal, whatever characters an example has."""
+    """An empty command. Its help is plain text, the same in a log and in a terminal."""
     return typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -42,7 +42,7 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_sho
 
 
 def one_directory(argument: Path | None, option: Path | None) -> Path:
-    """The directory of a command, which is given either as an argument or with ``-d``.
+    """The directory of a command, given as an argument or with ``-d``.
 
     Raises:
         typer.BadParameter: It is given twice, or not at all.
@@ -56,7 +56,7 @@ def one_directory(argument: Path | None, option: Path | None) -> Path:
 
 
 class CommandEntry(NamedTuple):
-    """A command, without importing it."""
+    """Where to import a command from."""
 
     module: str
     app: str
@@ -81,7 +81,7 @@ COMMANDS: Final = {
 
 
 class Subcommand(TyperCommand):
-    """Hands all its arguments on, ``--help`` included: the command that it stands for parses them."""
+    """Passes all arguments, including ``--help``, to the imported command."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Keep ``args`` as they are."""

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said for someone who has the file in front of them and never read this code."""
+"""Messages for users about errors in a configuration: line, field, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from monitor.config.jsonc import Path
 
-# --- What a field allows, in words, read from the JSON schema of the model; for error messages and for the documentation.
+# --- The allowed values of a field, in words, from the model's JSON schema: for error messages and the documentation.
 
 SchemaNode = Mapping[str, Any]
 """A JSON schema of one value."""
@@ -29,7 +29,7 @@ _NOUNS: Final = {
 
 
 class FieldSchema:
-    """The schema of a model, asked by path."""
+    """Looks up parts of a model's schema by path."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         schema = model.model_json_schema()
@@ -42,18 +42,18 @@ class FieldSchema:
         return str(self.root.get("documented", "docs/configuration.md"))
 
     def at(self, path: Path) -> SchemaNode:
-        """The schema of the value at a path, empty where the model has no such place."""
+        """The schema of the value at a path; empty if the model has no such path."""
         node = self.root
         for step in path:
             node = self._below(self.resolved(node), step)
         return node
 
     def fields(self, path: Path) -> dict[str, SchemaNode]:
-        """The fields of the object at a path, none where it is not an object with fields of its own."""
+        """The fields of the object at a path; empty if it is no object with fields."""
         return dict(self.resolved(self.at(path)).get("properties", {}))
 
     def resolved(self, node: SchemaNode) -> SchemaNode:
-        """The schema behind references, and of what may be null that of what is not."""
+        """The schema with references resolved; for an optional value, the schema of the value that is not null."""
         for option in node.get("anyOf", node.get("allOf", ())):
             if option.get("type") != "null":
                 return self.resolved(option)
@@ -69,7 +69,7 @@ class FieldSchema:
         return below if isinstance(below, Mapping) else {}
 
     def allowed(self, node: SchemaNode) -> str:
-        """What a value of this schema may be, as a phrase to follow "expected"."""
+        """The allowed values of this schema, as a phrase to follow "expected"."""
         if "allowed" in node:
             return str(node["allowed"])
         if "anyOf" in node:
@@ -111,7 +111,7 @@ def _bounds(node: SchemaNode) -> str:
 
 
 def _readable(bound: float) -> str:
-    """Limits of machine integers are known by their powers, and 0.0 by 0."""
+    """A bound as text: limits of machine integers as powers of two, and 0.0 as 0."""
     if bound != int(bound):
         return str(bound)
     power = int(bound).bit_length()
@@ -124,11 +124,11 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,59}")
 
 
 def explain(model: type[BaseModel], error: ValidationError, lines: Mapping[Path, int]) -> list[str]:
-    """One sentence for each problem, in the order of the file's lines; past ``MAX_PROBLEMS`` only their number.
+    """One sentence for each problem, in the order of the file's lines. Beyond ``MAX_PROBLEMS``: only how many there are.
 
     Args:
-        model: What the configuration was validated against.
-        lines: The line of each value, by path, as far as known.
+        model: The model that rejected the configuration.
+        lines: The line of each value, by path, if known.
     """
     schema = _schema_of(model)
     problems = sorted(error.errors(include_url=False), key=lambda one: _line(lines, one["loc"]))
@@ -139,7 +139,7 @@ def explain(model: type[BaseModel], error: ValidationError, lines: Mapping[Path,
 
 
 def path_text(path: Path) -> str:
-    """A path as people write it: ``alert.rules[0].rule_name``, ``targets["h.0.mlp"].input``."""
+    """A path as text: ``alert.rules[0].rule_name``, ``targets["h.0.mlp"].input``."""
     text = ""
     for step in path:
         if isinstance(step, str) and _PLAIN_NAME.fullmatch(step):
@@ -150,20 +150,20 @@ def path_text(path: Path) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in the file, cut to what fits into a sentence."""
+    """A value as JSON, truncated to ``MAX_VALUE_CHARACTERS``."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 4] + " ..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that this one was probably meant to be."""
+    """The known name that is most similar to ``name``; None if none is similar."""
     matches = difflib.get_close_matches(name[:64].lower(), list(known), n=1, cutoff=0.7)
     return matches[0] if matches else None
 
 
 @functools.cache
 def _schema_of(model: type[BaseModel]) -> FieldSchema:
-    """Made when the first error is explained; a configuration without one does not pay for it."""
+    """The schema of a model, built when the first error is explained: a valid configuration does not need it."""
     return FieldSchema(model)
 
 
@@ -191,7 +191,7 @@ def _unknown(schema: FieldSchema, path: Path) -> str:
 
 
 def _line(lines: Mapping[Path, int], path: Path) -> int:
-    """The line of a value, or of the nearest one around it where it does not stand in the file; 0 if none is known."""
+    """The line of a value; if it is not in the file, the line of the nearest enclosing value; 0 if none is known."""
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 0)
 
 

@@ -42,16 +42,16 @@ _LOW_PRECISION: Final = ("fp16", "bf16", "e4m3", "e5m2")
 HISTOGRAM_OPS: Final = frozenset(
     {"magnitude_histogram", *(f"{lost}_{name}" for lost in ("underflow", "overflow") for name in _LOW_PRECISION)}
 )
-"""The ops that a histogram of every tensor is counted for."""
+"""Ops that need a histogram of every tensor."""
 
 HISTOGRAM_FORMATS: Final = frozenset({"tensorboard", "hdf5"})
 
 DEFAULT_STEPS_PER_RECORD: Final = {"hdf5": 100}
-"""Where it is not 1. A file a step is a burden on a shared file system."""
+"""Formats whose default is not 1: one file per step is a burden on a shared file system."""
 
 
 class Capability(str):
-    """What a field belongs to, as the documentation names it. It stands in the field's annotation and has no other effect."""
+    """The capability that a field belongs to, for the documentation. It is part of the annotation and has no other effect."""
 
     __slots__ = ()
 
@@ -75,13 +75,13 @@ LIMITS = Capability("limits")
 
 
 class _StrictModel(BaseModel):
-    """Values are taken as they are written: ``"1"`` is not 1, 1 is not true. An integer serves where a float is asked for."""
+    """A model that converts no values: ``"1"`` is not 1, 1 is not true. An integer is accepted for a float."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Target(_StrictModel):
-    """What to record of one module. Nothing named means everything."""
+    """The tensors of one module to record. If no side is named, all sides are recorded."""
 
     input: Side = None
     """What the module is called with."""
@@ -94,7 +94,7 @@ class Target(_StrictModel):
 
     @property
     def named(self) -> dict[str, TensorSpec]:
-        """The sides that the target names, each with its spec; empty where it names none and so means all."""
+        """The sides that the target names, each with its spec; empty if it names none, which means all."""
         return {side: spec for side, spec in self if spec is not None}
 
     @model_serializer
@@ -268,18 +268,18 @@ class Settings(_StrictModel):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats to write, at least one, each once."""
+        """The formats to write: at least one, each once."""
         return self.format
 
     def steps_per_record(self, format_name: str) -> int:
-        """Steps in each file of a format: ``step_count_per_record``, or where that was not set the format's own default."""
+        """Steps in each file of a format: ``step_count_per_record``; if that was not set, the format's own default."""
         if "step_count_per_record" in self.model_fields_set:
             return self.step_count_per_record
         return DEFAULT_STEPS_PER_RECORD.get(format_name, self.step_count_per_record)
 
     @model_serializer(mode="wrap")
     def _keep_what_was_not_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A dump that gave the default would set it, and ``steps_per_record`` would answer differently once read back."""
+        """Leave out an unset ``step_count_per_record``: a dumped default would count as set when it is read back."""
         fields: dict[str, Any] = dump(self)
         if "step_count_per_record" not in self.model_fields_set:
             fields.pop("step_count_per_record", None)

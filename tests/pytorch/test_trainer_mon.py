@@ -343,7 +343,7 @@ class TestFailures:
         self.assert_equal(self.trained(output, model), expected)
         said = [message for message in warnings_in(caplog) if "MemoryError" in message]
         assert 1 <= len(said) <= 10
-        assert all("Training goes on" in message for message in said)
+        assert all("Training continues" in message for message in said)
 
     def test_in_a_sink(self, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         """Peers, fault 17: any error of the file system killed training."""
