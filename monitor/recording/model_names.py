@@ -1,4 +1,4 @@
-"""The names of a model's parts, chunk by chunk, and which of them are watched."""
+"""The names of a model's modules and parameters, chunk by chunk, and the selected ones."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class NamedModule:
 
 
 class NamedParts(NamedTuple):
-    """What a framework calls the parts of a chunk: modules, parents before their children, and parameters."""
+    """The modules of a chunk (parents before their children) and its parameters, with the framework's names."""
 
     modules: Iterable[tuple[str, Any]]
     parameters: Iterable[tuple[str, Any]]
 
 
 class Targeted(NamedTuple):
-    """What some names stand for.
+    """The modules that targets select.
 
     Attributes:
         modules: In the order of the model.
-        unmatched: The names that no module has.
-        ambiguous: The names that several modules have.
+        unmatched: The targets without a match.
+        ambiguous: The targets that match several names.
     """
 
     modules: Sequence[NamedModule]
@@ -47,8 +47,8 @@ class Targeted(NamedTuple):
 class ModelNames:
     """Every module and parameter of a model's chunks.
 
-    A wrapper and what it wraps share a name once the wrapper's part is stripped. The outer one is watched: the inner may be
-    compiled, flattened or recomputed.
+    A wrapper and the wrapped module have the same name without the wrapper's component. The wrapper is recorded: the inner
+    module may be compiled, flattened or recomputed.
     """
 
     def __init__(self, chunks: Sequence[NamedParts], config: MonitorConfig) -> None:
@@ -72,7 +72,7 @@ class ModelNames:
                 yield NamedModule(chunk, self._row_names.get(name, name), module, self.selection.module(chunk, name))
 
     def targeted(self, targets: Sequence[str]) -> Targeted:
-        """The modules that some names stand for, spelled in any way that ``targets`` may be."""
+        """The modules that ``targets`` select, by full or short names."""
         names = [ChunkNames(tuple(modules), ()) for modules in self._modules]
         every = dict.fromkeys(targets, Target())
         selection = TargetSelection(every, names, all_xy=False, forward_only=False, backward_only=False)
@@ -81,7 +81,7 @@ class ModelNames:
         return Targeted(found, selection.unmatched, selection.ambiguous)
 
     def parameters(self) -> Iterator[NamedParameter]:
-        """The parameters that are watched, in the order of the framework."""
+        """The selected parameters, in the order of the framework."""
         for chunk, parameters in enumerate(self._parameters):
             for name, parameter in parameters.items():
                 if self.selection.parameter(chunk, name):

@@ -1,4 +1,4 @@
-"""All features of one attachment."""
+"""Collects the features of one attachment: creates their watchers, and reports modules without rows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FeatureCollector:
     """``attention_hook``, ``linear_hook``, ``moe_router_weight_hook``, ``moe_router_logit_hook``.
 
     Attributes:
-        modules: Who knows which calls belong to training.
-        reading: What a framework brings to features.
+        modules: Tells which calls belong to training.
+        reading: The framework's computation of features.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FeatureCollector:
             watcher.attach(self._hooks)
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
-        """The series of a feature of a weight; None where another rank writes it."""
+        """The series of a feature of a weight; None if another rank writes it."""
         known = self.reading.weight_placement(self._framework, self._ownership.rank, parameter, seen)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         placement = self._ownership.placed(kind, known, tensor_parallel=split)
@@ -74,13 +74,13 @@ class FeatureCollector:
         return series
 
     def does_not_fit(self, kind: str, name: str, reason: str) -> None:
-        """Say at the end of the step that there is no row of a module."""
+        """Report at the end of the step that a module has no row."""
         if (kind, name) not in self._named:
             self._named.add((kind, name))
             self._misfits[kind, reason].append(name)
 
     def end_step(self) -> None:
-        """A collected step has ended. Of the first, all modules that have no row are named."""
+        """End a collected step. In the first one, report all modules that have no row."""
         if not self._reported:
             for watcher in self._watchers:
                 if not watcher.called:
