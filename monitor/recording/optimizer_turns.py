@@ -1,4 +1,4 @@
-"""When a step of several optimizers ends, and which parameters each of them steps."""
+"""Determines when a step of several optimizers ends, and which parameters each of them steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NAMED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTurn:
-    """An optimizer that takes its turn in the step in progress.
+    """The turn of one optimizer in the step in progress.
 
     Attributes:
-        optimizer: The optimizer itself; None where a framework has none on this rank.
-        held: The watched parameters that it steps; None where it steps all of them.
+        optimizer: The optimizer; None if the framework has none on this rank.
+        held: The recorded parameters that it steps; None if it steps all of them.
     """
 
     optimizer: Any
@@ -27,10 +27,10 @@ class OptimizerTurn:
 
 
 class OptimizerTurns:
-    """Which optimizers have had their turn in the step in progress. Each has one turn a step: it steps, or is skipped.
+    """The optimizers that have had their turn in the step in progress. In its turn, an optimizer steps or is skipped.
 
-    A step ends when every optimizer has had its turn. Where the loop does otherwise (a critic that steps five times, an
-    optimizer that an ``if`` leaves out), it ends just before an optimizer that has had its turn takes another.
+    A step ends when every optimizer has had its turn. In other loops (a critic that steps five times, an optimizer in an
+    ``if``), the step ends just before an optimizer takes its second turn.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class OptimizerTurns:
 
     @property
     def status(self) -> Status:
-        """Of the step, were it to end now. A step in which any optimizer has stepped is complete."""
+        """The status of the step if it ends now: complete if at least one optimizer has stepped."""
         return "complete" if self._stepped else "skipped"
 
     def clear(self) -> None:
@@ -68,16 +68,17 @@ class OptimizerTurns:
 
 
 class OptimizerIndex(Protocol):
-    """What knows which parameters an optimizer steps: the ``Framework``."""
+    """Knows which parameters an optimizer steps: the ``Framework``."""
 
     def held(self, optimizer: Any) -> Collection[int] | None:
-        """The ids of the tensors that it steps; None where it steps all that the framework knows of."""
+        """The ids of the tensors that an optimizer steps; None if it steps all parameters."""
 
 
 class OptimizerParameters:
-    """The watched parameters of each optimizer. Groups may change between two steps, so they are asked for in each.
+    """The recorded parameters of each optimizer, read in every step, since parameter groups may change.
 
-    A parameter of several optimizers belongs to the first of them, and a frozen one that none has to the first of all.
+    A parameter of several optimizers belongs to the first of them. A frozen parameter without an optimizer belongs to the
+    first of all optimizers.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], framework: OptimizerIndex) -> None:
@@ -88,7 +89,7 @@ class OptimizerParameters:
         self._free: list[NamedParameter] = []
 
     def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
-        """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all that are watched."""
+        """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all recorded ones."""
         ids = self._framework.held(optimizer)
         if id(optimizer) not in self._ids or self._ids[id(optimizer)] is not ids:
             self._divide(optimizers)
@@ -100,7 +101,7 @@ class OptimizerParameters:
         return next((one.name for one in self._parameters if among is None or one in among), "")
 
     def unstepped(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
-        """The parameters that are trained, and that no optimizer steps."""
+        """The trained parameters that no optimizer steps."""
         self._divide(optimizers)
         return self._free
 
@@ -121,11 +122,11 @@ class OptimizerParameters:
 
 
 def unstepped_warning(parameters: Sequence[NamedParameter], watched: int) -> str:
-    """What to warn of when no optimizer that is known steps ``parameters``, some of ``watched``."""
+    """The warning that no known optimizer steps ``parameters``, out of ``watched`` recorded ones."""
     named = ", ".join(one.name for one in parameters[:NAMED])
     rest = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""
     return (
-        f"{len(parameters)} of {watched} parameters are stepped by no optimizer that set_monitor was given ({named}{rest}). "
+        f"{len(parameters)} of {watched} parameters belong to no optimizer that was passed to set_monitor ({named}{rest}). "
         "They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of the model: "
         "set_monitor(model, grad_acc_steps, [first, second])."
     )
