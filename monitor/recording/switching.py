@@ -1,4 +1,4 @@
-"""Dynamic monitoring of one recording: at each boundary between two steps, what holds from there on."""
+"""Dynamic monitoring of one recording: applies the agreed configuration at each boundary between two steps."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from monitor.recording.run import Run
 from monitor.recording.step_clock import Schedule
 
 ApplyConfig = Callable[[MonitorConfig, Schedule, int], None]
-"""Between two steps: record what a configuration asks for, in these steps, as if so many of them had been collected."""
+"""Applies a configuration and a schedule between two steps, as if the given number of steps had been collected."""
 
 
 class ConfigTarget(Protocol):
-    """What a configuration is put in force on."""
+    """The recording that a configuration is applied to."""
 
     def job(self) -> Job:
-        """How this rank reaches the others."""
+        """The job: how this rank reaches the others."""
 
     def apply_config(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
         """See ``ApplyConfig``. Where it raises, nothing is recorded until the next change."""
 
     def collected(self) -> int:
-        """How many steps of what is in force were to be collected so far."""
+        """Number of steps of the current schedule that were scheduled for collection so far."""
 
 
 class ConfigSwitcher:
-    """Asks at each boundary, and does what was agreed on.
+    """Applies the configuration that the ranks agreed on, at each boundary between two steps.
 
-    The first boundary is the end of the first step: rank, world and store are known by then. Until then nothing is recorded.
+    The first boundary is the end of the first step, when rank, world size and store are known. Nothing is recorded before.
 
     Args:
-        path: Of the configuration file.
-        config: What was read there when the program started.
+        path: Path of the configuration file.
+        config: The configuration read at the start of the program.
 
     Attributes:
-        config: What is in force, with everything off while monitoring is.
+        config: The active configuration; with everything off while monitoring is off.
     """
 
     def __init__(self, path: str, config: MonitorConfig, switched: ConfigTarget, failures: Failures) -> None:
@@ -62,22 +62,22 @@ class ConfigSwitcher:
         self.at_boundary: Callable[[int], object] = failures.guarded("switching the configuration", self._boundary)
 
     def opened(self, run: Run) -> None:
-        """From now on there is a run, and a manifest of it."""
+        """Connect to a run and its manifest, which now exist."""
         run.notify_of_alerts(self.alert)
         self._journal.attach_manifest(run.manifest)
 
     def alert(self) -> None:
-        """An alert rule has fired on this rank. Any thread; does not wait."""
+        """Report that an alert rule has fired on this rank. Safe on any thread; does not block."""
         if self._control is not None:
             self._control.alert()
 
     def close(self) -> None:
-        """Any number of times."""
+        """End dynamic monitoring. May be called repeatedly."""
         if self._control is not None and PROCESS.forks == self._forks:
             self._control.close()
 
     def _boundary(self, step: int) -> None:
-        if PROCESS.forks != self._forks:  # where nothing is recorded, and nobody answers
+        if PROCESS.forks != self._forks:  # a forked child records nothing, and has no connection to other ranks
             return
         if self._control is None:
             self._begin(step)
@@ -97,7 +97,7 @@ class ConfigSwitcher:
         self._apply_config(config, Schedule.counted_from(step, config), 0)
 
     def _follow(self, switch: Switch[MonitorConfig], step: int) -> None:
-        """An alert brings a closer look for some steps, after which what held before goes on where it was."""
+        """Apply an agreed change. An alert applies ``on_alert`` for some steps, and then the previous schedule continues."""
         schedule = Schedule.counted_from(switch.from_step, switch.config)
         if switch.origin == FROM_ALERT and not self._ended:
             if self._suspended is None:
@@ -119,12 +119,12 @@ class ConfigSwitcher:
         try:
             self._switched.apply_config(self.config, self._schedule, collected)
         except Exception as error:
-            self._failures.report("putting a configuration in force", error, "Nothing is recorded until the next change.")
+            self._failures.report("applying a configuration", error, "Nothing is recorded until the next change.")
             self._on, self.config = False, with_recording_off(config)
 
 
 class _PendingJournal:
-    """Keeps what is told until there is a manifest: a rank that is not monitored has none, or none yet."""
+    """Keeps entries until there is a manifest to write them to: a rank that is not monitored may have none."""
 
     def __init__(self) -> None:
         self._kept: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
@@ -132,7 +132,7 @@ class _PendingJournal:
         self._manifest: Journal | None = None
 
     def attach_manifest(self, manifest: Journal) -> None:
-        """Training thread: hand on what was told, and what will be."""
+        """Write all kept and future entries to ``manifest``. Training thread only."""
         self._manifest = manifest
         manifest.undecided(self._undecided_since)
         while self._kept:
@@ -153,7 +153,7 @@ class _PendingJournal:
 
 
 def _closer(schedule: Schedule, config: MonitorConfig) -> Schedule:
-    """Of a closer look: its number of steps bounds it, and not what is left of ``collect_times``."""
+    """The schedule after an alert: limited by the steps of ``on_alert``, and not by the rest of ``collect_times``."""
     wanted = config.on_alert
     if wanted is None or "collect_times" in wanted.set.model_fields_set:
         return schedule
@@ -161,7 +161,7 @@ def _closer(schedule: Schedule, config: MonitorConfig) -> Schedule:
 
 
 def with_recording_off(config: MonitorConfig) -> MonitorConfig:
-    """``config`` with all off that records something."""
+    """``config`` with all recording switched off."""
     off = {
         "xy_distribution",
         "wg_distribution",
@@ -178,10 +178,10 @@ def with_recording_off(config: MonitorConfig) -> MonitorConfig:
 
 
 def accept_running(config: MonitorConfig) -> None:
-    """Whether a configuration may come into force while training runs.
+    """Check that a configuration may be applied while training runs.
 
     Raises:
-        ValueError: It asks for what only a start can do, or nobody can.
+        ValueError: It has a field that is only allowed at the start, or not with dynamic monitoring.
     """
     if config.print_struct or (config.cc_distribution.enable and config.cc_distribution.cc_log_only):
         raise ValueError("print_struct and cc_log_only end a run after its first step: unset DYNAMIC_MONITOR to use them")

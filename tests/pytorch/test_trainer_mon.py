@@ -239,7 +239,7 @@ class TestClosing:
         optimizer = SGD(model.parameters(), lr=0.1)
         monitor = attached(output, model, optimizer, **GRADIENTS)
         monitor.close()
-        with pytest.raises(RuntimeError, match="Make a new one"):
+        with pytest.raises(RuntimeError, match="Create a new one"):
             monitor.set_monitor(model, 1, optimizer)
 
     def test_a_context_closes_at_its_end_and_lets_exceptions_through(self, output: Output) -> None:
