@@ -22,7 +22,7 @@ from monitor.mindspore.tensors import TENSOR_PATHS, activation_placement, comput
 from monitor.mindspore.updates import new_updates
 from monitor.recording import protocols
 from monitor.recording.backend import Graph
-from monitor.recording.features.reading import Reading
+from monitor.recording.features.reading import FeatureReading
 from monitor.recording.model_names import NamedParts
 from monitor.recording.step_clock import Clock
 from monitor.recording.tensor_paths import TensorPaths
@@ -63,7 +63,7 @@ __all__ = [
 
 graph: Graph = calls
 leaves: TensorPaths = TENSOR_PATHS
-reading_of_features: Reading = features_reading
+reading_of_features: FeatureReading = features_reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = in_backward
 

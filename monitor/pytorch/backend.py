@@ -28,7 +28,7 @@ from monitor.pytorch.tensors import TENSOR_PATHS, activation_placement, computin
 from monitor.pytorch.updates import new_updates
 from monitor.recording import protocols
 from monitor.recording.backend import Graph
-from monitor.recording.features.reading import Reading
+from monitor.recording.features.reading import FeatureReading
 from monitor.recording.model_names import NamedParts
 from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
@@ -70,7 +70,7 @@ __all__ = [
 
 graph: Graph = calls
 leaves: TensorPaths = TENSOR_PATHS
-reading_of_features: Reading = reading
+reading_of_features: FeatureReading = reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = recomputing
 

@@ -14,7 +14,7 @@ from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.features.reading import Reading
+from monitor.recording.features.reading import FeatureReading
 from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import NamedParts
 from monitor.recording.parameter_series import NamedParameter, SeriesOf
@@ -203,7 +203,7 @@ class RecordingBackend(Protocol):
 
     leaves: TensorPaths
     graph: Graph
-    reading_of_features: Reading
+    reading_of_features: FeatureReading
     never_called: tuple[type, ...]
     optimizer_expected: str
     asked_per_second: float

@@ -166,17 +166,17 @@ class GradientCollector(ABC):
         """Call ``read``, which does not raise, with the framework's argument when a backward reaches a parameter."""
 
     @abstractmethod
-    def _found(self, parameter: NamedParameter, told: Any) -> None:
+    def _found(self, parameter: NamedParameter, argument: Any) -> None:
         """A backward has reached a parameter."""
 
     def _hook(self, parameter: NamedParameter) -> Removable:
         # Python's garbage collector does not see references inside these hooks: a strong one would keep the model forever.
         collector, known = weakref.ref(self), weakref.ref(parameter)
 
-        def read(told: Any) -> None:
+        def read(argument: Any) -> None:
             living, watched = collector(), known()
             if living is not None and watched is not None:
-                living._found(watched, told)
+                living._found(watched, argument)
 
         return self._register(parameter, self._failures.guarded("reading the gradient", read, of=parameter.name))
 

@@ -112,15 +112,15 @@ class Recording:
         self._recorder.count_magnitudes(wanted)
 
     def apply_config(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
-        """See ``Switched``."""
+        """Apply a configuration between two steps, with the function that ``follow_file`` received."""
         self._apply_config(config, schedule, collected)
 
     def collected(self) -> int:
-        """See ``Switched``."""
+        """Number of steps that were scheduled for collection so far."""
         return self.attachment.collected
 
     def job(self) -> Job:
-        """See ``Switched``."""
+        """The job for dynamic monitoring: how this rank reaches the others."""
         here = self._where()
         name = self._ordinal if self._watched is None else self._watched.key
         identity = identity_of(here, name, self._failures) if self.run is None else self.run.identity

@@ -10,7 +10,7 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.features.reading import NOT_CALLED, Reading
+from monitor.recording.features.reading import NOT_CALLED, FeatureReading
 from monitor.recording.features.watchers import (
     AttentionWatcher,
     FeatureWatcher,
@@ -42,7 +42,7 @@ class FeatureCollector:
         modules: ModuleCollector,
         framework: Any,
         ownership: Ownership,
-        reading: Reading,
+        reading: FeatureReading,
     ) -> None:
         self.modules = modules
         self.reading = reading

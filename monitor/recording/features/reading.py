@@ -123,7 +123,7 @@ class Search(Protocol):
         """End the search."""
 
 
-class Reading(Protocol):
+class FeatureReading(Protocol):
     """Reads the tensors of features and computes their sums. Raises ``MisfitError`` if a tensor does not fit its feature."""
 
     def unseen(self) -> AbstractContextManager[object]:

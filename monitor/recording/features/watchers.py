@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, MisfitError, Reading, Routing, Search
+from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing, Search
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import CallIndex, Calls, HookSet
@@ -46,7 +46,7 @@ class HookModules(NamedTuple):
     ambiguous: Sequence[Ambiguous] = ()
 
 
-def modules_by_hook(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mapping[str, HookModules]:
+def modules_by_hook(names: ModelNames, config: MonitorConfig, reading: FeatureReading) -> Mapping[str, HookModules]:
     """The modules of each hook; empty if no features are recorded."""
     if not config.recording_l2_features:
         return {}
@@ -68,19 +68,19 @@ def warning(found: Mapping[str, HookModules]) -> str | None:
     return " ".join([*said, *([several] if several else [])]) or None
 
 
-def _named(names: ModelNames, targets: Sequence[str], reading: Reading) -> HookModules:
+def _named(names: ModelNames, targets: Sequence[str], reading: FeatureReading) -> HookModules:
     modules, unmatched, ambiguous = names.targeted(targets)
     return HookModules([_unwrapped(module, reading) for module in modules], unmatched=unmatched, ambiguous=ambiguous)
 
 
-def _has_matrix(module: NamedModule, reading: Reading) -> bool:
+def _has_matrix(module: NamedModule, reading: FeatureReading) -> bool:
     """Whether a module has a weight that may be a matrix. A sharded weight shows its shape only when it is gathered."""
     called = type(module.module).__name__, module.name.rpartition(".")[2]
     embeds = reading.embeds(module.module) or any("embedding" in one.lower() for one in called)
     return not embeds and reading.matrix_of(module.module) is not None
 
 
-def _unwrapped(module: NamedModule, reading: Reading) -> NamedModule:
+def _unwrapped(module: NamedModule, reading: FeatureReading) -> NamedModule:
     return NamedModule(module.chunk, module.name, reading.unwrapped(module.module), module.wanted)
 
 
@@ -93,7 +93,7 @@ class FeatureContext(Protocol):
     """
 
     modules: ModuleCollector
-    reading: Reading
+    reading: FeatureReading
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
         """The series of a feature of a weight; None if another rank writes it."""
