@@ -11,11 +11,11 @@ from typer.core import TyperCommand
 
 import monitor
 
-# --- Arguments that the commands share, so that the same argument means and says the same in all of them.
+# --- Arguments that the commands share, so that they have the same meaning and help in all commands.
 
 
 def command_app() -> typer.Typer:
-    """An empty command. Its help is plain text: the same in a log and in a terminal, whatever characters an example has."""
+    """An empty command. Its help is plain text, the same in a log and in a terminal."""
     return typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -42,7 +42,7 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_sho
 
 
 def one_directory(argument: Path | None, option: Path | None) -> Path:
-    """The directory of a command, which is given either as an argument or with ``-d``.
+    """The directory of a command, given as an argument or with ``-d``.
 
     Raises:
         typer.BadParameter: It is given twice, or not at all.
@@ -55,8 +55,8 @@ def one_directory(argument: Path | None, option: Path | None) -> Path:
     return directory
 
 
-class Listed(NamedTuple):
-    """A command, without importing it."""
+class CommandEntry(NamedTuple):
+    """Where to import a command from."""
 
     module: str
     app: str
@@ -65,23 +65,23 @@ class Listed(NamedTuple):
 
 
 COMMANDS: Final = {
-    "merge": Listed("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
-    "rank-anomalies": Listed(
+    "merge": CommandEntry("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
+    "rank-anomalies": CommandEntry(
         "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),
-    "csv2tensorboard": Listed(
+    "csv2tensorboard": CommandEntry(
         "monitor.convert.cli", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
     ),
-    "csv2db": Listed("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
-    "ctl": Listed("monitor.dynamic.cli", "app", "Show and change what a running job records."),
-    "dump-recover": Listed("monitor.dump.cli", "app", "Complete the precision dump of a process that was killed."),
-    "compare": Listed("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),
+    "csv2db": CommandEntry("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
+    "ctl": CommandEntry("monitor.dynamic.cli", "app", "Show and change what a running job records."),
+    "dump-recover": CommandEntry("monitor.dump.cli", "app", "Complete the precision dump of a process that was killed."),
+    "compare": CommandEntry("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),
 }
 """By subcommand. ``trainermon NAME`` and the installed command ``monitor-NAME`` are the same."""
 
 
 class Subcommand(TyperCommand):
-    """Hands all its arguments on, ``--help`` included: the command that it stands for parses them."""
+    """Passes all arguments, including ``--help``, to the imported command."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Keep ``args`` as they are."""
@@ -100,7 +100,7 @@ def trainermon(_version: Version = False) -> None:
     """
 
 
-def _add(name: str, listed: Listed) -> None:
+def _add(name: str, listed: CommandEntry) -> None:
     @app.command(name, cls=Subcommand, help=listed.summary)
     def run(ctx: typer.Context) -> None:
         command: typer.Typer = getattr(import_module(listed.module), listed.app)

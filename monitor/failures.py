@@ -1,4 +1,4 @@
-"""How the monitor fails after it has been attached: said once, counted, never raised into training."""
+"""The monitor's logger, and its handling of errors after attaching: log once, count, never raise into training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error as long as the program has set up no logging of its own: what the monitor says is for its
-    users, and they seldom configure a logger for it.
+    """Writes to standard error until the program configures logging: users must see the monitor's messages, and seldom
+    configure a logger for it.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -41,13 +41,13 @@ MOST_CHARACTERS: Final = 500
 
 
 class EarlierFailure(BaseException):
-    """An operation of training's has failed, and reading a tensor of another was told so.
+    """An operation of the training program has failed, and the monitor's read of another tensor received the error.
 
-    Where operations run later than they are called, what goes wrong in one surfaces in the first call that waits, and then it
-    is gone. So whoever meets it hands it back. It passes by ``except Exception``, which is for failures of ours.
+    Where operations run asynchronously, the error of one surfaces in the first call that waits, and only there. So the monitor
+    must raise the error in training. This class bypasses ``except Exception``, which handles the monitor's own failures.
 
     Attributes:
-        error: What training would have been told at its next wait.
+        error: The error that training would have received at its next wait.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -55,8 +55,8 @@ class EarlierFailure(BaseException):
         self.error = error
 
 
-class _Ours(threading.local):
-    """How many of our hooks this thread is in: what they call is none of the program's."""
+class _HookDepth(threading.local):
+    """The number of monitor hooks that this thread is inside of. Calls made there are not the program's."""
 
     depth = 0
 
@@ -67,30 +67,30 @@ class _Ours(threading.local):
         self.depth -= 1
 
 
-OURS: Final = _Ours()
+IN_HOOK: Final = _HookDepth()
 
 
 class Failures:
-    """What went wrong, by cause. A cause is logged the first time and only counted afterwards.
+    """Failures of the monitor, by cause. A cause is logged the first time and only counted afterwards.
 
-    Safe to call from any thread, and from a process that was forked while another thread was inside it: it takes no lock of
-    its own, so two threads that meet a cause for the first time at the same moment may both log it.
+    Safe to call from any thread, and in a process that was forked while another thread was inside a method. It takes no lock:
+    two threads that report a new cause at the same moment may both log it.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.counts: Counter[str] = Counter()
-        self._owed: EarlierFailure | None = None
-        self._handed_back: BaseException | None = None
+        self._deferred: EarlierFailure | None = None
+        self._reraised: BaseException | None = None
 
     def report(self, where: str, error: BaseException, advice: str = "", of: str = "") -> None:
         """Count an exception that was caught, and log it with ``advice`` (what to do) if its cause is new.
 
         Args:
-            of: What it happened to, for the message alone: the cause is the same for each of ten thousand parameters.
+            of: The object that failed. Only the message contains it: ten thousand parameters share one cause.
         """
         what = f"{where} of {of!r}" if of else where
-        self._once(f"{where}: {_cause(error)}", f"{what} failed: {_told(error)}. Training goes on. {advice}", error)
+        self._once(f"{where}: {_cause(error)}", f"{what} failed: {_error_text(error)}. Training continues. {advice}", error)
 
     def warn(self, cause: str, message: str) -> None:
         """Count ``cause`` and log ``message`` the first time."""
@@ -103,48 +103,48 @@ class Failures:
             if error is not None:
                 LOGGER.debug("[rank %d] traceback of the above", self.rank, exc_info=error)
 
-    def owe(self, failure: EarlierFailure) -> None:
-        """Another thread than training's has met it: training is told when it comes by."""
-        self._owed = failure
+    def defer_error(self, failure: EarlierFailure) -> None:
+        """Keep an error that another thread received, until the training thread raises it."""
+        self._deferred = failure
 
-    def hand_back(self) -> None:
-        """On the training thread, in what is ``guarded``: raise what training is still to be told."""
-        if self._owed is not None:
-            owed, self._owed = self._owed, None
+    def reraise_deferred(self) -> None:
+        """Raise the deferred error, if there is one. Called on the training thread, inside a ``guarded`` function."""
+        if self._deferred is not None:
+            owed, self._deferred = self._deferred, None
             raise owed
 
     def guarded(self, where: str, hook: Callable[P, T], advice: str = "", of: str = "") -> Callable[P, T | None]:
-        """``hook`` with every exception reported and swallowed: what may be handed to a framework to call.
+        """``hook`` with every exception reported and swallowed, so that a framework may call it.
 
-        What is no failure of the hook's is handed back: an ``EarlierFailure`` as the error that it carries.
+        An ``EarlierFailure`` is not a failure of the hook: the error that it carries is raised.
         """
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            OURS.depth += 1
+            IN_HOOK.depth += 1
             try:
                 return hook(*args, **kwargs)
             except Exception as error:
-                if error is self._handed_back:  # by a hook within this one
+                if error is self._reraised:  # by a hook within this one
                     raise
                 self.report(where, error, advice, of)
                 return None
             except EarlierFailure as failure:
-                self._handed_back = failure.error
+                self._reraised = failure.error
                 raise failure.error from None
             finally:
-                OURS.depth -= 1
+                IN_HOOK.depth -= 1
 
         return call
 
 
 def _cause(error: BaseException) -> str:
-    """Of the system's errors one each: a full disk is not a limit on open files."""
+    """The class of an error, with the error code of the system: a full disk is not a limit on open files."""
     system = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else ""
     return f"{type(error).__name__} {system}".strip()
 
 
-def _told(error: BaseException) -> str:
-    """The error as its ``repr``, and where it has to do with a file, that file."""
+def _error_text(error: BaseException) -> str:
+    """The ``repr`` of an error, and its file if it has one."""
     path = error.filename if isinstance(error, OSError) else None
     said = repr(error)
     if len(said) > MOST_CHARACTERS:  # torch's dispatcher lists every kernel it has

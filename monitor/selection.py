@@ -1,4 +1,4 @@
-"""Which modules and parameters are watched, and which tensors of a module."""
+"""Selects modules, parameters and tensors by the ``targets`` of a configuration, and shortens and compares their names."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Final
 
 from monitor.config import Target, TensorSpec
 
-# --- How modules and parameters are called, in rows and by people.
+# --- Names of modules and parameters: in rows, and as users write them.
 
 WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Path components that ``torch.compile``, FSDP and activation checkpointing add to a name."""
 
 _CONTAINER: Final = re.compile(r"(?<![^.])(?:layers?|embeddings?)\.(?=.)", re.DOTALL)
-"""A path component that lists things: the short name is what follows it."""
+"""A path component of a container: the short name is what follows it."""
 
-_TELLING: Final = re.compile(r"(?<![^.])(?:final|output|norm)")
-"""Where the short name of anything else begins: always with a whole path component."""
+_DISTINCTIVE: Final = re.compile(r"(?<![^.])(?:final|output|norm)")
+"""Where any other short name begins: always at a whole path component."""
 
 _LEADING_MODULES: Final = re.compile(r"(?:module(?:\.|\Z))+")
 
 
 def clean_name(name: str) -> str:
-    """The name without the components that wrappers add, wherever they stand; '' for the root.
+    """The name without the components that wrappers add, at any position; '' for the root.
 
     ``module``, which DDP and others add, stays.
     """
@@ -48,10 +48,10 @@ def parents(name: str) -> Iterator[str]:
 
 
 def squashed(names: Collection[str]) -> dict[str, str]:
-    """Each name, and the short one that rows have in its place under ``squash_name``.
+    """Map each name to the short name that rows use under ``squash_name``.
 
-    Names that would share a short one stay as they are, and so does a name whose short one is another's full name: the result
-    tells apart whatever ``names`` does.
+    Different names keep different results. A name stays full if another name has the same short name, or has it as its
+    full name.
     """
     short = {name: short_name(name) for name in names}
     shared = Counter(short.values())
@@ -60,23 +60,23 @@ def squashed(names: Collection[str]) -> dict[str, str]:
 
 
 def short_name(name: str) -> str:
-    """What stands for a name as far as it alone is concerned.
+    """The short form of one name, without regard to other names.
 
-    That is what follows its first ``layer(s).`` or ``embedding(s).``: ``63.mlp`` for ``module.encoder.layers.63.mlp``. In a
+    It is what follows the first ``layer(s).`` or ``embedding(s).``: ``63.mlp`` for ``module.encoder.layers.63.mlp``. In a
     name without these it is the part from the first ``final…``, ``output…`` or ``norm…`` on.
     """
     match = _CONTAINER.search(name)
-    return telling_part(name) if match is None else name[match.end() :]
+    return distinctive_part(name) if match is None else name[match.end() :]
 
 
-def telling_part(name: str) -> str:
-    """The same with the ``layers.`` in front, which people write, too: ``layers.63.mlp``."""
-    match = _CONTAINER.search(name) or _TELLING.search(name)
+def distinctive_part(name: str) -> str:
+    """The short form with ``layers.`` in front, which users write as well: ``layers.63.mlp``."""
+    match = _CONTAINER.search(name) or _DISTINCTIVE.search(name)
     return name[match.start() :] if match else name
 
 
 def _is_its_own(name: str, part: str, shared: Mapping[str, int], full: Collection[str], bare: Mapping[str, int]) -> bool:
-    """Whether no other name is found by the short one of this, with or without a leading ``module.``."""
+    """Whether the short form finds only this name, with or without a leading ``module.``."""
     if part == name:
         return True
     alone = shared[part] == 1 and part not in full and bare[part] == (without_module(name) == part)
@@ -84,15 +84,15 @@ def _is_its_own(name: str, part: str, shared: Mapping[str, int], full: Collectio
 
 
 class NearestNames:
-    """Finds, among very many names, those that a misspelt one may have meant."""
+    """Finds the names that are nearest to a misspelt one, among very many."""
 
     MOST: Final = 3
     COMPARED: Final = 256
-    """Comparing two names takes up to a tenth of a millisecond: of more names than this, those that share most components
-    with the one sought, or where none shares any, the ones nearest to the root."""
+    """Number of names that are compared: one comparison takes up to 0.1 ms. Names that share most components with the given
+    one come first. If no name shares a component, names near the root come first."""
 
     SIMILAR: Final = 0.5
-    """A full name where only its second half was given is still found."""
+    """Low enough to find a full name by its second half."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(dict.fromkeys(names))
@@ -113,7 +113,7 @@ class NearestNames:
 
     @cached_property
     def _holders(self) -> dict[str, list[int]]:
-        """For each path component, the indices of the names that hold it."""
+        """For each path component, the indices of the names that contain it."""
         holders: dict[str, list[int]] = {}
         for index, name in enumerate(self._names):
             for component in dict.fromkeys(name.split(".")):
@@ -126,21 +126,21 @@ BACKWARD_SIDES: Final = ("input_grad", "output_grad")
 SIDES: Final = (*FORWARD_SIDES, *BACKWARD_SIDES)
 
 MAX_EXPLAINED: Final = 16
-"""Targets without a match for which nearest names are sought. Who has more of them has one mistake, made many times."""
+"""Unmatched targets for which nearest names are searched. More of them are usually one mistake, repeated."""
 
-_CONSEQUENCE: Final = 'Nothing is recorded of these targets. "print_struct": true writes the names.'
+_CONSEQUENCE: Final = 'Nothing is recorded for them. Set "print_struct": true to write all names to module_struct.json.'
 
 _WITH_CHUNK: Final = re.compile(r"([0-9]{1,9}):(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChoice:
-    """Which tensors of one side of a module are wanted.
+    """Which tensors of one side of a module are selected.
 
     Attributes:
-        wanted: Whether any is.
-        length: How many tensors the side is expected to have, None where nothing is expected.
-        index: The one element that is wanted, None for all.
+        wanted: Whether any tensor is selected.
+        length: How many tensors the side is expected to have; None if any number is accepted.
+        index: The selected element; None for all.
     """
 
     wanted: bool
@@ -148,7 +148,7 @@ class TensorChoice:
     index: int | None = None
 
     def takes(self, position: int) -> bool:
-        """Whether the element at ``position`` of the side is wanted."""
+        """Whether the element at ``position`` of the side is selected."""
         return self.wanted and (self.index is None or self.index == position)
 
 
@@ -158,7 +158,7 @@ NO_TENSORS: Final = TensorChoice(wanted=False)
 
 @dataclass(frozen=True, slots=True)
 class ModuleSelection:
-    """What is wanted of one module. At least one side is."""
+    """The selected tensors of one module, on at least one side."""
 
     input: TensorChoice
     output: TensorChoice
@@ -176,7 +176,7 @@ class ChunkNames:
 
 @dataclass(frozen=True, slots=True)
 class Unmatched:
-    """A target that names nothing, and up to three names that may have been meant, spelled as targets."""
+    """A target without a match, and up to three nearest names, written as targets."""
 
     target: str
     nearest: tuple[str, ...]
@@ -184,23 +184,23 @@ class Unmatched:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """A target whose short spelling fits several names, all of which it takes."""
+    """A target whose short name matches several names, and selects all of them."""
 
     target: str
     names: tuple[str, ...]
 
 
-class Selection:
+class TargetSelection:
     """What the ``targets`` of a configuration select in the chunks of a model.
 
-    A module's target selects its own tensors and every parameter below it. Names are found with or without their leading
-    ``module.``, and in full or in their short spelling, whatever rows call them. A name that is met exactly is never taken for
-    another one; a short spelling that fits several names takes all of them.
-    Where several targets name one module, one with a chunk's number has precedence, and among equals the later one.
+    A module's target selects its own tensors and every parameter below it. A target matches full or short names, with or
+    without their leading ``module.``, also if rows use another form. An exact match excludes all others. A short name
+    selects every name that it matches. If several targets name one module, a target with a chunk number has precedence,
+    and among equals the later one.
 
     Attributes:
-        unmatched: The targets that name nothing, in the order of the configuration.
-        ambiguous: The targets whose short spelling fits several names of a chunk.
+        unmatched: The targets without a match, in the order of the configuration.
+        ambiguous: The targets whose short name matches several names of a chunk.
     """
 
     def __init__(
@@ -215,10 +215,10 @@ class Selection:
         """Match every target.
 
         Args:
-            config_targets: By name, with or without the number of a chunk (``1:layers.0``). Without any, all is selected.
-            all_xy: Select the tensors of the modules that no target names, too.
-            forward_only: No gradients of activations. With ``backward_only`` no activations at all.
-            backward_only: Gradients of activations alone.
+            config_targets: By name, with or without the number of a chunk (``1:layers.0``). Empty: everything is selected.
+            all_xy: Also select the tensors of the modules that no target names.
+            forward_only: Select no gradients of activations. With ``backward_only``: no activations at all.
+            backward_only: Select only the gradients of activations.
         """
         sides = _sides(forward_only=forward_only, backward_only=backward_only)
         self._targeted = bool(config_targets)
@@ -229,7 +229,7 @@ class Selection:
         self.unmatched = self._explained([target for target in config_targets if target in missed])
 
     def module(self, chunk: int, name: str) -> ModuleSelection | None:
-        """What is wanted of a module, by its full cleaned name; None for nothing."""
+        """The selected tensors of a module, by its full cleaned name; None if there are none."""
         return self._chunks[chunk].modules.get(name, self._others) if self._targeted else self._others
 
     def parameter(self, chunk: int, name: str) -> bool:
@@ -237,18 +237,18 @@ class Selection:
         return not self._targeted or self._chunks[chunk].covers(name)
 
     def warning(self) -> str | None:
-        """One message that names every target without a match, None if there is none."""
+        """One message that lists every target without a match; None if all have one."""
         if not self.unmatched:
             return None
-        named = ", ".join(told(one) for one in self.unmatched)
-        return f"Targets that match nothing in this model (of a pipeline, in this rank's part of it): {named}. {_CONSEQUENCE}"
+        named = ", ".join(unmatched_text(one) for one in self.unmatched)
+        return f"Targets that match nothing in this model (in a pipeline: in this rank's stages): {named}. {_CONSEQUENCE}"
 
     def notice(self) -> str | None:
-        """One message that names every target that fits several names, None if there is none."""
-        return noticed("Targets", self.ambiguous)
+        """One message that lists every target that matches several names; None if there is none."""
+        return ambiguity_notice("Targets", self.ambiguous)
 
     def _match(self, targets: Mapping[str, Target], sides: Collection[str]) -> set[str]:
-        """Apply every target, the general ones first; those that matched nothing are returned."""
+        """Apply every target, those without a chunk number first. Returns the targets without a match."""
         missed = set()
         for target in sorted(targets, key=lambda one: _parsed(one)[0] is not None):
             number, name = _parsed(target)
@@ -279,11 +279,11 @@ class Selection:
 
 
 class _Chunk:
-    """The names of one chunk, and what has been selected among them.
+    """The names of one chunk, and which of them are selected.
 
     Attributes:
         names: Its modules and parameters.
-        modules: What is wanted of each module that a target names.
+        modules: The selected tensors of each module that a target names.
     """
 
     def __init__(self, chunk: ChunkNames) -> None:
@@ -291,47 +291,47 @@ class _Chunk:
         self.modules: dict[str, ModuleSelection | None] = {}
         self._module_names = frozenset(chunk.modules)
         self._selected: set[str] = set()
-        self._spellings = _Spellings(tuple(self.names))
-        # Some frameworks name parameters by paths that are no modules.
-        self._places = _Spellings(tuple(_places(chunk.parameters) - self._module_names))
+        self._spellings = _NameIndex(tuple(self.names))
+        # Some frameworks name parameters by paths that no module has.
+        self._ancestors = _NameIndex(tuple(_ancestors(chunk.parameters) - self._module_names))
 
     def select(self, name: str, wanted: ModuleSelection | None) -> Sequence[str]:
-        """Take in a target, whose name may be spelled in any way. The full names of what it selects here."""
-        found = (*self._spellings.find(name), *self._places.find(name))
+        """Apply a target, whose name may be full or short. Returns the full names that it selects in this chunk."""
+        found = (*self._spellings.find(name), *self._ancestors.find(name))
         self._selected.update(found)
         self.modules.update((one, wanted) for one in found if one in self._module_names)
         return found
 
     def covers(self, parameter: str) -> bool:
-        """Whether a parameter or anything above it is selected."""
+        """Whether a parameter or a module that contains it is selected."""
         return parameter in self._selected or any(above in self._selected for above in parents(parameter))
 
 
-class _Spellings:
-    """Finds names by any of their spellings."""
+class _NameIndex:
+    """Finds names by their full or short form."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
         self._short: dict[str, list[str]] = {}
-        self._telling: dict[str, list[str]] = {}
+        self._distinctive: dict[str, list[str]] = {}
         self._bare: dict[str, list[str]] = {}
         for name in names:
             self._short.setdefault(short_name(name), []).append(name)
-            self._telling.setdefault(telling_part(name), []).append(name)
+            self._distinctive.setdefault(distinctive_part(name), []).append(name)
             self._bare.setdefault(without_module(name), []).append(name)
 
     def find(self, spelling: str) -> Sequence[str]:
-        """The full names: the one that is met exactly, else those that differ in nothing but their leading ``module.``, else
-        all that have this short spelling.
+        """The full names that match: the exact name; else names that differ only in their leading ``module.``; else all
+        names with this short form.
         """
         if spelling in self._names:
             return (spelling,)
         bare = without_module(spelling)
-        return self._bare.get(bare) or self._short.get(bare) or self._telling.get(bare, [])
+        return self._bare.get(bare) or self._short.get(bare) or self._distinctive.get(bare, [])
 
 
-def _places(names: Iterable[str]) -> set[str]:
-    """Everything above any of the names. The walk up ends where another one has been."""
+def _ancestors(names: Iterable[str]) -> set[str]:
+    """The names above any of ``names``. A walk up ends at a name that was visited before."""
     places: set[str] = set()
     for name in names:
         for above in parents(name):
@@ -352,38 +352,38 @@ def _sides(*, forward_only: bool, backward_only: bool) -> tuple[str, ...]:
 
 
 def _wanted(target: Target, sides: Collection[str]) -> ModuleSelection | None:
-    """What a target wants of a module, as far as these sides are recorded at all; None if that is nothing."""
+    """The tensors that a target selects on these sides of a module; None if there are none."""
     asked = {side: _choice(spec) for side, spec in target.named.items()} or dict.fromkeys(SIDES, ALL_TENSORS)
     choices = {side: asked.get(side, NO_TENSORS) if side in sides else NO_TENSORS for side in SIDES}
     return ModuleSelection(**choices) if any(choice.wanted for choice in choices.values()) else None
 
 
 def _choice(spec: TensorSpec) -> TensorChoice:
-    """A tuple without an index means its first element. Of what is not the single tensor announced, everything is taken."""
+    """A tuple without an index selects its first element. A side that is not the expected single tensor is taken whole."""
     if spec.length is None:
         return TensorChoice(wanted=True, length=1)
     return TensorChoice(wanted=True, length=spec.length, index=spec.index or 0)
 
 
 def _differ(names: Sequence[str]) -> bool:
-    """Whether they are names of several things, and not of one that wrappers have listed twice."""
+    """Whether the names are of several objects, and not of one that wrappers list twice."""
     return len({without_module(name) for name in names}) > 1
 
 
-def noticed(what: str, ambiguous: Sequence[Ambiguous]) -> str | None:
-    """What to say of short spellings that fit several names."""
+def ambiguity_notice(what: str, ambiguous: Sequence[Ambiguous]) -> str | None:
+    """A message about short names that match several names; None if there are none."""
     if not ambiguous:
         return None
     named = "; ".join(f"{one.target!r} ({len(one.names)}: {_first(one.names)})" for one in ambiguous[:MAX_EXPLAINED])
     rest = f"; and {len(ambiguous) - MAX_EXPLAINED} others" if len(ambiguous) > MAX_EXPLAINED else ""
-    return f"{what} whose short name fits several names, all of which are taken: {named}{rest}."
+    return f"{what} whose short name matches several names: {named}{rest}. All matches are recorded."
 
 
 def _first(names: Sequence[str]) -> str:
     return ", ".join([*map(repr, names[:3]), *(["…"] if len(names) > 3 else [])])
 
 
-def told(one: Unmatched) -> str:
-    """A target that names nothing, as a message has it."""
+def unmatched_text(one: Unmatched) -> str:
+    """A target without a match, and its nearest names, for a message."""
     nearest = ", ".join(repr(name) for name in one.nearest)
     return f"{one.target!r} (nearest: {nearest})" if nearest else repr(one.target)

@@ -1,7 +1,7 @@
-"""What is watched: the identity of a series and how it is spelled in every format.
+"""The identity of a recorded series: its kind, name and tag, and its placement on the ranks (replicas, shards).
 
-A *series* is one tensor followed over time: its kind, the virtual pipeline stage it lives in and its name. A *row* is one
-measurement of it, at one step and, for some kinds, one micro-step.
+A *series* is one tensor over time. Its identity is its kind, its virtual pipeline stage and its name. A *row* is one
+measurement of a series, at one step and, for some kinds, one micro-step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-# --- How what one rank holds of a series relates to what the other ranks hold: replicas, shards, or neither.
+# --- Placement: whether other ranks hold replicas or shards of the same tensor.
 
 Ranks = tuple[int, ...]
 """Global ranks, ascending and each once."""
@@ -18,14 +18,14 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a tensor that several ranks hold between them.
+    """A shard of a tensor that is split over several ranks.
 
     Attributes:
-        ranks: Those that hold the parts, this one among them; of parts that are replicated as well, one set of them.
-        global_shape: Of the whole tensor.
-        offset: Index of the part's first element in each dimension of the whole; of a flat part one number, in the flattened
-            whole. Empty where the part does not lie in one piece.
-        flat: Whether the part is a run of elements of the flattened whole, as FSDP1, ZeRO and distributed optimizers cut.
+        ranks: The ranks that hold the shards, including this one; if the shards are replicated as well, one set of ranks.
+        global_shape: Shape of the whole tensor.
+        offset: Index of the shard's first element in each dimension of the whole tensor; for a flat shard one number, the
+            index in the flattened tensor. Empty if the shard is not contiguous.
+        flat: Whether the shard is a contiguous range of the flattened tensor, as in FSDP1, ZeRO and distributed optimizers.
     """
 
     ranks: Ranks
@@ -36,20 +36,20 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the numbers of a series are.
+    """Which ranks hold the tensor of a series, and which part of it.
 
     Attributes:
-        replicas: Ranks that hold the same numbers, this one among them: the first that is monitored writes them for all.
-            Empty where no other rank has them.
-        unclaimed: Ranks known to hold the same numbers that nobody passed a group for: all of them write.
+        replicas: Ranks that hold the same numbers, including this one. The first monitored rank writes them. Empty if no
+            other rank holds them.
+        unclaimed: Ranks that are known to hold the same numbers, but belong to no group that was passed. All of them write.
         shard: The part that this rank holds, if it does not hold the whole.
-        partial: Whether the numbers are a term of a sum over other ranks that has yet to be formed.
-        differing: Ranks known to hold other numbers under the same name, the other terms of a sum among them: no group that
-            somebody passes makes replicas of them. It serves to decide who writes, and is not kept.
-        data_parallel: Ranks that a data-parallel group which somebody passes stands for, where they are not its own: those that
-            have an expert, or those of context parallelism as well. They serve the same.
-        assumed: Whether a mesh suggests ``unclaimed``, and neither a wrapper nor a group says so. It holds as long as the
-            numbers of these ranks agree.
+        partial: Whether the numbers are a term of a sum over other ranks that is not formed yet.
+        differing: Ranks that are known to hold other numbers under the same name, such as the other terms of a sum. No
+            passed group makes them replicas. Used to decide which rank writes; not saved.
+        data_parallel: The ranks to use in place of the passed data-parallel group: the ranks that hold an expert, or those of
+            context parallelism as well. Used to decide which rank writes; not saved.
+        assumed: Whether only a mesh suggests ``unclaimed``, without a wrapper or a group that confirms it. The assumption
+            holds as long as the numbers of these ranks agree.
     """
 
     replicas: Ranks = ()
@@ -62,11 +62,11 @@ class Placement:
 
 
 LOCAL: Final = Placement()
-"""What only this rank has, whole."""
+"""Only this rank holds the tensor, and holds all of it."""
 
 
 def ranks_of(ranks: Iterable[int]) -> Ranks:
-    """Any collection of ranks, as a placement spells it."""
+    """Any collection of ranks in the form that a placement uses: ascending, each once."""
     return tuple(sorted(set(ranks)))
 
 
@@ -76,19 +76,19 @@ PARAMETER_KINDS = ("param_origin", "param_updated")
 MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 REPLICA_KIND = "replica"
 CALL_KIND = "other"
-"""The kind that has rows of calls of communication operators, each of all calls of a step, among others that are none."""
+"""One row per communication operator and step, which combines its calls, and rows of scalars."""
 FEATURE_KINDS = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook", "update_ratio")
 """Kinds whose rows have columns of their own in place of ops."""
 FORWARD_FEATURE_KINDS = ("attention_hook", "moe_router_logit_hook")
-"""Those of them that are seen in every forward."""
+"""Feature kinds that are measured in every forward."""
 WEIGHT_FEATURE_KINDS = ("linear_hook", "moe_router_weight_hook")
-"""Those that are of a module's weight, as its forward finds it."""
+"""Feature kinds of a module's weight, read when its forward begins."""
 DIRECTION_KIND = "mg_direction"
-"""How much of a gradient agrees with its momentum in sign. To whoever reads, a scalar among the ``other`` ones."""
+"""The fraction of gradient elements whose sign equals the momentum's. In files it is a scalar of kind ``other``."""
 ADAM_KINDS = ("adam_update", "adam_ratio")
-"""What Adam makes of its moments, with histograms of signed numbers."""
+"""Vectors that Adam computes from its moments, with histograms of signed numbers."""
 UPDATE_KINDS = ("update_ratio", DIRECTION_KIND, *ADAM_KINDS)
-"""What is recorded of the optimizer's step, parameter by parameter."""
+"""Kinds that describe the optimizer's step of each parameter."""
 KINDS = (
     *ACTIVATION_KINDS,
     *GRADIENT_KINDS,
@@ -107,19 +107,19 @@ NO_MICRO_STEP = -1
 
 
 def shown_kind(kind: str) -> str:
-    """What a kind is called in the names of files and in tags."""
+    """The name of a kind in file names and tags."""
     return CALL_KIND if kind == DIRECTION_KIND else kind
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One watched tensor.
+    """The identity of one recorded tensor.
 
     Attributes:
         kind: One of ``KINDS``; also the stem of its CSV files.
         vpp_stage: Index of the model chunk (virtual pipeline stage), 0 for an ordinary model.
-        name: A parameter's name, or ``{module}.{input|output}[_{i}][#{call}]``; of a ``replica``, what another rank writes in
-            full: ``{kind}/{name}``.
+        name: A parameter's name, or ``{module}.{input|output}[_{i}][#{call}]``. For a ``replica``: ``{kind}/{name}`` of the
+            series that another rank writes in full.
     """
 
     kind: str
@@ -133,10 +133,10 @@ class Series:
 
 
 class SeriesTable:
-    """Every series of a rank, numbered in the order in which they were first seen.
+    """Every series of a rank, numbered in the order of first use, and their placements.
 
-    Append-only: the training thread adds, the writer thread reads what it was told of; a number never changes its meaning.
-    Beside them stands how what the rank holds of a series relates to what others hold.
+    Append-only: the training thread adds series, the writer thread reads those whose numbers it has received. A number never
+    changes its meaning.
     """
 
     def __init__(self, series: Iterable[Series] = ()) -> None:
@@ -148,7 +148,7 @@ class SeriesTable:
             self.index_of(one)
 
     def index_of(self, series: Series) -> int:
-        """The number of ``series``, given to it now if it is new."""
+        """The number of ``series``. A new series gets the next number."""
         index = self._index.get(series)
         if index is None:
             index = self._index[series] = len(self._series)
@@ -156,23 +156,23 @@ class SeriesTable:
         return index
 
     def place(self, series: Series, placement: Placement) -> None:
-        """Say how what this rank holds of ``series`` relates to what others hold; before it is recorded."""
+        """Set the placement of ``series``, before it is recorded."""
         if placement != LOCAL:
             self._placements[series] = self._sharing_ranks(placement)
-        else:  # goes without saying; but an earlier attachment may have said something else
+        else:  # the default; but an earlier attachment may have set another placement
             self._placements.pop(series, None)
 
     def placement(self, series: Series) -> Placement:
-        """``LOCAL`` where nobody has said anything."""
+        """The placement of ``series``; ``LOCAL`` if none was set."""
         return self._placements.get(series, LOCAL)
 
     @property
     def placements(self) -> Mapping[Series, Placement]:
-        """Of the series that are not ``LOCAL``, recorded already or not."""
+        """The placements of all series that are not ``LOCAL``, whether recorded already or not."""
         return self._placements
 
     def _sharing_ranks(self, placement: Placement) -> Placement:
-        """With each set of ranks held once: one for every series would come to gigabytes in a job of thousands of ranks."""
+        """A copy that shares equal rank tuples: a tuple per series would take gigabytes in a job of thousands of ranks."""
         once, shard = self._ranks.setdefault, placement.shard
         return replace(
             placement,

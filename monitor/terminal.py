@@ -1,19 +1,19 @@
-"""What is shown to people, with names in it that come from files: nothing in it steers the terminal."""
+"""Prints text that contains names from files, with terminal control characters escaped."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # alerts are spelled in the training process, which has no use for it
+if TYPE_CHECKING:  # the training process formats alerts with `plain`, and must not import rich
     from rich.console import Console
 
 
 def plain(text: str) -> str:
-    """One line, in which what a terminal would obey is spelled out."""
+    """One line, in which control characters are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print lines as they are, however narrow the console: a path that is cut short would not say where to look."""
+    """Print lines without wrapping them at the console's width: a truncated path would be useless."""
     lines = "\n".join(map(plain, text.split("\n")))
     console.print(lines, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)

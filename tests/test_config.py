@@ -127,9 +127,7 @@ class TestFormats:
         assert f"line 1: format: {json.dumps(value)} {expected}" == problems({"format": value})
 
     def test_a_format_stands_once(self, problems: Refused) -> None:
-        assert (
-            problems({"format": ["csv", "csv"]}) == 'line 1: format: ["csv", "csv"] is not allowed: a format stands there twice'
-        )
+        assert problems({"format": ["csv", "csv"]}) == 'line 1: format: ["csv", "csv"] is not allowed: a format occurs twice'
 
 
 class TestTargets:
@@ -386,7 +384,7 @@ class TestSyntax:
             ('{\n  "eps" 1\n}', 2, 9, 'expected ":" after the name'),
             ('{\n  "eps": 1\n  "ops": []\n}', 3, 3, 'expected "," or "}"'),
             ('{"ops": ["min" "max"]}', 1, 16, 'expected "," or "]"'),
-            ('{"eps": 1}\n}', 2, 1, "something follows the end of the JSON value"),
+            ('{"eps": 1}\n}', 2, 1, "unexpected text after the end of the JSON value"),
             ('{"eps": 01}', 1, 10, 'expected "," or "}"'),
             ('{"eps": .5}', 1, 9, "Expecting value"),
             ('{"eps": True}', 1, 9, "Expecting value"),
@@ -397,11 +395,11 @@ class TestSyntax:
             ('{"eps": Infinity}', 1, 9, "Infinity is not a JSON number"),
             ('{"eps": -Infinity}', 1, 9, "-Infinity is not a JSON number"),
             ('{"eps": 1e999}', 1, 9, "the number is too large for a float64"),
-            (f'{{"eps": {"9" * 10_000}}}', 1, 9, "a number of 10000 digits"),
-            ('{"ops": ["\\ud800"]}', 1, 10, "the string holds half of a surrogate pair"),
-            ('{"ops": [],\n "eps": 1,\n "ops": ["min"]}', 3, 2, '"ops" stands twice in the same object'),
-            ('{"targets": {"h": {"input": "tensor",\n"input": "tensor"}}}', 2, 1, '"input" stands twice in the same object'),
-            ('{"targets": {"h": {}, "\\u0068": {}}}', 1, 23, '"h" stands twice in the same object'),
+            (f'{{"eps": {"9" * 10_000}}}', 1, 9, "the number has 10000 digits, the limit is 400"),
+            ('{"ops": ["\\ud800"]}', 1, 10, "the string contains half of a surrogate pair"),
+            ('{"ops": [],\n "eps": 1,\n "ops": ["min"]}', 3, 2, '"ops" occurs twice in the same object'),
+            ('{"targets": {"h": {"input": "tensor",\n"input": "tensor"}}}', 2, 1, '"input" occurs twice in the same object'),
+            ('{"targets": {"h": {}, "\\u0068": {}}}', 1, 23, '"h" occurs twice in the same object'),
         ],
     )
     def test_peers_fault_18_bad_json_is_reported_with_its_place_in_the_users_file(
@@ -477,7 +475,7 @@ class TestFiles:
         checkpoint = tmp_path / "model.pt"
         with checkpoint.open("wb") as file:
             file.truncate(1 << 40)  # sparse: takes no space
-        with pytest.raises(ConfigError, match="more than 4194304 bytes are no configuration"):
+        with pytest.raises(ConfigError, match="it has more than 4194304 bytes, which is too large for a configuration"):
             load_config(checkpoint)
 
 

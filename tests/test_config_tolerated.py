@@ -70,7 +70,7 @@ class TestFormats:
         assert used == config.formats
         assert len(said) == 1
         assert said[0].startswith("line 1: format: ")
-        assert f"Used: {', '.join(used)}." in said[0]
+        assert f"Written instead: {', '.join(used)}." in said[0]
 
 
 class TestNull:
@@ -96,12 +96,12 @@ class TestNull:
         assert config.model_dump() == MonitorConfig().model_dump()
         path, inner = next(iter(content.items()))
         name = path if inner is None else f"{path}.{next(iter(inner))}"
-        assert said == [f"line 1: {name}: null is taken as not set, and the default is used."]
+        assert said == [f"line 1: {name}: null means not set. The default is used."]
 
     def test_null_arguments_of_a_rule_are_none(self, load: Loader) -> None:
         config, said = load({"alert": {"rules": [{"rule_name": "AnomalyNan", "args": None}]}})
         assert config.alert.rules[0].args.threshold is None
-        assert said == ["line 1: alert.rules[0].args: null is taken as no arguments."]
+        assert said == ["line 1: alert.rules[0].args: null means no arguments."]
 
     def test_a_rule_that_needs_arguments_is_still_refused(self, load: Loader) -> None:
         with pytest.raises(ConfigError, match="AnomalyTurbulence needs"):
@@ -129,7 +129,7 @@ class TestWholeNumbersWithAnExponent:
         config, said = load(f'{{"{field}": {text}}}')
         found = getattr(config, field)
         assert (value, int) == (found, type(found))
-        assert said == [f"line 1: {field}: {text} is taken as the integer {value}."]
+        assert said == [f"line 1: {field}: {text} is read as the integer {value}."]
 
     @pytest.mark.parametrize("text", ["1.0", "1e-1", "15e-1", '"1e8"'])
     def test_what_is_no_whole_number_or_has_no_exponent_stays_an_error(self, load: Loader, text: str) -> None:
@@ -146,7 +146,7 @@ def test_an_order_of_dimensions_may_have_spaces(load: Loader, order: str) -> Non
 
 def test_every_change_is_named_in_one_warning_in_the_order_of_the_lines(load: Loader) -> None:
     _, said = load('{\n"ndigits": null,\n"collect_times": 1e8,\n"format": "xml"\n}')
-    assert [one.split(":")[0] for one in said] == ["accepted, but look at this", "line 2", "line 3", "line 4"]
+    assert [one.split(":")[0] for one in said] == ["accepted with changes", "line 2", "line 3", "line 4"]
 
 
 def test_what_the_model_takes_is_not_warned_of(load: Loader) -> None:

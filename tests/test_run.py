@@ -13,7 +13,7 @@ import pytest
 from monitor.config import MonitorConfig
 from monitor.coordinator.output import OutputError
 from monitor.failures import Failures
-from monitor.recording.run import Place, Run
+from monitor.recording.run import ProcessTopology, Run
 from monitor.series import SeriesTable
 
 _ORDINALS = itertools.count()
@@ -22,7 +22,7 @@ _ORDINALS = itertools.count()
 def begun(base: Path, rank: int = 0, beside: Run | None = None, **config: Any) -> Run:
     """A run of a job of its own."""
     settings = MonitorConfig(**config)
-    place = Place(rank, 8, {"dp": (0, rank)})
+    place = ProcessTopology(rank, 8, {"dp": (0, rank)})
     return Run(settings, "config.json", base, place, next(_ORDINALS), beside, SeriesTable(), {"torch": "2.0"}, Failures())
 
 

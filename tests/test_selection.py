@@ -16,7 +16,7 @@ from monitor.selection import (
     SIDES,
     ChunkNames,
     ModuleSelection,
-    Selection,
+    TargetSelection,
     TensorChoice,
     Unmatched,
     parents,
@@ -35,18 +35,18 @@ def select(
     all_xy: bool = False,
     forward_only: bool = False,
     backward_only: bool = False,
-) -> Selection:
+) -> TargetSelection:
     """A selection among ``chunks``, or in the small model, by targets as they stand in the file."""
     written = targets if isinstance(targets, Mapping) else {name: {} for name in targets}
     config = {name: Target.model_validate(dict(sides)) for name, sides in written.items()}
-    return Selection(config, chunks or (SMALL,), all_xy=all_xy, forward_only=forward_only, backward_only=backward_only)
+    return TargetSelection(config, chunks or (SMALL,), all_xy=all_xy, forward_only=forward_only, backward_only=backward_only)
 
 
-def modules(selection: Selection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
+def modules(selection: TargetSelection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
     return [name for name in names.modules if selection.module(chunk, name) is not None]
 
 
-def parameters(selection: Selection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
+def parameters(selection: TargetSelection, chunk: int = 0, names: ChunkNames = SMALL) -> list[str]:
     return [name for name in names.parameters if selection.parameter(chunk, name)]
 
 
@@ -207,7 +207,8 @@ class TestSpellings:
         assert parameters(selection, names=names) == ["text.layers.0.w", "vision.layers.0.w"]
         assert selection.warning() is None
         assert selection.notice() == (
-            "Targets whose short name fits several names, all of which are taken: '0' (2: 'text.layers.0', 'vision.layers.0')."
+            "Targets whose short name matches several names: '0' (2: 'text.layers.0', 'vision.layers.0'). "
+            "All matches are recorded."
         )
 
     def test_one_thing_that_wrappers_list_twice_is_not_several(self) -> None:
@@ -263,9 +264,9 @@ class TestTargetsThatMatchNothing:
 
     def test_all_are_named_in_one_message(self) -> None:
         assert select(["h.mpl", "ln_f", "zzzz"], self.NAMES).warning() == (
-            "Targets that match nothing in this model (of a pipeline, in this rank's part of it): "
-            "'h.mpl' (nearest: 'h.mlp', 'h.mlp.w'), 'zzzz'. Nothing is recorded of these targets. "
-            '"print_struct": true writes the names.'
+            "Targets that match nothing in this model (in a pipeline: in this rank's stages): "
+            "'h.mpl' (nearest: 'h.mlp', 'h.mlp.w'), 'zzzz'. Nothing is recorded for them. "
+            'Set "print_struct": true to write all names to module_struct.json.'
         )
 
     def test_what_does_match_is_watched_all_the_same(self) -> None:

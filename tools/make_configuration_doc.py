@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from monitor import MonitorConfig
-from monitor.config.errors import FieldSchema, Node
+from monitor.config.errors import FieldSchema, SchemaNode
 from monitor.config.model import Capability
 
 DOCUMENT: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -52,7 +52,7 @@ def _rows() -> Iterator[tuple[str, ...]]:
             yield (*_cells(schema, path, node, required=required), capability)
 
 
-def _tree(schema: FieldSchema, path: str, node: Node, *, required: bool) -> Iterator[tuple[str, Node, bool]]:
+def _tree(schema: FieldSchema, path: str, node: SchemaNode, *, required: bool) -> Iterator[tuple[str, SchemaNode, bool]]:
     """A field and all fields below it."""
     yield path, node, required
     if path == SWITCHABLE:
@@ -62,7 +62,7 @@ def _tree(schema: FieldSchema, path: str, node: Node, *, required: bool) -> Iter
         yield from _tree(schema, f"{path}{suffix}.{name}", below, required=name in holder.get("required", ()))
 
 
-def _holder(schema: FieldSchema, node: Node) -> tuple[Node, str]:
+def _holder(schema: FieldSchema, node: SchemaNode) -> tuple[SchemaNode, str]:
     """The object that has the fields, which may be an item of a list or a value under a free name, and how that is spelled."""
     if node.get("type") == "array":
         return schema.resolved(node["items"]), "[i]"
@@ -71,14 +71,14 @@ def _holder(schema: FieldSchema, node: Node) -> tuple[Node, str]:
     return node, ""
 
 
-def _cells(schema: FieldSchema, path: str, node: Node, *, required: bool) -> tuple[str, ...]:
+def _cells(schema: FieldSchema, path: str, node: SchemaNode, *, required: bool) -> tuple[str, ...]:
     meaning = " ".join(node.get("description", "").split())
     default = "required" if required else _default(schema, node)
     allowed = "any field but `on_alert`" if path == SWITCHABLE else schema.allowed(node)
     return tuple(cell.replace("|", r"\|") for cell in (f"`{path}`", _type(schema, node), default, allowed, meaning))
 
 
-def _default(schema: FieldSchema, node: Node) -> str:
+def _default(schema: FieldSchema, node: SchemaNode) -> str:
     """As one would write it in the file; an object with fields of its own has a row for each of them."""
     if schema.resolved(node).get("type") == "object" and node.get("default", {}) is not None:
         return "`{}`"
@@ -87,7 +87,7 @@ def _default(schema: FieldSchema, node: Node) -> str:
     return f"`{json.dumps(node['default'])}`"
 
 
-def _type(schema: FieldSchema, node: Node) -> str:
+def _type(schema: FieldSchema, node: SchemaNode) -> str:
     kind = str(schema.resolved(node).get("type"))
     return {"array": "list"}.get(kind, kind)
 

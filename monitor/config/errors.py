@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said for someone who has the file in front of them and never read this code."""
+"""Messages for users about errors in a configuration: line, field, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from monitor.config.jsonc import Path
 
-# --- What a field allows, in words, read from the JSON schema of the model; for error messages and for the documentation.
+# --- The allowed values of a field, in words, from the model's JSON schema: for error messages and the documentation.
 
-Node = Mapping[str, Any]
+SchemaNode = Mapping[str, Any]
 """A JSON schema of one value."""
 
 _NOUNS: Final = {
@@ -29,31 +29,31 @@ _NOUNS: Final = {
 
 
 class FieldSchema:
-    """The schema of a model, asked by path."""
+    """Looks up parts of a model's schema by path."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         schema = model.model_json_schema()
-        self._definitions: Node = schema.get("$defs", {})
-        self.root: Node = schema
+        self._definitions: SchemaNode = schema.get("$defs", {})
+        self.root: SchemaNode = schema
 
     @property
     def documented(self) -> str:
         """The page that lists all fields."""
         return str(self.root.get("documented", "docs/configuration.md"))
 
-    def at(self, path: Path) -> Node:
-        """The schema of the value at a path, empty where the model has no such place."""
+    def at(self, path: Path) -> SchemaNode:
+        """The schema of the value at a path; empty if the model has no such path."""
         node = self.root
         for step in path:
             node = self._below(self.resolved(node), step)
         return node
 
-    def fields(self, path: Path) -> dict[str, Node]:
-        """The fields of the object at a path, none where it is not an object with fields of its own."""
+    def fields(self, path: Path) -> dict[str, SchemaNode]:
+        """The fields of the object at a path; empty if it is no object with fields."""
         return dict(self.resolved(self.at(path)).get("properties", {}))
 
-    def resolved(self, node: Node) -> Node:
-        """The schema behind references, and of what may be null that of what is not."""
+    def resolved(self, node: SchemaNode) -> SchemaNode:
+        """The schema with references resolved; for an optional value, the schema of the value that is not null."""
         for option in node.get("anyOf", node.get("allOf", ())):
             if option.get("type") != "null":
                 return self.resolved(option)
@@ -61,15 +61,15 @@ class FieldSchema:
             return self.resolved(self._definitions[node["$ref"].rsplit("/", 1)[1]])
         return node
 
-    def _below(self, node: Node, step: str | int) -> Node:
+    def _below(self, node: SchemaNode, step: str | int) -> SchemaNode:
         if isinstance(step, str) and step in node.get("properties", {}):
-            below: Node = node["properties"][step]
+            below: SchemaNode = node["properties"][step]
             return below
         below = node.get("items" if isinstance(step, int) else "additionalProperties", {})
         return below if isinstance(below, Mapping) else {}
 
-    def allowed(self, node: Node) -> str:
-        """What a value of this schema may be, as a phrase to follow "expected"."""
+    def allowed(self, node: SchemaNode) -> str:
+        """The allowed values of this schema, as a phrase to follow "expected"."""
         if "allowed" in node:
             return str(node["allowed"])
         if "anyOf" in node:
@@ -77,7 +77,7 @@ class FieldSchema:
         phrase = self._phrase(node)
         return f"{phrase}, or {node['or']}" if "or" in node else phrase
 
-    def _phrase(self, node: Node) -> str:
+    def _phrase(self, node: SchemaNode) -> str:
         node = self.resolved(node)
         if "enum" in node:
             return one_of(json.dumps(choice) for choice in node["enum"])
@@ -88,7 +88,7 @@ class FieldSchema:
             return f"{noun}, each item {self.allowed(node['items'])}"
         return noun + _bounds(node)
 
-    def _object(self, node: Node) -> str:
+    def _object(self, node: SchemaNode) -> str:
         if "properties" not in node:
             return f"an object, each value {self.allowed(node['additionalProperties'])}"
         names = list(node["properties"])
@@ -100,7 +100,7 @@ def one_of(choices: Iterable[str], conjunction: str = "or") -> str:
     return f"{', '.join(most)} {conjunction} {last}" if most else last
 
 
-def _bounds(node: Node) -> str:
+def _bounds(node: SchemaNode) -> str:
     if "exclusiveMinimum" in node:
         return f" above {_readable(node['exclusiveMinimum'])}"
     if "minimum" not in node:
@@ -111,7 +111,7 @@ def _bounds(node: Node) -> str:
 
 
 def _readable(bound: float) -> str:
-    """Limits of machine integers are known by their powers, and 0.0 by 0."""
+    """A bound as text: limits of machine integers as powers of two, and 0.0 as 0."""
     if bound != int(bound):
         return str(bound)
     power = int(bound).bit_length()
@@ -124,11 +124,11 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,59}")
 
 
 def explain(model: type[BaseModel], error: ValidationError, lines: Mapping[Path, int]) -> list[str]:
-    """One sentence for each problem, in the order of the file's lines; past ``MAX_PROBLEMS`` only their number.
+    """One sentence for each problem, in the order of the file's lines. Beyond ``MAX_PROBLEMS``: only how many there are.
 
     Args:
-        model: What the configuration was validated against.
-        lines: The line of each value, by path, as far as known.
+        model: The model that rejected the configuration.
+        lines: The line of each value, by path, if known.
     """
     schema = _schema_of(model)
     problems = sorted(error.errors(include_url=False), key=lambda one: _line(lines, one["loc"]))
@@ -138,8 +138,8 @@ def explain(model: type[BaseModel], error: ValidationError, lines: Mapping[Path,
     return said
 
 
-def spelled(path: Path) -> str:
-    """A path as people write it: ``alert.rules[0].rule_name``, ``targets["h.0.mlp"].input``."""
+def path_text(path: Path) -> str:
+    """A path as text: ``alert.rules[0].rule_name``, ``targets["h.0.mlp"].input``."""
     text = ""
     for step in path:
         if isinstance(step, str) and _PLAIN_NAME.fullmatch(step):
@@ -150,20 +150,20 @@ def spelled(path: Path) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in the file, cut to what fits into a sentence."""
+    """A value as JSON, truncated to ``MAX_VALUE_CHARACTERS``."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 4] + " ..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that this one was probably meant to be."""
+    """The known name that is most similar to ``name``; None if none is similar."""
     matches = difflib.get_close_matches(name[:64].lower(), list(known), n=1, cutoff=0.7)
     return matches[0] if matches else None
 
 
 @functools.cache
 def _schema_of(model: type[BaseModel]) -> FieldSchema:
-    """Made when the first error is explained; a configuration without one does not pay for it."""
+    """The schema of a model, built when the first error is explained: a valid configuration does not need it."""
     return FieldSchema(model)
 
 
@@ -172,10 +172,10 @@ def _sentence(schema: FieldSchema, problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return _unknown(schema, path)
     if problem["type"] == "missing":
-        return f"{spelled(path)} is missing: expected {schema.allowed(schema.at(path))}"
+        return f"{path_text(path)} is missing: expected {schema.allowed(schema.at(path))}"
     own_words = problem.get("ctx", {}).get("error")
     reason = own_words or f"expected {schema.allowed(schema.at(path))}"
-    return f"{spelled(path)}: {shown(problem['input'])} is not allowed: {reason}"
+    return f"{path_text(path)}: {shown(problem['input'])} is not allowed: {reason}"
 
 
 def _unknown(schema: FieldSchema, path: Path) -> str:
@@ -187,11 +187,11 @@ def _unknown(schema: FieldSchema, path: Path) -> str:
         advice = f"known here are {one_of((f'`{name}`' for name in known), 'and')}"
     else:
         advice = f"{schema.documented} lists all fields"
-    return f"{spelled(path)}: unknown field, {advice}"
+    return f"{path_text(path)}: unknown field, {advice}"
 
 
 def _line(lines: Mapping[Path, int], path: Path) -> int:
-    """The line of a value, or of the nearest one around it where it does not stand in the file; 0 if none is known."""
+    """The line of a value; if it is not in the file, the line of the nearest enclosing value; 0 if none is known."""
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 0)
 
 

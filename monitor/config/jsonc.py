@@ -1,7 +1,7 @@
-"""JSON as people write configurations: with comments and trailing commas, and otherwise strict.
+"""Parses JSON configurations: comments and trailing commas are allowed, everything else is strict.
 
-Strict where the standard parser is not: a name that stands twice in an object, ``NaN``, numbers beyond a float64, halves of
-surrogate pairs and deep nesting are errors, and every error has a line and a column of the file as the user sees it.
+Stricter than the standard parser: repeated names in an object, ``NaN``, numbers beyond a float64, halves of surrogate pairs
+and deep nesting are errors. Every error has the line and column in the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 Path = tuple[str | int, ...]
-"""Where a value stands: the names and indices that lead to it."""
+"""The position of a value: the names and indices that lead to it."""
 
 MAX_DEPTH: Final = 32
 MAX_DIGITS: Final = 400
@@ -40,9 +40,9 @@ class Document:
     """A parsed file.
 
     Attributes:
-        value: What it holds, in the types of ``json.loads``.
-        lines: The line of every name and list element, by its path.
-        spans: Where every value stands in the text, first character and the one behind the last, by its path.
+        value: The content, in the types of ``json.loads``.
+        lines: The line of every name and list element, by path.
+        spans: The index of every value's first character and the index after its last, by path.
     """
 
     value: Any
@@ -54,7 +54,7 @@ def parse(text: str) -> Document:
     """Parse a whole file.
 
     Raises:
-        JsonError: It is not JSON in the sense of this module.
+        JsonError: The text is not valid by the rules of this module.
     """
     return _Parser(text).document()
 
@@ -71,7 +71,7 @@ class _Parser:
     def document(self) -> Document:
         value = self._value(())
         if self._next():
-            self._fail("something follows the end of the JSON value")
+            self._fail("unexpected text after the end of the JSON value")
         return Document(value, self._lines, self._spans)
 
     def _value(self, path: Path) -> Any:
@@ -108,7 +108,7 @@ class _Parser:
         return items
 
     def _another_item(self, closing: str, *, first: bool) -> bool:
-        """Step over the opening bracket or the comma, and stop before the next item or after the closing bracket."""
+        """Skip the opening bracket or the comma. Whether an item follows; if not, the closing bracket is skipped as well."""
         if first or self._next() == ",":
             self._at += 1
         elif self._next() != closing:
@@ -124,7 +124,7 @@ class _Parser:
         start = self._at
         name: str = self._scalar()
         if name in members:
-            self._fail(f"{json.dumps(name)} stands twice in the same object", start)
+            self._fail(f"{json.dumps(name)} occurs twice in the same object", start)
         return name
 
     def _scalar(self) -> Any:
@@ -135,12 +135,12 @@ class _Parser:
         except ValueError as error:
             self._fail(str(error))
         if isinstance(value, str) and not _is_unicode(value):
-            self._fail("the string holds half of a surrogate pair")
+            self._fail("the string contains half of a surrogate pair")
         self._at = end
         return value
 
     def _next(self) -> str:
-        """The next character that counts, "" at the end."""
+        """The next character after spaces and comments; "" at the end."""
         while skipped := SPACE_OR_COMMENT.match(self._text, self._at):
             self._at = skipped.end()
         if self._text.startswith("/*", self._at):
@@ -148,7 +148,7 @@ class _Parser:
         return self._text[self._at : self._at + 1]
 
     def _line(self) -> int:
-        """The line of the current position, counted on from the last one asked for."""
+        """The line of the current position, counted from the previous call's position."""
         at, line = self._counted
         self._counted = (self._at, line + self._text.count("\n", at, self._at))
         return self._counted[1]
@@ -159,7 +159,7 @@ class _Parser:
 
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
+        raise ValueError(f"the number has {len(digits)} digits, the limit is {MAX_DIGITS}")
     return int(digits)
 
 

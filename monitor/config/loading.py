@@ -1,4 +1,4 @@
-"""From a file to a ``MonitorConfig``, or to one clear message that says why not."""
+"""Reads a configuration file into a ``MonitorConfig``, or raises a ``ConfigError`` that explains every problem."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from monitor.failures import LOGGER
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 
 MAX_FILE_BYTES: Final = 4 << 20
-"""Far above any configuration, and far below a checkpoint whose path was given by mistake."""
+"""Far larger than any configuration, and far smaller than a checkpoint whose path was passed by mistake."""
 
 
 _ENDS: Final = f"it ends the run after its first step, unset {DYNAMIC_VARIABLE} to use it"
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. The message names the file, every problem and what would be right."""
+    """The configuration cannot be used. The message names the file, every problem and the allowed values."""
 
 
 def load_config(path: str | os.PathLike[str]) -> MonitorConfig:
-    """Read a configuration file: JSON, in which comments and trailing commas are welcome.
+    """Read a configuration file: JSON, in which comments and trailing commas are allowed.
 
     Args:
         path: A leading ``~`` is the home directory.
 
     Raises:
-        ConfigError: The file cannot be read, is not JSON, does not fit the model, or asks for what is not built yet. What the
-            documents of the original write, and the model does not take, is accepted with a warning (``tolerated``).
+        ConfigError: The file cannot be read, is not JSON, or has fields or values that are not allowed. Some values that
+            documents of other tools use are accepted with a warning (``tolerated``).
     """
     name = os.path.expanduser(os.fsdecode(path))
     return config_in(name, content_of(name), dynamic=is_dynamic(name))
 
 
 def config_in(name: str, content: bytes, *, dynamic: bool) -> MonitorConfig:
-    """The configuration that ``content`` spells.
+    """Parse and validate the content of a configuration file.
 
     Args:
-        name: Of the file that it was read from, for the messages.
-        dynamic: Whether it is for dynamic monitoring.
+        name: Name of the file, for messages.
+        dynamic: Whether the configuration is for dynamic monitoring.
 
     Raises:
-        ConfigError: As ``load_config``, except that the file was read.
+        ConfigError: As ``load_config``, except for errors of reading the file.
     """
     text = decoded(name, content)
     document = _parsed(name, text)
@@ -63,7 +63,7 @@ def config_in(name: str, content: bytes, *, dynamic: bool) -> MonitorConfig:
 
 
 def content_of(name: str, expected: str = "a JSON file") -> bytes:
-    """What a configuration file holds. Raises ``ConfigError`` where it cannot be read, or is larger than any configuration."""
+    """The content of a configuration file. Raises ``ConfigError`` if it cannot be read or has more than ``MAX_FILE_BYTES``."""
     try:
         with open(name, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -76,12 +76,12 @@ def content_of(name: str, expected: str = "a JSON file") -> bytes:
     except ValueError as error:
         raise unusable(name, f"it is not a path: {error}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise unusable(name, f"more than {MAX_FILE_BYTES} bytes are no configuration")
+        raise unusable(name, f"it has more than {MAX_FILE_BYTES} bytes, which is too large for a configuration")
     return content
 
 
 def decoded(name: str, content: bytes) -> str:
-    """The text of a configuration file. Raises ``ConfigError`` where it is none."""
+    """The text of a configuration file. Raises ``ConfigError`` if it is not UTF-8."""
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -107,7 +107,7 @@ def _validated(name: str, fields: Mapping[str, Any], lines: Mapping[Path, int]) 
 
 
 def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
-    """What goes with dynamic monitoring alone, and what does not go with it."""
+    """Problems of fields that need dynamic monitoring, or exclude it."""
     problems = []
     if config.on_alert is not None and not dynamic:
         problems.append(f"on_alert: it changes what is monitored while training runs, which needs {DYNAMIC_VARIABLE}=True")
@@ -123,7 +123,7 @@ def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
 
 
 def _problems_of_closer_look(config: MonitorConfig, wanted: OnAlert) -> list[str]:
-    """What an alert would lead to has to be usable before there is one."""
+    """Problems of the configuration that an alert switches to. It must be usable before the first alert."""
     fields = {**config.model_dump(mode="json"), **wanted.model_dump(mode="json")["set"]}
     try:
         closer = MonitorConfig.model_validate(fields)
@@ -133,10 +133,10 @@ def _problems_of_closer_look(config: MonitorConfig, wanted: OnAlert) -> list[str
 
 
 def is_dynamic(name: str) -> bool:
-    """Whether the environment asks for dynamic monitoring. Anything but a plain yes or no would have to be guessed.
+    """Whether the environment variable enables dynamic monitoring.
 
     Raises:
-        ConfigError: It says neither; ``name`` is that of the file for which it was asked.
+        ConfigError: The variable is neither true nor false. ``name`` is the file that the message names.
     """
     said = os.environ.get(DYNAMIC_VARIABLE, "")
     if said.lower() not in ("", "true", "false"):
@@ -145,11 +145,11 @@ def is_dynamic(name: str) -> bool:
 
 
 def unusable(name: str, *problems: str) -> ConfigError:
-    """What to raise: one problem makes one line, several are listed below the file's name."""
+    """The error to raise: one line for one problem; several problems are listed below the file's name."""
     return ConfigError(_listed(name, problems, "several problems"))
 
 
-def _listed(name: str, sentences: Sequence[str], heading: str = "accepted, but look at this") -> str:
+def _listed(name: str, sentences: Sequence[str], heading: str = "accepted with changes") -> str:
     text = sentences[0] if len(sentences) == 1 else "\n  ".join([heading, *sentences])
-    # A file name may hold bytes that are not text, a message may not.
+    # A file name may contain bytes that are not text, a message may not.
     return f"{name.encode('utf-8', 'backslashreplace').decode()}: {text}"

@@ -43,13 +43,13 @@ _LOW_PRECISION: Final = ("fp16", "bf16", "e4m3", "e5m2")
 HISTOGRAM_OPS: Final = frozenset(
     {"magnitude_histogram", *(f"{lost}_{name}" for lost in ("underflow", "overflow") for name in _LOW_PRECISION)}
 )
-"""The ops that a histogram of every tensor is counted for."""
+"""Ops that need a histogram of every tensor."""
 
 HISTOGRAM_FORMATS: Final = frozenset(name for name, one in FORMATS.items() if "signed" in one.bytes_per_histogram)
 
 
 class Capability(str):
-    """What a field belongs to, as the documentation names it. It stands in the field's annotation and has no other effect."""
+    """The capability that a field belongs to, for the documentation. It is part of the annotation and has no other effect."""
 
     __slots__ = ()
 
@@ -72,14 +72,14 @@ RANKS = Capability("ranks")
 LIMITS = Capability("limits")
 
 
-class _Strict(BaseModel):
-    """Values are taken as they are written: ``"1"`` is not 1, 1 is not true. An integer serves where a float is asked for."""
+class _StrictModel(BaseModel):
+    """A model that converts no values: ``"1"`` is not 1, 1 is not true. An integer is accepted for a float."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Target(_Strict):
-    """What to record of one module. Nothing named means everything."""
+class Target(_StrictModel):
+    """The tensors of one module to record. If no side is named, all sides are recorded."""
 
     input: Side = None
     """What the module is called with."""
@@ -92,7 +92,7 @@ class Target(_Strict):
 
     @property
     def named(self) -> dict[str, TensorSpec]:
-        """The sides that the target names, each with its spec; empty where it names none and so means all."""
+        """The sides that the target names, each with its spec; empty if it names none, which means all."""
         return {side: spec for side, spec in self if spec is not None}
 
     @model_serializer
@@ -100,7 +100,7 @@ class Target(_Strict):
         return {side: str(spec) for side, spec in self.named.items()}
 
 
-class CcDistribution(_Strict):
+class CcDistribution(_StrictModel):
     """Communication operators."""
 
     enable: bool = False
@@ -113,7 +113,7 @@ class CcDistribution(_Strict):
     """Measure nothing: log every call site once, then end the run."""
 
 
-class RuleArgs(_Strict):
+class RuleArgs(_StrictModel):
     """Arguments of an alert rule."""
 
     threshold: Annotated[float, Field(ge=0)] | None = None
@@ -122,7 +122,7 @@ class RuleArgs(_Strict):
     well as on NaN and Inf."""
 
 
-class AlertRule(_Strict):
+class AlertRule(_StrictModel):
     """One alert rule."""
 
     rule_name: Literal["AnomalyTurbulence", "AnomalyNan"]
@@ -137,7 +137,7 @@ class AlertRule(_Strict):
         return self
 
 
-class Alert(_Strict):
+class Alert(_StrictModel):
     """Alert rules, and what becomes of their events."""
 
     rules: Annotated[tuple[AlertRule, ...], Field(strict=False)] = ()
@@ -146,7 +146,7 @@ class Alert(_Strict):
     """Write the events into `anomaly_detected/`."""
 
 
-class L2Targets(_Strict):
+class L2Targets(_StrictModel):
     """Modules of the features of a higher order, by the hook that computes them."""
 
     attention_hook: Strings = ()
@@ -159,7 +159,7 @@ class L2Targets(_Strict):
     """Routers whose logits are looked at, by full or short name. Empty: none."""
 
 
-class Settings(_Strict):
+class Settings(_StrictModel):
     """Every field that an alert may switch, which is all but ``on_alert`` itself."""
 
     targets: Annotated[Mapping[str, Target], SELECTION] = Field(default_factory=dict)
@@ -266,25 +266,25 @@ class Settings(_Strict):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats to write, at least one, each once."""
+        """The formats to write: at least one, each once."""
         return self.format
 
     def steps_per_record(self, format_name: str) -> int:
-        """Steps in each file of a format: ``step_count_per_record``, or where that was not set the format's own default."""
+        """Steps in each file of a format: ``step_count_per_record``; if that was not set, the format's own default."""
         if "step_count_per_record" in self.model_fields_set:
             return self.step_count_per_record
         return FORMATS[format_name].steps_per_record
 
     @model_serializer(mode="wrap")
     def _keep_what_was_not_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A dump that gave the default would set it, and ``steps_per_record`` would answer differently once read back."""
+        """Leave out an unset ``step_count_per_record``: a dumped default would count as set when it is read back."""
         fields: dict[str, Any] = dump(self)
         if "step_count_per_record" not in self.model_fields_set:
             fields.pop("step_count_per_record", None)
         return fields
 
 
-class OnAlert(_Strict):
+class OnAlert(_StrictModel):
     """A deeper configuration for a few steps after an alert."""
 
     set: Settings

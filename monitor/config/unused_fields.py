@@ -1,22 +1,21 @@
-"""Fields of other tools' configurations that the monitor knows by name and has no use for."""
+"""Accepts fields and values of other tools' configurations, with a warning for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from monitor.config.errors import shown, spelled
-from monitor.config.errors import spelled as path_text
+from monitor.config.errors import path_text, shown
 from monitor.config.jsonc import Document, Path
 from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig
 from monitor.formats import FORMATS
 
 
 def without(fields: Mapping[str, Any], unused: Collection[Path], below: Path = ()) -> tuple[dict[str, Any], list[Path]]:
-    """The fields without those at the paths in ``unused``, and the paths that were there. ``fields`` stays as it is.
+    """A copy of ``fields`` without the paths in ``unused``, and the paths that were left out.
 
     Args:
-        below: Where ``fields`` stand.
+        below: The path of ``fields``.
     """
     left: dict[str, Any] = {}
     found: list[Path] = []
@@ -32,16 +31,14 @@ def without(fields: Mapping[str, Any], unused: Collection[Path], below: Path = (
     return left, found
 
 
-def said_of(found: Collection[Path]) -> str:
-    """What to warn of, where there are any."""
-    names = ", ".join(spelled(path) for path in found)
-    return f"{names}: known and not used here, so without effect."
+def unused_warning(found: Collection[Path]) -> str:
+    """The warning about fields that have no effect."""
+    names = ", ".join(path_text(path) for path in found)
+    return f"{names}: the monitor does not use these fields, and ignores them."
 
 
-# --- What the documents of the tool this one replaces write into a configuration, and the strict model does not take.
-#
-# Each of these has one meaning, so it is accepted, with a warning that names the line, the field and what is used
-# instead. What could have been a slip of the hand stays an error.
+# --- Values from documents of the replaced tool that the strict model rejects. A value with one clear meaning is
+# accepted, with a warning that names the line, the field and the value used instead. A possible typing error stays an error.
 
 DEFAULT_FORMAT: Final = "csv"
 
@@ -60,21 +57,21 @@ NULL_MEANS_DEFAULT: Final = (
     ("l2_targets", "attention_hook"),
     ("sa_order",),
 )
-"""Fields of the original that may be ``null`` there, or that a template leaves ``null``. A switch or a number of steps is not
-among them: ``"wg_distribution": null`` does not say whether to record.
+"""Fields that may be ``null`` in the replaced tool or in its templates. Switches and numbers of steps are excluded:
+``"wg_distribution": null`` does not say whether to record.
 """
 
 WHOLE_NUMBERS: Final = tuple(name for name, field in MonitorConfig.model_fields.items() if field.annotation is int)
-"""Fields that hold an integer. ``1e8`` is one, though JSON reads it as a number with decimals; ``1.0`` is an error."""
+"""Integer fields. ``1e8`` is accepted, although JSON reads it as a float; ``1.0`` is an error."""
 
 Warn = Callable[[Path, str], None]
 
 
 def tolerated(document: Document, text: str) -> tuple[dict[str, Any], list[str]]:
-    """The fields as the model takes them, and a warning for everything that was changed.
+    """The fields in a form that the model accepts, and a warning for each change.
 
     Args:
-        document: What ``text`` holds, an object.
+        document: The parsed ``text``, an object.
     """
     fields = _copied(document.value)
     warnings: list[tuple[int, str]] = []
@@ -102,16 +99,16 @@ def _leave_out_nulls(fields: dict[str, Any], warn: Warn) -> None:
         holder = _holder(fields, path)
         if path[-1] in holder and holder[path[-1]] is None:
             del holder[path[-1]]
-            warn(path, "null is taken as not set, and the default is used.")
+            warn(path, "null means not set. The default is used.")
     rules = _holder(fields, ("alert", "rules")).get("rules")
     for index, rule in enumerate(rules if isinstance(rules, list) else ()):
         if isinstance(rule, dict) and "args" in rule and rule["args"] is None:
             del rule["args"]
-            warn(("alert", "rules", index, "args"), "null is taken as no arguments.")
+            warn(("alert", "rules", index, "args"), "null means no arguments.")
 
 
 def _holder(fields: dict[str, Any], path: Path) -> dict[Any, Any]:
-    """The object that the field at ``path`` would stand in; an empty one where there is none."""
+    """The object that contains the field at ``path``; an empty object if there is none."""
     holder: Any = fields
     for step in path[:-1]:
         holder = holder.get(step) if isinstance(holder, dict) else None
@@ -126,11 +123,11 @@ def _read_exponents(fields: dict[str, Any], document: Document, text: str, warn:
         start, end = document.spans[(name,)]
         if "e" in text[start:end].lower():
             fields[name] = int(value)
-            warn((name,), f"{text[start:end]} is taken as the integer {int(value)}.")
+            warn((name,), f"{text[start:end]} is read as the integer {int(value)}.")
 
 
 def _choose_formats(fields: dict[str, Any], warn: Warn) -> None:
-    """An unknown format is left out; where none is left, ``csv`` takes its place."""
+    """Leave out unknown formats; if none is left, use ``csv``."""
     asked = fields.get("format")
     names = [asked] if isinstance(asked, str) else asked
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -138,8 +135,8 @@ def _choose_formats(fields: dict[str, Any], warn: Warn) -> None:
     if unknown := [name for name in names if name not in tuple(FORMATS)]:
         known = [name for name in names if name in tuple(FORMATS)] or [DEFAULT_FORMAT]
         fields["format"] = known
-        said = f"{', '.join(map(shown, unknown))} is not a format that can be written. Used: {', '.join(known)}."
-        warn(("format",), f"{said} There are {', '.join(FORMATS)}.")
+        said = f"{', '.join(map(shown, unknown))} is not a known format. Written instead: {', '.join(known)}."
+        warn(("format",), f"{said} Known formats: {', '.join(FORMATS)}.")
 
 
 def _close_up_order(fields: dict[str, Any], warn: Warn) -> None:
@@ -154,7 +151,7 @@ def _leave_out_histograms(fields: dict[str, Any], warn: Warn) -> None:
         return
     fields["ur_distribution"] = False
     needed = " or ".join(f'"{name}"' for name in FORMATS if name in HISTOGRAM_FORMATS)
-    warn(("ur_distribution",), f"histograms need {needed} among the formats. They are left out, the rest is recorded.")
+    warn(("ur_distribution",), f"histograms need {needed} among the formats. No histograms are recorded; everything else is.")
 
 
 def _formats(fields: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The values that fields hold: what each may be, and how it reads from JSON."""
+"""The types of field values: their bounds, and how they are parsed from JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Wit
 
 from monitor.formats import FORMATS
 
-# --- Which tensors of a module's inputs or outputs a target asks for: ``tensor``, ``tuple[2]`` or ``tuple[2]:0``.
+# --- Specifications of a module's tensors in a target: ``tensor``, ``tuple[2]`` or ``tuple[2]:0``.
 
 _NUMBER: Final = r"(0|[1-9][0-9]{0,5})"
 _TUPLE: Final = re.compile(rf"tuple\[{_NUMBER}\](?::{_NUMBER})?")
@@ -21,11 +21,11 @@ SPELLINGS: Final = '"tensor", "tuple[N]" or "tuple[N]:i" with i below N'
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The structure that one side of a module is expected to have, and what to record of it.
+    """The expected structure of one side of a module, and the element to record.
 
     Attributes:
-        length: Number of tensors, or None for a tensor that stands alone.
-        index: The one element to record, where the spelling names one; without it, a tuple stands for its first.
+        length: Number of tensors in the tuple; None for a single tensor.
+        index: The element to record; None if the text names none: then the first element of a tuple is recorded.
     """
 
     length: int | None = None
@@ -33,10 +33,10 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: object) -> TensorSpec:
-        """Read a spelling. A value that already is a spec is passed on.
+        """Parse the text of a specification. A ``TensorSpec`` is returned as it is.
 
         Raises:
-            ValueError: It is none of the spellings, or the index lies outside the tuple.
+            ValueError: The text has none of the allowed forms, or the index is out of range.
         """
         if isinstance(text, TensorSpec):
             return text
@@ -70,13 +70,13 @@ def _timestamp(text: str) -> str:
 
 
 def _is_timestamp(text: str) -> bool:
-    """Read by hand, since ``strptime`` knows month names in the language of the locale only."""
+    """Whether ``text`` is a timestamp. Not by ``strptime``, which reads month names in the language of the locale."""
     match = _TIMESTAMP.fullmatch(text)
     if match is None or match[1] not in _MONTHS:
         return False
     day, hour, minute, second = (int(part) for part in match.groups()[1:])
     try:
-        # The year is not written; a leap year has every day that a timestamp can name.
+        # A timestamp has no year; a leap year has every day that a timestamp can name.
         datetime(2000, _MONTHS.index(match[1]) + 1, day, hour, minute, second)
     except ValueError:
         return False
@@ -105,7 +105,7 @@ def _formats(value: object) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not names or any(name not in tuple(FORMATS) for name in names):
         raise ValueError(f"expected {_FORMATS_ALLOWED}")
     if len(set(names)) < len(names):
-        raise ValueError("a format stands there twice")
+        raise ValueError("a format occurs twice")
     return tuple(names)
 
 
@@ -114,7 +114,7 @@ Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
 Rank = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Field(ge=0, le=DAY_SECONDS)]
 
-# JSON has lists where the model has tuples; `strict=False` admits them here and reaches no element.
+# JSON has lists where the model has tuples. `strict=False` accepts lists, and does not apply to the elements.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Ranks = Annotated[
     tuple[Rank, ...],

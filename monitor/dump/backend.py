@@ -16,7 +16,7 @@ from monitor.dump.values import Leaf
 from monitor.failures import Failures
 from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable
-from monitor.recording.tensor_paths import Leaves
+from monitor.recording.tensor_paths import TensorPaths
 
 
 class Reader(Protocol):
@@ -71,7 +71,7 @@ class DumpBackend(Protocol):
     framework: str
     module_prefix: str
     tensor: type
-    leaves: Leaves
+    leaves: TensorPaths
     graph: Graph
 
     def computing(self) -> AbstractContextManager[object]:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from monitor.config.errors import explain, shown, spelled
+from monitor.config.errors import explain, path_text, shown
 from monitor.config.jsonc import JsonError, Path, parse
 from monitor.config.loading import ConfigError, content_of
-from monitor.config.unused_fields import said_of, without
+from monitor.config.unused_fields import unused_warning, without
 from monitor.failures import LOGGER
 
 # --- Fields of the original's ``config.json`` that this dump has no use for.
@@ -170,10 +170,10 @@ def _in_use(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that this dump knows what to do with. What else the original has, and what is null, is warned of."""
     used, unused = without(fields, UNUSED)
     if unused:
-        LOGGER.warning("%s: %s", name, said_of(unused))
+        LOGGER.warning("%s: %s", name, unused_warning(unused))
     used, null = without(used, _nulls(used))
     if null:
-        LOGGER.warning("%s: %s: null is taken as not set, and the default is used.", name, ", ".join(map(spelled, null)))
+        LOGGER.warning("%s: %s: null is taken as not set, and the default is used.", name, ", ".join(map(path_text, null)))
     return used
 
 

@@ -15,7 +15,7 @@ from monitor.config.loading import ConfigError, content_of
 from monitor.dump.calls import ADVICE, Call, Recorded
 from monitor.dump.session import Backward, CallName, OpenModule
 from monitor.dump.values import Slot
-from monitor.failures import OURS
+from monitor.failures import IN_HOOK
 from monitor.recording.protocols import HookSet
 
 # --- The level ``debug``: single values of a program, saved by name.
@@ -265,7 +265,7 @@ class ApiDump:
 
     def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call is about to happen."""
-        if self._calling.busy or OURS.depth or self._session.reading or not self._tokens.open or not self._session.here:
+        if self._calling.busy or IN_HOOK.depth or self._session.reading or not self._tokens.open or not self._session.here:
             return None
         self._calling.busy = True  # until it has ended: reading a tensor may call APIs, too
         call = None

@@ -280,7 +280,7 @@ class Session:
 
     def leaf(self, x: Any, name: str) -> Leaf:
         """Read a tensor now."""
-        self._failures.hand_back()
+        self._failures.reraise_deferred()
         return self._reader.leaf(x, self._file(name) if self._config.task == "tensor" else None)
 
     def _file(self, name: str) -> str:

@@ -252,7 +252,7 @@ class Writer:
             try:
                 self._write(batch)
             except EarlierFailure as failure:
-                self._failures.owe(failure)
+                self._failures.defer_error(failure)
             except Exception as error:
                 self._failures.report("writing a dump", error, ADVICE)
             with self._changed:

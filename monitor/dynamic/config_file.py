@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from filelock import FileLock, Timeout
 
 from monitor.config import ConfigError, MonitorConfig
-from monitor.config.errors import shown, spelled
+from monitor.config.errors import path_text, shown
 from monitor.config.jsonc import SPACE_OR_COMMENT, Document, JsonError, Path, parse
 from monitor.config.loading import config_in, content_of
 from monitor.coordinator.output import NO_LOCKS_HERE, write_whole
@@ -82,10 +82,10 @@ def _innermost(document: Document, path: Path) -> Path:
     for step in around:
         held = held[step]
     if not isinstance(held, dict):
-        where = spelled(around) if around else "the file"
-        raise EditError(f"{spelled(path)} cannot be set: {where} is {shown(held)}, which is no object with fields")
+        where = path_text(around) if around else "the file"
+        raise EditError(f"{path_text(path)} cannot be set: {where} is {shown(held)}, which is no object with fields")
     if numbers := [step for step in path[len(around) :] if isinstance(step, int)]:
-        raise EditError(f"{spelled(path)} cannot be set: there is no element {numbers[0]}; set the whole list")
+        raise EditError(f"{path_text(path)} cannot be set: there is no element {numbers[0]}; set the whole list")
     return around
 
 

@@ -18,14 +18,14 @@ from monitor.mindspore.gradients import GradientCollector
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.mindspore.recorder import Recorder
-from monitor.mindspore.tensors import LEAVES, activation_placement, computing, layout_of, placement_of
+from monitor.mindspore.tensors import TENSOR_PATHS, activation_placement, computing, layout_of, placement_of
 from monitor.mindspore.updates import new_updates
 from monitor.recording import protocols
 from monitor.recording.backend import Graph
-from monitor.recording.features.reading import Reading
+from monitor.recording.features.reading import FeatureReading
 from monitor.recording.model_names import NamedParts
 from monitor.recording.step_clock import Clock
-from monitor.recording.tensor_paths import Leaves
+from monitor.recording.tensor_paths import TensorPaths
 
 __all__ = [
     "activation_placement",
@@ -62,8 +62,8 @@ __all__ = [
 ]
 
 graph: Graph = calls
-leaves: Leaves = LEAVES
-reading_of_features: Reading = features_reading
+leaves: TensorPaths = TENSOR_PATHS
+reading_of_features: FeatureReading = features_reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = in_backward
 

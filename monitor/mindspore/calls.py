@@ -19,8 +19,8 @@ from mindspore.ops.composite import base
 from monitor.failures import EarlierFailure, Failures
 from monitor.mindspore import hooks
 from monitor.recording import protocols
-from monitor.recording.gradient_edges import Engine, walk
-from monitor.recording.protocols import Place, Removable
+from monitor.recording.gradient_edges import BackwardEngine, walk
+from monitor.recording.protocols import CallIndex, Removable
 
 
 class Calls(protocols.Calls):
@@ -34,14 +34,14 @@ class Calls(protocols.Calls):
         super().__init__()
         self._repeated: set[int] = set()
 
-    def repeat(self) -> Place | None:
+    def repeat(self) -> CallIndex | None:
         if not self._counts:
             return None
         micro_step = max(self._counts)
         if self._counts[micro_step] != 1 or micro_step in self._repeated:
             return None
         self._repeated.add(micro_step)
-        return Place(micro_step, 0)
+        return CallIndex(micro_step, 0)
 
     def restart(self, micro_step: int) -> None:
         super().restart(micro_step)
@@ -162,7 +162,7 @@ def producers(
 
 
 def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
-    """See ``Engine.watch``."""
+    """See ``BackwardEngine.watch``."""
     return ENGINE.watch(target, edges, write)
 
 
@@ -194,7 +194,7 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
         return mint.add(one, other)
 
 
-ENGINE: Final[Engine[Tensor]] = Engine(current_pass, _add)
+ENGINE: Final[BackwardEngine[Tensor]] = BackwardEngine(current_pass, _add)
 
 # --- In which of MindSpore's modes a model runs, and which of its cells take hooks there.
 #

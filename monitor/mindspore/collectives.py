@@ -17,7 +17,7 @@ from monitor.mindspore.process_group import initialized, is_settled
 from monitor.mindspore.recorder import HOST, Recorder
 from monitor.mindspore.tensors import computing, dtype_name
 from monitor.recording import collectives as capture
-from monitor.recording.collectives import Call, CallRows, Group, Labels
+from monitor.recording.collectives import CallRows, CollectiveCall, Labels, NamedGroup
 from monitor.recording.recorder import Device, LateRows
 from monitor.stats.mindspore.tensors import has_data, on_host
 
@@ -52,7 +52,7 @@ class OperatorCalls(CallRows, LateRows):
         """Those of ``recorder``: whoever comes after others goes on with their rows."""
         return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
 
-    def read(self, call: Call, tensors: Sequence[Any]) -> bool:
+    def read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
         """Reduce what a call has moved, a row a tensor.
 
         Raises:
@@ -79,14 +79,14 @@ class Groups:
 
     def __init__(self) -> None:
         self._labels = Labels()
-        self._known: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._known: dict[tuple[str, tuple[int, ...]], NamedGroup] = {}
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
         """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
         self._labels.learn(roles)
         self._known.clear()
 
-    def of(self, given: Any) -> Group | None:
+    def of(self, given: Any) -> NamedGroup | None:
         """What is known of a group; None where MindSpore knows none.
 
         Args:
@@ -98,9 +98,9 @@ class Groups:
         except (RuntimeError, TypeError, ValueError):
             return None
 
-    def _described(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def _described(self, name: str, ranks: tuple[int, ...]) -> NamedGroup:
         label = self._labels.of(ranks, get_group_size())
-        group = self._known[name, ranks] = Group(label, get_rank(name))
+        group = self._known[name, ranks] = NamedGroup(label, get_rank(name))
         return group
 
 
@@ -152,7 +152,7 @@ class Communication(capture.Communication, CollectiveListener):
         else:  # which may be kept for longer than anybody listens
             handle.tell(partial(_tell, weakref.ref(self), *expected))
 
-    def outputs_there(self, call: Call, outputs: Sequence[Tensor]) -> None:
+    def outputs_there(self, call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
         """Read them before anybody can change them."""
         try:
             if self._rows is not None and self._rows.read(call, outputs):
@@ -163,7 +163,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._failures.report("reading the outputs of a communication operator", error)
 
 
-def _tell(listener: weakref.ref[Communication], call: Call, outputs: Sequence[Tensor]) -> None:
+def _tell(listener: weakref.ref[Communication], call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
     communication = listener()
     if communication is not None:
         communication.outputs_there(call, outputs)

@@ -18,7 +18,7 @@ from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.reductions import Reductions
 from monitor.recording import gradients
-from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.recording.parameter_series import NamedParameter, ParameterSubset, SeriesOf
 from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
 
@@ -81,20 +81,20 @@ class GradientCollector(gradients.GradientCollector):
     def are_still_scaled(self) -> None:
         """No optimizer of MindSpore scales by itself without the hooks around it seeing the gradients it is given."""
 
-    def before_step(self, held: Among) -> None:
+    def before_step(self, held: ParameterSubset) -> None:
         """Read what the optimizer is given."""
         self._reductions.begin_reading(self._framework.handed, self._waiting(held))
         self._read_reduced(held)
         if self._not_reduced:
             self._note("grad_reduced", self._not_reduced)
         if not self._each_micro_step and self._clock.micro_steps > 1:
-            self.say_of_local(NOT_SUMMED)
+            self.note_local_gradients(NOT_SUMMED)
 
-    def end_turn(self, held: Among) -> None:
+    def end_turn(self, held: ParameterSubset) -> None:
         super().end_turn(held)
         self._reductions.end_turn()
 
-    def _waiting(self, held: Among) -> list[tuple[int, ...]]:
+    def _waiting(self, held: ParameterSubset) -> list[tuple[int, ...]]:
         """The shapes of the gradients that optimizers are still to be handed which step later."""
         if held is None:
             return []

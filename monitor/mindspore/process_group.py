@@ -14,7 +14,7 @@ from mindspore.mint import distributed
 
 from monitor.coordinator.store import STORES, Rendezvous
 from monitor.failures import LOGGER
-from monitor.recording.run import Place
+from monitor.recording.run import ProcessTopology
 
 ADDRESS: Final = "MONITOR_STORE"
 """Names the place where ranks meet, ``HOST:PORT``, to a job whose launcher names none."""
@@ -39,7 +39,7 @@ def has_others() -> bool:
     return initialized() and int(communication.get_group_size()) > 1
 
 
-def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> Place:
+def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> ProcessTopology:
     """Where this process stands now. From the first call after communication was initialised on, one process of the job serves
     its store.
 
@@ -52,7 +52,7 @@ def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int =
         return replace(_announced(), chunks=chunks)
     members = {role: ranks for role, group in groups.items() if (ranks := group_ranks(role, group)) is not None}
     rank, world_size = int(communication.get_rank()), int(communication.get_group_size())
-    return Place(rank, world_size, {**found(), **members}, _store(rank, world_size), chunks)
+    return ProcessTopology(rank, world_size, {**found(), **members}, _store(rank, world_size), chunks)
 
 
 def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
@@ -82,10 +82,10 @@ def versions() -> dict[str, str]:
     return {"mindspore": str(mindspore.__version__)}
 
 
-def _announced() -> Place:
+def _announced() -> ProcessTopology:
     """As the environment has it. A rank that its world has no room for was meant for another process, or for nothing."""
     rank, world_size = _number("RANK_ID", 0), max(1, _announced_size())
-    return Place(rank if 0 <= rank < world_size else 0, world_size)
+    return ProcessTopology(rank if 0 <= rank < world_size else 0, world_size)
 
 
 def _announced_size() -> int:

@@ -16,7 +16,7 @@ from mindspore import Tensor, mint
 
 from monitor.mindspore.tensors import computing, dtype_name
 from monitor.recording import recorder
-from monitor.recording.recorder import Device, Watched
+from monitor.recording.recorder import Device, RecordedSeries
 from monitor.series import SeriesTable
 from monitor.stats.host.array_kernel import Raw
 from monitor.stats.host.native import HostPage
@@ -52,7 +52,7 @@ class Recorder(recorder.Recorder):
     def _forget_step(self) -> None:
         """Nothing is remembered of a step."""
 
-    def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
+    def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         del aliases
         if not has_data(x):
             return
@@ -70,7 +70,9 @@ class Recorder(recorder.Recorder):
             return self.reduce(x, page, local_row)
         return self.host.reduce_array(elements, page.memory.numbers, local_row)
 
-    def record_all(self, items: Sequence[tuple[Watched, Any]], failed: Callable[[Watched, Exception], None]) -> None:
+    def record_all(
+        self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]
+    ) -> None:
         for watched, x in items:
             try:
                 self.record(watched, x)
@@ -78,7 +80,7 @@ class Recorder(recorder.Recorder):
                 failed(watched, error)
 
     def record_numbers(
-        self, watched: Watched, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
+        self, watched: RecordedSeries, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
     ) -> None:
         if not has_data(x):
             return

@@ -11,7 +11,7 @@ from mindspore import Tensor, nn
 from mindspore._c_expression import typing
 from mindspore.common import _no_grad
 
-from monitor.recording.tensor_paths import Leaves
+from monitor.recording.tensor_paths import TensorPaths
 from monitor.series import LOCAL, Placement
 
 
@@ -47,4 +47,4 @@ def dtype_name(dtype: Any) -> str:
 
 # --- The tensors in a cell's arguments and results.
 
-LEAVES: Final = Leaves(Tensor, (nn.Cell, typing.Type))
+TENSOR_PATHS: Final = TensorPaths(Tensor, (nn.Cell, typing.Type))

@@ -10,13 +10,13 @@ from mindspore import nn
 
 from monitor.mindspore import backend
 from monitor.recording import trainer_mon
-from monitor.recording.backend import Backend
+from monitor.recording.backend import RecordingBackend
 
 
 class TrainerMon(trainer_mon.TrainerMon):
     __doc__ = trainer_mon.TrainerMon.__doc__
 
-    _backend: ClassVar[Backend] = backend
+    _backend: ClassVar[RecordingBackend] = backend
 
     def monitor_gnorm_with_ad(
         self,

@@ -10,9 +10,9 @@ from mindspore import Tensor
 from monitor.mindspore.features_reading import is_floating_point
 from monitor.mindspore.frameworks import Moments
 from monitor.recording import updates
-from monitor.recording.optimizer_turns import Stepping
-from monitor.recording.parameter_series import Computed, NamedParameter
-from monitor.recording.parameters import WatchedParameters
+from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.parameter_series import ComputedRow, NamedParameter
+from monitor.recording.parameters import ParameterContext
 from monitor.recording.updates import UpdateCollector, wanted
 from monitor.series import DIRECTION_KIND
 from monitor.stats.mindspore.arithmetic import Number
@@ -29,22 +29,22 @@ from monitor.stats.partials import COUNT, SUM
 class AdamCollector(UpdateCollector):
     """``adam_update`` and ``adam_ratio``."""
 
-    def __init__(self, watched: WatchedParameters, eps: float) -> None:
+    def __init__(self, watched: ParameterContext, eps: float) -> None:
         self._update = watched.series("adam_update")
         self._ratio = watched.series("adam_ratio")
         self._framework = watched.framework
         self._failures = watched.failures
         self._eps = eps
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         if not self._framework.is_adam(stepping.optimizer):
             name = type(stepping.optimizer).__name__
             said = f"ur_distribution records what Adam makes of its moments, and {name} is no Adam"
             self._failures.warn("ur_distribution", f"{said} that is known here: no rows.")
             return
-        counted: dict[NamedParameter, Computed] = {}
+        counted: dict[NamedParameter, ComputedRow] = {}
 
-        def update(parameter: NamedParameter) -> Computed | None:
+        def update(parameter: NamedParameter) -> ComputedRow | None:
             moments = self._framework.adam_of(parameter)
             given = self._framework.reduced(parameter)
             if moments is None or given is None or not is_floating_point(moments.mean):
@@ -68,8 +68,8 @@ class AdamCollector(UpdateCollector):
         )
 
 
-def _computed(vector: Signed, moments: Moments) -> Computed:
-    return Computed(vector.numbers(), moments.mean, vector.histogram())
+def _computed(vector: Signed, moments: Moments) -> ComputedRow:
+    return ComputedRow(vector.numbers(), moments.mean, vector.histogram())
 
 
 # --- ``mg_direction``: how much of a gradient points where the momentum does.
@@ -81,15 +81,15 @@ class DirectionCollector(UpdateCollector):
     In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
     """
 
-    def __init__(self, watched: WatchedParameters) -> None:
+    def __init__(self, watched: ParameterContext) -> None:
         self._series = watched.series(DIRECTION_KIND)
         self._framework = watched.framework
         self._is_reduced = watched.is_reduced
 
-    def gradients_ready(self, stepping: Stepping) -> None:
+    def gradients_ready(self, stepping: OptimizerTurn) -> None:
         self._series.record_computed(lambda parameter: self._compared(parameter, stepping.optimizer), stepping.held)
 
-    def _compared(self, parameter: NamedParameter, optimizer: Any) -> Computed | None:
+    def _compared(self, parameter: NamedParameter, optimizer: Any) -> ComputedRow | None:
         gradient = self._framework.reduced(parameter)
         if not self._is_reduced(parameter, gradient):
             return None
@@ -104,7 +104,7 @@ class DirectionCollector(UpdateCollector):
             return None
         uphill = self._framework.maximizes(parameter)
         agreeing = agreement(gradient, momentum, uphill=uphill and momentum is not gradient)
-        return Computed({COUNT: float(gradient.size), SUM: agreeing}, gradient)
+        return ComputedRow({COUNT: float(gradient.size), SUM: agreeing}, gradient)
 
 
 # --- ``update_ratio`` of weights of MindSpore.

@@ -253,7 +253,7 @@ class Delivery(Generic[S]):
     def _give_up(self, step: int, error: BaseException) -> None:
         """Nobody has a step that could not be read."""
         if isinstance(error, EarlierFailure):
-            self._failures.owe(error)
+            self._failures.defer_error(error)
         else:
             self._failures.report("reading a step", error, advice(error))
         self._gaps.counts[UNREADABLE] += 1

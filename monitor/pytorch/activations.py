@@ -17,9 +17,9 @@ from monitor.pytorch.compiled.tracing import GuardedObserver, device_of
 from monitor.pytorch.hooks import after_forward, before_forward
 from monitor.pytorch.recorder import Recorder
 from monitor.recording import activations
-from monitor.recording.activations import ADVICE, Call
-from monitor.recording.backend import Backend
-from monitor.recording.protocols import HookSet, Place, Removable
+from monitor.recording.activations import ADVICE, ModuleCall
+from monitor.recording.backend import RecordingBackend
+from monitor.recording.protocols import CallIndex, HookSet, Removable
 from monitor.recording.step_clock import Clock
 from monitor.selection import ALL_TENSORS, NO_TENSORS, ModuleSelection, TensorChoice
 
@@ -27,7 +27,7 @@ from monitor.selection import ALL_TENSORS, NO_TENSORS, ModuleSelection, TensorCh
 class CompiledCall(NamedTuple):
     """A call in compiled code, and the step that it belongs to."""
 
-    call: Call
+    call: ModuleCall
     step: int
 
 
@@ -65,18 +65,18 @@ class ModuleWatcher(activations.ModuleWatcher):
         opened = self._open.get(get_ident())
         return self._compiled(opened.pop() if opened else None, tag)
 
-    def _compiled(self, call: Call | None, tag: Tensor) -> CompiledCall | None:
+    def _compiled(self, call: ModuleCall | None, tag: Tensor) -> CompiledCall | None:
         if call is None:
             return None
         self._recorder.keep_micro_step(tag, self._chunk)
         return CompiledCall(call, self._clock.step)
 
-    def _repeated(self) -> Call | None:
+    def _repeated(self) -> ModuleCall | None:
         """The call that a checkpoint around compiled code repeats in a backward."""
         micro_step = self._clock.backward[self._chunk]
         if micro_step < 0 or self._calls is None or not self._backend.repeating():
             return None
-        return Call(Place(micro_step, 0), records_forward=False) if self._calls.begun(micro_step) == 1 else None
+        return ModuleCall(CallIndex(micro_step, 0), records_forward=False) if self._calls.begun(micro_step) == 1 else None
 
     def sees(self, x: Tensor, call: CompiledCall, tag: Tensor, slot: str, found: int, value: int) -> None:
         (micro_step, number), records_forward = call.call.place, call.call.records_forward
@@ -133,7 +133,7 @@ class RootObserver:
 class ModuleCollector(activations.ModuleCollector):
     """All watched modules of one attachment."""
 
-    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: Backend) -> None:
+    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
         super().__init__(recorder, clock, failures, backend)
         self._observed_roots: list[ObservedHook] = []
         HOOK_GUARDS.hold(self)

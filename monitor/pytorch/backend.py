@@ -24,15 +24,15 @@ from monitor.pytorch.gradients import GradientCollector
 from monitor.pytorch.hooks import takes_hooks
 from monitor.pytorch.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.pytorch.recorder import Recorder
-from monitor.pytorch.tensors import LEAVES, activation_placement, computing, layout_of, placement_of
+from monitor.pytorch.tensors import TENSOR_PATHS, activation_placement, computing, layout_of, placement_of
 from monitor.pytorch.updates import new_updates
 from monitor.recording import protocols
 from monitor.recording.backend import Graph
-from monitor.recording.features.reading import Reading
+from monitor.recording.features.reading import FeatureReading
 from monitor.recording.model_names import NamedParts
 from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
-from monitor.recording.tensor_paths import Leaves
+from monitor.recording.tensor_paths import TensorPaths
 
 __all__ = [
     "activation_placement",
@@ -69,8 +69,8 @@ __all__ = [
 ]
 
 graph: Graph = calls
-leaves: Leaves = LEAVES
-reading_of_features: Reading = reading
+leaves: TensorPaths = TENSOR_PATHS
+reading_of_features: FeatureReading = reading
 new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
 repeating = recomputing
 

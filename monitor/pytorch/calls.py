@@ -21,8 +21,8 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
 from monitor.recording import protocols
-from monitor.recording.gradient_edges import Engine, before, walk
-from monitor.recording.protocols import Place, Removable
+from monitor.recording.gradient_edges import BackwardEngine, before, walk
+from monitor.recording.protocols import CallIndex, Removable
 
 # --- The gradient that a module returns for one of its inputs, observed without changing the graph. A full module backward hook
 # inserts identities, which regroup sums of gradients and change bits. Instead, the pre-hook notes the gradient edge of each
@@ -104,7 +104,7 @@ def _only_forwards(node: Node) -> bool:
 
 
 def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
-    """See ``Engine.watch``."""
+    """See ``BackwardEngine.watch``."""
     return ENGINE.watch(target, edges, write)
 
 
@@ -113,7 +113,7 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
         return one + other
 
 
-ENGINE: Final[Engine[Tensor]] = Engine(current_pass, _add)
+ENGINE: Final[BackwardEngine[Tensor]] = BackwardEngine(current_pass, _add)
 
 
 def recomputing() -> bool:
@@ -131,9 +131,9 @@ class _Begun:
     """
 
     numbers: list[int] = field(default_factory=list)
-    places: list[Place | None] = field(default_factory=list)
+    places: list[CallIndex | None] = field(default_factory=list)
 
-    def after(self, number: int, position: int) -> Place | None:
+    def after(self, number: int, position: int) -> CallIndex | None:
         """The call at ``position`` after ``number``, if all calls up to it were without a graph."""
         first = bisect_right(self.numbers, number)
         run = self.places[first : first + position + 1]
@@ -154,12 +154,12 @@ class Calls(protocols.Calls):
         self._begun: dict[int, _Begun] = {}
         self._repeated: Counter[tuple[int, int]] = Counter()
 
-    def begin(self, micro_step: int) -> Place:
+    def begin(self, micro_step: int) -> CallIndex:
         place = super().begin(micro_step)
         self._note(place)
         return place
 
-    def repeat(self) -> Place | None:
+    def repeat(self) -> CallIndex | None:
         node = torch._C._current_autograd_node()
         if not isinstance(node, BackwardCFunction) or _is_unpacking():
             return None
@@ -174,7 +174,7 @@ class Calls(protocols.Calls):
             self._note(place)
         return place
 
-    def _note(self, place: Place) -> None:
+    def _note(self, place: CallIndex) -> None:
         begun = self._begun.setdefault(threading.get_ident(), _Begun())
         begun.numbers.append(sequence_nr())
         begun.places.append(None if torch.is_grad_enabled() else place)

@@ -20,7 +20,7 @@ from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.reductions.seen import GradientReductions
 from monitor.recording import gradients
 from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY
-from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
+from monitor.recording.parameter_series import NamedParameter, ParameterSubset, SeriesOf
 from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
 
@@ -75,7 +75,7 @@ class ChangeDetector:
             when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
         self._latest = parameter
 
-    def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: Among = None) -> bool:
+    def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
         """Whether a gradient that is about to be read was written to since backward ended.
 
         Args:
@@ -193,7 +193,7 @@ class GradientCollector(gradients.GradientCollector):
     def forward_ends(self) -> None:
         self._reductions.forward_ends()
 
-    def end_turn(self, held: Among) -> None:
+    def end_turn(self, held: ParameterSubset) -> None:
         super().end_turn(held)
         self._scaling = ""  # it was this optimizer's
         self._reductions.end_turn()
@@ -206,7 +206,7 @@ class GradientCollector(gradients.GradientCollector):
         """The optimizer unscales gradients by itself, inside its step."""
         self._scaling = STILL_SCALED
 
-    def before_step(self, held: Among) -> None:
+    def before_step(self, held: ParameterSubset) -> None:
         """The step pre-hook. Reduction is done; the training loop may have clipped."""
         if not self._each_micro_step:
             self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)(held)
@@ -233,7 +233,7 @@ class GradientCollector(gradients.GradientCollector):
             return handle
         return first_after_accumulation(parameter.tensor, hook)
 
-    def _note_changes(self, held: Among) -> None:
+    def _note_changes(self, held: ParameterSubset) -> None:
         """Note how the gradients just read differ from those that backward left."""
         may_be_clipped = len(self._reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._changes.changed(self._framework.reduced, held)
@@ -278,7 +278,7 @@ class GradientCollector(gradients.GradientCollector):
         self._left.pop(parameter, None)
         if not self._warned_summed and parameter not in self._stepped:
             self._warned_summed = True
-            self.say_of_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
+            self.note_local_gradients(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
             self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
 
     def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
@@ -297,10 +297,10 @@ class GradientCollector(gradients.GradientCollector):
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
         if before is not None and not before.refers_to(gradient):
-            self.say_of_local(NOT_ACCUMULATED)
+            self.note_local_gradients(NOT_ACCUMULATED)
         self._left[parameter] = GradientVersion(gradient)
 
-    def _finish_short_accumulation(self, held: Among) -> None:
+    def _finish_short_accumulation(self, held: ParameterSubset) -> None:
         """Record gradients that the last micro-batches did not reach (fewer micro-batches, or an expert that was not called).
         Their sums are complete if they are unchanged since backward.
         """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monitor.recording.run import Place
+from monitor.recording.run import ProcessTopology
 
 
 def is_settled() -> bool:
@@ -29,7 +29,7 @@ def has_others() -> bool:
     return initialized() and dist.get_world_size() > 1
 
 
-def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> Place:
+def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> ProcessTopology:
     """The current topology of this process.
 
     Args:
@@ -41,7 +41,7 @@ def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int =
         return replace(_announced(), chunks=chunks)
     members = {role: ranks for role, group in groups.items() if (ranks := group_ranks(role, group)) is not None}
     store = dist.distributed_c10d._get_default_store()
-    return Place(dist.get_rank(), dist.get_world_size(), {**found(), **members}, store, chunks)
+    return ProcessTopology(dist.get_rank(), dist.get_world_size(), {**found(), **members}, store, chunks)
 
 
 def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
@@ -68,10 +68,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _announced() -> Place:
+def _announced() -> ProcessTopology:
     """The topology from environment variables. A rank outside the world size is invalid and replaced by 0."""
     rank, world_size = _number("RANK", 0), max(1, _number("WORLD_SIZE", 1))
-    return Place(rank if 0 <= rank < world_size else 0, world_size)
+    return ProcessTopology(rank if 0 <= rank < world_size else 0, world_size)
 
 
 def _number(variable: str, default: int) -> int:

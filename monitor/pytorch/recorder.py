@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.recording import recorder
-from monitor.recording.recorder import Device, Watched
+from monitor.recording.recorder import Device, RecordedSeries
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host.native import HostPage, Reduce
 from monitor.stats.partials import Floats
@@ -148,7 +148,7 @@ class Recorder(recorder.Recorder):
         if not tag.is_cpu and self.device_steps.captures(tag.device) and self.device_steps.has(tag.device, chunk):
             tag.copy_(self.device_steps.micro_step(tag.device, chunk))
 
-    def record(self, watched: Watched, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
+    def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         address = plain_address(x)
         if not address and not has_data(x):
             return
@@ -159,7 +159,7 @@ class Recorder(recorder.Recorder):
             else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
 
-    def record_value(self, watched: Watched, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
+    def record_value(self, watched: RecordedSeries, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
         """``record`` for compiled code. Compiled code writes to one tensor over and over and changes no version, so tracing
         numbers the values: an equal value number means that the tensor was read before.
 
@@ -179,10 +179,12 @@ class Recorder(recorder.Recorder):
                 version = None if value == NO_VALUE else (value, _version(x))
                 self._record(watched, x, micro_step, address=address, version=version)
 
-    def record_all(self, items: Sequence[tuple[Watched, Tensor]], failed: Callable[[Watched, Exception], None]) -> None:
+    def record_all(
+        self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Callable[[RecordedSeries, Exception], None]
+    ) -> None:
         with self.lock:
             plain = None if self._magnitudes else self.host.plain
-            listed: list[tuple[Watched, Listed]] = []
+            listed: list[tuple[RecordedSeries, Listed]] = []
             for watched, x in items:
                 try:
                     address = plain_address(x)
@@ -197,7 +199,7 @@ class Recorder(recorder.Recorder):
             for place, why in reduce_listed([one for _, one in listed], self._eps):
                 failed(listed[place][0], why)
 
-    def _read_directly(self, plain: Reduce, watched: Watched, x: Tensor, micro_step: int, address: int) -> None:
+    def _read_directly(self, plain: Reduce, watched: RecordedSeries, x: Tensor, micro_step: int, address: int) -> None:
         """``_record`` for a plain tensor without aliases, in few calls: each further call would run code that is not in the
         cache.
         """
@@ -210,7 +212,7 @@ class Recorder(recorder.Recorder):
         plain(address, x.numel(), memory.numbers, slot.local_row + micro_step)
         self.table.note(slot.row + micro_step, layout)
 
-    def _listed(self, watched: Watched, x: Tensor) -> Listed | None:
+    def _listed(self, watched: RecordedSeries, x: Tensor) -> Listed | None:
         """An entry for ``x``, on a device, in the list of tensors that one kernel reduces; None if ``x`` must be reduced
         alone.
         """
@@ -222,7 +224,7 @@ class Recorder(recorder.Recorder):
         self.table.note(slot.row, self.layout(x))
         return Listed(local, slot.page.memory, slot.local_row)
 
-    def _record(self, watched: Watched, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
+    def _record(self, watched: RecordedSeries, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
         """``address``: where the elements of a plain tensor are (``plain_address``)."""
         if not address and self.device_steps.captures(x.device):
             self._record_captured(watched, x, None)
@@ -249,7 +251,7 @@ class Recorder(recorder.Recorder):
         if version is not None:
             self._remember(x, version, row, layout)
 
-    def _record_captured(self, watched: Watched, x: Tensor, tag: Tensor | None) -> None:
+    def _record_captured(self, watched: RecordedSeries, x: Tensor, tag: Tensor | None) -> None:
         """Capture a reduction into a row that the device selects at each replay. Tensors first seen in the capture have no
         row.
         """
@@ -273,7 +275,7 @@ class Recorder(recorder.Recorder):
 
     def record_numbers(
         self,
-        watched: Watched,
+        watched: RecordedSeries,
         numbers: Mapping[int, float | Tensor],
         x: Tensor,
         micro_step: int = 0,

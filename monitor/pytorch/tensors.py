@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from monitor.pytorch.frameworks.dtensor import activation_placement, layout_of, placement_of
-from monitor.recording.tensor_paths import Leaves
+from monitor.recording.tensor_paths import TensorPaths
 from monitor.stats.torch.tensors import beneath
 
 __all__ = ["activation_placement", "computing", "layout_of", "placement_of"]
@@ -25,6 +25,6 @@ def computing() -> Iterator[None]:
 
 # --- The tensors in a module's arguments and results.
 
-LEAVES: Final = Leaves(
+TENSOR_PATHS: Final = TensorPaths(
     Tensor, (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module)
 )

@@ -10,14 +10,14 @@ from torch import nn
 
 from monitor.pytorch import backend
 from monitor.recording import trainer_mon
-from monitor.recording.backend import Backend
+from monitor.recording.backend import RecordingBackend
 from monitor.recording.protocols import count
 
 
 class TrainerMon(trainer_mon.TrainerMon):
     __doc__ = trainer_mon.TrainerMon.__doc__
 
-    _backend: ClassVar[Backend] = backend
+    _backend: ClassVar[RecordingBackend] = backend
 
     def reload_xy(self, xy_distribution: bool = False) -> None:
         """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop switches it on all ranks

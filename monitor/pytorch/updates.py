@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.recording import updates
-from monitor.recording.optimizer_turns import Stepping
-from monitor.recording.parameter_series import Computed, NamedParameter
-from monitor.recording.parameters import WatchedParameters
+from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.parameter_series import ComputedRow, NamedParameter
+from monitor.recording.parameters import ParameterContext
 from monitor.recording.updates import UpdateCollector, wanted
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM, WRITES
@@ -123,7 +123,7 @@ class AdamMoments:
 class AdamCollector(UpdateCollector):
     """``adam_update`` and ``adam_ratio``."""
 
-    def __init__(self, watched: WatchedParameters, eps: float) -> None:
+    def __init__(self, watched: ParameterContext, eps: float) -> None:
         self._update = watched.series("adam_update")
         self._ratio = watched.series("adam_ratio")
         self._framework = watched.framework
@@ -132,7 +132,7 @@ class AdamCollector(UpdateCollector):
         self._eps = eps
         self._steps: dict[NamedParameter, float | Tensor] = {}
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         """Store the step counts: a parameter whose count does not change has no update."""
         groups, self._steps = ParameterGroups(), {}
         self._update.each(lambda parameter: self._remember(parameter, stepping.optimizer, groups), stepping.held)
@@ -142,14 +142,14 @@ class AdamCollector(UpdateCollector):
         if stepped is not None and (step := steps_made(stepped, groups.of(stepped) or {})) is not None:
             self._steps[parameter] = step
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         optimizer = stepping.optimizer
         if optimizer is None:
             return
         groups = ParameterGroups()
-        counted: dict[NamedParameter, Computed] = {}
+        counted: dict[NamedParameter, ComputedRow] = {}
 
-        def update(parameter: NamedParameter) -> Computed | None:
+        def update(parameter: NamedParameter) -> ComputedRow | None:
             moments = self._moments(parameter, optimizer, groups)
             if moments is None:
                 return None
@@ -176,7 +176,7 @@ class AdamCollector(UpdateCollector):
         corrections = [_correction(beta, step, group) for beta in group["betas"][:2]]
         return AdamMoments(mean, square, corrections[0], corrections[1], float(group["eps"]), made(step, before))
 
-    def _count(self, moments: AdamMoments) -> tuple[Computed, Computed]:
+    def _count(self, moments: AdamMoments) -> tuple[ComputedRow, ComputedRow]:
         updates, ratios = (signed(moments.mean, self._kernel, self._eps) for _ in range(2))
         scratch = Scratch()
         precision = torch.float64 if moments.mean.dtype is torch.float64 else torch.float32
@@ -187,7 +187,7 @@ class AdamCollector(UpdateCollector):
             updates.add(torch.div(m, torch.add(root, moments.eps, out=vector), out=vector))
             ratios.add(_ratio(m, root, vector))
         computed = [
-            Computed({**one.numbers(), WRITES: moments.made}, moments.mean, one.histogram()) for one in (updates, ratios)
+            ComputedRow({**one.numbers(), WRITES: moments.made}, moments.mean, one.histogram()) for one in (updates, ratios)
         ]
         return computed[0], computed[1]
 
@@ -226,23 +226,23 @@ class DirectionCollector(UpdateCollector):
     Before its first step an optimizer has no momentum. After that step the momentum is a multiple of the gradient: they agree.
     """
 
-    def __init__(self, watched: WatchedParameters) -> None:
+    def __init__(self, watched: ParameterContext) -> None:
         self._series = watched.series(DIRECTION_KIND)
         self._framework = watched.framework
         self._is_reduced = watched.is_reduced
-        self._begins: dict[NamedParameter, Computed] = {}
+        self._begins: dict[NamedParameter, ComputedRow] = {}
 
-    def gradients_ready(self, stepping: Stepping) -> None:
+    def gradients_ready(self, stepping: OptimizerTurn) -> None:
         self._begins.clear()
         groups = ParameterGroups()
         self._series.record_computed(lambda one: self._compared(one, stepping.optimizer, groups), stepping.held)
 
-    def after_step(self, stepping: Stepping) -> None:
+    def after_step(self, stepping: OptimizerTurn) -> None:
         """Record parameters whose momentum the step has created."""
         begins, self._begins = self._begins, {}
         optimizer = stepping.optimizer
 
-        def begun(parameter: NamedParameter) -> Computed | None:
+        def begun(parameter: NamedParameter) -> ComputedRow | None:
             computed = begins.get(parameter)
             if computed is None or optimizer is None or self._momentum(parameter, optimizer) is None:
                 return None
@@ -256,7 +256,7 @@ class DirectionCollector(UpdateCollector):
     def forget_step(self) -> None:
         self._begins.clear()
 
-    def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> Computed | None:
+    def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> ComputedRow | None:
         gradient = self._framework.reduced(parameter)
         if not self._is_reduced(parameter, gradient):
             return None
@@ -290,8 +290,8 @@ def _steps_of(stepped: SteppedTensor | None) -> float | Tensor | None:
     return None if stepped is None else steps_made(stepped, stepped.group or {})
 
 
-def _share(agreeing: Tensor, x: Tensor) -> Computed:
-    return Computed({COUNT: float(x.numel()), SUM: agreeing}, x)
+def _share(agreeing: Tensor, x: Tensor) -> ComputedRow:
+    return ComputedRow({COUNT: float(x.numel()), SUM: agreeing}, x)
 
 
 new_updates = partial(wanted, ratio=RatioCollector, direction=DirectionCollector, adam=AdamCollector)

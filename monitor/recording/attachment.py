@@ -1,4 +1,4 @@
-"""One model and its optimizers, watched: the collectors, what runs around each step, and the seal that ends it."""
+"""Attaches collectors to one model and its optimizers, follows their steps, and seals the rows at the end of each step."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from typing import Any, Final
 
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend
-from monitor.recording.dataflow import observed
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import RecordingBackend
+from monitor.recording.dataflow import observed_dataflow
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.module_info import StackCollector, StructureCollector
-from monitor.recording.optimizer_turns import Held, Stepping, Turns, unheld
+from monitor.recording.optimizer_turns import OptimizerParameters, OptimizerTurn, OptimizerTurns, unstepped_warning
 from monitor.recording.parameter_rows import ParameterRows
 from monitor.recording.protocols import HookSet
-from monitor.recording.recorder import Recorder, Watched
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock, Schedule
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
 from monitor.stats.rows import Status
 
 PARTLY_SKIPPED: Final = (
-    "in some steps an optimizer was skipped and another one stepped: such a step is complete, and the parameters of the "
-    "skipped optimizer have no param_updated in it"
+    "in some steps one optimizer was skipped and another one stepped: such a step counts as complete, and the parameters of "
+    "the skipped optimizer have no param_updated in it"
 )
 NEVER_STEPPED: Final = (
-    "no optimizer that set_monitor was given has stepped ({names}), so no step has ended. Pass the optimizers whose step() the "
-    "loop calls."
+    "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
+    "optimizers whose step() the loop calls."
 )
 LEFT_OUT: Final = (
     "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
-    "in the step that ended. The page on optimizers in the documentation shows which rows that gives."
+    "in the step that ended. docs/optimizers.md shows the rows of such steps."
 )
 
 
 class Attachment:
-    """Listens to the steps of optimizers and to a model's hooks, and seals what they recorded.
+    """Listens to the steps of optimizers and to a model's hooks, and seals the recorded rows.
 
     Attributes:
         clock: The step and micro-step.
-        schedule: Which steps are collected.
-        begun: Whether the step in progress has had a forward, and is not merely the time after the last step.
-        collected: How many steps were to be collected so far.
-        expected: The kinds that this rank is to record of what is watched: without rows of them something is amiss.
-        has_unheld: Whether a step has shown parameters that are trained by no optimizer that is known.
-        last_collected: The last step that ended and was collected; None before the first.
+        schedule: The steps to collect.
+        begun: Whether the step in progress has had a forward.
+        collected: Number of steps that were scheduled for collection so far.
+        expected: The kinds that this rank should record. If one has no rows, a warning follows.
+        has_unheld: Whether a step has shown trained parameters without a known optimizer.
+        last_collected: The last collected step that has ended; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
-        at_boundary: Called between two steps, with the number of the one to come: it may have it watched otherwise (``use``).
+        at_boundary: Called between two steps with the number of the next one; may call ``use`` to change what is recorded.
     """
 
     def __init__(
         self,
-        watch: Watch,
+        watch: AttachmentSpec,
         names: ModelNames,
         recorder: Recorder,
         run: Callable[[], Run],
         start_step: int,
         failures: Failures,
-        backend: Backend,
+        backend: RecordingBackend,
         collected: int = 0,
         schedule: Schedule | None = None,
     ) -> None:
@@ -69,22 +69,22 @@ class Attachment:
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.structure = StructureCollector(failures, backend) if watch.config.print_struct else None
         self.on_first_step: Callable[[], None] | None = None
-        self.at_boundary: Callable[[int], object] = _nobody
+        self.at_boundary: Callable[[int], object] = _no_change
         self.begun = False
         self.expected: set[str] = set()
         self.collected = collected
         self._batches = 0
         self.last_collected: int | None = None
-        self._flow_told = collected > 0
+        self._dataflow_written = collected > 0
         self._names = names
         self._recorder = recorder
         self._run = run
         self._failures = failures
-        self._scaling: dict[str, Watched] = {}
-        self._turns = Turns()
-        self._now: Stepping | None = None
+        self._scaling: dict[str, RecordedSeries] = {}
+        self._turns = OptimizerTurns()
+        self._now: OptimizerTurn | None = None
         self._any_turn = False
-        self._told_unheld = False
+        self._unheld_reported = False
         self.has_unheld = False
         self._introduced = False
         self._forks = PROCESS.forks
@@ -93,7 +93,7 @@ class Attachment:
         self._stacks: StackCollector | None = None
         self._rows = ParameterRows()
         self._features: FeatureCollector | None = None
-        self._held = Held((), watch.framework)
+        self._held = OptimizerParameters((), watch.framework)
         try:
             self._attach()
             self._steps = watch.framework.steps(self, failures)
@@ -103,20 +103,20 @@ class Attachment:
             raise
         self._begin_step()
 
-    def use(self, watch: Watch, names: ModelNames, schedule: Schedule, collected: int) -> None:
-        """Between two steps: watch the same model otherwise, from the step to come on.
+    def use(self, watch: AttachmentSpec, names: ModelNames, schedule: Schedule, collected: int) -> None:
+        """Change between two steps what is recorded of the same model, from the next step on.
 
         Args:
-            collected: How many steps of ``schedule`` were to be collected so far.
+            collected: Number of steps of ``schedule`` that were scheduled for collection so far.
         """
         self.rest()
         self.watch, self._names = watch, names
-        self._flow_told = self._flow_told and not watch.config.xy_distribution
+        self._dataflow_written = self._dataflow_written and not watch.config.xy_distribution
         self._attach()
         self.schedule, self.collected = schedule, collected
 
     def rest(self) -> None:
-        """Between two steps: watch nothing, and collect none, until ``use``."""
+        """Stop recording between two steps, until ``use``."""
         self.schedule = Schedule(self.clock.step, 1, 0)
         self._remove_hooks()
         self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
@@ -139,7 +139,7 @@ class Attachment:
         if self.structure is not None:
             for module in modules:
                 self.structure.watch(_key(module), module.module)
-        self._held = Held(parameters, watch.framework)
+        self._held = OptimizerParameters(parameters, watch.framework)
         self._rows = ParameterRows.of(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self._note)
         self.expected = set(self._rows.kinds)
         self.expected |= _of_activations(modules) if config.xy_distribution else set()
@@ -160,7 +160,7 @@ class Attachment:
                 self.modules.watch(module.chunk, module.name, module.module, module.wanted)
 
     def set_activations(self, wanted: bool) -> None:
-        """Watch activations from now on, or no longer."""
+        """Start or stop recording activations."""
         self.modules.unwatch()
         if wanted:
             self.watch_activations()
@@ -173,11 +173,11 @@ class Attachment:
         return stacks
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
-        self._failures.hand_back()
+        self._failures.reraise_deferred()
         trains = self._backend.trains(root)
         self.begun = self.begun or trains
         if not self._steps.evaluating:
-            self._rows.forget_step()  # of a step that raised
+            self._rows.forget_step()  # data of a step that raised
         if trains and self._recorder.active:
             others = self._backend.has_others()
             self._rows.forward_begins(root, self.watch, self.clock, has_others=others)
@@ -190,7 +190,7 @@ class Attachment:
         self._opened().manifest.note(key, said)
 
     def _opened(self) -> Run:
-        """The run. What the framework has to say of all steps is in its manifest first."""
+        """The run. The first call adds the framework's notes to its manifest."""
         run = self._run()
         if not self._introduced:
             self._introduced = True
@@ -199,26 +199,26 @@ class Attachment:
                 run.manifest.note(key, said)
         return run
 
-    # What the optimizers' steps tell, in this order.
+    # `StepListener`: the phases of an optimizer's step, in this order.
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
         self._begin_turn(optimizer)
         if self._rows.gradients is not None:
             self._rows.gradients.may_be_unscaled()
         if self._records_scaled():
-            self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by it; its rows are in `other`")
+            self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`")
             self._recorder.record(self._scalar("loss_scale", scaler), scale, aliases=False)
 
     def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
         self._begin_turn(optimizer)
         if self._records_scaled():
-            self._note("found_inf", "the optimizer skips a step on its own where this, in `other`, is not 0")
+            self._note("found_inf", "the optimizer skips a step by itself if found_inf, whose rows are in `other`, is not 0")
             self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
             if still_scaled and self._rows.gradients is not None:
                 self._rows.gradients.are_still_scaled()
 
     def before_step(self, optimizer: Any) -> None:
-        self._failures.hand_back()
+        self._failures.reraise_deferred()
         self._begin_turn(optimizer)
         if self._recorder.active:
             self._rows.before_step(self._stepping(optimizer))
@@ -236,7 +236,7 @@ class Attachment:
         self._end_turn(optimizer, skipped=True)
 
     def all_stepped(self) -> None:
-        """What holds the optimizers has stepped: those that have had no turn in this step will have none."""
+        """The container of the optimizers has stepped: optimizers without a turn in this step will have none."""
         if self._turns.begun:
             self._end_step(self._turns.status)
 
@@ -257,30 +257,30 @@ class Attachment:
         elif self._recorder.active:
             self._rows.end_turn(self._stepping(optimizer))
 
-    def _stepping(self, optimizer: Any) -> Stepping:
-        """What the optimizer whose turn it is steps: asked for once a turn."""
+    def _stepping(self, optimizer: Any) -> OptimizerTurn:
+        """The current turn, with the parameters of its optimizer, which are determined once per turn."""
         if self._now is None or self._now.optimizer is not optimizer:
-            self._now = Stepping(optimizer, self._held.by(optimizer, self._steps.optimizers))
+            self._now = OptimizerTurn(optimizer, self._held.by(optimizer, self._steps.optimizers))
         return self._now
 
-    def _scalar(self, name: str, place: int) -> Watched:
-        """The series of a number of the step as a whole. The first has the plain name, which is the only one for most loops."""
+    def _scalar(self, name: str, place: int) -> RecordedSeries:
+        """The series of a scalar of the step. The first has the plain name; most loops have only one."""
         full = f"{name}_{place}" if place else name
         if full not in self._scaling:
-            self._scaling[full] = Watched(Series("other", 0, full))
+            self._scaling[full] = RecordedSeries(Series("other", 0, full))
         return self._scaling[full]
 
     def _called(self, optimizer: Any) -> str:
-        """What a message calls an optimizer: its class, and the first parameter that it steps."""
+        """The description of an optimizer in messages: its class, and the first parameter that it steps."""
         return f"{type(optimizer).__name__} of {self._held.first(optimizer, self._steps.optimizers)!r}"
 
     def _place_of(self, optimizer: Any) -> int:
         return next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)
 
     def batch_ended(self) -> None:
-        """A batch is through, and the optimizer was called if it was going to be. To be told of each.
+        """End a batch, after the call of the optimizer if there is one. Must be called for every batch.
 
-        Where it was not, and the batch was the last of its step, the step was skipped.
+        If the optimizer was not called after the last batch of a step, the step was skipped.
         """
         if not self.begun:  # the optimizer has ended the step
             return
@@ -291,18 +291,18 @@ class Attachment:
     def _records_scaled(self) -> bool:
         return self._recorder.active and (self.watch.config.wg_distribution or self.watch.config.xy_distribution)
 
-    # The step's end and the next one's beginning.
+    # The end of a step and the beginning of the next one.
 
     def _end_step(self, status: Status, *, before_a_turn: bool = False) -> None:
         """Seal the step, and begin the next one.
 
         Args:
-            before_a_turn: Whether an optimizer is about to step: its gradients are there already.
+            before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
         """
         was_active = self._recorder.active
-        try:  # whatever becomes of the rows, the next step must begin as a new one
+        try:  # if sealing fails, the next step must begin all the same
             if was_active:
-                self._failures.guarded("looking at the optimizers", self._tell_of_optimizers)()
+                self._failures.guarded("looking at the optimizers", self._report_optimizers)()
             self._recorder.end_step()
             if was_active:
                 self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
@@ -315,21 +315,21 @@ class Attachment:
             self._rows.forget_step()
             self.collected += self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
-            self._finish_first_step()  # of what was watched in it: what the boundary brings has yet to see a step
+            self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
             self.at_boundary(self.clock.step)
             self._begin_step(before_a_turn=before_a_turn)
 
-    def _tell_of_optimizers(self) -> None:
-        """Say what a reader of the rows must know of the optimizers; of parameters that none steps, once."""
+    def _report_optimizers(self) -> None:
+        """Note partly skipped steps in the manifest, and warn once about parameters that no optimizer steps."""
         if self._turns.mixed:
             self._note("optimizers", PARTLY_SKIPPED)
-        if self._told_unheld or not self._needs_optimizers():
+        if self._unheld_reported or not self._needs_optimizers():
             return
-        self._told_unheld = True
+        self._unheld_reported = True
         parameters = list(self._names.parameters())
-        if missing := Held(parameters, self.watch.framework).by_none(self._steps.optimizers):
+        if missing := OptimizerParameters(parameters, self.watch.framework).unstepped(self._steps.optimizers):
             self.has_unheld = True
-            said = unheld(missing, len(parameters))
+            said = unstepped_warning(missing, len(parameters))
             self._failures.warn("parameters of no optimizer", said)
             self._note("parameters", said)
 
@@ -342,14 +342,14 @@ class Attachment:
         try:
             self._submit(status)
         except BaseException:
-            self._recorder.discard()  # what this step measured must not stand among the rows of the next
+            self._recorder.discard()  # this step's measurements must not become rows of the next step
             raise
 
     def _submit(self, status: Status) -> None:
         run = self._opened()
-        if not self._flow_told:
-            self._flow_told = True
-            self._failures.guarded("following the flow of data", self._tell_flow, "The manifest has none of it.")(run)
+        if not self._dataflow_written:
+            self._dataflow_written = True
+            self._failures.guarded("following the flow of data", self._write_dataflow, "The manifest has none of it.")(run)
         pipeline = run.pipeline
         sealed = pipeline.reserve(self.clock.step)
         if sealed is None:
@@ -365,12 +365,12 @@ class Attachment:
             raise
         pipeline.submit(sealed)
 
-    def _tell_flow(self, run: Run) -> None:
-        """Of one step: the others repeat it, or nearly."""
-        run.manifest.flows(observed(self._recorder.table, self.modules.seen()))
+    def _write_dataflow(self, run: Run) -> None:
+        """Write the dataflow of one step to the manifest. The other steps are nearly the same."""
+        run.manifest.flows(observed_dataflow(self._recorder.table, self.modules.seen()))
 
     def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Kinds with a row for each micro-step, and kinds whose micro-steps, or calls of operators, are combined."""
+        """Kinds with a row for each micro-step, and kinds whose micro-steps or operator calls are combined."""
         config = self.watch.config
         gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
         activations = frozenset((*ACTIVATION_KINDS, *FORWARD_FEATURE_KINDS))
@@ -379,7 +379,7 @@ class Attachment:
 
     @property
     def counted_kinds(self) -> frozenset[str]:
-        """Kinds whose rows are calls of operators, combined and counted."""
+        """Kinds whose rows are operator calls, combined and counted."""
         return frozenset({CALL_KIND} if self.watch.config.cc_distribution.enable else ())
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
@@ -408,10 +408,10 @@ class Attachment:
             self._failures.guarded("writing stack_info.csv", lambda: stacks.write(self._run().directory))()
 
     def detach(self, *, keep: bool = True) -> None:
-        """Take every hook away.
+        """Remove every hook.
 
         Args:
-            keep: Write a step in progress, as incomplete: it may be the one people look for. Otherwise it is let go of.
+            keep: Write the step in progress as incomplete, since it may contain the fault. If false, it is discarded.
         """
         self._steps.remove()
         if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
@@ -437,7 +437,7 @@ class Attachment:
                 collector.remove()
 
     def shares(self, chunks: Sequence[Any], optimizers: Sequence[Any]) -> bool:
-        """Whether a part of the model, or one of its optimizers, is watched here already."""
+        """Whether this attachment already watches one of the chunks or one of the optimizers."""
         watched = [*self.watch.chunks, *self._steps.optimizers]
         return any(one is other for one in (*chunks, *optimizers) for other in watched if other is not None)
 
@@ -447,12 +447,12 @@ def _key(module: NamedModule) -> str:
 
 
 def _of_activations(modules: Iterable[NamedModule]) -> set[str]:
-    """The kinds of activations that are recorded of any of the modules."""
+    """The kinds of activations that are recorded for at least one of the modules."""
     wanted = [one.wanted for one in modules if one.wanted is not None]
     forward = any(one.input.wanted or one.output.wanted for one in wanted)
     backward = any(one.input_grad.wanted or one.output_grad.wanted for one in wanted)
     return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
 
 
-def _nobody(_step: int) -> None:
-    """Nobody asks for anything else."""
+def _no_change(_step: int) -> None:
+    """Continue with the same configuration."""

@@ -1,4 +1,4 @@
-"""What is watched, and how."""
+"""The specification of an attachment: model, framework adapter and configuration, and the series this rank records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.backend import Backend, Framework
+from monitor.recording.backend import Framework, RecordingBackend
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.recorder import Recorder
 from monitor.series import LOCAL, REPLICA_KIND, Placement, Series, ranks_of
@@ -17,13 +17,13 @@ from monitor.stats.features import own_columns
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """What is watched, and how.
+class AttachmentSpec:
+    """The model to record and how to record it.
 
     Attributes:
         chunks: The model's chunks, one for each virtual pipeline stage.
-        framework: Where gradients, weights and moments are.
-        ops: The statistics to write; asked at every seal, since they may be changed.
+        framework: Reads gradients, weights and moments.
+        ops: Returns the statistics to write; called for every step, since they may change.
     """
 
     chunks: Sequence[Any]
@@ -34,20 +34,22 @@ class Watch:
     ops: Callable[[], tuple[str, ...]]
 
 
-# --- Which series of parameters this rank records.
+# --- The series of parameters that this rank records.
 
 
 class OwnedSeries:
-    """Gives a kind of a parameter its series, with where other ranks hold what of it (``SeriesOf``)."""
+    """Returns the series of a kind and a parameter, and sets its placement (``SeriesOf``)."""
 
-    def __init__(self, watch: Watch, recorder: Recorder, failures: Failures, backend: Backend) -> None:
+    def __init__(self, watch: AttachmentSpec, recorder: Recorder, failures: Failures, backend: RecordingBackend) -> None:
         self._watch = watch
         self._recorder = recorder
         self._failures = failures
         self._backend = backend
 
     def __call__(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
-        """A replica that another rank writes has none, or one to compare: by its norm, which features have none of."""
+        """The series; None for a replica that another rank writes. With replica checks, such a replica has a series of its
+        norm, except for features, which have no norm.
+        """
         ownership, placement = self._watch.ownership, self._placement(kind, parameter, seen)
         if ownership.writes(placement):
             series = Series(kind, parameter.chunk, parameter.name)
@@ -59,7 +61,7 @@ class OwnedSeries:
         return series
 
     def _placement(self, kind: str, parameter: NamedParameter, seen: Any) -> Placement:
-        """As far as it can be told; a parameter that a framework cannot place is written by every rank."""
+        """The placement, as far as it is known. A parameter of unknown placement is written by every rank."""
         find = self._failures.guarded("placing a parameter", self._watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         known = (None if seen is None else self._backend.placement_of(seen)) or find(kind, parameter) or LOCAL
@@ -72,7 +74,7 @@ class OwnedSeries:
         return self._watch.ownership.assumed(kind, completed) if known == LOCAL else completed
 
     def _term(self, kind: str, parameter: NamedParameter, known: Placement) -> Placement:
-        """Under sequence parallelism each rank's gradient is a term, which the tensor-parallel ranks add up later."""
+        """Mark a gradient under sequence parallelism as a term of a sum, which the tensor-parallel ranks form later."""
         ranks = ranks_of(self._watch.ownership.tp_group or ())
         marked = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
         return replace(known, partial=True, differing=ranks) if marked and len(ranks) > 1 else known

@@ -1,7 +1,7 @@
-"""What a framework's room brings to what is common: all that touches a tensor, a module or an optimizer of its own.
+"""The adapter interface that a framework implements: access to its tensors, modules, optimizers, autograd and ranks.
 
-``monitor.pytorch.backend`` and ``monitor.mindspore.backend`` are modules that have these names. Tensors, modules and optimizers
-are ``Any`` here: what is common hands them on, and asks nothing of them itself.
+The modules ``monitor.pytorch.backend`` and ``monitor.mindspore.backend`` implement ``RecordingBackend``. Tensors, modules and
+optimizers are ``Any`` here: common code passes them on without using them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.features.reading import Reading
+from monitor.recording.features.reading import FeatureReading
 from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import NamedParts
 from monitor.recording.parameter_series import NamedParameter, SeriesOf
 from monitor.recording.protocols import Calls, Removable
 from monitor.recording.recorder import Recorder
-from monitor.recording.run import Place
+from monitor.recording.run import ProcessTopology
 from monitor.recording.step_clock import Clock
-from monitor.recording.tensor_paths import Leaves
+from monitor.recording.tensor_paths import TensorPaths
 from monitor.series import Placement, SeriesTable
 
 if TYPE_CHECKING:
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 
 Target = Any
-"""Where a gradient goes: hashable, and equal to another of the same gradient."""
+"""The place in the graph that a gradient flows to. Hashable; equal for the same gradient."""
 
 Write = Callable[[Any], None]
-"""Takes a gradient."""
+"""Receives a gradient."""
 
 
 class Graph(Protocol):
-    """What autograd knows of the tensors of a call."""
+    """The autograd graph of the tensors of a call."""
 
     def recording(self) -> bool:
-        """Whether what is computed now is recorded for a backward."""
+        """Whether operations are recorded for a backward now."""
 
     def sequence_nr(self) -> int:
-        """The number that nodes made from now on have, or exceed."""
+        """The lowest sequence number that a node created from now on can have."""
 
     def requires_grad(self, x: Any) -> bool: ...
 
     def gradient_target(self, x: Any) -> Target:
-        """Where the gradient of ``x`` goes, now. An in-place operation changes it later, so it is noted before the call."""
+        """The current target of the gradient of ``x``. Read it before a call: an in-place operation changes it."""
 
     def made_since(self, x: Any, start: int) -> bool:
-        """Whether ``x`` is the result of a node with this number or a later one: its hooks go with the graph."""
+        """Whether ``x`` is the result of a node with this number or a later one. Its hooks are freed with the graph."""
 
     def producers(
         self, outputs: Iterable[Any], targets: Iterable[Target], start: int, *, others_call: bool
@@ -62,11 +62,11 @@ class Graph(Protocol):
             others_call: Whether other threads have called modules in this step.
 
         Raises:
-            SeveralThreadsError: Other threads may have made some of these nodes.
+            SeveralThreadsError: Other threads may have created some of these nodes.
         """
 
     def watch(self, target: Target, edges: Any, write: Write) -> list[Removable]:
-        """Call ``write(gradient)`` once in each backward, with what these edges hand to the target.
+        """Call ``write(gradient)`` once in each backward, with the sum of the gradients on these edges to the target.
 
         Returns:
             The handles of hooks on the target, which may outlive the graph.
@@ -76,69 +76,69 @@ class Graph(Protocol):
         """Call ``write(gradient)`` with the whole gradient of ``x``."""
 
     def current_pass(self) -> int:
-        """The number of the backward in progress; another one for every backward."""
+        """The number of the backward in progress, different for every backward."""
 
     def backward_begins(self, x: Any, call: Write) -> None:
-        """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
+        """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can start from ``x``."""
 
 
-class Steps(Protocol):
-    """What tells a ``StepListener`` of the steps of optimizers.
+class StepNotifier(Protocol):
+    """Calls a ``StepListener`` at the steps of optimizers.
 
     Attributes:
-        evaluating: Whether an optimizer is calling its closure: forwards that begin now are inside its step.
+        evaluating: Whether an optimizer is calling its closure, so that a forward that begins now is part of its step.
     """
 
     evaluating: bool
 
     @property
     def optimizers(self) -> Sequence[Any]:
-        """Those that have a turn in each step; empty until one shows itself."""
+        """The optimizers that have a turn in each step; empty until the first one is found."""
 
     def remove(self) -> None:
-        """Tell nobody any more, and undo every patch."""
+        """Stop calling the listener, and undo every patch."""
 
 
 class StepListener(Protocol):
-    """What happens around one step of an optimizer, in this order."""
+    """Receives the phases of one optimizer step, in this order."""
 
     def before_step(self, optimizer: Any) -> None: ...
 
     def gradients_ready(self, optimizer: Any) -> None:
-        """Gradients are complete: at once, or after the closure's backward, as often as the optimizer calls it."""
+        """Gradients are complete: at once, or after each backward of a closure that the optimizer calls."""
 
     def after_step(self, optimizer: Any) -> None: ...
 
     def step_skipped(self, optimizer: Any) -> None:
-        """Instead of ``after_step``: the gradients were not finite, and the optimizer was not called."""
+        """Called in place of ``after_step`` if the gradients were not finite and the optimizer was not called."""
 
     def all_stepped(self) -> None:
-        """What holds all optimizers has stepped: the step ends, whether or not each of them has had its turn."""
+        """The container of all optimizers has stepped: the step ends, even if some of them had no turn."""
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
-        """Before the step: the gradients of this step were computed from a loss multiplied by ``scale``.
+        """Called before the step: its gradients were computed from a loss multiplied by ``scale``.
 
         Args:
-            scaler: Which of the job's scalers it is of.
+            scaler: Index of the scaler in the job.
         """
 
     def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
-        """Before the step of an optimizer that divides by the loss scale and skips on its own, inside its step.
+        """Called before the step of an optimizer that divides by the loss scale and skips by itself, inside its step.
 
         Args:
-            found_inf: Shape (1,); not 0 where the step will be skipped.
-            still_scaled: Whether gradients are multiplied by the loss scale until then.
+            found_inf: Shape (1,); not 0 if the step will be skipped.
+            still_scaled: Whether the gradients are still multiplied by the loss scale.
         """
 
 
 class Framework(Protocol):
-    """Where gradients, weights and moments of a parameter are, and what other ranks hold of them.
+    """Reads gradients, weights and moments of parameters, and knows their placement on the ranks.
 
     Attributes:
-        name: As messages and the manifest have it.
-        chunks: The model as given to ``set_monitor``.
-        optimizers: What does the work; empty where the first that steps the model is to be found.
-        unusable_state: What was found of optimizers' state that is no moment of one parameter, in sentences.
+        name: Name in messages and the manifest.
+        chunks: The model as passed to ``set_monitor``.
+        optimizers: The innermost optimizers; empty if the first one that steps the model is still to be found.
+        unusable_state: Sentences about optimizer state that is not a moment of one parameter.
     """
 
     name: str
@@ -147,63 +147,63 @@ class Framework(Protocol):
     unusable_state: Sequence[str]
 
     def groups(self) -> Mapping[str, Sequence[int]]:
-        """The groups of this rank that show in the model, by role. Those that the user passed come on top."""
+        """The groups of this rank that the model contains, by role. Groups that the user passes are added to them."""
 
     def notes(self) -> Mapping[str, str]:
-        """What a reader of the numbers must know, for the manifest; by kind where it concerns one."""
+        """Notes for the manifest about how to read the numbers; by kind if a note is about one kind."""
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
-        """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
+        """The placement of a kind of a parameter, without the groups that the user passed."""
 
     def completed(self, kind: str, parameter: NamedParameter, placed: Placement) -> Placement:
-        """``placed``, with the replicas that the model shows or suggests, and no tensor and no group of the user's."""
+        """``placed``, with further replicas that the model shows or suggests, but neither tensors nor passed groups show."""
 
     def aggregates(self, root: Any) -> bool:
-        """Whether local gradients are replaced by the aggregated ones after the backward of the forward that begins now."""
+        """Whether aggregated gradients replace the local ones after the backward of the forward that begins now."""
 
     def weight(self, parameter: NamedParameter) -> Any:
-        """What this rank holds of the weight that the optimizer steps, or None."""
+        """This rank's part of the weight that the optimizer steps; None if there is none."""
 
     def moment(self, kind: str, parameter: NamedParameter, optimizer: Any) -> Any:
-        """What this rank holds of a moment, or None."""
+        """This rank's part of a moment; None if there is none."""
 
     def held(self, optimizer: Any) -> Collection[int] | None:
-        """The ids of the parameters that an optimizer steps: the same object as long as they are the same. None for all."""
+        """The ids of the parameters that an optimizer steps; None for all. Returns the same object until the ids change."""
 
-    def steps(self, listener: StepListener, failures: Failures) -> Steps:
-        """Tell ``listener`` of every step from now on."""
+    def steps(self, listener: StepListener, failures: Failures) -> StepNotifier:
+        """Call ``listener`` at every step from now on."""
 
 
-class Communication(Protocol):
-    """Listens to communication, until it is closed."""
+class CommunicationRecorder(Protocol):
+    """Observes communication until it is closed."""
 
     wanted: CcDistribution
 
     def record_into(self, recorder: Any, roles: Mapping[str, Sequence[int]], note: Callable[[str, str], None]) -> None:
-        """Give what is communicated from now on rows in ``recorder``, unless it has them in another already."""
+        """Record communication from now on in ``recorder``, unless another recorder was set before."""
 
     def end_log(self, directory: Any) -> Any:
-        """Write the log; None if that was done before."""
+        """Write the log; None if it was written before."""
 
     def close(self) -> None:
-        """Listen no longer. Any number of times."""
+        """Stop observing. May be called repeatedly."""
 
 
-class Backend(Protocol):
-    """A framework.
+class RecordingBackend(Protocol):
+    """The interface of a framework.
 
     Attributes:
-        leaves: Finds its tensors.
-        graph: Its autograd.
-        reading_of_features: Where the numbers of features are, and what they come to.
-        never_called: Classes of modules that only hold others.
-        optimizer_expected: What an optimizer may be, in words.
-        asked_per_second: How often all ranks together may ask the job's store.
+        leaves: Finds tensors in arguments and results.
+        graph: The autograd graph.
+        reading_of_features: Computes features.
+        never_called: Classes of modules that only contain others.
+        optimizer_expected: The accepted types of optimizers, in words.
+        asked_per_second: The maximum rate of requests of all ranks together to the job's store.
     """
 
-    leaves: Leaves
+    leaves: TensorPaths
     graph: Graph
-    reading_of_features: Reading
+    reading_of_features: FeatureReading
     never_called: tuple[type, ...]
     optimizer_expected: str
     asked_per_second: float
@@ -211,16 +211,16 @@ class Backend(Protocol):
     # tensors
 
     def computing(self) -> AbstractContextManager[object]:
-        """What is computed inside is recorded by no graph, and changes nothing of the user's."""
+        """A context for the monitor's own operations: autograd does not record them, and they change no state of the user."""
 
     def layout_of(self, x: Any) -> object | None:
-        """How a tensor that knows it is laid out over ranks; compares. None for any other tensor."""
+        """The layout over ranks of a tensor that knows it, comparable with ``==``; None for any other tensor."""
 
     def placement_of(self, x: Any) -> Placement | None:
-        """How the local part of a tensor that knows it relates to the parts of other ranks; None for any other tensor."""
+        """The placement of a tensor that knows its layout over ranks; None for any other tensor."""
 
     def activation_placement(self, x: Any) -> Placement:
-        """The same for an activation or its gradient."""
+        """The placement of an activation or its gradient."""
 
     # modules
 
@@ -228,8 +228,8 @@ class Backend(Protocol):
         """The chunks of a virtual pipeline, or the one module as a list of itself.
 
         Raises:
-            TypeError: Something in it is no module.
-            ValueError: It cannot be observed. The message says why, and what to do.
+            TypeError: The model, or an item of the list, is not a module.
+            ValueError: The model cannot be observed. The message gives the reason and what to do.
         """
 
     def parts(self, chunk: Any) -> NamedParts: ...
@@ -237,30 +237,30 @@ class Backend(Protocol):
     def takes_hooks(self, module: Any) -> bool: ...
 
     def before_forward(self, module: Any, call: Callable[..., None], *, compiled: bool = False) -> Removable:
-        """Have ``call(module, args, kwargs)`` called before each forward.
+        """Register ``call(module, args, kwargs)`` before each forward.
 
         Args:
-            compiled: Also where it is compiled together with its hooks, then without arguments, as far as the framework can.
+            compiled: Also call it, without arguments, where the module is compiled with its hooks, if the framework can.
         """
 
     def after_forward(
         self, module: Any, call: Callable[..., None], *, always: bool = False, compiled: bool = False
     ) -> Removable:
-        """Have ``call(module, args, kwargs, result)`` called after each forward.
+        """Register ``call(module, args, kwargs, result)`` after each forward.
 
         Args:
-            always: Also where it has raised, then with None, as far as the framework can.
-            compiled: As above, then without a result.
+            always: Also call it with None if forward raised, if the framework can.
+            compiled: As for ``before_forward``, without a result.
         """
 
     def trains(self, module: Any) -> bool:
-        """Whether a call of the module that begins now is one of training."""
+        """Whether a call of the module that begins now is part of training."""
 
     def root_trains(self, root: Any) -> bool:
-        """Whether a forward of the whole model that begins now is one of training."""
+        """Whether a forward of the whole model that begins now is part of training."""
 
     def repeating(self) -> bool:
-        """Whether a forward that begins now repeats an earlier one, inside a backward."""
+        """Whether a forward that begins now is a recomputation inside a backward."""
 
     def new_calls(self) -> Calls: ...
 
@@ -273,27 +273,27 @@ class Backend(Protocol):
         """Whether there is communication between ranks."""
 
     def has_others(self) -> bool:
-        """Whether there are other ranks, which may add to what this one has computed."""
+        """Whether there are other ranks, whose results may be added to this rank's."""
 
-    def place(self, found: Callable[[], Mapping[str, Sequence[int]]] = ..., chunks: int = 1, **groups: Any) -> Place:
-        """Where this process stands now.
+    def place(self, found: Callable[[], Mapping[str, Sequence[int]]] = ..., chunks: int = 1, **groups: Any) -> ProcessTopology:
+        """The current topology of this process.
 
         Args:
-            found: Ranks of groups that show in the model, by role.
-            chunks: How many parts of the model this rank trains.
-            groups: Process groups that were passed, by role, None where there is none. They come first.
+            found: Returns the ranks of groups that the model contains, by role.
+            chunks: Number of model chunks that this rank trains.
+            groups: Process groups that were passed, by role; None if not passed. They have precedence over ``found``.
         """
 
     def group_ranks(self, role: str, group: Any) -> tuple[int, ...] | None:
-        """The global ranks of a process group; None where there is none that this rank belongs to. Raises ``TypeError``."""
+        """The global ranks of a process group; None if this rank belongs to none. Raises ``TypeError`` if it is no group."""
 
     def versions(self) -> dict[str, str]:
-        """Of the framework and of the device's runtime, for the manifest."""
+        """The versions of the framework and of the device's runtime, for the manifest."""
 
-    # what is made of it
+    # the framework's own collectors
 
     def framework_of(self, chunks: Sequence[Any], optimizer: Any, *, main_grad: bool) -> Any:
-        """What keeps gradients, weights and moments of a model (``Framework``). Raises ``TypeError`` and ``ValueError``."""
+        """The ``Framework`` of a model and its optimizers. Raises ``TypeError`` and ``ValueError``."""
 
     def new_recorder(self, series: SeriesTable, eps: float, *, magnitudes: bool) -> Recorder: ...
 
@@ -314,7 +314,7 @@ class Backend(Protocol):
     ) -> GradientCollector: ...
 
     def new_updates(self, config: MonitorConfig, watched: Any) -> Any:
-        """``Updates`` of what a configuration asks for."""
+        """The ``Updates`` with the configured collectors."""
 
-    def communication(self, wanted: CcDistribution, failures: Failures) -> Communication | None:
-        """Listen from now on, if that is wanted and possible; a sentence says where it is not."""
+    def communication(self, wanted: CcDistribution, failures: Failures) -> CommunicationRecorder | None:
+        """Observe communication from now on, if configured and possible; logs a warning if it is impossible."""

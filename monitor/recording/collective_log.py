@@ -14,23 +14,23 @@ from typing import Any, Final, NamedTuple
 
 from monitor.coordinator.output import write_whole
 
-# --- Where in the user's program communication was issued.
+# --- Call sites: where the user's program issues communication.
 
 INTERNAL: Final = frozenset({"torch", "mindspore", "monitor"})
-"""Packages whose frames say nothing about where a call comes from."""
+"""Packages whose frames do not belong to a call site."""
 
 MAX_SITES: Final = 8192
-"""Call sites remembered. Forgetting one costs a second look at it, no more."""
+"""Maximum number of cached call sites. A site that is dropped from the cache is only examined again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """One place that calls, with those that call it.
+    """A call site: the user's frames on the call stack.
 
     Attributes:
-        stack: ``file[line] function`` for each frame, innermost first; empty where no Python of the user's is on the stack,
+        stack: ``file[line] function`` for each frame, innermost first; empty if the stack has no Python frame of the user,
             as on a thread of the autograd engine.
-        wanted: Whether one of the patterns finds a ``file[line]`` of it.
+        wanted: Whether one of the patterns matches a ``file[line]`` of the stack.
     """
 
     stack: tuple[str, ...]
@@ -38,10 +38,10 @@ class CallSite:
 
 
 class CallSites:
-    """Recognises call sites; each is looked at once.
+    """Finds call sites, and caches them.
 
     Args:
-        patterns: Regular expressions on ``file[line]``. None: every site is wanted.
+        patterns: Regular expressions for ``file[line]``. Empty: every site is wanted.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ class CallSites:
         self._sites: dict[tuple[tuple[CodeType, int], ...], CallSite] = {}
 
     @property
-    def choosy(self) -> bool:
+    def has_patterns(self) -> bool:
         """Whether there are patterns."""
         return bool(self._patterns)
 
@@ -79,8 +79,8 @@ LOG_FILE: Final = "communication_log.csv"
 COLUMNS: Final = ("op", "group", "dtype", "shape", "calls", "stack")
 
 
-class Entry(NamedTuple):
-    """What is logged once."""
+class LoggedCall(NamedTuple):
+    """A row of the log: calls with the same values are counted."""
 
     op: str
     group: str
@@ -93,26 +93,26 @@ class CommunicationLog:
     """Counts calls by operator, group, dtype, shape and call site.
 
     Args:
-        dtype_name: Spells a dtype of the framework.
+        dtype_name: Returns the name of a dtype of the framework.
     """
 
     def __init__(self, dtype_name: Callable[[Any], str] = str) -> None:
         self._dtype_name = dtype_name
-        self.counts: Counter[Entry] = Counter()
+        self.counts: Counter[LoggedCall] = Counter()
 
     def add(self, op: str, group: str, tensors: Sequence[Any], site: CallSite) -> None:
-        """One call."""
+        """Count one call."""
         dtypes, shapes = (
             dict.fromkeys(self._dtype_name(one.dtype) for one in tensors),
             [str(list(one.shape)) for one in tensors],
         )
-        self.counts[Entry(op, group, " ".join(dtypes), " ".join(shapes), site.stack)] += 1
+        self.counts[LoggedCall(op, group, " ".join(dtypes), " ".join(shapes), site.stack)] += 1
 
     def write(self, directory: Path) -> Path:
-        """Write it, the sites in the order in which they first called. The file appears whole.
+        """Write the log atomically, with sites in the order of their first calls.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""What is recorded of communication, whatever framework it is issued through."""
+"""Records the tensors of communication operators, for every framework."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from monitor.recording.collective_log import CallSites, CommunicationLog
 from monitor.series import Series
 from monitor.stats.table import Page, Slot
 
-# --- What a group of ranks is called in rows and in the log.
+# --- Names of process groups in rows and in the log.
 
 WORLD: Final = "world"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class NamedGroup:
     """A process group as rows and the log name it.
 
     Attributes:
-        label: Its role (``dp``, ``tp``, ``pp``) where that is known, else its ranks; ``world`` for all ranks of the job.
-        rank: Of this process in the group.
+        label: Its role (``dp``, ``tp``, ``pp``) if known, else its ranks; ``world`` for all ranks of the job.
+        rank: The rank of this process in the group.
     """
 
     label: str
@@ -34,50 +34,50 @@ class Group:
 
     @property
     def suffix(self) -> str:
-        """What the group adds to an operator's name: nothing where it is all of the job."""
+        """The group's suffix of an operator's name; empty if the group has all ranks of the job."""
         return "" if self.label == WORLD else f"@{self.label}"
 
 
 class Labels:
-    """What groups are called, by their ranks."""
+    """The labels of groups, by their ranks."""
 
     def __init__(self) -> None:
         self._roles: dict[tuple[int, ...], str] = {}
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
-        """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
+        """Set the roles of groups. If the same ranks have several roles, the first is used."""
         for role, ranks in roles.items():
             self._roles.setdefault(tuple(sorted(ranks)), role)
 
     def of(self, ranks: Sequence[int], world_size: int) -> str:
-        """The label of a group of these ranks of the job."""
+        """The label of the group with these ranks."""
         ordered = tuple(sorted(ranks))
         if len(ordered) == world_size:
             return WORLD
-        return self._roles.get(ordered) or spelled(ordered)
+        return self._roles.get(ordered) or ranks_label(ordered)
 
 
-def spelled(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order, short where they are evenly spaced: ``0-7``, ``0-28by4``, ``0+3+5``."""
+def ranks_label(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order as text, short if they are evenly spaced: ``0-7``, ``0-28by4``, ``0+3+5``."""
     interval = ranks[1] - ranks[0] if len(ranks) > 2 else 0
     if interval and list(ranks) == list(range(ranks[0], ranks[-1] + 1, interval)):
         return f"{ranks[0]}-{ranks[-1]}" + (f"by{interval}" if interval > 1 else "")
     return "+".join(map(str, ranks))
 
 
-# --- Rows of calls of operators: a row for each tensor of each call of a step, combined when the step is written.
+# --- Rows of calls: one row for each tensor of each call of a step. They are combined when the step is written.
 
 LOCK_SECONDS: Final = 1.0
-"""A handler of a signal may communicate, too, and may have interrupted its own thread in here: it must not wait for ever."""
+"""Timeout for the lock: a signal handler that communicates may have interrupted the thread that holds it."""
 
 
 class CallSeries:
     """A series whose rows are the calls of a step.
 
     Attributes:
-        calls: How many there were in the step ``step``.
-        slots: The row of each call's each tensor: by device, number of the call, and number of the tensor in it.
-        staged_rows: Where first tensors are put off: on the host, their rows, by number of the call.
+        calls: Number of calls in the step ``step``.
+        slots: The row of each tensor: by device, number of the call, and number of the tensor in the call.
+        staged_rows: The rows of first tensors that are read later, on the host, by number of the call.
     """
 
     __slots__ = ("calls", "series", "slots", "staged_rows", "step")
@@ -90,13 +90,13 @@ class CallSeries:
         self.staged_rows: list[int] = []
 
 
-class Call:
-    """One call: its tensors may be read at different times, and each has a row.
+class CollectiveCall:
+    """One call of an operator. Each tensor has a row, and the tensors may be read at different times.
 
-    A call has its number from the step in which it is first read, which need not be the one in which it was issued.
+    The call is numbered in the step of its first read, which may be later than the step of the call.
 
     Args:
-        issued: The step in which it was issued.
+        issued: The step of the call.
     """
 
     __slots__ = ("issued", "number", "read", "series", "step")
@@ -109,7 +109,7 @@ class Call:
         self.read = 0
 
     def begin(self, step: int) -> None:
-        """Take the next number of ``step``, unless it has one there."""
+        """Take the next number of ``step``, unless the call has one."""
         if self.step != step:
             series = self.series
             if series.step != step:
@@ -119,7 +119,7 @@ class Call:
 
 
 class CallRows(ABC):
-    """Reads what calls have moved, on any thread, into the table of a recorder."""
+    """Reduces the tensors of calls into the table of a recorder. Safe on any thread."""
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
@@ -127,7 +127,7 @@ class CallRows(ABC):
 
     @abstractmethod
     def _device_of(self, x: Any) -> Hashable:
-        """Where a tensor is, as the recorder names it; None where it has no data."""
+        """The device of a tensor, as the recorder names it; None if the tensor has no data."""
 
     def series(self, series: Series) -> CallSeries:
         """The rows of ``series``."""
@@ -136,11 +136,11 @@ class CallRows(ABC):
             known = self._series[series] = CallSeries(series)
         return known
 
-    def read(self, call: Call, tensors: Sequence[Any]) -> bool:
-        """Reduce what a call has moved, a row a tensor.
+    def read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
+        """Reduce the tensors of a call, one row per tensor.
 
         Returns:
-            Whether all of them were read. Otherwise none has a row.
+            Whether all tensors were read. Otherwise none has a row.
         """
         lock = self._recorder.lock
         if not lock.acquire(timeout=LOCK_SECONDS):
@@ -150,7 +150,7 @@ class CallRows(ABC):
         finally:
             lock.release()
 
-    def _read(self, call: Call, tensors: Sequence[Any]) -> bool:
+    def _read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
         call.begin(self._recorder.steps)
         written: list[tuple[Page, int]] = []
         complete = False
@@ -161,13 +161,13 @@ class CallRows(ABC):
                 self._forget(written)
         return complete
 
-    def _read_one(self, call: Call, x: Any, written: list[tuple[Page, int]]) -> bool:
+    def _read_one(self, call: CollectiveCall, x: Any, written: list[tuple[Page, int]]) -> bool:
         recorder = self._recorder
         device = self._device_of(x)
         if device is None:
             return False
         slot = self._slot(call.series, device, call.number, call.read)
-        written.append((slot.page, slot.local_row))  # whatever happens to it from here on
+        written.append((slot.page, slot.local_row))  # first, so that a failure below clears the row
         if not recorder.reduce(x, slot.page, slot.local_row):
             return False
         recorder.table.note(slot.row, recorder.layout(x))
@@ -187,9 +187,9 @@ class CallRows(ABC):
         return slot
 
 
-UNREAD: Final = (
-    "the outputs of {} calls have no rows: nobody waited for them, they were not there in time, or they were changed before "
-    "they could be read"
+UNREAD_OUTPUTS: Final = (
+    "the outputs of {} calls have no rows: the program did not wait for them, they did not arrive in time, or they were "
+    "changed before the monitor could read them"
 )
 
 
@@ -198,48 +198,48 @@ class Operator(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its name in rows and in the log."""
 
     @property
     def rooted(self) -> str:
-        """What only the root has: ``inputs``, ``outputs``, or nothing."""
+        """The side that only the root has: ``inputs``, ``outputs``, or empty."""
 
     @property
     def functional(self) -> bool:
-        """Whether its outputs are its result, and not among its arguments."""
+        """Whether the outputs are in the result, and not among the arguments."""
 
     def taken(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The tensors that go in; those of a list together are one input. None of a call that will be refused."""
+        """The input tensors; the tensors of a list together are one input. Empty for a call that will be rejected."""
 
     def given(self, args: Sequence[Any], result: Any) -> Sequence[Any]:
-        """The tensors that come out once it has completed."""
+        """The output tensors, valid when the call has completed."""
 
     def root(self, args: Sequence[Any]) -> int:
-        """The root's rank in the group, of an operator that is ``rooted``."""
+        """The root's rank in the group, for an operator that is ``rooted``."""
 
     def group_of(self, args: Sequence[Any]) -> Any:
-        """The group that it runs on, as the framework has it."""
+        """The group of the call, as the framework represents it."""
 
 
 class Groups(Protocol):
     """The groups of a framework."""
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
-        """Say what groups of ranks are called."""
+        """Set the roles of groups."""
 
-    def of(self, given: Any) -> Group | None:
-        """What is known of a group; None where nobody knows its ranks."""
+    def of(self, given: Any) -> NamedGroup | None:
+        """The name of a group; None if its ranks are unknown."""
 
 
 class Communication(ABC):
-    """Listens from its making until ``close``.
+    """Observes communication from its creation until ``close``.
 
     Attributes:
-        wanted: What it was made for.
-        unread: Calls whose outputs have not been read: still under way, never waited for, or changed before they could be.
+        wanted: The configuration.
+        unread: Number of calls whose outputs were not read: not completed, never waited for, or changed before the read.
 
     Args:
-        dtype_name: Spells a dtype for the log.
+        dtype_name: Returns the name of a dtype for the log.
     """
 
     def __init__(
@@ -255,37 +255,37 @@ class Communication(ABC):
         self._sites = CallSites(wanted.cc_codeline)
         self._log: CommunicationLog | None = CommunicationLog(dtype_name)
         self._series: dict[tuple[str, str, str], CallSeries] = {}
-        # Nothing of a call is looked at before it is issued.
+        # Whether inputs are read before the call is issued.
         self._looks_first = bool(wanted.cc_codeline or wanted.cc_pre_hook)
         self._measures = not wanted.cc_log_only
 
     @abstractmethod
     def _begin(self, recorder: Any) -> CallRows:
-        """Training begins, and what it communicates has rows in ``recorder``."""
+        """Training begins: create the rows of calls in ``recorder``."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Listen no longer. Any number of times."""
+        """Stop observing. May be called repeatedly."""
 
     @abstractmethod
     def _among_ranks(self) -> bool:
-        """Whether there is a process group, or one is to come."""
+        """Whether there is a process group, or one will be created."""
 
     @abstractmethod
     def _real(self, tensors: Sequence[Any]) -> bool:
-        """False where a compiler or another tracer is at work, and nothing is communicated."""
+        """Whether the tensors are communicated; False while a compiler or another tracer runs the code."""
 
     @property
     def log_only(self) -> bool:
-        """Whether nothing is measured, and the run ends when the log is written."""
+        """Whether only the log is written, after which the run ends."""
         return self.wanted.cc_log_only
 
     def record_into(self, recorder: Any, roles: Mapping[str, Sequence[int]], note: Callable[[str, str], None]) -> None:
-        """Give what is communicated from now on rows in ``recorder``, unless it has them in another already.
+        """Record communication from now on in ``recorder``, unless another recorder was set before.
 
         Args:
-            roles: What groups of ranks are called.
-            note: Told what the rows do not say, with a key, at the end.
+            roles: The ranks of groups, by role.
+            note: Called at the end with a key and a text for the manifest about calls without rows.
         """
         if self._recorder is None:
             self._recorder, self._note = recorder, note
@@ -294,12 +294,12 @@ class Communication(ABC):
         if not self._among_ranks():
             LOGGER.warning(
                 "[rank %d] cc_distribution: there is no process group, so there is no communication to record. "
-                "Everything else is recorded.",
+                "All other configured data is recorded.",
                 self._failures.rank,
             )
 
     def end_log(self, directory: Path) -> Path | None:
-        """Write the log; None if that was done before. No stacks are taken for it from now on."""
+        """Write the log, and take no more stacks. None if the log was written before."""
         log, self._log = self._log, None
         if log is None:
             return None
@@ -309,22 +309,22 @@ class Communication(ABC):
         return path
 
     def close(self) -> None:
-        """Listen no longer. Any number of times."""
+        """Stop observing. May be called repeatedly."""
         self._stop()
         if self.unread and self._note is not None:
-            self._note("communication", UNREAD.format(self.unread))
+            self._note("communication", UNREAD_OUTPUTS.format(self.unread))
         self._recorder = self._log = self._note = self._rows = None
 
     @property
     def _recording(self) -> bool:
-        """Whether what is communicated now has rows."""
+        """Whether communication is recorded now."""
         return self._recorder is not None and self._recorder.active and self._measures
 
     def _look(self, operator: Operator, args: Sequence[Any], recording: bool) -> bool:
-        """Enter the call in the log, and measure what goes in.
+        """Add the call to the log, and record its inputs.
 
         Returns:
-            Whether its outputs are to be measured.
+            Whether its outputs are to be recorded.
         """
         inputs = operator.taken(args)
         if not self._real(inputs):
@@ -341,9 +341,9 @@ class Communication(ABC):
                 rows.read(call, inputs)
         return True
 
-    def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Any], group: Group) -> bool:
-        """Whether the call comes from where calls are recorded; while there is a log, it is entered there."""
-        if self._log is None and not self._sites.choosy:
+    def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Any], group: NamedGroup) -> bool:
+        """Whether calls from this call site are recorded. While there is a log, the call is added to it."""
+        if self._log is None and not self._sites.has_patterns:
             return True
         site = self._sites.at(sys._getframe(1))
         if self._log is not None:
@@ -351,8 +351,8 @@ class Communication(ABC):
             self._log.add(operator.name, group.label, tensors, site)
         return site.wanted
 
-    def _expected(self, operator: Operator, args: Sequence[Any], result: Any) -> tuple[Call, Sequence[Any]] | None:
-        """The call whose outputs are to come, which is unread until they do; None where this rank gets none."""
+    def _expected(self, operator: Operator, args: Sequence[Any], result: Any) -> tuple[CollectiveCall, Sequence[Any]] | None:
+        """The call and its outputs, counted as unread until they are read; None if this rank has no outputs."""
         outputs = operator.given(args, result)
         if not outputs or not self._real(outputs):
             return None
@@ -365,8 +365,8 @@ class Communication(ABC):
         self.unread += 1
         return call, outputs
 
-    def _new_call(self, operator: Operator, group: Group, what: str) -> Call | None:
-        """None if another thread has closed this since the call began."""
+    def _new_call(self, operator: Operator, group: NamedGroup, what: str) -> CollectiveCall | None:
+        """A new call; None if another thread has called ``close`` since the call began."""
         rows, recorder = self._rows, self._recorder
         if rows is None or recorder is None:
             return None
@@ -374,4 +374,4 @@ class Communication(ABC):
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = rows.series(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
-        return Call(series, recorder.steps)
+        return CollectiveCall(series, recorder.steps)

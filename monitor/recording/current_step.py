@@ -1,4 +1,4 @@
-"""What the current step has measured, as dictionaries for the training loop."""
+"""Returns the measurements of the current step as dictionaries for the training loop."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ GRADIENT_KINDS: Final = (REDUCED, UNREDUCED)
 
 Value = float | int | str
 Metrics = dict[str, dict[str, Value]]
-"""``{tag: {op: value}}``. An op that has no value is absent."""
+"""``{tag: {op: value}}``. Ops without a value are absent."""
 
 
 def metrics_of(rows: KindRows | None, ops: Sequence[str], series: SeriesTable, layouts: Sequence[Layout], rank: int) -> Metrics:
-    """The rows of one kind by tag; empty where there are none."""
+    """The rows of one kind by tag; empty if there are none."""
     if rows is None:
         return {}
     columns = {op: _column(op, rows, layouts) for op in ops}
@@ -43,14 +43,14 @@ def of_kinds(
     """The rows of each of these kinds by tag.
 
     Args:
-        counted: Kinds whose rows say how many calls they combine.
+        counted: Kinds whose rows have the number of calls that they combine.
     """
     ops_of = {kind: (*ops, CALLS) if kind in counted else ops for kind in kinds}
     return [metrics_of(measured.get(kind), ops_of[kind], series, layouts, rank) for kind in kinds]
 
 
-def reduced_by_nobody(unreduced: Metrics) -> Metrics:
-    """``grad_reduced`` before the optimizer's step, where there are no other ranks: what backward has left."""
+def reduced_from_local(unreduced: Metrics) -> Metrics:
+    """``grad_reduced`` before the optimizer's step in a single process: equal to the local gradients of backward."""
     return {f"{tag.removesuffix(UNREDUCED)}{REDUCED}": dict(values) for tag, values in unreduced.items()}
 
 

@@ -1,7 +1,7 @@
-"""What the rows of one step tell of the flow of data, read off the live table once, before it is sealed.
+"""Derives the dataflow between series from the rows of one step, read from the live table before it is sealed.
 
-Hooks do nothing for it: that one tensor was seen under two names stands in the table as an alias, and which series belong to
-one call of a module is known from naming them.
+No additional hooks are needed. The table marks a tensor that was recorded under two names as an alias, and names tell which
+series belong to one call of a module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.dataflow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
 from monitor.recording.following import places_of
-from monitor.recording.recorder import Watched
+from monitor.recording.recorder import RecordedSeries
 from monitor.series import KINDS
 from monitor.stats.table import NOT_AN_ALIAS, StatsTable
 
@@ -25,13 +25,13 @@ _IN_FORWARD: Final = KINDS.index("actv")
 _IN_BACKWARD: Final = (KINDS.index("actv_grad"), KINDS.index("grad_unreduced"))
 
 
-class Slot(NamedTuple):
+class CallTensor(NamedTuple):
     """One tensor of one call of a module.
 
     Attributes:
         kind: ``actv`` or ``actv_grad``.
-        name: ``input`` or ``output``, and what tells it from others: ``input_0``.
-        call: How many calls of the module the micro-step had before.
+        name: ``input`` or ``output``, with the path of the tensor: ``input_0``.
+        call: Number of earlier calls of the module in the micro-step.
     """
 
     kind: str
@@ -42,35 +42,35 @@ class Slot(NamedTuple):
     def is_input(self) -> bool:
         return self.name.startswith("input")
 
-    def seen_forward(self, seen: Container[Slot]) -> list[Slot]:
-        """Of a gradient: the slots in which its tensor was seen in forward. One given in several places has all their names."""
+    def seen_forward(self, seen: Container[CallTensor]) -> list[CallTensor]:
+        """For a gradient: its tensor in forward, which has several names if it was passed as several arguments."""
         own = self._replace(kind="actv")
         places = [own] if own in seen else [own._replace(name=place) for place in places_of(self.name, "input_")]
         return [place for place in places if place in seen]
 
 
 class SeenModule(NamedTuple):
-    """A module and the series that its calls have brought, as ``Slot`` has them."""
+    """A module and the series of its calls, with the fields of ``CallTensor`` as keys."""
 
     chunk: int
     name: str
-    watched: Mapping[tuple[str, str, int], Watched]
+    watched: Mapping[tuple[str, str, int], RecordedSeries]
 
 
-def observed(table: StatsTable, modules: Iterable[SeenModule]) -> Flow:
-    """The flow of the step that stands in the table, up to the bounds on it.
+def observed_dataflow(table: StatsTable, modules: Iterable[SeenModule]) -> Flow:
+    """The dataflow of the step in the table, limited to ``MOST_EDGES`` and ``MOST_PASSES``.
 
-    Only rows of the first micro-step are looked at: the others repeat it, or nearly. Every edge goes from what was measured
-    first to what was measured later, so none leads back.
+    Only rows of the first micro-step are used: the others are nearly the same. Every edge leads from an earlier measurement to
+    a later one, so there are no cycles.
     """
-    seen = _Seen(table, modules)
-    edges = list(islice(_distinct(filter(seen.ascends, seen.edges())), MOST_EDGES + 1))
+    seen = _ObservedStep(table, modules)
+    edges = list(islice(_distinct(filter(seen.is_ordered, seen.edges())), MOST_EDGES + 1))
     passes = _passes(table)
     cut = len(edges) > MOST_EDGES or len(passes) > MOST_PASSES
     return Flow(tuple(edges[:MOST_EDGES]), tuple(passes[:MOST_PASSES]), cut)
 
 
-class _Seen:
+class _ObservedStep:
     """The rows of the first micro-step, and the module calls that they belong to."""
 
     def __init__(self, table: StatsTable, modules: Iterable[SeenModule]) -> None:
@@ -82,32 +82,32 @@ class _Seen:
         self._when: list[int] = when.tolist()
         self._modules = [(module, self._slots(module)) for module in modules]
 
-    def ascends(self, edge: Edge) -> bool:
-        """Whether both ends were measured, and in this order."""
+    def is_ordered(self, edge: Edge) -> bool:
+        """Whether both ends of an edge were measured, in this order."""
         return self._when[edge.source] < self._when[edge.target] != NOT_SEEN
 
     def edges(self) -> Iterator[Edge]:
-        """Every pair that is one, and pairs that are one if they ascend."""
+        """Candidates for edges. Those that are not ordered are no edges."""
         same = list(self._aliases())
         yield from same
         yield from self._handed_back(same)
         yield from self._through_modules()
         yield from self._into_parameters()
 
-    def _slots(self, module: SeenModule) -> dict[Slot, int]:
-        """The numbers of a module's series. One that has no row yet, on any device, has no number either."""
-        first = {Slot(*key): next(iter(watched.slots.values()), None) for key, watched in module.watched.items()}
+    def _slots(self, module: SeenModule) -> dict[CallTensor, int]:
+        """The numbers of a module's series, without series that have no row on any device yet."""
+        first = {CallTensor(*key): next(iter(watched.slots.values()), None) for key, watched in module.watched.items()}
         return {key: int(self._table.identity.series[slot.row]) for key, slot in first.items() if slot is not None}
 
     def _aliases(self) -> Iterator[Edge]:
-        """A tensor that was seen as one series and seen again as another."""
+        """Edges between series that measured the same tensor."""
         alias, series = self._table.columns.alias, self._table.identity.series
         again = self._rows[alias[self._rows] != NOT_AN_ALIAS]
         again = again[np.isin(alias[again], self._rows)]
         return map(Edge, series[alias[again]].tolist(), series[again].tolist())
 
     def _handed_back(self, same: Iterable[Edge]) -> Iterator[Edge]:
-        """The gradient of what was seen twice comes back the other way: from the consumer's input to the producer's output."""
+        """Edges of gradients, opposite to the forward edges: from the consumer's input to the producer's output."""
         gradient = {
             slots[forward]: number
             for _, slots in self._modules
@@ -120,7 +120,7 @@ class _Seen:
                 yield Edge(gradient[target], gradient[source])
 
     def _through_modules(self) -> Iterator[Edge]:
-        """From the inputs of a call to its outputs; gradients from its outputs to its inputs."""
+        """Edges from the inputs of a call to its outputs; for gradients, from its outputs to its inputs."""
         for _, slots in self._modules:
             calls: dict[tuple[str, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
             for slot, number in slots.items():
@@ -130,7 +130,10 @@ class _Seen:
                 yield from map(Edge._make, pairs)
 
     def _into_parameters(self) -> Iterator[Edge]:
-        """From the gradient of a module's output to those of its parameters: of the nearest module around that is watched."""
+        """Edges from the gradient of a module's output to the gradients of its parameters.
+
+        The module is the nearest recorded one that contains the parameter.
+        """
         outputs: dict[tuple[int, str], list[int]] = {}
         for module, slots in self._modules:
             found = [number for slot, number in slots.items() if slot.kind == "actv_grad" and not slot.is_input]
@@ -152,7 +155,7 @@ def _distinct(edges: Iterable[Edge]) -> Iterator[Edge]:
 
 
 def _around(name: str) -> Iterator[str]:
-    """The names of the modules that a parameter lies in, from within."""
+    """The names of the modules that contain a parameter, innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name

@@ -1,4 +1,4 @@
-"""Gradients of what goes into a call and comes out of it, followed in the graph that it has recorded."""
+"""Places hooks on the autograd graph of a call to record the gradients of its inputs and results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Slot = TypeVar("Slot")
 
 
 def follow_result(graph: Graph, x: Any, start: int, write: Write) -> list[Removable]:
-    """Have ``write`` called with the whole gradient of a result.
+    """Call ``write`` with the whole gradient of a result.
 
     Args:
-        start: The number of the first node that the call may have made.
+        start: The number of the first node that the call may have created.
 
     Returns:
-        The handle of the hook, if it is not gone with the graph: ``x`` may have been there before the call.
+        The handle of the hook, if the hook may outlive the graph: ``x`` may have existed before the call.
     """
     handle = graph.on_gradient(x, write)
     return [] if graph.made_since(x, start) else [handle]
@@ -33,21 +33,21 @@ def follow_inputs(
     *,
     others_call: bool = False,
 ) -> list[Removable]:
-    """Have the gradients taken that nodes made during the call hand to its inputs.
+    """Record the gradients that nodes of the call pass to its inputs.
 
-    An input that no such node uses has none, also where the call gives it back: what others do with it is not the call's.
+    An input that no such node uses has no gradient here, even if the call returns it: later uses do not belong to the call.
 
     Args:
-        targets: Where they go, and the slot of each.
-        results: Those of the call that have a gradient.
-        writer: Makes what takes the gradient of a slot; asked only where there will be one.
+        targets: The targets of the inputs' gradients, and the slot of each.
+        results: The results of the call that have a gradient.
+        writer: Returns the receiver of a slot's gradient; called only if there will be a gradient.
         others_call: Whether other threads have called modules in this step.
 
     Returns:
         Handles of hooks that may outlive the graph.
 
     Raises:
-        SeveralThreadsError: It cannot be told which nodes were made during the call.
+        SeveralThreadsError: The nodes of the call cannot be told from those of other threads.
     """
     handles: list[Removable] = []
     for target, edges in graph.producers(results, targets, start, others_call=others_call).items():
@@ -57,7 +57,7 @@ def follow_inputs(
 
 
 def on_several_threads(name: str) -> str:
-    """What to say of a call of which other threads may have recorded operations."""
+    """The warning about a call in which other threads may have recorded operations."""
     return (
         f"Gradients of the inputs of {name!r} are not recorded in calls where other threads may have recorded some of the "
         "operations: PyTorch numbers operations for each thread and does not say which thread recorded one."
@@ -65,14 +65,14 @@ def on_several_threads(name: str) -> str:
 
 
 def slots_of(graph: Graph, inputs: Sequence[tuple[Any, str, bool]], prefix: str) -> dict[Target, str]:
-    """Where the gradients of a call's inputs go, and what these gradients are called.
+    """The targets of the gradients of a call's inputs, and the names of these gradients.
 
-    A tensor that was given in several places has one gradient. Nothing in the graph says which part of it belongs to which
-    place. So it has one name, made of all of its places (``input_0+1``), and it is wanted if any of them is.
+    A tensor that is passed as several arguments has one gradient, and the graph does not show the part of each argument. So
+    the gradient has one name made of all arguments (``input_0+1``). It is recorded if any of them is selected.
 
     Args:
-        inputs: Every tensor of the call, the name of its place, and whether its gradient is wanted.
-        prefix: What each name begins with. It is not repeated within a name.
+        inputs: Every tensor of the call, the name of its argument, and whether its gradient is selected.
+        prefix: The common prefix of the names. A joint name has it once.
     """
     places: dict[Target, list[str]] = {}
     chosen: set[Target] = set()
@@ -87,10 +87,10 @@ def slots_of(graph: Graph, inputs: Sequence[tuple[Any, str, bool]], prefix: str)
 
 
 def joint_name(places: Sequence[str], prefix: str, taken: Collection[str]) -> str:
-    """The name of a tensor that was given in these places, and a name that no other place has.
+    """The name of a tensor that was passed as these arguments, different from the names of all arguments.
 
     Args:
-        taken: The names of all places.
+        taken: The names of all arguments.
     """
     if len(places) == 1:
         return places[0]
@@ -101,6 +101,6 @@ def joint_name(places: Sequence[str], prefix: str, taken: Collection[str]) -> st
 
 
 def places_of(name: str, prefix: str) -> list[str]:
-    """The places that ``joint_name`` has made a name of."""
+    """The arguments that ``joint_name`` has joined."""
     first, *others = name.rstrip("~").split("+")
     return [first, *(prefix + other for other in others)]

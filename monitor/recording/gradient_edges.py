@@ -1,11 +1,11 @@
-"""The gradient that one module hands back to one of its inputs, found in the graph that a framework recorded.
+"""Finds the gradient that one module passes back to one of its inputs, in the autograd graph of a framework.
 
-A hook on the input tensor would see the sum over all its consumers, and blame a clean module for a NaN on its residual. So the
-edges are found instead: walking back from the outputs, over the nodes made during the call, to each input. A module that gives
-an input back as it is does nothing to it: what comes through that output flows past the module, on no edge of its own.
+A hook on the input tensor would see the sum over all its consumers, and blame a correct module for a NaN on its residual. So
+the search finds edges: it walks back from the outputs, over the nodes created during the call, to each input. If a module
+returns an input unchanged, the gradient of that output bypasses the module and has no edge.
 
-Which nodes were made during the call, their numbers tell. torch numbers them on each thread from 0, and does not say which
-thread made a node. So where other threads may have made nodes of a call, nothing is known of its inputs.
+Sequence numbers show which nodes were created during the call. torch numbers the nodes of each thread from 0, and does not
+record the thread. So if other threads may have created nodes of a call, the gradients of its inputs are unknown.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from monitor.failures import OURS
+from monitor.failures import IN_HOOK
 from monitor.recording.protocols import Removable
 
 LEAF: Final = 2**64 - 1
-"""The sequence number of what is no result of an operation."""
+"""The sequence number of a leaf, which is no result of an operation."""
 
 MOST_EARLIER: Final = 100
-"""Nodes from before a call that are looked at."""
+"""Maximum number of nodes from before a call that are examined."""
 
 
 class SeveralThreadsError(Exception):
-    """Other threads than the one that called may have made nodes of a call."""
+    """Other threads than the calling one may have created nodes of a call."""
 
 
-class Node(Protocol):
-    """A step of the backward. Objects for the same step are equal, and keep it alive."""
+class GraphNode(Protocol):
+    """A node of the backward graph. Objects for the same node are equal, and keep it alive."""
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """For each gradient that it gives: the node that takes it, or None, and the index of that node's input."""
+        """For each gradient that the node returns: the receiving node, or None, and the index of its input."""
 
     def _sequence_nr(self) -> int:
-        """Greater than that of every node made before it; of leaves ``LEAF``."""
+        """Greater than the number of every earlier node; ``LEAF`` for leaves."""
 
     def register_hook(self, fn: Callable[[Any, Any], None], /) -> Removable:
-        """Call ``fn(gradients given, gradients taken)`` after it has run."""
+        """Call ``fn(returned gradients, received gradients)`` after the node has run."""
 
     def register_prehook(self, fn: Callable[[Any], None], /) -> Removable:
-        """Call ``fn(gradients taken)`` before it runs."""
+        """Call ``fn(received gradients)`` before the node runs."""
 
 
-N = TypeVar("N", bound=Node)
+N = TypeVar("N", bound=GraphNode)
 T = TypeVar("T")
 
 
@@ -60,16 +60,16 @@ def walk(
     """The edges into each target from nodes with sequence numbers from ``start`` to before ``end``.
 
     Args:
-        ends: The nodes that made the outputs. Those that made the targets were there before: they are not gone into.
+        ends: The nodes of the outputs. The walk stops at the nodes of the targets, which existed before the call.
         targets: Nodes, each with the index of its input.
         others_call: Whether other threads have called modules in this step.
-        into: Is given the edges into the nodes between the ends and the targets, in the same form.
+        into: Receives the edges into the nodes between ends and targets, in the form of the result.
 
     Returns:
-        By target: nodes, each with the index of its ``next_functions`` through which it feeds the target.
+        By target: nodes, each with the index of its ``next_functions`` that leads to the target.
 
     Raises:
-        SeveralThreadsError: There is a node that this thread has not made before ``end``, or may not have made.
+        SeveralThreadsError: Another thread has created, or may have created, one of the nodes.
     """
     found: dict[tuple[N, int], list[tuple[N, int]]] = {target: [] for target in targets}
     nodes = {node for node, _ in found}
@@ -99,7 +99,7 @@ def walk(
 
 
 def _check(earlier: list[N], start: int, *, others_call: bool) -> None:
-    """Raise unless nodes with lower numbers than ``start``, which lead to a call's results, were there before the call."""
+    """Raise unless the nodes with lower numbers than ``start`` that lead to the results existed before the call."""
     if earlier and (others_call or _reach_later(earlier, start)):
         raise SeveralThreadsError
 
@@ -107,10 +107,10 @@ def _check(earlier: list[N], start: int, *, others_call: bool) -> None:
 def before(
     edges: Iterable[tuple[N, int]], into: Mapping[tuple[N, int], Sequence[tuple[N, int]]], hands_on: Callable[[N], bool]
 ) -> list[tuple[N, int]]:
-    """``edges``, and in the place of those from a node that only hands gradients on the edges into that node.
+    """``edges``, in which an edge from a node that only passes gradients on is replaced by the edges into that node.
 
     Args:
-        into: What ``walk`` has filled.
+        into: The edges into nodes, as filled by ``walk``.
     """
     found: list[tuple[N, int]] = []
     for edge in edges:
@@ -119,8 +119,8 @@ def before(
 
 
 def _reach_later(nodes: list[N], start: int) -> bool:
-    """Whether nodes with lower numbers than ``start`` came after others with this number or a higher one, so that another
-    thread has made them. Of many nodes only some are looked at.
+    """Whether nodes with lower numbers than ``start`` follow nodes with this number or a higher one, so that another thread
+    has created them. At most ``MOST_EARLIER`` nodes are examined.
     """
     stack, visited = list(nodes), set(nodes)
     while stack and len(visited) < MOST_EARLIER:
@@ -134,22 +134,24 @@ def _reach_later(nodes: list[N], start: int) -> bool:
     return False
 
 
-class Engine(Generic[T]):
-    """What runs the backward of a framework.
+class BackwardEngine(Generic[T]):
+    """Hooks on the backward graph of a framework.
 
     Args:
-        current_pass: The number of the pass in progress; another one for every pass.
-        add: The sum of two gradients, recorded by nobody.
+        current_pass: Returns the number of the backward in progress, different for every backward.
+        add: Returns the sum of two gradients, computed without autograd.
     """
 
     def __init__(self, current_pass: Callable[[], int], add: Callable[[T, T], T]) -> None:
         self.current_pass = current_pass
         self.add = add
 
-    def watch(self, target: tuple[Node, int], edges: Sequence[tuple[Node, int]], write: Callable[[T], None]) -> list[Removable]:
+    def watch(
+        self, target: tuple[GraphNode, int], edges: Sequence[tuple[GraphNode, int]], write: Callable[[T], None]
+    ) -> list[Removable]:
         """Call ``write(gradient)`` once in each backward.
 
-        One edge, the usual case, needs no temporary. The parts of several are summed.
+        A single edge, the usual case, needs no temporary tensor. The gradients of several edges are summed.
 
         Returns:
             The handles of hooks on the target, which may outlive the graph.
@@ -158,38 +160,38 @@ class Engine(Generic[T]):
             ((node, k),) = edges
             node.register_hook(_passing(k, lambda gradient: None if gradient is None else write(gradient)))
             return []
-        parts = _Sum(len(edges), write, self)
+        parts = _EdgeSum(len(edges), write, self)
         for node, k in edges:
             node.register_hook(_passing(k, parts.add))
         return [target[0].register_prehook(parts.finish)] if edges else []
 
 
-class _Sum(Generic[T]):
-    """What several edges hand to one target in one backward pass.
+class _EdgeSum(Generic[T]):
+    """The sum of the gradients of several edges to one target in one backward.
 
-    It is complete when all of them have been heard, or, where a pass does not run all of them, when the target is reached.
+    It is complete when all edges have passed a gradient, or when the backward reaches the target without running all of them.
     """
 
-    def __init__(self, edges: int, write: Callable[[T], None], engine: Engine[T]) -> None:
+    def __init__(self, edges: int, write: Callable[[T], None], engine: BackwardEngine[T]) -> None:
         self._edges = edges
         self._write = write
         self._engine = engine
         self._pass: int | None = None
-        self._heard = 0
+        self._received = 0
         self._total: T | None = None
 
     def add(self, gradient: T | None) -> None:
-        # What an earlier pass left behind belongs to it: it ended before it came to the target.
+        # Discard the sum of an earlier backward, which ended before it reached the target.
         if self._pass != (now := self._engine.current_pass()):
-            self._pass, self._heard, self._total = now, 0, None
-        self._heard += 1
+            self._pass, self._received, self._total = now, 0, None
+        self._received += 1
         if gradient is not None:
             self._total = gradient if self._total is None else self._sum(self._total, gradient)
-        if self._heard == self._edges:
+        if self._received == self._edges:
             self.finish()
 
     def _sum(self, one: T, other: T) -> T:
-        with OURS:
+        with IN_HOOK:
             return self._engine.add(one, other)
 
     def finish(self, *_: object) -> None:

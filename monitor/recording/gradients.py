@@ -1,4 +1,4 @@
-"""Weight gradients, before and after the data-parallel ranks aggregate them: what is the same wherever they are read."""
+"""Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.parameter_series import Among, NamedParameter, ParameterSeries, SeriesOf, Tensors
+from monitor.recording.parameter_series import NamedParameter, ParameterSeries, ParameterSubset, SeriesOf, Tensors
 from monitor.recording.protocols import HookSet, Removable
 from monitor.recording.step_clock import Clock
 
@@ -21,24 +21,24 @@ AGGREGATED_EARLY: Final = (
     "this rank; no_sync would keep them apart"
 )
 NOT_REDUCED: Final = (
-    "missing where it did not show, when the optimizer's step began, that the data-parallel ranks had reduced a gradient: in "
-    "step {step} for {count} parameters, {names}"
+    "missing for gradients of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "
+    "{step} for {count} parameters, {names}"
 )
 SUMMED_EARLY: Final = (
     "missing where data-parallel ranks may have summed a gradient before it was accumulated, or between two micro-batches"
 )
-SAYS_NO_MORE: Final = 3
-"""Names that a sentence lists."""
+MAX_LISTED: Final = 3
+"""Maximum number of names in a message."""
 
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
-"""What is noted of ``grad_unreduced`` where, of several micro-batches, it is not what this rank's make together."""
+"""Notes on ``grad_unreduced`` if it is not the sum over this rank's micro-batches."""
 
 
 class GradientCollector(ABC):
     """``grad_unreduced`` and ``grad_reduced``.
 
     Attributes:
-        kinds: Which of them this rank is to record of any parameter.
+        kinds: The kinds that this rank records for at least one parameter.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GradientCollector(ABC):
         *,
         each_micro_step: bool,
     ) -> None:
-        """Make the series. Nothing is hooked before ``hook_thawed``."""
+        """Create the series. ``hook_thawed`` registers the hooks."""
         self._recorder = recorder
         self._clock = clock
         self._failures = failures
@@ -73,65 +73,65 @@ class GradientCollector(ABC):
         self._stepped: set[NamedParameter] = set()
         self._local: list[str] = []
         self._not_reduced = ""
-        self._said_of_local: dict[str, None] = {}
+        self._local_notes: dict[str, None] = {}
 
     def begin_step(self) -> None:
         self._backwards.clear()
         self._stepped.clear()
 
     def begin_with_gradients(self) -> None:
-        """A step begins whose gradients are there already: what has become of them since backward still holds."""
+        """Begin a step whose gradients exist already, and keep what is known about them."""
         self._stepped.clear()
 
-    def end_turn(self, held: Among) -> None:
-        """An optimizer has had its turn, and others have not. What a later backward leaves in ``held`` is of no step yet: of
-        the next, or of none, as the gradients that a generator leaves in its critic.
+    def end_turn(self, held: ParameterSubset) -> None:
+        """An optimizer has had its turn, but others have not. Gradients that a later backward leaves in ``held`` do not belong
+        to this step. They belong to the next step or to none, such as the gradients that a generator leaves in its critic.
         """
         self._stepped.update(self._unreduced.parameters if held is None else held)
 
     def pause(self) -> None:
-        """A step that is not collected begins."""
+        """Begin a step that is not collected."""
         self._backwards.clear()
 
     @abstractmethod
     def forward_begins(self, root: Any) -> None:
-        """A forward of training begins, in a step that is collected."""
+        """A training forward begins in a collected step."""
 
     @abstractmethod
     def forward_ends(self) -> None:
-        """It has ended, or one that was no training."""
+        """A forward has ended, in training or not."""
 
     def hook_thawed(self) -> None:
-        """Hook what can be hooked now, and could not before: a frozen parameter can once it is thawed."""
+        """Hook the parameters that could not be hooked before: a frozen parameter takes hooks once it is trained."""
         for parameter in [frozen for frozen in self._frozen if self._can_be_hooked(frozen)]:
             self._hooks.add(self._hook(parameter))
             self._frozen.remove(parameter)
 
     @abstractmethod
     def may_be_unscaled(self) -> None:
-        """From now on gradients are no longer what backward left."""
+        """The loss scaler may change gradients from now on."""
 
     @abstractmethod
     def are_still_scaled(self) -> None:
-        """The optimizer has been left to unscale them, inside its step."""
+        """The optimizer itself unscales the gradients, inside its step."""
 
     @abstractmethod
-    def before_step(self, held: Among) -> None:
-        """Aggregation is done: read what the optimizer of ``held`` is given."""
+    def before_step(self, held: ParameterSubset) -> None:
+        """Reduction is done: read the gradients of ``held``, which an optimizer is about to use."""
 
     def remove(self) -> None:
         self._hooks.remove()
 
     @abstractmethod
     def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
-        """Whether a gradient is known to lack no rank's part, when the optimizer's step begins."""
+        """Whether a gradient is known to contain every rank's part when the optimizer's step begins."""
 
-    def _read_reduced(self, held: Among) -> None:
-        """Read the gradients of ``held`` that are reduced. Of the others the row is missing, and that is said."""
+    def _read_reduced(self, held: ParameterSubset) -> None:
+        """Read the gradients of ``held`` that are reduced. The others have no row, and a warning says so."""
         self._local = []
         self._reduced.record_all(self._if_reduced, held)
         if self._local:
-            self._say_not_reduced(self._local)
+            self._warn_not_reduced(self._local)
 
     def _if_reduced(self, parameter: NamedParameter) -> Any:
         gradient = self._framework.reduced(parameter)
@@ -141,48 +141,48 @@ class GradientCollector(ABC):
             self._local.append(parameter.name)
         return None
 
-    def _say_not_reduced(self, names: Sequence[str]) -> None:
-        listed = ", ".join(names[:SAYS_NO_MORE]) + (", …" if len(names) > SAYS_NO_MORE else "")
+    def _warn_not_reduced(self, names: Sequence[str]) -> None:
+        listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
         if not self._not_reduced:
             self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=len(names), names=listed)
         self._failures.warn(
             "gradients that are not reduced",
             f"No reduction of {len(names)} gradients over the data-parallel ranks was seen before the optimizer's step "
-            f"{self._clock.step} ({listed}): their grad_reduced is missing. An optimizer that reduces inside its step leaves "
-            "them local. If they are complete all the same, pass the groups: dp_group (which may be of one rank) and tp_group "
-            "to set_monitor, process_group to TrainerMon.",
+            f"{self._clock.step} ({listed}): their grad_reduced is missing. If the optimizer reduces inside its step, they are "
+            "local before it. If they are reduced, pass the groups: dp_group (possibly of one rank) and tp_group to "
+            "set_monitor, process_group to TrainerMon.",
         )
 
-    def say_of_local(self, said: str) -> None:
-        """Note what a reader of ``grad_unreduced`` must know, beside what was noted before."""
-        self._said_of_local[said] = None
-        self._note("grad_unreduced", "; ".join(self._said_of_local))
+    def note_local_gradients(self, said: str) -> None:
+        """Add a note on ``grad_unreduced`` to the manifest, after earlier ones."""
+        self._local_notes[said] = None
+        self._note("grad_unreduced", "; ".join(self._local_notes))
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
         return bool(parameter.tensor.requires_grad)
 
     @abstractmethod
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        """Have ``read``, which does not raise, called with what the framework tells when a backward comes to a parameter."""
+        """Call ``read``, which does not raise, with the framework's argument when a backward reaches a parameter."""
 
     @abstractmethod
-    def _found(self, parameter: NamedParameter, told: Any) -> None:
-        """A backward has come to a parameter."""
+    def _found(self, parameter: NamedParameter, argument: Any) -> None:
+        """A backward has reached a parameter."""
 
     def _hook(self, parameter: NamedParameter) -> Removable:
-        # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
+        # Python's garbage collector does not see references inside these hooks: a strong one would keep the model forever.
         collector, known = weakref.ref(self), weakref.ref(parameter)
 
-        def read(told: Any) -> None:
+        def read(argument: Any) -> None:
             living, watched = collector(), known()
             if living is not None and watched is not None:
-                living._found(watched, told)
+                living._found(watched, argument)
 
         return self._register(parameter, self._failures.guarded("reading the gradient", read, of=parameter.name))
 
     def _micro_step(self, parameter: NamedParameter) -> int:
-        """The micro-step of this backward: where no root forward was seen (compiled, scripted, or only parts of the model are
-        called), as many as reached the parameter before.
+        """The micro-step of this backward. Without a root forward (compiled, scripted, or only parts of the model are called)
+        it is the number of earlier backwards of the parameter.
         """
         if self._clock.forward[parameter.chunk] >= 0:
             return self._clock.backward_micro_step(parameter.chunk)

@@ -1,4 +1,4 @@
-"""Warns of what the configuration asks for and never comes."""
+"""Warns about configured data that is not recorded: kinds without rows, and configurations that record less than expected."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FIELDS: Final = (
     ("mv_distribution", MOMENT_KINDS),
     ("update_ratio", ("update_ratio",)),
 )
-"""Fields of the configuration, each with kinds of which at least one has rows where it works."""
+"""Fields of the configuration, each with kinds of which at least one must have rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """Kinds that a field asks for.
+class ExpectedKinds:
+    """The kinds that a field requests.
 
     Attributes:
-        after: Complete steps after which one of them has to have come: the first step of a fresh optimizer has no moments.
+        after: Complete steps after which one of the kinds must have a row: 2 for moments, which the first step does not have.
     """
 
     field: str
@@ -37,56 +37,56 @@ class Expected:
     after: int
 
 
-class Announced:
-    """Looks at the first steps that are collected (``Watcher``)."""
+class MissingKinds:
+    """Checks the first collected steps for kinds without rows (``Watcher``)."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        self._expected: Sequence[Expected] = ()
+        self._expected: Sequence[ExpectedKinds] = ()
         self._steps = self._first = 0
 
     def expect(self, kinds: Collection[str], first: int) -> None:
-        """From step ``first`` on: warn if one of ``kinds``, which this rank is to record, does not come."""
+        """From step ``first`` on: warn if one of ``kinds``, which this rank should record, has no rows."""
         found = [(field, tuple(one for one in of if one in kinds)) for field, of in FIELDS]
         self._steps, self._first = 0, first
-        self._expected = [Expected(field, of, 2 if of[0] in MOMENT_KINDS else 1) for field, of in found if of]
+        self._expected = [ExpectedKinds(field, of, 2 if of[0] in MOMENT_KINDS else 1) for field, of in found if of]
 
     def look(self, rows: StepRows) -> None:
-        """Look at a step. One that was skipped, or cut short, says nothing."""
+        """Check the rows of a step. Skipped and incomplete steps are ignored."""
         if not self._expected or rows.status != "complete" or rows.step < self._first:
-            return  # earlier steps may still be on their way when another configuration holds
+            return  # steps of the previous configuration may still be in the queue
         self._steps += 1
         missing = [one for one in self._expected if not any(kind in rows.kinds for kind in one.kinds)]
         for one in missing:
             if self._steps >= one.after and not self._has_failed(one):
-                self._failures.warn(f"nothing of {one.kinds[0]}", _said(one, rows.step))
+                self._failures.warn(f"nothing of {one.kinds[0]}", _message(one, rows.step))
         self._expected = [one for one in missing if self._steps < one.after]
 
-    def _has_failed(self, one: Expected) -> bool:
-        """Whether reading a kind has failed, which was said then."""
+    def _has_failed(self, one: ExpectedKinds) -> bool:
+        """Whether reading a kind has failed. Such a failure was reported before."""
         return any(kind in said for said in self._failures.counts for kind in one.kinds)
 
     def dropped(self, step: int, reason: str) -> None:
-        """The step is lost, and says nothing."""
+        """Ignore a step that was dropped."""
 
     def save(self) -> None:
-        """Nothing is kept here."""
+        """Nothing to save."""
 
     def close(self) -> None:
-        """Nothing is kept here."""
+        """Nothing to close."""
 
 
-def _said(one: Expected, step: int) -> str:
+def _message(one: ExpectedKinds, step: int) -> str:
     kinds = ", ".join(one.kinds)
     moments = "An optimizer without momentum keeps no moments. " if one.kinds[0] in MOMENT_KINDS else ""
     steps = f"step {step} has" if one.after == 1 else f"the steps up to {step} have"
     return (
-        f"{one.field} is on, and {steps} no row of {kinds}. {moments}The notes in manifest.json say why where that is known; "
-        "docs/formats.md says when a kind is measured."
+        f"{one.field} is on, and {steps} no row of {kinds}. {moments}The notes in manifest.json give the reason, if it is "
+        "known. docs/formats.md describes when a kind is measured."
     )
 
 
-# --- What a configuration leaves out although it looks as if something was watched.
+# --- Configurations that record less than they seem to.
 
 SWITCHES: Final = (
     'Set "wg_distribution": true for weight gradients, "param_distribution" for weights, "mv_distribution" for optimizer '
@@ -98,8 +98,8 @@ def gaps_of(config: MonitorConfig, series: SeriesTable, monitored: Collection[in
     """Warnings, each with the field to change.
 
     Args:
-        series: Of a rank that is attached.
-        monitored: All ranks that are.
+        series: The series of this rank, after attaching.
+        monitored: All monitored ranks.
     """
     if (nothing := records_nothing(config)) is not None:
         yield f"This configuration records nothing: {nothing}{_rules_in_vain(config)}"
@@ -109,21 +109,21 @@ def gaps_of(config: MonitorConfig, series: SeriesTable, monitored: Collection[in
     if left:
         yield (
             f"replica_check is false: {left:,} series are measured on one rank for all ranks that hold the tensor. The alert "
-            "rules do not judge the replicas of the other ranks: a NaN in one of them is reported late and in another place. "
-            "Remove replica_check from the configuration to have all replicas judged."
+            "rules do not check the replicas of the other ranks: a NaN in one of them is reported late, and for another "
+            "tensor. Remove replica_check from the configuration to check all replicas."
         )
 
 
 def nothing_matches(config: MonitorConfig) -> str:
-    """The warning where no target matches, so that no row comes of the kinds that are switched on."""
+    """The warning for targets that match nothing, so that the enabled kinds have no rows."""
     return (
-        "This configuration records nothing on this rank: no target matches a parameter or module of the kinds that are "
-        f'switched on. "print_struct": true writes the names.{_rules_in_vain(config)}'
+        "This configuration records nothing on this rank: no target matches a parameter or module of the enabled kinds. "
+        f'Set "print_struct": true to write all names to module_struct.json.{_rules_in_vain(config)}'
     )
 
 
 def records_rows(config: MonitorConfig) -> bool:
-    """Whether there are rows of tensors or features, if targets match. What ranks communicate has no targets."""
+    """Whether tensors or features have rows if targets match. False with communication, which has no targets."""
     communicates = config.cc_distribution.enable or config.stack_info
     return not communicates and not _ends_after_first_step(config) and records_nothing(config) is None
 
@@ -133,7 +133,7 @@ def _rules_in_vain(config: MonitorConfig) -> str:
 
 
 def records_nothing(config: MonitorConfig) -> str | None:
-    """Why no row will be recorded, and what to change; None if there may be some."""
+    """Why no row will be recorded, and what to change; None if there may be rows."""
     if not config.collect_times:
         return "collect_times is 0. Set it to the number of steps to collect."
     features = config.update_ratio or config.mg_direction or config.recording_l2_features
@@ -145,7 +145,7 @@ def records_nothing(config: MonitorConfig) -> str | None:
 
 
 def _records_tensors(config: MonitorConfig) -> bool:
-    """Whether there are rows that alert rules judge: those of features are no statistics of a tensor."""
+    """Whether there are rows that alert rules check. Features are not: they are no statistics of a tensor."""
     activations = config.xy_distribution and not (config.forward_only and config.backward_only)
     of_parameters = (config.wg_distribution, config.param_distribution, config.mv_distribution, config.ur_distribution)
     return activations or any(of_parameters) or config.cc_distribution.enable
@@ -156,6 +156,6 @@ def _ends_after_first_step(config: MonitorConfig) -> bool:
 
 
 def _left_to_others(series: SeriesTable, monitored: Collection[int]) -> int:
-    """How many series of this rank other monitored ranks hold replicas of."""
+    """The number of series of this rank that have replicas on other monitored ranks."""
     held = (placement.replicas for one, placement in series.placements.items() if not own_columns(one.kind))
     return sum(len(set(replicas) & set(monitored)) > 1 for replicas in held)

@@ -1,4 +1,4 @@
-"""The names of a model's parts, chunk by chunk, and which of them are watched."""
+"""The names of a model's modules and parameters, chunk by chunk, and the selected ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from monitor.config import MonitorConfig, Target
 from monitor.recording.parameter_series import NamedParameter
-from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, Selection, Unmatched, clean_name, squashed
+from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, TargetSelection, Unmatched, clean_name, squashed
 
 T = TypeVar("T")
 
@@ -24,19 +24,19 @@ class NamedModule:
 
 
 class NamedParts(NamedTuple):
-    """What a framework calls the parts of a chunk: modules, parents before their children, and parameters."""
+    """The modules of a chunk (parents before their children) and its parameters, with the framework's names."""
 
     modules: Iterable[tuple[str, Any]]
     parameters: Iterable[tuple[str, Any]]
 
 
 class Targeted(NamedTuple):
-    """What some names stand for.
+    """The modules that targets select.
 
     Attributes:
         modules: In the order of the model.
-        unmatched: The names that no module has.
-        ambiguous: The names that several modules have.
+        unmatched: The targets without a match.
+        ambiguous: The targets that match several names.
     """
 
     modules: Sequence[NamedModule]
@@ -47,15 +47,15 @@ class Targeted(NamedTuple):
 class ModelNames:
     """Every module and parameter of a model's chunks.
 
-    A wrapper and what it wraps share a name once the wrapper's part is stripped. The outer one is watched: the inner may be
-    compiled, flattened or recomputed.
+    A wrapper and the wrapped module have the same name without the wrapper's component. The wrapper is recorded: the inner
+    module may be compiled, flattened or recomputed.
     """
 
     def __init__(self, chunks: Sequence[NamedParts], config: MonitorConfig) -> None:
         self._modules = [_first_of_each_name(chunk.modules) for chunk in chunks]
         self._parameters = [_first_of_each_name(chunk.parameters) for chunk in chunks]
         names = [ChunkNames(tuple(m), tuple(p)) for m, p in zip(self._modules, self._parameters, strict=True)]
-        self.selection = Selection(
+        self.selection = TargetSelection(
             config.targets,
             names,
             all_xy=config.all_xy,
@@ -63,29 +63,29 @@ class ModelNames:
             backward_only=config.backward_only,
         )
         every = dict.fromkeys(name for chunk in names for name in (*chunk.modules, *chunk.parameters))
-        self._spelled = squashed(every) if config.squash_name else {}
+        self._row_names = squashed(every) if config.squash_name else {}
 
     def modules(self) -> Iterator[NamedModule]:
         """Every module, children after their parents."""
         for chunk, modules in enumerate(self._modules):
             for name, module in modules.items():
-                yield NamedModule(chunk, self._spelled.get(name, name), module, self.selection.module(chunk, name))
+                yield NamedModule(chunk, self._row_names.get(name, name), module, self.selection.module(chunk, name))
 
     def targeted(self, targets: Sequence[str]) -> Targeted:
-        """The modules that some names stand for, spelled in any way that ``targets`` may be."""
+        """The modules that ``targets`` select, by full or short names."""
         names = [ChunkNames(tuple(modules), ()) for modules in self._modules]
         every = dict.fromkeys(targets, Target())
-        selection = Selection(every, names, all_xy=False, forward_only=False, backward_only=False)
+        selection = TargetSelection(every, names, all_xy=False, forward_only=False, backward_only=False)
         full = [(chunk, name) for chunk, modules in enumerate(self._modules) for name in modules]
         found = [module for place, module in zip(full, self.modules(), strict=True) if selection.module(*place) is not None]
         return Targeted(found, selection.unmatched, selection.ambiguous)
 
     def parameters(self) -> Iterator[NamedParameter]:
-        """The parameters that are watched, in the order of the framework."""
+        """The selected parameters, in the order of the framework."""
         for chunk, parameters in enumerate(self._parameters):
             for name, parameter in parameters.items():
                 if self.selection.parameter(chunk, name):
-                    yield NamedParameter(chunk, self._spelled.get(name, name), parameter)
+                    yield NamedParameter(chunk, self._row_names.get(name, name), parameter)
 
 
 def _first_of_each_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:

@@ -1,4 +1,4 @@
-"""Who calls each module: its Python stack at the first call, outermost frames last."""
+"""Describes each module at its first call: its Python call stack, and the shapes and dtypes of its tensors."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any, Final
 
 from monitor.coordinator.output import write_whole
 from monitor.failures import Failures
-from monitor.recording.backend import Backend
+from monitor.recording.backend import RecordingBackend
 from monitor.recording.protocols import HookSet
-from monitor.recording.tensor_paths import Leaf, described
+from monitor.recording.tensor_paths import TensorPath, described
 
 MAX_FRAMES: Final = 64
 
 MACHINERY: Final = ("torch.nn.modules.module", "monitor.", "mindspore.nn.cell", "mindspore.ops.composite", "mindspore.graph.")
-"""How modules of Python begin whose frames only call what the user wrote."""
+"""Prefixes of Python modules whose frames only call the user's code."""
 
 
 class StackCollector:
-    """The call stack of every watched module, taken once.
+    """Takes the call stack of every watched module once, outermost frames last.
 
     Attributes:
         stacks: By ``{vpp_stage}:{name}``.
     """
 
-    def __init__(self, failures: Failures, backend: Backend) -> None:
+    def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
         self._backend = backend
         self.stacks: dict[str, str] = {}
         self._failures = failures
@@ -47,10 +47,10 @@ class StackCollector:
         self._hooks.remove()
 
     def write(self, directory: Path) -> None:
-        """Write ``stack_info.csv``. The file appears whole.
+        """Write ``stack_info.csv`` atomically.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
@@ -79,7 +79,7 @@ def _is_machinery(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(MACHINERY)
 
 
-# --- The model's structure as seen in the first step: what each module takes and gives, in the spelling that targets use.
+# --- The structure of the model in the first step: inputs and outputs of each module, in the form that targets use.
 
 Description = dict[str, str]
 
@@ -87,11 +87,10 @@ Description = dict[str, str]
 class StructureCollector:
     """Describes every module at its first call in training mode.
 
-    A gradient has the shape and dtype of its tensor by definition, so the gradients are described in forward: those that will
-    be there, which are those of tensors that require one.
+    A gradient has the shape and dtype of its tensor. So gradients are described in forward, for the tensors that require them.
     """
 
-    def __init__(self, failures: Failures, backend: Backend) -> None:
+    def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
         self._backend, self._leaves = backend, backend.leaves
         self._failures = failures
         self._hooks = HookSet()
@@ -107,10 +106,10 @@ class StructureCollector:
         self._hooks.remove()
 
     def write(self, path: Path) -> None:
-        """Write what was seen. The file appears whole.
+        """Write the structure to ``path`` atomically.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(self._structure, indent=4, ensure_ascii=False).encode())
@@ -128,7 +127,7 @@ class StructureCollector:
         }
 
 
-def _leaves(config: str, leaves: list[Leaf], wanted: Callable[[Any], bool] = lambda _: True) -> Description:
+def _leaves(config: str, leaves: list[TensorPath], wanted: Callable[[Any], bool] = lambda _: True) -> Description:
     lone = config == "tensor"
     described = {}
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""When a step of several optimizers ends, and which parameters each of them steps."""
+"""Determines when a step of several optimizers ends, and which parameters each of them steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from monitor.recording.parameter_series import Among, NamedParameter
+from monitor.recording.parameter_series import NamedParameter, ParameterSubset
 from monitor.stats.rows import Status
 
 NAMED: Final = 3
@@ -14,23 +14,23 @@ NAMED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Stepping:
-    """An optimizer that takes its turn in the step in progress.
+class OptimizerTurn:
+    """The turn of one optimizer in the step in progress.
 
     Attributes:
-        optimizer: The optimizer itself; None where a framework has none on this rank.
-        held: The watched parameters that it steps; None where it steps all of them.
+        optimizer: The optimizer; None if the framework has none on this rank.
+        held: The recorded parameters that it steps; None if it steps all of them.
     """
 
     optimizer: Any
-    held: Among = None
+    held: ParameterSubset = None
 
 
-class Turns:
-    """Which optimizers have had their turn in the step in progress. Each has one turn a step: it steps, or is skipped.
+class OptimizerTurns:
+    """The optimizers that have had their turn in the step in progress. In its turn, an optimizer steps or is skipped.
 
-    A step ends when every optimizer has had its turn. Where the loop does otherwise (a critic that steps five times, an
-    optimizer that an ``if`` leaves out), it ends just before an optimizer that has had its turn takes another.
+    A step ends when every optimizer has had its turn. In other loops (a critic that steps five times, an optimizer in an
+    ``if``), the step ends just before an optimizer takes its second turn.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Turns:
 
     @property
     def status(self) -> Status:
-        """Of the step, were it to end now. A step in which any optimizer has stepped is complete."""
+        """The status of the step if it ends now: complete if at least one optimizer has stepped."""
         return "complete" if self._stepped else "skipped"
 
     def clear(self) -> None:
@@ -67,28 +67,29 @@ class Turns:
         self._skipped.clear()
 
 
-class Holders(Protocol):
-    """What knows which parameters an optimizer steps: the ``Framework``."""
+class OptimizerIndex(Protocol):
+    """Knows which parameters an optimizer steps: the ``Framework``."""
 
     def held(self, optimizer: Any) -> Collection[int] | None:
-        """The ids of the tensors that it steps; None where it steps all that the framework knows of."""
+        """The ids of the tensors that an optimizer steps; None if it steps all parameters."""
 
 
-class Held:
-    """The watched parameters of each optimizer. Groups may change between two steps, so they are asked for in each.
+class OptimizerParameters:
+    """The recorded parameters of each optimizer, read in every step, since parameter groups may change.
 
-    A parameter of several optimizers belongs to the first of them, and a frozen one that none has to the first of all.
+    A parameter of several optimizers belongs to the first of them. A frozen parameter without an optimizer belongs to the
+    first of all optimizers.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], framework: Holders) -> None:
+    def __init__(self, parameters: Sequence[NamedParameter], framework: OptimizerIndex) -> None:
         self._parameters = parameters
         self._framework = framework
         self._ids: dict[int, Collection[int] | None] = {}
-        self._held: dict[int, Among] = {}
+        self._held: dict[int, ParameterSubset] = {}
         self._free: list[NamedParameter] = []
 
-    def by(self, optimizer: Any, optimizers: Sequence[Any]) -> Among:
-        """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all that are watched."""
+    def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
+        """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all recorded ones."""
         ids = self._framework.held(optimizer)
         if id(optimizer) not in self._ids or self._ids[id(optimizer)] is not ids:
             self._divide(optimizers)
@@ -99,8 +100,8 @@ class Held:
         among = self.by(optimizer, optimizers)
         return next((one.name for one in self._parameters if among is None or one in among), "")
 
-    def by_none(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
-        """The parameters that are trained, and that no optimizer steps."""
+    def unstepped(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
+        """The trained parameters that no optimizer steps."""
         self._divide(optimizers)
         return self._free
 
@@ -120,12 +121,12 @@ class Held:
         self._held = {of: None if len(among) == len(self._parameters) else among for of, among in held.items()}
 
 
-def unheld(parameters: Sequence[NamedParameter], watched: int) -> str:
-    """What to warn of when no optimizer that is known steps ``parameters``, some of ``watched``."""
+def unstepped_warning(parameters: Sequence[NamedParameter], watched: int) -> str:
+    """The warning that no known optimizer steps ``parameters``, out of ``watched`` recorded ones."""
     named = ", ".join(one.name for one in parameters[:NAMED])
     rest = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""
     return (
-        f"{len(parameters)} of {watched} parameters are stepped by no optimizer that set_monitor was given ({named}{rest}). "
+        f"{len(parameters)} of {watched} parameters belong to no optimizer that was passed to set_monitor ({named}{rest}). "
         "They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of the model: "
         "set_monitor(model, grad_acc_steps, [first, second])."
     )

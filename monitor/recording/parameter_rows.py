@@ -1,4 +1,4 @@
-"""All that is recorded of parameters around an optimizer's step: gradients, weights, moments and updates."""
+"""Records the rows of parameters around an optimizer's step: gradients, weights, moments and updates."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitor.failures import Failures
-from monitor.recording.attachment_spec import OwnedSeries, Watch
-from monitor.recording.backend import Backend
+from monitor.recording.attachment_spec import AttachmentSpec, OwnedSeries
+from monitor.recording.backend import RecordingBackend
 from monitor.recording.gradients import AGGREGATED_EARLY, GradientCollector
-from monitor.recording.optimizer_turns import Stepping
+from monitor.recording.optimizer_turns import OptimizerTurn
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.parameters import MomentCollector, WatchedParameters, WeightCollector
+from monitor.recording.parameters import MomentCollector, ParameterContext, WeightCollector
 from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
 from monitor.recording.updates import Updates
 
 Note = Callable[[str, str], None]
-"""Takes a note for the manifest: its key, and what it says."""
+"""Adds a note to the manifest: its key and its text."""
 
 
 @dataclass(slots=True)
 class ParameterRows:
-    """Hands each moment of a step to the collectors that are wanted. Without any it does nothing.
+    """Calls the configured collectors at each phase of a step. Without collectors it does nothing.
 
     Attributes:
-        kinds: Those that this rank is to record of any parameter.
+        kinds: The kinds that this rank records for at least one parameter.
     """
 
     gradients: GradientCollector | None = None
@@ -39,15 +39,15 @@ class ParameterRows:
     @classmethod
     def of(
         cls,
-        watch: Watch,
+        watch: AttachmentSpec,
         parameters: Sequence[NamedParameter],
         recorder: Recorder,
         clock: Clock,
         failures: Failures,
-        backend: Backend,
+        backend: RecordingBackend,
         note: Note,
     ) -> ParameterRows:
-        """What the configuration asks for. Where a collector cannot be made, none is left hooked."""
+        """Create the configured collectors. If one cannot be created, no hooks are left."""
         rows = cls()
         with ExitStack() as stack:
             stack.callback(rows.remove)
@@ -65,7 +65,7 @@ class ParameterRows:
                     each_micro_step=config.monitor_mbs_grad,
                 )
                 rows.kinds |= rows.gradients.kinds
-            watched = WatchedParameters(
+            watched = ParameterContext(
                 parameters, recorder, series_of, failures, watch.framework, backend, note, rows.is_reduced, rows.kinds
             )
             rows.weights = WeightCollector(watched) if config.param_distribution else None
@@ -75,36 +75,36 @@ class ParameterRows:
         return rows
 
     def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
-        """As far as gradients are followed; otherwise what the optimizer is given is taken for reduced."""
+        """Whether a gradient is known to be reduced. If gradients are not recorded, every gradient counts as reduced."""
         return self.gradients is None or self.gradients.is_reduced(parameter, gradient)
 
     def begin_step(self, *, before_a_turn: bool) -> None:
-        """Begin a new step; where an optimizer is about to step, with what is known of its gradients."""
+        """Begin a new step. If an optimizer is about to step, keep what is known about its gradients."""
         if self.gradients is not None and before_a_turn:
             self.gradients.begin_with_gradients()
         elif self.gradients is not None:
             self.gradients.begin_step()
 
     def pause(self) -> None:
-        """A step that is not collected begins."""
+        """Begin a step that is not collected."""
         if self.gradients is not None:
             self.gradients.pause()
 
-    def forward_begins(self, root: Any, watch: Watch, clock: Clock, *, has_others: bool) -> None:
-        """A forward of training begins, in a step that is collected."""
+    def forward_begins(self, root: Any, watch: AttachmentSpec, clock: Clock, *, has_others: bool) -> None:
+        """A training forward begins in a collected step."""
         if self.gradients is not None:
             self.gradients.forward_begins(root)
             early = max(clock.forward) < clock.micro_steps - 1
             if early and has_others and watch.framework.aggregates(root):
-                self.gradients.say_of_local(AGGREGATED_EARLY)
+                self.gradients.note_local_gradients(AGGREGATED_EARLY)
 
     def forward_ends(self) -> None:
-        """A forward has ended, of training or not."""
+        """A forward has ended, in training or not."""
         if self.gradients is not None:
             self.gradients.forward_ends()
             self.gradients.hook_thawed()
 
-    def before_step(self, stepping: Stepping) -> None:
+    def before_step(self, stepping: OptimizerTurn) -> None:
         """An optimizer is about to step."""
         if self.moments is not None:
             self.moments.before_step(stepping)
@@ -112,26 +112,26 @@ class ParameterRows:
             self.weights.before_step(stepping)
         self.updates.before_step(stepping)
 
-    def gradients_ready(self, stepping: Stepping) -> None:
-        """Its gradients are complete."""
+    def gradients_ready(self, stepping: OptimizerTurn) -> None:
+        """The optimizer's gradients are complete."""
         if self.gradients is not None:
             self.gradients.before_step(stepping.held)
         self.updates.gradients_ready(stepping)
 
-    def after_step(self, stepping: Stepping) -> None:
-        """It has stepped."""
+    def after_step(self, stepping: OptimizerTurn) -> None:
+        """The optimizer has stepped."""
         if self.weights is not None:
             self.weights.after_step(stepping)
         self.updates.after_step(stepping)
 
-    def end_turn(self, stepping: Stepping) -> None:
-        """It has had its turn, and others have not."""
+    def end_turn(self, stepping: OptimizerTurn) -> None:
+        """The optimizer has had its turn, but others have not."""
         self.updates.forget_step()
         if self.gradients is not None:
             self.gradients.end_turn(stepping.held)
 
     def forget_step(self) -> None:
-        """The step was skipped, has raised, or has ended."""
+        """The step was skipped, has raised or has ended: drop its temporary data."""
         self.updates.forget_step()
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""What every kind of parameter row shares: the parameters that are watched, and their series."""
+"""The recorded parameters, and the series of one kind for each of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from monitor.failures import Failures
-from monitor.recording.recorder import Recorder, Watched
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import GRADIENT_KINDS, NO_MICRO_STEP, Series
 
 
 @dataclass(frozen=True, eq=False)
 class NamedParameter:
-    """A watched parameter.
+    """A recorded parameter.
 
     Attributes:
         chunk: Virtual pipeline stage.
-        name: As it stands in rows.
+        name: Name in rows.
     """
 
     chunk: int
@@ -26,18 +26,18 @@ class NamedParameter:
     tensor: Any
 
 
-Among = Collection[NamedParameter] | None
-"""Some of the watched parameters, in their order: those that an optimizer steps. None for all."""
+ParameterSubset = Collection[NamedParameter] | None
+"""The recorded parameters that an optimizer steps, in their order. None for all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """A row that was computed by whoever measures.
+class ComputedRow:
+    """A row whose numbers a collector computed.
 
     Attributes:
-        numbers: By column of partials, as ``Recorder.record_numbers`` takes them.
-        x: What it is of, on the device where its numbers are.
-        histogram: Elements in each bin, int64.
+        numbers: By column of partials, as for ``Recorder.record_numbers``.
+        x: The measured tensor, on the device of the numbers.
+        histogram: Number of elements in each bin, int64.
     """
 
     numbers: Mapping[int, Any]
@@ -46,39 +46,39 @@ class Computed:
 
 
 class SeriesOf(Protocol):
-    """Says what this rank records of a kind of a parameter."""
+    """Returns the series of a kind of a parameter on this rank."""
 
     def __call__(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
-        """The series; None where the rank leaves it to another one that holds the same numbers.
+        """The series; None if another rank with the same numbers writes it.
 
         Args:
-            seen: A tensor that says itself what other ranks hold, where the parameter does not tell.
+            seen: A tensor that knows its placement, for a parameter that does not show the placement.
         """
 
 
 class Tensors(Protocol):
-    """What is to be known of a framework's tensors."""
+    """Access to a framework's tensors."""
 
     def layout_of(self, x: Any) -> object | None:
-        """How a tensor that knows it is laid out over ranks; compares. None for any other tensor."""
+        """The layout over ranks of a tensor that knows it, comparable with ``==``; None for any other tensor."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """What is computed inside is recorded by no graph, and changes nothing of the user's."""
+        """A context for the monitor's own operations: autograd does not record them, and they change no state of the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class _AsSeen:
-    """What became of a series when its first tensor was seen."""
+class _FirstSeen:
+    """The layout and the series of a parameter's first tensor."""
 
     layout: object
-    watched: Watched | None
+    watched: RecordedSeries | None
 
 
 class ParameterSeries:
     """The series of one kind: one for each parameter that this rank records.
 
     Attributes:
-        kind: Which.
+        kind: The kind of all of them.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ParameterSeries:
         self._micro_steps = micro_steps
         every = list(parameters)
         self._undecided = {one for one in every if self._shows_when_seen(one)}
-        self._seen: dict[NamedParameter, _AsSeen] = {}
+        self._seen: dict[NamedParameter, _FirstSeen] = {}
         decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}
         self._watched = decided
         self._parameters = tuple(one for one in every if one in decided or one in self._undecided)
@@ -107,7 +107,7 @@ class ParameterSeries:
 
     @property
     def parameters(self) -> Sequence[NamedParameter]:
-        """Those whose tensors this rank records, or may: what the gradient of a DTensor is shows when it is there."""
+        """The parameters that this rank records or may record: the placement of a DTensor's gradient shows when it exists."""
         return self._parameters
 
     def __len__(self) -> int:
@@ -115,11 +115,11 @@ class ParameterSeries:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether this rank is to record the kind of any parameter that is trained, and not only compare replicas of it."""
+        """Whether this rank records the kind for at least one trained parameter, not counting compared replicas."""
         return any(one.tensor.requires_grad and watched.series.kind == self.kind for one, watched in self._watched.items())
 
     def record(self, parameter: NamedParameter, x: Any, micro_step: int = 0) -> None:
-        """Record one parameter's tensor, if this rank does. Of a replica the last micro-step stands for all."""
+        """Record one parameter's tensor, if this rank records it. Of a replica only the last micro-step is kept."""
         try:
             watched = self._series_for(parameter, x) if self._undecided else self._watched.get(parameter)
             if watched is not None:
@@ -128,9 +128,9 @@ class ParameterSeries:
         except Exception as error:
             self._missing(parameter.name, error)
 
-    def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: Among = None) -> None:
-        """Record what ``tensor_of`` finds for each parameter ``among`` those; where it finds nothing there is no row."""
-        found: list[tuple[Watched, Any]] = []
+    def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: ParameterSubset = None) -> None:
+        """Record the tensor that ``tensor_of`` returns for each parameter in ``among``. For None there is no row."""
+        found: list[tuple[RecordedSeries, Any]] = []
         for parameter in self._of(among):
             try:
                 x = tensor_of(parameter)
@@ -142,8 +142,8 @@ class ParameterSeries:
                 found.append((watched, x))
         self._recorder.record_all(found, self._failed)
 
-    def each(self, look: Callable[[NamedParameter], object], among: Among = None) -> None:
-        """Look at each parameter ``among`` those. One that cannot be read does not hide the others."""
+    def each(self, look: Callable[[NamedParameter], object], among: ParameterSubset = None) -> None:
+        """Call ``look`` for each parameter in ``among``. If it raises for one, the others are still read."""
         with self._tensors.computing():
             for parameter in self._of(among):
                 try:
@@ -151,50 +151,50 @@ class ParameterSeries:
                 except Exception as error:
                     self._missing(parameter.name, error)
 
-    def record_computed(self, compute: Callable[[NamedParameter], Computed | None], among: Among = None) -> None:
-        """Record what ``compute`` finds for each parameter ``among`` those; where it finds nothing there is no row."""
+    def record_computed(self, compute: Callable[[NamedParameter], ComputedRow | None], among: ParameterSubset = None) -> None:
+        """Record the row that ``compute`` returns for each parameter in ``among``. For None there is no row."""
 
         def record(parameter: NamedParameter) -> None:
             watched = self._watched.get(parameter)
-            # A replica is there to have its norm compared, and this is none.
+            # Replicas are compared by their norm, and a computed row has none.
             computed = compute(parameter) if watched is not None and watched.series.kind == self.kind else None
             if watched is not None and computed is not None:
                 self._recorder.record_numbers(watched, computed.numbers, computed.x, histogram=computed.histogram)
 
         self.each(record, among)
 
-    def _of(self, among: Among) -> Iterable[NamedParameter]:
-        """Those of this rank's; some of many are looked up, since there may be an optimizer for each of them."""
+    def _of(self, among: ParameterSubset) -> Iterable[NamedParameter]:
+        """The parameters of this rank in ``among``. Looked up in a set, since each parameter may have its own optimizer."""
         return self._parameters if among is None else filter(self._recorded.__contains__, among)
 
-    def _watch(self, parameter: NamedParameter, seen: Any = None) -> Watched | None:
+    def _watch(self, parameter: NamedParameter, seen: Any = None) -> RecordedSeries | None:
         series = self._series_of(self.kind, parameter, seen)
         if series is None:
             return None
-        return Watched(series, self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,))
+        return RecordedSeries(series, self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,))
 
-    def _series_for(self, parameter: NamedParameter, x: Any) -> Watched | None:
-        """The series that ``x`` belongs to; None where this rank has none of it."""
+    def _series_for(self, parameter: NamedParameter, x: Any) -> RecordedSeries | None:
+        """The series that ``x`` belongs to; None if this rank does not record it."""
         if parameter not in self._undecided:
             return self._watched.get(parameter)
         layout = self._tensors.layout_of(x)
         if parameter not in self._seen:
-            self._seen[parameter] = _AsSeen(layout, self._watch(parameter, x))
+            self._seen[parameter] = _FirstSeen(layout, self._watch(parameter, x))
         if self._seen[parameter].layout == layout:
             return self._seen[parameter].watched
-        said = f"{self.kind} of {parameter.name!r} is laid out over the ranks in another way than when it was first seen"
+        said = f"The layout of {self.kind} of {parameter.name!r} over the ranks has changed since it was first recorded"
         self._failures.warn(f"layout of {self.kind}", f"{said}. The rows of such tensors are missing.")
         return None
 
-    def _failed(self, watched: Watched, error: Exception) -> None:
-        """One tensor that cannot be read does not hide the others."""
+    def _failed(self, watched: RecordedSeries, error: Exception) -> None:
+        """Report one tensor that cannot be read. The others are still recorded."""
         self._missing(watched.series.name, error)
 
     def _missing(self, name: str, error: Exception) -> None:
         self._failures.report(f"reading {self.kind}", error, "This row is missing.", of=name)
 
     def _shows_when_seen(self, parameter: NamedParameter) -> bool:
-        """Whether only the tensor tells what other ranks hold: the gradient of a replicated parameter may be a term of a sum,
-        and that of one that is cut may be whole on every rank.
+        """Whether only the tensor shows the placement: the gradient of a replicated parameter may be a term of a sum, and the
+        gradient of a sharded one may be whole on every rank.
         """
         return self.kind in GRADIENT_KINDS and self._tensors.layout_of(parameter.tensor) is not None

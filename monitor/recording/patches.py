@@ -1,7 +1,7 @@
-"""Calls inside a framework that no hook tells of.
+"""Patches functions of a framework that have no hooks, to observe their calls.
 
-A patch stands in the place where callers look the function up, and only while somebody listens. It delegates everything, knows
-its listeners weakly, so that no class or module of a framework keeps a model alive, and is taken away exactly.
+A patch replaces a function where callers look it up, only while it has listeners. It delegates every call. It holds listeners
+weakly, so that no class or module of a framework keeps a model alive. Removing it restores the original.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 
 class CallListener:
-    """Whoever wants to know of calls; overrides what it wants to know. Must not raise."""
+    """Receives the calls of a patched function. Subclasses override the methods that they need, which must not raise."""
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The function is about to be called; of a method, the object is the first of ``args``."""
+        """The function is about to be called. For a method, the first of ``args`` is the object."""
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """It has returned ``result``."""
+        """The function has returned ``result``."""
 
     def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """It has raised."""
+        """The function has raised."""
 
 
 class CallPatch:
     """The patch of one function.
 
     Args:
-        owner: The class or module where callers look it up.
-        parameters: The first that it takes, by which it is known; none where what it takes does not matter.
+        owner: The class or module where callers look the function up.
+        parameters: The expected names of its first parameters; empty to accept any.
     """
 
     def __init__(self, owner: Any, name: str, parameters: Sequence[str] = ()) -> None:
@@ -39,34 +39,34 @@ class CallPatch:
         self.name = name
         self._parameters = tuple(parameters)
         self._listeners: tuple[weakref.ref[CallListener], ...] = ()
-        self._tells_of_beginnings = False
+        self._wants_begin = False
         self._original: Any = None
         self._ours: Any = None
 
     @property
     def fits(self) -> bool:
-        """Whether the function is there, and takes what is expected."""
+        """Whether the function exists and has the expected first parameters."""
         function = vars(self.owner).get(self.name)
         if not callable(function) or not self._parameters:
             return callable(function)
         return tuple(inspect.signature(function).parameters)[: len(self._parameters)] == self._parameters
 
     def add(self, listener: CallListener) -> None:
-        """Tell ``listener`` of every call from now on."""
-        # In this order: one that is collected meanwhile, at whatever moment, may take the patch away as the last one did.
+        """Report every call to ``listener`` from now on."""
+        # Install last: another listener may be collected at any moment, and remove the patch as the last listener.
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
-        self._tells_of_beginnings |= type(listener).call_begins is not CallListener.call_begins
+        self._wants_begin |= type(listener).call_begins is not CallListener.call_begins
         self._install()
 
     def remove(self, listener: CallListener) -> None:
-        """Tell it nothing more. Any number of times."""
+        """Report no more calls to ``listener``. May be called repeatedly."""
         for known in self._listeners:
             if known() is listener:
                 self._forget(known)
 
     def _forget(self, gone: weakref.ref[CallListener]) -> None:
         self._listeners = tuple(known for known in self._listeners if known is not gone and known() is not None)
-        # Somebody may have patched it since. Then ours stays in the chain, and has nobody to tell.
+        # Another patch may have been installed since. Then this one stays in the chain, without listeners.
         if not self._listeners and self._ours is not None and self._now() is self._ours:
             setattr(self.owner, self.name, self._original)
 
@@ -79,9 +79,9 @@ class CallPatch:
     def _patched(self, original: Any) -> Any:
         @wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            # One that was left below another patch, and then replaced by a new one above it, has nobody to tell either.
+            # A patch below another one that was replaced by a new patch above it reports nothing either.
             listeners = self._listeners if self._ours is patched else ()
-            if self._tells_of_beginnings:
+            if self._wants_begin:
                 for listener in _living(listeners):
                     listener.call_begins(self, args, kwargs)
             try:
@@ -91,8 +91,8 @@ class CallPatch:
                     listener.call_raised(self, args, kwargs)
                 raise
             for known in listeners:
-                if (told := known()) is not None:
-                    told.call_ended(self, args, kwargs, result)
+                if (living := known()) is not None:
+                    living.call_ended(self, args, kwargs, result)
             return result
 
         return self._opaque(patched, original)

@@ -1,4 +1,4 @@
-"""Hooks that are in place, and how they are taken away."""
+"""Small shared parts of attaching: hook handles, call indices, ``RunEnded``, and checks of ``set_monitor``'s arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 
 class Removable(Protocol):
-    """What frameworks return when they take a hook."""
+    """The handle that frameworks return for a hook."""
 
     def remove(self) -> None: ...
 
 
 class HookSet:
-    """Handles of hooks that are in place."""
+    """Handles of registered hooks."""
 
     def __init__(self) -> None:
         self._handles: list[Removable] = []
@@ -24,20 +24,17 @@ class HookSet:
         self._handles.append(handle)
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         while self._handles:
             self._handles.pop().remove()
 
 
-# --- Which call of a module this is.
-
-
-class Place(NamedTuple):
-    """A call of a module among those of its step.
+class CallIndex(NamedTuple):
+    """The index of a module's call in its step.
 
     Attributes:
-        micro_step: The micro-step of its forward.
-        call: How many calls of the module that micro-step had before.
+        micro_step: The micro-step of the call's forward.
+        call: Number of earlier calls of the module in that micro-step.
     """
 
     micro_step: int
@@ -45,35 +42,32 @@ class Place(NamedTuple):
 
 
 class Calls:
-    """The calls of one module in one step."""
+    """Counts the calls of one module in one step."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
-    def begin(self, micro_step: int) -> Place:
-        """A call in forward."""
-        place = Place(micro_step, self._counts[micro_step])
+    def begin(self, micro_step: int) -> CallIndex:
+        """The index of a call that begins in forward."""
+        place = CallIndex(micro_step, self._counts[micro_step])
         self._counts[micro_step] += 1
         return place
 
     def begun(self, micro_step: int) -> int:
-        """How many calls of a micro-step have begun."""
+        """Number of calls of a micro-step that have begun."""
         return self._counts[micro_step]
 
-    def repeat(self) -> Place | None:
-        """A call in backward: the one it repeats, None where that has a graph or cannot be told."""
+    def repeat(self) -> CallIndex | None:
+        """For a recomputation in backward: the index of the repeated call; None if that call has a graph, or is unknown."""
         return None
 
     def restart(self, micro_step: int) -> None:
-        """The micro-step begins anew: its forward failed."""
+        """Reset the micro-step, whose forward failed."""
         del self._counts[micro_step]
 
 
-# --- What users of the PyTorch room may have to catch.
-
-
 class RunEnded(SystemExit):
-    """The monitor has done what it was asked for, and ends the run on every rank: the structure was printed.
+    """The monitor ends the run on every rank: ``print_struct`` or ``cc_log_only`` is done.
 
     Raised from ``optimizer.step()`` after all files are complete. As a ``SystemExit`` with status 0 it passes through
     ``except Exception`` and ends the process without a traceback.
@@ -87,15 +81,15 @@ class RunEnded(SystemExit):
         return self.reason
 
 
-# --- What ``set_monitor`` may be given, checked before anything is attached.
+# --- Checks of the arguments of ``set_monitor``, before anything is attached.
 
 T = TypeVar("T")
 
 MAX_WRAPPERS: Final = 16
-"""More are a circle."""
+"""Maximum nesting of wrappers. More means a cycle."""
 
 HOLDING_SEVERAL: Final = ("optimizers", "chained_optimizers")
-"""Where containers keep their optimizers: torchtitan's and those like it, Megatron's."""
+"""Attributes in which containers keep their optimizers, such as those of torchtitan and Megatron."""
 
 
 def chunks_of(model: Any, module: type, called: str) -> Sequence[Any]:
@@ -103,10 +97,10 @@ def chunks_of(model: Any, module: type, called: str) -> Sequence[Any]:
 
     Args:
         module: The class of a module.
-        called: What users call it.
+        called: The name of that class in messages.
 
     Raises:
-        TypeError: Something in it is no module.
+        TypeError: The model, or an item of the list, is not a module.
         ValueError: The list is empty.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
@@ -119,13 +113,13 @@ def chunks_of(model: Any, module: type, called: str) -> Sequence[Any]:
 
 
 def given(optimizer: Any, expected: str) -> Any:
-    """The optimizer, which has to be passed.
+    """The optimizer, which must be passed.
 
     Args:
-        expected: What it may be, in words.
+        expected: The accepted types, in words.
 
     Raises:
-        TypeError: It was not.
+        TypeError: The optimizer is None.
     """
     if optimizer is None:
         raise TypeError(f"optimizer is a NoneType: expected {expected}.")
@@ -136,11 +130,11 @@ def optimizers_in(given: Any, leaf: Callable[[Any, str], T], unwrapped: Callable
     """The optimizers inside sequences, dictionaries and containers, in order, each once.
 
     Args:
-        leaf: Makes an optimizer of what holds no others, and is called so; or raises.
-        unwrapped: What one wraps; itself where it wraps nothing.
+        leaf: Returns the optimizer for an object that contains no others, and its name in messages; or raises.
+        unwrapped: Returns the wrapped optimizer; the object itself if it wraps nothing.
 
     Raises:
-        TypeError: Something in it is no optimizer, or there is none.
+        TypeError: An item is no optimizer, or there is none.
     """
     found = {id(one): one for one in _leaves(given, leaf, unwrapped, "optimizer", 0)}
     if not found:
@@ -159,7 +153,7 @@ def _leaves(given: Any, leaf: Callable[[Any, str], T], unwrapped: Callable[[Any]
 
 
 def held_by(given: Any) -> list[Any] | None:
-    """The optimizers, wrapped or not, that a sequence, a dictionary or a container holds; None of anything else."""
+    """The optimizers, wrapped or not, in a sequence, a dictionary or a container; None for anything else."""
     if isinstance(given, (list, tuple, set, frozenset)):
         return list(given)
     if isinstance(given, Mapping):
@@ -172,18 +166,18 @@ def held_by(given: Any) -> list[Any] | None:
 
 
 def only(given: Any) -> Any:
-    """What a sequence or a dictionary of one optimizer holds; anything else as it is."""
+    """The only item of a sequence or dictionary of length 1; anything else unchanged."""
     while isinstance(given, (list, tuple, Mapping)) and len(given) == 1:
         given = next(iter(given.values() if isinstance(given, Mapping) else given))
     return given
 
 
 def count(name: str, value: Any, least: int) -> int:
-    """An integer of any kind (numpy's too), as a plain one.
+    """An integer of any type (numpy's too), as an ``int``.
 
     Raises:
-        TypeError: It is none: older scripts passed the optimizer second.
-        ValueError: It is below ``least``.
+        TypeError: The value is no integer: older scripts passed the optimizer second.
+        ValueError: The value is below ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         order = "set_monitor(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)"

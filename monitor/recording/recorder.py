@@ -1,4 +1,4 @@
-"""From a tensor to its row: what is the same whatever reads the tensor."""
+"""Reduces tensors into rows of the live table: the base that each framework's recorder extends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from monitor.stats.rows import KindRows
 from monitor.stats.table import PAGE_ROWS, Page, PageMemory, Sealed, Slot, StatsTable
 
 Device = Hashable
-"""Where numbers are measured, as a framework names it."""
+"""The device of a tensor, as a framework names it."""
 
 
-class Watched:
-    """One series, and the rows it has been given on each device.
+class RecordedSeries:
+    """One series, and its rows on each device.
 
     Attributes:
-        micro_steps: The micro-steps that its rows stand for; ``(NO_MICRO_STEP,)`` for a series of whole steps.
+        micro_steps: The micro-steps of its rows; ``(NO_MICRO_STEP,)`` for a series with one row per step.
     """
 
     __slots__ = ("late", "micro_steps", "series", "slots")
@@ -35,29 +35,29 @@ class Watched:
 
 
 class LateRows:
-    """Whoever has rows of its own in the table, and enters them late. Must not raise."""
+    """Interface of a collector that enters rows at the end of a step. Its methods must not raise."""
 
     def step_ends(self) -> None:
         """The last moment to measure something in the step in progress."""
 
     def enter(self) -> None:
-        """Enter what was measured: the table is about to be read. The caller has the lock."""
+        """Enter the measurements: the table is about to be read. The caller holds the lock."""
 
     def discard(self) -> None:
-        """Let go of what was measured in the step in progress. The caller has the lock."""
+        """Discard the measurements of the step in progress. The caller holds the lock."""
 
 
 class Recorder(ABC):
     """Reduces tensors into the live table.
 
     Attributes:
-        active: Whether the step in progress is collected. Every hook looks here first and does nothing else if not.
-        table: Changed by whoever has the ``lock``.
-        steps: How many were ended.
-        late: Who enters rows late.
+        active: Whether the step in progress is collected. Every hook checks it first, and returns if it is false.
+        table: The live table, changed only under ``lock``.
+        steps: Number of ended steps.
+        late: Enters rows at the end of a step.
 
     Args:
-        magnitudes: Whether a histogram of magnitudes is counted of every tensor.
+        magnitudes: Whether to count a histogram of magnitudes for every tensor.
     """
 
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
@@ -67,7 +67,7 @@ class Recorder(ABC):
         self._magnitudes = magnitudes
         self._open_pages: dict[Device, Page] = {}
         self._slots: dict[tuple[Series, Device, tuple[int, ...]], Slot] = {}
-        # The engine runs the backward of each device on a thread of its own.
+        # The autograd engine runs the backward of each device on its own thread.
         self.lock = threading.Lock()
         self.steps = 0
         self.late = LateRows()
@@ -80,26 +80,26 @@ class Recorder(ABC):
         return self.table.writes > 0
 
     def use(self, eps: float, *, magnitudes: bool = False) -> None:
-        """Between two steps: count as small what is below ``eps``, and say whether histograms of magnitudes are counted."""
+        """Between two steps: set ``eps``, below which elements count as zeros, and whether to count magnitudes."""
         self._magnitudes = magnitudes
         if eps != self._eps:
             self._eps = eps
             self._take_eps(eps)
 
     def count_magnitudes(self, wanted: bool) -> None:
-        """Count a histogram of magnitudes of every tensor from now on, or no longer."""
+        """Start or stop counting a histogram of magnitudes for every tensor."""
         self._magnitudes = wanted
 
     def activate(self, wanted: bool) -> None:
-        """Record the coming step or not. In a forked child nothing is ever recorded."""
+        """Record the next step if ``wanted``. A forked child never records."""
         self.active = wanted and not self._inert
 
     def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
-        """The root of a chunk begins a forward that trains: one of ``micro_steps``, unless the loop has more."""
+        """The root of a chunk begins a training forward, one of ``micro_steps`` or more."""
         del chunk, micro_steps
 
     def end_step(self) -> None:
-        """Record nothing more in the step in progress."""
+        """Stop recording the step in progress."""
         if self.active:
             self.late.step_ends()
         self.active = False
@@ -108,38 +108,40 @@ class Recorder(ABC):
         self._inert, self.active = True, False
 
     @abstractmethod
-    def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
+    def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         """Reduce ``x`` into the row of ``watched`` for ``micro_step``. Without data there is no row.
 
         Args:
-            aliases: A tensor read before under another name, and unchanged since, need not be read again. Off for parameters
-                and their gradients, which loops change behind the back of whoever counts changes (``p.data.clamp_()``).
+            aliases: Do not read a tensor again that was read under another name and is unchanged since. Off for parameters and
+                gradients: loops change them without increasing the version counter (``p.data.clamp_()``).
         """
 
     @abstractmethod
-    def record_all(self, items: Sequence[tuple[Watched, Any]], failed: Callable[[Watched, Exception], None]) -> None:
-        """Reduce tensors that are no aliases into the rows of as many series, in this order.
+    def record_all(
+        self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]
+    ) -> None:
+        """Reduce one tensor into a row of each series, in this order, without use of aliases.
 
         Args:
-            failed: Told of a tensor that could not be read.
+            failed: Called for a tensor that could not be read.
         """
 
     @abstractmethod
     def record_numbers(
-        self, watched: Watched, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
+        self, watched: RecordedSeries, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None
     ) -> None:
-        """Write a row whose numbers were computed elsewhere.
+        """Write a row of computed numbers.
 
         Args:
             numbers: By column of partials (``monitor.stats.partials``); the others are 0. Tensors have one element, on the
-                device of ``x``, and are not waited for.
-            x: What was measured, whose local part's shape and dtype are those of the row.
-            histogram: Elements in each bin, shape of at most ``(BINS,)``, on the device of ``x``.
+                device of ``x``, and are read asynchronously.
+            x: The measured tensor. The row has the shape and dtype of its local part.
+            histogram: Number of elements in each bin, shape of at most ``(BINS,)``, on the device of ``x``.
         """
 
     @abstractmethod
     def reduce(self, x: Any, page: Page, local_row: int) -> bool:
-        """Write the partials of ``x`` into a row. False, and nothing written, if there is no data to read."""
+        """Write the partials of ``x`` into a row. Returns False and writes nothing if ``x`` has no data."""
 
     @abstractmethod
     def layout(self, x: Any) -> int:
@@ -147,15 +149,15 @@ class Recorder(ABC):
 
     @abstractmethod
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
-        """A page of ``device``."""
+        """Memory for a page on ``device``."""
 
     @abstractmethod
     def _take_eps(self, eps: float) -> None:
-        """Count as small what is below ``eps``."""
+        """Set ``eps``, below which elements count as zeros."""
 
     @abstractmethod
     def _forget_step(self) -> None:
-        """A new step has begun: forget the tensors of the last one. The caller has the lock."""
+        """A new step has begun: drop references to the last step's tensors. The caller holds the lock."""
 
     def seal(self, into: Sealed) -> None:
         """Copy the table into ``into`` and begin a new step."""
@@ -166,13 +168,13 @@ class Recorder(ABC):
             self._forget_step()
 
     def kinds_now(self) -> dict[str, KindRows]:
-        """What the step in progress has measured so far. Waits for the device."""
+        """The rows of the step in progress so far. Waits for the device."""
         with self.lock:
             self.late.enter()
             return self.table.kinds_now()
 
     def discard(self) -> None:
-        """Begin a new step without keeping this one."""
+        """Discard the step in progress, and begin a new one."""
         with self.lock:
             self._forget_step()
             self.late.discard()
@@ -180,7 +182,7 @@ class Recorder(ABC):
             self.steps += 1
 
     def page_for(self, device: Device, rows: int) -> Page:
-        """A page of ``device`` with room for that many more rows."""
+        """A page on ``device`` with room for ``rows`` more rows."""
         page = self._open_pages.get(device)
         if page is None or page.used + rows > page.rows:
             most = max(PAGE_ROWS, rows)
@@ -193,7 +195,7 @@ class Recorder(ABC):
             page.histogram = self._new_memory(page.rows, device, BINS, slice(None))
         return page.histogram
 
-    def _slot(self, watched: Watched, device: Device, micro_step: int) -> tuple[Slot, int]:
+    def _slot(self, watched: RecordedSeries, device: Device, micro_step: int) -> tuple[Slot, int]:
         slot = watched.slots.get(device)
         if slot is None:
             slot = watched.slots[device] = self._allot(watched.series, device, watched.micro_steps)
@@ -205,7 +207,7 @@ class Recorder(ABC):
         return late, 0
 
     def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> Slot:
-        """The rows of a series: those it has from an earlier attachment, or new ones."""
+        """The rows of a series: those of an earlier attachment, or new ones."""
         slot = self._slots.get((series, device, micro_steps))
         if slot is None:
             page = self.page_for(device, len(micro_steps))

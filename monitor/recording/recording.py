@@ -1,4 +1,4 @@
-"""One recording: a table, an attachment that fills it, and the run that it is written to."""
+"""One recording: a table, the attachment that fills it, the run that writes it, and the recording's role in the job."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from monitor.dynamic import Job
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend, Communication, Framework
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import CommunicationRecorder, Framework, RecordingBackend
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
-from monitor.recording.missing import Announced
+from monitor.recording.missing import MissingKinds
 from monitor.recording.model_names import ModelNames
-from monitor.recording.run import OPEN, Place, Run, identity_of
+from monitor.recording.run import OPEN, ProcessTopology, Run, identity_of
 from monitor.recording.step_clock import Schedule
-from monitor.recording.switching import PutInForce, Switching
+from monitor.recording.switching import ApplyConfig, ConfigSwitcher
 from monitor.selection import clean_name
 from monitor.series import SeriesTable
 from monitor.stats.rows import KindRows, Layout
 from monitor.stats.table import combined_micro_steps
 
-Listening = Callable[[SeriesTable], Watcher]
-"""Makes what looks at the rows of a recording, whose series are these."""
+WatcherFactory = Callable[[SeriesTable], Watcher]
+"""Creates a watcher of the rows of a recording, whose series are passed."""
 
 
 class Recording:
-    """What one ``set_monitor`` brought into being.
+    """The recording that one ``set_monitor`` started.
 
     Args:
-        ordinal: How many recordings this process had begun before.
+        ordinal: Number of recordings that this process started before.
         start_step: Number of the first step.
-        listening: Make what looks at the rows of each step beside the alert rules, by what a failure in it is called.
-        watched: What other ranks know the recording by; None: they know it by ``ordinal``.
+        listening: Create watchers of each step's rows in addition to the alert rules, by the name for failure messages.
+        watched: Identifies the recording on all ranks; None: ``ordinal`` identifies it.
 
     Attributes:
         attachment: Set by ``attach``.
-        switching: Under dynamic monitoring, what is in force; else None.
+        switching: Switches the configuration under dynamic monitoring; else None.
     """
 
     attachment: Attachment
@@ -52,12 +52,12 @@ class Recording:
         config: MonitorConfig,
         config_path: str,
         base: Path,
-        where: Callable[[], Place],
+        where: Callable[[], ProcessTopology],
         ordinal: int,
         failures: Failures,
-        backend: Backend,
+        backend: RecordingBackend,
         start_step: int = 0,
-        listening: Mapping[str, Listening] = MappingProxyType({}),
+        listening: Mapping[str, WatcherFactory] = MappingProxyType({}),
         watched: Watched | None = None,
     ) -> None:
         self._backend = backend
@@ -73,55 +73,54 @@ class Recording:
         self._recorder = backend.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
         self._opened: Run | None = None
         self._closed = False
-        self._communication: Communication | None = None
-        self.switching: Switching | None = None
-        self._put_in_force: PutInForce = _nothing
-        self._announced = Announced(failures)
-        self._listening: dict[str, Watcher] = {"what was announced": self._announced}
+        self._communication: CommunicationRecorder | None = None
+        self.switching: ConfigSwitcher | None = None
+        self._apply_config: ApplyConfig = _nothing
+        self._missing_kinds = MissingKinds(failures)
+        self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
         self._listening |= {name: make(self.series) for name, make in listening.items()}
 
-    def listen(self, name: str, make: Listening) -> None:
-        """From the next step on have another one look at the rows."""
+    def listen(self, name: str, make: WatcherFactory) -> None:
+        """Add a watcher of the rows, from the next step on."""
         self._listening[name] = make(self.series)
         if self.run is not None:
             self.run.listen(name, self._listening[name])
 
-    def follow_file(self, put_in_force: PutInForce) -> None:
-        """From the end of the first step on, record what the configuration file asks for.
+    def follow_file(self, apply_config: ApplyConfig) -> None:
+        """Follow the configuration file from the end of the first step on.
 
         Args:
-            put_in_force: Between two steps: calls ``use`` with what a configuration comes to. Where it raises, it has left
-                nothing recorded.
+            apply_config: Applies a configuration between two steps by calling ``use``. If it raises, nothing is recorded.
         """
-        self._put_in_force = put_in_force
+        self._apply_config = apply_config
         if self.switching is None:
-            self.switching = Switching(self._config_path, self._config, self, self._failures)
+            self.switching = ConfigSwitcher(self._config_path, self._config, self, self._failures)
             if self._opened is not None:
                 self.switching.opened(self._opened)
         self.attachment.at_boundary = self.switching.at_boundary
 
-    def use(self, watch: Watch, names: ModelNames, schedule: Schedule, collected: int) -> None:
-        """Between two steps: record otherwise, as if so many steps of ``schedule`` had been collected."""
+    def use(self, watch: AttachmentSpec, names: ModelNames, schedule: Schedule, collected: int) -> None:
+        """Change between two steps what is recorded, as if ``collected`` steps of ``schedule`` had been collected."""
         if watch.ownership.monitored or self._opened is not None:
             self.open().use(watch.config)
         self._recorder.use(watch.config.eps, magnitudes=watch.config.counts_magnitudes)
         self.attachment.use(watch, names, schedule, collected)
-        self._announced.expect(self.attachment.expected, self.attachment.clock.step)
+        self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
     def count_magnitudes(self, wanted: bool) -> None:
-        """Count histograms of magnitudes from the next tensor on, or no longer."""
+        """Switch histograms of magnitudes on or off, from the next tensor on."""
         self._recorder.count_magnitudes(wanted)
 
-    def put_in_force(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
-        """See ``Switched``."""
-        self._put_in_force(config, schedule, collected)
+    def apply_config(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
+        """Apply a configuration between two steps, with the function that ``follow_file`` received."""
+        self._apply_config(config, schedule, collected)
 
     def collected(self) -> int:
-        """See ``Switched``."""
+        """Number of steps that were scheduled for collection so far."""
         return self.attachment.collected
 
     def job(self) -> Job:
-        """See ``Switched``."""
+        """The job for dynamic monitoring: how this rank reaches the others."""
         here = self._where()
         name = self._ordinal if self._watched is None else self._watched.key
         identity = identity_of(here, name, self._failures) if self.run is None else self.run.identity
@@ -134,18 +133,18 @@ class Recording:
             self._backend.asked_per_second,
         )
 
-    def attach(self, watch: Watch, names: ModelNames, start_step: int) -> None:
-        """Hook the model and the optimizer, in place of what was hooked before."""
+    def attach(self, watch: AttachmentSpec, names: ModelNames, start_step: int) -> None:
+        """Hook the model and the optimizer. An earlier attachment is detached first."""
         rest: tuple[int, Schedule | None] = (0, None)
         if hasattr(self, "attachment"):
-            # The step in progress goes on under its number, and would stand twice if what it has so far were kept.
+            # The step in progress continues under its number. Writing its rows so far would write the step twice.
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, self.attachment.schedule
         self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, self._backend, *rest)
-        self._announced.expect(self.attachment.expected, self.attachment.clock.step)
+        self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
     def open(self) -> Run:
-        """The run, begun now if it was not: before the first record at the latest, when rank and job are known."""
+        """The run, which the first call creates: before the first record at the latest, when rank and job are known."""
         if self._opened is None:
             here = self._where()
             self._failures.rank = here.rank
@@ -173,17 +172,17 @@ class Recording:
         if run.resumes_after < 0:
             LOGGER.info("[rank %d] recording to %s", rank, run.directory)
             return
-        said = "[rank %d] append_output: recording from step %d on to %s, which has steps up to %d"
+        said = "[rank %d] append_output: recording from step %d to %s, which has steps up to %d"
         LOGGER.info(said, rank, self._start_step, run.directory, run.resumes_after)
         if self._start_step == 0:
             self._failures.warn(
                 "resumed at step 0",
-                f"append_output: steps 0 to {run.resumes_after} in {run.directory} will be overwritten. Pass start_iteration, "
-                "the step of the checkpoint, to go on after them.",
+                f"append_output: steps 0 to {run.resumes_after} in {run.directory} will be overwritten. To continue after "
+                "them, pass the step of the checkpoint as start_iteration.",
             )
 
     def current(self) -> tuple[Mapping[str, KindRows], list[Layout]]:
-        """Rows of the step in progress; until the next one begins with a forward, of the step just ended."""
+        """The rows of the step in progress; after a step has ended, its rows, until the next forward begins."""
         table = self._recorder.table
         if self._recorder.has_rows:
             return self._now(), table.layouts
@@ -195,7 +194,10 @@ class Recording:
         return {kind: combined_micro_steps(rows) if kind in combined else rows for kind, rows in kinds.items()}
 
     def _just_ended(self) -> Mapping[str, KindRows]:
-        """Nothing where that step was not collected, or was dropped. One that closing cut short still has its number."""
+        """The rows of the step that has just ended; empty if it was not collected, or was dropped.
+
+        A step that ``close`` ended as incomplete keeps its number.
+        """
         step = self.attachment.clock.step
         latest = self._opened.pipeline.latest(self._config.close_seconds) if self._opened is not None else None
         return latest.kinds if latest is not None and latest.step in (step - 1, step) else {}
@@ -208,13 +210,13 @@ class Recording:
         self.attachment.structure.write(path)
         return path
 
-    def record_communication(self, communication: Communication) -> None:
-        """Give communication operators rows among the others."""
-        self._communication = communication  # which listens for as long as somebody holds it
+    def record_communication(self, communication: CommunicationRecorder) -> None:
+        """Record the rows of communication operators in this recording."""
+        self._communication = communication  # keeps it alive, so that it observes
         communication.record_into(self._recorder, self._where().groups, self._note)
 
-    def end_communication_log(self, communication: Communication) -> None:
-        """Write the log of the first step into the directory of the rank, unless it was written before."""
+    def end_communication_log(self, communication: CommunicationRecorder) -> None:
+        """Write the communication log into the rank's directory, unless it was written before."""
         communication.end_log(self.open().directory)
 
     def _note(self, key: str, said: str) -> None:
@@ -223,8 +225,8 @@ class Recording:
 
     @property
     def backward_leaves_what_is_given(self) -> bool:
-        """Whether the optimizer of the step in progress is given what backward has left: one process reduces nothing, and no
-        framework stands between. Loss scales and clipping come later.
+        """Whether the optimizer of the step in progress receives the local gradients of backward: a single process reduces
+        nothing, and plain frameworks do not change them. Loss scales and clipping are applied later.
         """
         watch = self.attachment.watch
         plain = watch.framework.name in ("torch", "mindspore") and not self._backend.has_others()
@@ -233,7 +235,7 @@ class Recording:
 
     @property
     def local_gradients_note(self) -> str | None:
-        """Why ``grad_unreduced`` is not what the micro-batches of a step make together; None where it is."""
+        """Why ``grad_unreduced`` does not cover all micro-batches of a step; None if it does."""
         said = "" if self.run is None else str(self.run.manifest.notes.get("grad_unreduced", ""))
         several = self.attachment.clock.micro_steps > 1
         of_others = {SUMMED_EARLY, *(NOT_OF_THE_STEP if several else ())}
@@ -241,22 +243,22 @@ class Recording:
 
     @property
     def run(self) -> Run | None:
-        """None before the first record, and in a process forked since: there it is another's."""
+        """The run; None before the first record, and in a forked child, where the run belongs to the parent."""
         return None if self._opened is None or self._opened.pipeline.inert else self._opened
 
     def detach(self) -> None:
-        """Take every hook away; the step in progress goes to the pipeline."""
+        """Remove every hook, and submit the step in progress to the pipeline."""
         if hasattr(self, "attachment"):
             self._failures.guarded("detaching", self.attachment.detach)()
             if self.run is not None and self.attachment.clock.step > self._start_step:
                 self.run.trained(self._start_step, self.attachment.clock.step - 1)
 
     def flush(self, seconds: float) -> bool:
-        """Whether within ``seconds`` every step that has ended was written."""
+        """Wait up to ``seconds`` until every ended step is written. Whether all were."""
         return self.run is None or self._closed or self.run.pipeline.flush(seconds)
 
     def close(self) -> None:
-        """Detach, write what is left, and say what was lost. Any number of times."""
+        """Detach, write queued steps, and log what was lost. May be called repeatedly."""
         if self.switching is not None:
             self._failures.guarded("closing dynamic monitoring", self.switching.close)()
         self.detach()
@@ -273,24 +275,24 @@ class Recording:
 
 
 def _nothing(_config: MonitorConfig, _schedule: Schedule, _collected: int) -> None:
-    """Nothing is put in force before there is a file to follow."""
+    """Ignore configurations until there is a file to follow."""
 
 
-# --- What is the same on every rank that trains a model, and tells it from other models of the process.
+# --- The role of a model: the same on every rank that trains it, and different for other models of the process.
 
 INNER: Final = ("_orig_mod", "module")
-"""Where wrappers keep what they wrap."""
+"""Attributes in which wrappers keep the wrapped module."""
 
 MOST_WRAPPERS: Final = 8
 
 
-def role_of(framework: Framework, backend: Backend, dp: Any, tp: Any, pp: Any) -> str:
-    """The role of the model that ``framework`` was found for.
+def role_of(framework: Framework, backend: RecordingBackend, dp: Any, tp: Any, pp: Any) -> str:
+    """The role of the model of ``framework``.
 
-    Stages of a pipeline may be modules of several classes, and one of them may have no parameter that is trained.
+    For a pipeline the role does not depend on the module: stages may have different classes, or no trained parameter.
 
     Args:
-        dp: The data-parallel group that was passed, or None. A rank that is in no such group has it passed, too.
+        dp: The passed data-parallel group, or None. Ranks that do not belong to the group pass it as well.
         tp: The tensor-parallel group.
         pp: The pipeline-parallel group.
     """
@@ -300,29 +302,29 @@ def role_of(framework: Framework, backend: Backend, dp: Any, tp: Any, pp: Any) -
     return " ".join([framework.name, *wrappers, *own, *(f"{name}_group" for name in groups)])
 
 
-def names_of(framework: Framework, backend: Backend) -> Iterator[str]:
+def names_of(framework: Framework, backend: RecordingBackend) -> Iterator[str]:
     """The names of all parameters, chunk by chunk."""
     for chunk, root in enumerate(framework.chunks):
         for name, _ in backend.parts(root).parameters:
             yield f"{chunk}:{clean_name(name)}"
 
 
-def _training(framework: Framework, backend: Backend) -> tuple[str, str]:
-    """What steps the model, and whether it is trained at all: an average of the weights is not."""
+def _training(framework: Framework, backend: RecordingBackend) -> tuple[str, str]:
+    """The classes of the model's optimizers, and whether the model is trained: an average of weights is not."""
     parameters = (parameter for root in framework.chunks for _, parameter in backend.parts(root).parameters)
     trained = any(getattr(parameter, "requires_grad", False) for parameter in parameters)
-    classes = dict.fromkeys(type(one).__name__ for one in framework.optimizers)  # of one a parameter, one name
+    classes = dict.fromkeys(type(one).__name__ for one in framework.optimizers)  # each class once
     return "+".join(classes), "trained" if trained else "frozen"
 
 
-def is_staged(framework: Framework, backend: Backend, pp: Any) -> bool:
-    """Whether the ranks may have other parts of one model."""
+def is_staged(framework: Framework, backend: RecordingBackend, pp: Any) -> bool:
+    """Whether other ranks may have other stages of the same model."""
     known = [_ranks_of(pp, backend), framework.groups().get("pp")]
     return any(ranks is not None and len(ranks) > 1 for ranks in known) or "torch.distributed.pipelining" in sys.modules
 
 
-def _ranks_of(pp: Any, backend: Backend) -> Any:
-    """None of what is no group: ``set_monitor`` says so where it needs the group."""
+def _ranks_of(pp: Any, backend: RecordingBackend) -> Any:
+    """The ranks of a group; None if it is no group. ``set_monitor`` raises an error where it needs the group."""
     try:
         return backend.group_ranks("process_group", pp)
     except (TypeError, ValueError):
@@ -330,7 +332,7 @@ def _ranks_of(pp: Any, backend: Backend) -> Any:
 
 
 def _classes(root: Any) -> list[str]:
-    """Of the wrappers around a model, from outside in, and of the model."""
+    """The classes of the wrappers around a model, outermost first, and of the model."""
     found = [type(root).__name__]
     while len(found) < MOST_WRAPPERS and (root := _wrapped(root)) is not None:
         found.append(type(root).__name__)

@@ -1,6 +1,6 @@
-"""One rank's recording, put together: its directory, its manifest, its sinks and the pipeline that leads to them.
+"""The output side of one rank's recording: its directory, manifest, sinks, watchers and pipeline, and its end at exit.
 
-Framework-free: what a framework knows of the rank comes in as a ``Place``.
+It does not depend on a framework, which passes the position of the rank as a ``ProcessTopology``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LEFT_BY_EARLIER_RUNS: Final = ("anomaly_detected", "module_struct")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in its job a process stands.
+class ProcessTopology:
+    """The position of a process in its job.
 
     Attributes:
         groups: Ranks of the groups that this rank belongs to, by role (``dp``, ``tp``, ``pp``).
-        store: The process group's store, through which ranks agree on one name; None for a process on its own.
-        chunks: How many parts of the model this rank trains: its virtual pipeline stages.
+        store: The process group's store, through which ranks agree on one name; None for a single process.
+        chunks: Number of model chunks that this rank trains: its virtual pipeline stages.
     """
 
     rank: int = 0
@@ -54,12 +54,12 @@ class Place:
 
 
 class Run:
-    """Everything of a recording that outlives a step.
+    """The state of a recording that outlives a step.
 
     Attributes:
         directory: The rank's directory.
         base: The directory of all ranks and runs.
-        resumes_after: The last step that earlier runs have written to ``directory``; -1 if there is none.
+        resumes_after: The last step that earlier runs wrote to ``directory``; -1 if there is none.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Run:
         config: MonitorConfig,
         config_path: str,
         base: Path,
-        place: Place,
+        place: ProcessTopology,
         ordinal: int,
         beside: Run | None,
         series: SeriesTable,
@@ -76,17 +76,17 @@ class Run:
         listening: Mapping[str, Watcher] = MappingProxyType({}),
         watched: Watched | None = None,
     ) -> None:
-        """Settle the name of the run with the other ranks and prepare its directory.
+        """Agree with the other ranks on the name of the run, and prepare its directory.
 
         Args:
             base: The directory of all ranks and runs.
-            ordinal: How many recordings this process has begun before.
-            beside: The run that this process is recording already, if any: what it has written is not an earlier run's.
-            listening: Look at the rows of each step as well, by what a failure in them is called.
-            watched: What ranks that watch the same have in common, who then agree on a name; None: they go by ``ordinal``.
+            ordinal: Number of recordings that this process started before.
+            beside: Another open run of this process, if any. Its files must not be treated as those of an earlier run.
+            listening: Additional watchers of each step's rows, by the name for failure messages.
+            watched: Identifies the recording on all ranks, which agree on a name by it; None: ``ordinal`` identifies it.
 
         Raises:
-            OutputError: The output directory cannot be made or written.
+            OutputError: The output directory cannot be created or written.
         """
         self.identity = identity_of(place, ordinal if watched is None else watched.key, failures)
         self.base = prepare(base)
@@ -128,19 +128,19 @@ class Run:
             watchers=self._watchers_for(config),
         )
 
-    def tell_of_alerts(self, listener: Callable[[], object]) -> None:
-        """Call a method, for as long as its object lives, when an alert rule has fired and the configuration says what then.
+    def notify_of_alerts(self, listener: Callable[[], object]) -> None:
+        """Call a method when an alert rule has fired and ``on_alert`` is configured, as long as the method's object lives.
 
         Args:
-            listener: Called on the writer thread; must not wait.
+            listener: Called on the writer thread; must not block.
         """
-        self._listener = weakref.WeakMethod(listener)  # what is queued holds the run, and would hold a model with it
+        self._listener = weakref.WeakMethod(listener)  # queued steps hold the run, which must not keep a model alive
 
     def use(self, config: MonitorConfig) -> None:
-        """From the next step on write and watch what ``config`` asks for. Does not wait."""
+        """Use the sinks and watchers of ``config`` from the next step on. Does not block."""
         if config.collect_times:
             self.manifest.also_in(config.formats)
-        # Here and not on the writer thread: a process that ends while a library is loaded there ends before it, and badly.
+        # Not on the writer thread: loading a library there while the process exits can crash it.
         sinks = self._sinks_for(config)
         PROCESS.end_first()
         self.pipeline.rearrange(partial(self._arranged, config, sinks))
@@ -149,13 +149,13 @@ class Run:
         return sinks, self._watchers_for(config)
 
     def listen(self, name: str, watcher: Watcher) -> None:
-        """From the next step on have another one look at the rows. Does not wait."""
+        """Add a watcher of the rows, from the next step on. Does not block."""
         self._listening[name] = watcher
         sinks = {format_name: sink for format_name, (_, sink) in self._sinks.items()}
         self.pipeline.rearrange(partial(self._arranged, self._config, sinks))
 
     def _sinks_for(self, config: MonitorConfig) -> dict[str, Sink]:
-        """Those that there are already go on, unless they were made for something else."""
+        """The sinks of ``config``. Existing sinks are kept if their context is unchanged."""
         self._sinks = {name: self._sink(name, config) for name in config.formats}
         return {name: sink for name, (_, sink) in self._sinks.items()}
 
@@ -169,7 +169,7 @@ class Run:
         return {**self._alerting(config), **self._listening}
 
     def _alerting(self, config: MonitorConfig) -> dict[str, Watcher]:
-        """The alert rules, if there are any. Alerts come before files: a disk that hangs keeps none from being said."""
+        """The alert rules, if there are any. Alerts precede files, so that a hanging disk delays no alert."""
         if not config.alert.rules:
             self._scanner = None
             return {"the event files": Scanner((), (OnlyEnd(self._events),))} if self._events is not None else {}
@@ -189,7 +189,7 @@ class Run:
         return Scanner(rules, [*listeners, files] if files else listeners)
 
     def trained(self, first: int, last: int) -> None:
-        """Training has ended: these were the steps that were watched, collected or not. Any thread."""
+        """Set the first and last watched step, collected or not, when training has ended. Safe on any thread."""
         if self._events is not None:
             self._events.trained = first, last
 
@@ -198,15 +198,15 @@ class Run:
             tell()
 
     def close(self) -> bool:
-        """Write what is queued, within ``close_seconds``; whether everything was written. Any number of times."""
+        """Write queued steps within ``close_seconds``. Whether all were written. May be called repeatedly."""
         return self.pipeline.close()
 
 
-def identity_of(place: Place, name: str | int, failures: Failures) -> JobIdentity:
-    """The job's; this rank's own, and marked so, where there are others that cannot be asked.
+def identity_of(place: ProcessTopology, name: str | int, failures: Failures) -> JobIdentity:
+    """The identity of the job. Without a store to reach other ranks it is this rank's own, marked as not agreed.
 
     Args:
-        name: Of the recording, the same on all ranks that it is of.
+        name: Name of the recording, the same on all of its ranks.
     """
     identity = agree(place.store, name, failures)
     return replace(identity, agreed=False) if place.store is None and place.world_size > 1 else identity
@@ -216,45 +216,44 @@ def _as_dict(config: MonitorConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-# --- The end of a process that still records: steps in progress are handed on first, then everything is closed side by
-# side.
+# --- The end of a process that still records: first submit the steps in progress, then close all pipelines in parallel.
 
 
-class Recording(Protocol):
-    """What a framework's room keeps of one model and its run."""
+class OpenRecording(Protocol):
+    """The recording of one model, which is closed when the process ends."""
 
     @property
     def run(self) -> Run | None:
-        """None before the first record, and in a process forked since: there it is another's."""
+        """The run; None before the first record, and in a forked child, where the run belongs to the parent."""
 
     def detach(self) -> None:
-        """Take every hook away; the step in progress goes to the pipeline. Must not raise."""
+        """Remove every hook, and submit the step in progress to the pipeline. Must not raise."""
 
     def close(self) -> None:
-        """Detach and write what is left. Any number of times. Must not raise."""
+        """Detach and write queued steps. May be called repeatedly. Must not raise."""
 
 
 class OpenRecordings:
-    """The recordings of this process that have begun and were not closed.
+    """The open recordings of this process.
 
-    Held weakly: a model may be let go of without closing its recording.
+    Held weakly: a model may be freed without closing its recording.
     """
 
     def __init__(self) -> None:
-        self._open: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self._open: weakref.WeakSet[OpenRecording] = weakref.WeakSet()
         self._at_end: Finalize | None = None
 
-    def add(self, recording: Recording) -> None:
-        """Close ``recording`` when the process ends, if nobody has by then."""
+    def add(self, recording: OpenRecording) -> None:
+        """Close ``recording`` when the process ends, unless it was closed before."""
         self._open.add(recording)
-        # Ahead of the pipelines, which are still to get the steps in progress.
+        # Before the pipelines are closed, which must receive the steps in progress.
         PROCESS.at_end(self.close_all)
-        # A process that multiprocessing forked ends without those, and has forgotten what its parent registered here.
+        # A child that multiprocessing forked skips those handlers at exit, and loses the finalizers of its parent.
         if self._at_end is None or not self._at_end.still_active():
             self._at_end = Finalize(None, self.close_all, exitpriority=0)
 
-    def discard(self, recording: Recording) -> None:
-        """It was closed."""
+    def discard(self, recording: OpenRecording) -> None:
+        """Remove a recording that was closed."""
         self._open.discard(recording)
 
     def runs(self) -> list[Run]:
@@ -262,7 +261,7 @@ class OpenRecordings:
         return [run for recording in list(self._open) if (run := recording.run) is not None]
 
     def close_all(self) -> None:
-        """Close every recording of this process; those that hang take their time side by side."""
+        """Close every recording of this process, in parallel, so that timeouts do not add up."""
         mine = [recording for recording in list(self._open) if recording.run is not None]
         for recording in mine:
             recording.detach()
@@ -273,4 +272,4 @@ class OpenRecordings:
 
 
 OPEN: Final = OpenRecordings()
-"""Of this process, whose end comes once."""
+"""The open recordings of this process; one per process, because exit handlers run once."""

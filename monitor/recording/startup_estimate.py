@@ -1,4 +1,4 @@
-"""The start-up line: what the whole job will write in a collected step, and warnings of what will be missing."""
+"""Logs at start-up how much the job writes per collected step, and warnings about missing data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import cache
 from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
 from monitor.failures import LOGGER
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend
-from monitor.recording.features.watchers import chosen
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import RecordingBackend
+from monitor.recording.features.watchers import modules_by_hook
 from monitor.recording.missing import gaps_of, nothing_matches, records_rows
 from monitor.recording.model_names import ModelNames
 from monitor.recording.parameter_series import NamedParameter
@@ -31,14 +31,16 @@ from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import is_of
 
 
-def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: Backend) -> None:
-    """Log what a step will come to and what will be missing, once for the job; as a warning above the configured bounds.
+def announce(
+    watch: AttachmentSpec, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: RecordingBackend
+) -> None:
+    """Log the estimated size of a step and what will be missing, once per job; as a warning above the configured bounds.
 
-    How many tensors a module takes and gives shows only in its first call: one of each is reckoned. So is a gradient and
-    moments for each parameter that is not frozen, and on every other rank what there is on this one.
+    The estimate assumes one input and one output tensor per module, since the true number shows only in the first call. It
+    assumes a gradient and moments for each parameter that is not frozen, and the same series on every other rank.
 
     Args:
-        series: Of this rank, attached: it knows of what the others hold.
+        series: The series of this rank after attaching, with their placements.
     """
     monitored = frozenset(
         rank for rank in range(watch.ownership.world_size) if not config.module_ranks or rank in config.module_ranks
@@ -53,7 +55,7 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
         config.step_interval,
     )
     bounds = Bounds(config.warn_rows_per_step, config.warn_bytes_per_step, config.warn_files_per_step)
-    line = f"{reckoned.line()}{', and what is communicated' if config.cc_distribution.enable else ''}"
+    line = f"{reckoned.line()}{', plus communication' if config.cc_distribution.enable else ''}"
     if not reckoned.rows and names.selection.unmatched and records_rows(config):
         gaps.append(nothing_matches(config))
     for gap in gaps:
@@ -62,17 +64,17 @@ def announce(watch: Watch, names: ModelNames, config: MonitorConfig, series: Ser
         return
     exceeded = reckoned.exceeded(bounds)
     if exceeded:
-        advice = "Name fewer targets, collect less often, or put more steps into a record."
+        advice = "Reduce targets, increase step_interval, or increase step_count_per_record."
         LOGGER.warning("%s: %s. %s", line, "; ".join(exceeded), advice)
     else:
         LOGGER.info("%s", line)
 
 
 class _Job:
-    """What the monitored ranks write between them, reckoned from what this one does."""
+    """Estimates what all monitored ranks write, from this rank's series."""
 
     def __init__(
-        self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable, backend: Backend
+        self, monitored: frozenset[int], parameters: Sequence[NamedParameter], series: SeriesTable, backend: RecordingBackend
     ) -> None:
         self._backend = backend
         self._monitored = monitored
@@ -99,7 +101,7 @@ class _Job:
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
-        for hook, found in chosen(names, config, self._backend.reading_of_features).items():
+        for hook, found in modules_by_hook(names, config, self._backend.reading_of_features).items():
             loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}
@@ -125,16 +127,16 @@ class _Job:
         return KindLoad(series, series * rows_each, round(max(writers, default=0)))
 
     def _kept(self, kind: str) -> int:
-        """How many replicas of the kind ranks keep the norm of, beside what is written in full."""
+        """The number of replicas of a kind of which ranks record only the norm."""
         return round(sum(len(self._monitored) - one for one in self._writers_of(kind, frozen=kind in PARAMETER_KINDS)))
 
     def _writers_of(self, kind: str, *, frozen: bool) -> list[float]:
-        """How many ranks write the kind, of each parameter that has it."""
+        """The number of ranks that write the kind, for each parameter that has it."""
         there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
         return [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
 
     def _writing(self, replicas: Ranks) -> float:
-        """How many ranks write a series that is replicated like this one: of each set of replicas one."""
+        """The number of ranks that write a series with these replicas: one rank per set of replicas."""
         return len(self._monitored) / max(1, len(self._monitored & set(replicas)))
 
 

@@ -1,4 +1,4 @@
-"""Where training is: the step, and for each model chunk the micro-step of its forward and of its backward."""
+"""The position of training (step, and micro-step of each chunk's forward and backward) and the schedule of collected steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from monitor.config import MonitorConfig
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which steps are collected."""
+    """The steps to collect."""
 
     start_step: int
     step_interval: int
@@ -21,16 +21,16 @@ class Schedule:
 
     @classmethod
     def counted_from(cls, step: int, config: MonitorConfig) -> Schedule:
-        """Of a configuration that holds from ``step`` on, whatever its ``start_step``."""
+        """The schedule of a configuration that applies from ``step`` on; its ``start_step`` is ignored."""
         return cls(step, config.step_interval, config.collect_times)
 
     def collects(self, step: int, collected: int) -> bool:
-        """Whether ``step`` is collected after ``collected`` others were."""
+        """Whether ``step`` is collected, if ``collected`` steps were collected before."""
         since = step - self.start_step
         return collected < self.collect_times and since >= 0 and since % self.step_interval == 0
 
     def collected_before(self, step: int) -> int:
-        """How many steps were to be collected where each from ``start_step`` on came to pass."""
+        """Number of steps to collect before ``step``, if every step from ``start_step`` on took place."""
         return min(len(range(self.start_step, step, self.step_interval)), self.collect_times)
 
 
@@ -41,9 +41,9 @@ class Clock:
     Attributes:
         step: Number of the step in progress; it ends with the optimizer's step.
         forward: Micro-step of the latest root forward of each chunk, -1 before the first.
-        known: Whether a step has ``micro_steps`` forwards: of several optimizers' loops it may have any number.
-        backward: Micro-step whose backward each chunk is in, -1 before the first and while a forward is the latest. Schedules
-            such as 1F1B interleave the two.
+        known: Whether every step has ``micro_steps`` forwards. With several optimizers it may have any number.
+        backward: Micro-step of each chunk's backward in progress; -1 before the first, and after a forward has begun.
+            Schedules such as 1F1B interleave forwards and backwards.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """A new step: no micro-step has begun."""
+        """Begin a new step, without micro-steps."""
         self.forward = [-1] * self.chunks
         self.backward = [-1] * self.chunks
 
@@ -66,17 +66,17 @@ class Clock:
         self.restart()
 
     def forward_begins(self, chunk: int) -> None:
-        """Another micro-step of a chunk. What a backward adds before it comes to a result of the chunk belongs to it: to a
-        parameter that the loss is made from directly it comes first.
+        """Begin another micro-step of a chunk. Gradients that a backward adds before it reaches a result of the chunk belong to
+        this micro-step: a parameter that is used directly in the loss gets its gradient first.
         """
         self.forward[chunk] += 1
         self.backward[chunk] = -1
 
     def micro_step(self, chunk: int) -> int:
-        """The micro-step of the forward in progress. A model whose parts are called without its root is in its first."""
+        """The micro-step of the forward in progress; 0 if modules are called without the root."""
         return max(0, self.forward[chunk])
 
     def backward_micro_step(self, chunk: int) -> int:
-        """The micro-step of the backward in progress; the forward's where no root output could tell."""
+        """The micro-step of the backward in progress; the forward's, if no output of the root showed it."""
         backward = self.backward[chunk]
         return backward if backward >= 0 else self.micro_step(chunk)

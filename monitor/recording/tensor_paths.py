@@ -1,4 +1,4 @@
-"""The tensors in a module's arguments and results, and what each is called."""
+"""Finds the tensors in a module's arguments and results, and names each by its path."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-# --- The tensors that a result holds anywhere, also where they have no rows: in sets, in attributes of objects, in
-# closures.
+# --- Search for every tensor in a result, including those without rows: in sets, attributes of objects and closures.
 #
-# The gradient of an input is the sum over all that a module makes of it. If a part of the result is overlooked, the sum
-# is wrong. So the search either finds every tensor or says that it cannot. It runs no code of the objects that it looks
-# into.
+# The gradient of an input is a sum over all results of the module. If the search missed a part of the result, the sum would
+# be wrong. So the search finds every tensor or raises an error. It runs no code of the examined objects.
 
 MOST_OBJECTS: Final = 1000
-"""Looked into for one result. Of a result that reaches more, not all tensors are known."""
+"""Maximum number of objects to examine for one result. Beyond it, not all tensors are known."""
 
 NO_TENSORS: Final[tuple[type, ...]] = (
     *(type(None), str, bytes, bytearray, range, Number, Enum, type, EllipsisType, np.generic, np.ndarray),
@@ -50,24 +48,24 @@ _POINTER: Final = tuple.__itemsize__
 
 
 class HiddenError(Exception):
-    """A result may hold tensors that cannot be found."""
+    """A result may contain tensors that cannot be found."""
 
 
 def hidden_result(module: str, why: object) -> str:
-    """What to say of a module whose result hides tensors."""
-    said = f"Gradients of the inputs of {module!r} are not recorded: its result may hold tensors that cannot be found, {why}."
-    return f"{said} Return tensors in tuples, lists, dicts or dataclasses."
+    """The warning about a module whose result hides tensors."""
+    said = f"Gradients of the inputs of {module!r} are not recorded: its result may contain tensors that cannot be found"
+    return f"{said} ({why}). Return tensors in tuples, lists, dicts or dataclasses."
 
 
 def tensors_in(result: Any, tensor: type, without: tuple[type, ...]) -> list[Any]:
-    """Every tensor that a result holds, each once.
+    """Every tensor in a result, each once.
 
     Args:
         tensor: The class of a tensor.
-        without: More classes whose objects hold no tensors of a call.
+        without: Classes whose objects contain no tensors of a call.
 
     Raises:
-        HiddenError: It holds what cannot be looked into, or too much.
+        HiddenError: The result contains an object that cannot be examined, or more than ``MOST_OBJECTS`` objects.
     """
     if isinstance(result, tensor):
         return [result]
@@ -93,7 +91,7 @@ def tensors_in(result: Any, tensor: type, without: tuple[type, ...]) -> list[Any
 
 
 def _parts(value: Any, kind: type) -> Iterator[Any]:
-    """What an object refers to. Raises ``HiddenError`` where that cannot be known."""
+    """The objects that an object refers to. Raises ``HiddenError`` if they cannot be known."""
     if kind is FunctionType:
         yield from (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, vars(value))
     elif kind is CellType:
@@ -148,24 +146,24 @@ def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
 
 @lru_cache(maxsize=1024)
 def _shows_all(kind: type) -> bool:
-    """Whether objects of a class hold nothing but items, slots and attributes: a class written in C has room for more."""
+    """Whether objects of a class hold only items, slots and attributes. A class written in C may have further fields."""
     base = next(each for each in _BASES if issubclass(kind, each))
-    # The offset is negative behind items, and where the attributes lie in front of the object and take no room in it.
+    # The offset is negative if the attributes follow items, or precede the object and take no space in it.
     attributes = kind.__dictoffset__ > 0 or (kind.__dictoffset__ < 0 and base.__itemsize__ > 0)
     room = len(_slots(kind)) - len(_slots(base)) + attributes + (kind.__weakrefoffset__ > base.__weakrefoffset__)
     return kind.__basicsize__ <= base.__basicsize__ + _POINTER * room
 
 
 MAX_DEPTH = 16
-"""Deeper nesting is not walked: it holds no activations."""
+"""Deeper nesting is not searched: it contains no activations."""
 
 
-class Leaf(NamedTuple):
-    """One tensor.
+class TensorPath(NamedTuple):
+    """A tensor and its path.
 
     Attributes:
-        suffix: What is appended to ``input`` or ``output``: empty for a tensor that stands alone, else ``_0``, ``_1_mask`` …
-        position: Its place in the outermost tuple, which targets refer to.
+        suffix: The suffix of ``input`` or ``output``: empty for a single tensor, else ``_0``, ``_1_mask`` …
+        position: The index in the outermost tuple, which targets refer to.
     """
 
     suffix: str
@@ -173,12 +171,12 @@ class Leaf(NamedTuple):
     tensor: Any
 
 
-class Leaves:
+class TensorPaths:
     """Finds the tensors of one framework.
 
     Args:
         tensor: The class of a tensor, parameters included.
-        without: Classes of the framework whose objects hold no tensors that were computed in a call.
+        without: Classes of the framework whose objects contain no tensors that were computed in a call.
     """
 
     def __init__(self, tensor: type, without: tuple[type, ...] = ()) -> None:
@@ -186,33 +184,33 @@ class Leaves:
         self._without = (*NO_TENSORS, *without)
         self._opaque_without = (*self._without, FunctionType)
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
-        """The tensors among a call's arguments. Keyword arguments are called by their names and counted after the others.
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[TensorPath]:
+        """The tensors in a call's arguments. Keyword arguments have their names as paths, and follow the positional ones.
 
-        Those within a lone argument are called as if each were an argument. Their position is that of the argument, 0.
+        The items of a single argument are named as if each were an argument. Their position is 0, that of the argument.
         """
         if len(args) == 1 and not kwargs:
             return [leaf._replace(position=0) if leaf.position else leaf for leaf in self.outputs(args[0])]
         return _distinct(self._walk([*enumerate(args), *kwargs.items()]))
 
-    def outputs(self, value: Any) -> list[Leaf]:
-        """The tensors in a result (or in a single argument). A tensor that stands alone has no suffix."""
+    def outputs(self, value: Any) -> list[TensorPath]:
+        """The tensors in a result (or in a single argument). A single tensor has no suffix."""
         if isinstance(value, self._tensor):
-            return [Leaf("", 0, value)]
+            return [TensorPath("", 0, value)]
         if isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], self._tensor):
-            return [Leaf("", 0, value[0])]
+            return [TensorPath("", 0, value[0])]
         return _distinct(self._walk(children(value) or ()))
 
     def held(self, value: Any) -> list[Any]:
-        """Every tensor in a result, also those that ``outputs`` does not find.
+        """Every tensor in a result, including those that ``outputs`` does not find.
 
         Raises:
-            HiddenError: It may hold one that cannot be found.
+            HiddenError: The result may contain a tensor that cannot be found.
         """
         return tensors_in(value, self._tensor, self._without)
 
     def finds_all(self, value: Any, depth: int = 0) -> bool:
-        """Whether ``outputs`` finds every tensor in a result: it looks into no object. A compiler can trace this."""
+        """Whether ``outputs`` finds every tensor in a result, without examining objects. A compiler can trace this."""
         if value is None or isinstance(value, (self._tensor, int, float, str)):
             return True
         parts = children(value)
@@ -224,17 +222,17 @@ class Leaves:
         return True
 
     def described_result(self, value: Any) -> str:
-        """The shape of a result as targets spell it: ``tensor`` or ``tuple[2]``."""
+        """The structure of a result in the form of targets: ``tensor`` or ``tuple[2]``."""
         return "tensor" if isinstance(value, self._tensor) else f"tuple[{self.length(value)}]"
 
     def length(self, value: Any) -> int:
-        """How many elements a result has: 1 for a tensor."""
+        """Number of elements of a result: 1 for a tensor."""
         return 1 if isinstance(value, self._tensor) else len(list(children(value) or ()))
 
-    def _walk(self, parts: Iterable[tuple[Any, Any]]) -> Iterator[Leaf]:
+    def _walk(self, parts: Iterable[tuple[Any, Any]]) -> Iterator[TensorPath]:
         for position, (key, child) in enumerate(parts):
             for suffix, tensor in self._below(child, f"_{key}", ()):
-                yield Leaf(suffix, position, tensor)
+                yield TensorPath(suffix, position, tensor)
 
     def _below(self, value: Any, suffix: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, self._tensor):
@@ -245,12 +243,12 @@ class Leaves:
 
 
 def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The shape of a call's arguments as targets spell it, ``tuple[2]``."""
+    """The structure of a call's arguments in the form of targets: ``tuple[2]``."""
     return f"tuple[{len(args) + len(kwargs)}]"
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a value is made of, by name or number; None of what is not made of anything."""
+    """The items of a container, by name or index; None for other values."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (tuple, list)):
@@ -260,9 +258,9 @@ def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def _distinct(leaves: Iterable[Leaf]) -> list[Leaf]:
-    """Two paths may spell alike (``a_b`` and ``b`` within ``a``): the later one is marked, so that no row has two owners."""
-    found: list[Leaf] = []
+def _distinct(leaves: Iterable[TensorPath]) -> list[TensorPath]:
+    """Make suffixes unique: two paths may have the same text (``a_b``, and ``b`` within ``a``). The later one gets a ``~``."""
+    found: list[TensorPath] = []
     taken: set[str] = set()
     for leaf in leaves:
         suffix = leaf.suffix

@@ -1,4 +1,4 @@
-"""``TrainerMon``: what users attach, as far as it is the same for every framework."""
+"""``TrainerMon``, the object that users attach to a model: the part that is common to all frameworks."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from monitor.coordinator.manifest_format import RECORDINGS, Watched
 from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, nobody_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
-from monitor.recording.attachment_spec import Watch
-from monitor.recording.backend import Backend, Framework
-from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_by_nobody
+from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.backend import Framework, RecordingBackend
+from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.model_names import ModelNames
 from monitor.recording.protocols import RunEnded, count, given
-from monitor.recording.recording import Listening, Recording, is_staged, names_of, role_of
+from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
-from monitor.recording.switching import resting
+from monitor.recording.switching import with_recording_off
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
 
+SpecOf = Callable[[MonitorConfig], AttachmentSpec]
+"""What a configuration asks to record of one model."""
+
 
 class TrainerMon:
-    """Records the training state of a model, as its configuration file says.
+    """Records the training state of a model according to a configuration file.
 
     >>> monitor = TrainerMon("monitor_config.json", params_have_main_grad=False)  # doctest: +SKIP
     >>> monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)  # doctest: +SKIP
 
     Files go to ``$MONITOR_OUTPUT_DIR`` (``./monitor_output``). After ``set_monitor`` no failure of the monitor reaches the
-    training loop: it is logged once and counted. What is left at the end is written when the interpreter exits, at the latest.
-    A monitor that nobody holds records for as long as its model and optimizer live, and keeps neither of them alive.
+    training loop: it is logged once and counted. Queued steps are written when the interpreter exits, at the latest. A monitor
+    without references to it records as long as its model and optimizer live, and does not keep them alive.
 
     Args:
-        config_file_path: JSON, comments welcome.
+        config_file_path: A JSON file, in which comments are allowed.
         process_group: The pipeline-parallel group of this rank.
-        params_have_main_grad: Whether gradients are kept in ``main_grad``, as Megatron does. Without one, ``grad`` is read.
+        params_have_main_grad: Whether gradients are in ``main_grad``, as in Megatron. A parameter without it has ``grad`` read.
 
     Raises:
         ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
-        OutputError: The output directory cannot be made or written.
+        OutputError: The output directory cannot be created or written.
     """
 
-    _backend: ClassVar[Backend]
+    _backend: ClassVar[RecordingBackend]
     _wrapped_optimizer: Any = None
 
     def __init__(
@@ -60,23 +63,23 @@ class TrainerMon:
         params_have_main_grad: bool = True,
         opt_ty: Any = None,
     ) -> None:
-        """Make a monitor, which is to be attached.
+        """Create a monitor. ``set_monitor`` attaches it.
 
         Args:
             opt_ty: Accepted from older scripts, and ignored.
         """
         if opt_ty is not None:
-            warnings.warn("opt_ty is ignored: the optimizer is recognised by itself.", DeprecationWarning, stacklevel=2)
+            warnings.warn("opt_ty is ignored: remove the argument.", DeprecationWarning, stacklevel=2)
         config = load_config(config_file_path)
-        path = _spelled(config_file_path)
+        path = _path_text(config_file_path)
         self._begin_with(config, path, is_dynamic(path), base_directory(), process_group, params_have_main_grad)
 
     @classmethod
     def of_config(cls, config: MonitorConfig, base: Path, *, params_have_main_grad: bool = True) -> Self:
-        """A monitor that records to ``base`` what a configuration asks for that no file holds.
+        """A monitor that records to ``base``, with a configuration that is not read from a file.
 
         Raises:
-            OutputError: The output directory cannot be made or written.
+            OutputError: The output directory cannot be created or written.
         """
         made = cls.__new__(cls)
         made._begin_with(config, "", False, base, None, params_have_main_grad)
@@ -92,19 +95,19 @@ class TrainerMon:
         self._main_grad = params_have_main_grad
         self._failures = Failures(self._backend.place().rank)
         self._ops = self._known(self._config.ops)
-        self._say_if_no_activations()
+        self._warn_if_no_activations()
         self._recordings: list[Recording] = []
         self._closed = False
         self._dynamic = dynamic
-        self._listening: dict[str, Listening] = {}
-        # Now, since communication of the first step may come before the model is there.
+        self._listening: dict[str, WatcherFactory] = {}
+        # Start now: the first step may communicate before a model is attached.
         self._communication = (
             None if self._dynamic else self._backend.communication(self._config.cc_distribution, self._failures)
         )
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The statistics that are written; those of the step in progress may still be changed."""
+        """The statistics that are written. They may still be changed for the step in progress."""
         return self._ops
 
     @ops.setter
@@ -115,7 +118,7 @@ class TrainerMon:
 
     @property
     def config(self) -> MonitorConfig:
-        """What the configuration file said when the monitor was made."""
+        """The configuration as read when the monitor was created."""
         return self._config
 
     def set_monitor(
@@ -129,20 +132,20 @@ class TrainerMon:
     ) -> None:
         """Attach to a model and its optimizers.
 
-        Called again for the same model or optimizer it attaches anew and goes on counting; for another model with another
-        optimizer it starts a recording of its own, in a directory of its own.
+        A second call for the same model or optimizer attaches again and continues the step count. A call for another model
+        with another optimizer starts a separate recording in its own directory.
 
         Args:
             model: A module, or the list of chunks of a virtual pipeline.
-            grad_acc_steps: Micro-batches a step.
-            optimizer: The optimizer, or what wraps it; of several a sequence, a dictionary, or what holds them. Each parameter
-                is measured around the step of the optimizer that has it, and a step ends when every optimizer has had its turn.
-            dp_group: Data-parallel group: what its ranks hold alike is written by its first monitored rank alone.
+            grad_acc_steps: Number of micro-batches per step.
+            optimizer: The optimizer or its wrapper; several optimizers as a sequence, a dictionary or a container. A parameter
+                is measured around the step of its own optimizer. A step ends when every optimizer has stepped or was skipped.
+            dp_group: Data-parallel group. Tensors that its ranks replicate are written by its first monitored rank only.
             tp_group: Tensor-parallel group: the same, for parameters that are not split (``tensor_model_parallel``).
             start_iteration: Number of the first step.
 
         Raises:
-            TypeError: An argument is not what it should be.
+            TypeError: An argument has a wrong type.
             ValueError: ``grad_acc_steps`` or ``start_iteration`` is out of range.
         """
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
@@ -151,24 +154,25 @@ class TrainerMon:
 
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
         """Deprecated: pass the optimizer to ``set_monitor``."""
-        warnings.warn("set_wrapped_optimizer will go: pass the optimizer to set_monitor.", DeprecationWarning, stacklevel=2)
+        said = "set_wrapped_optimizer will be removed: pass the optimizer to set_monitor."
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
         self._wrapped_optimizer = optimizer
 
     def _attach(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
         if self._closed:
-            raise RuntimeError("This TrainerMon was closed. Make a new one.")
+            raise RuntimeError("This TrainerMon was closed. Create a new one.")
         watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizers)), None)
-        # Counted on every rank, also on one that is not monitored: ranks agree on a name for each recording of a role.
+        # Count on every rank, monitored or not: ranks agree on a name for each recording of a role.
         watched = self._watched(framework, groups) if shared is None else None
         config = self._first_config(shared)
         watch = watch_of(config)
         if not watch.ownership.monitored:
             self._close_communication()
         if not watch.ownership.monitored and not self._ends_after_first_step and not self._dynamic:
-            self._say_if_nobody(watch.ownership)
+            self._warn_if_none_monitored(watch.ownership)
         elif shared is not None:
-            said = "set_monitor was called again for the same model or optimizer: it is attached anew, and the count goes on."
+            said = "set_monitor was called again for the same model or optimizer. It is attached again, at the same step."
             self._failures.warn("attached twice", said)
             self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step, watch_of)
         elif watched is not None:
@@ -180,15 +184,17 @@ class TrainerMon:
         return RECORDINGS.begin(role, names_of(framework, self._backend))
 
     def _first_config(self, shared: Recording | None) -> MonitorConfig:
-        """What is in force when a model is attached."""
+        """The configuration that applies when a model is attached."""
         if not self._dynamic:
             return self._config
         switching = None if shared is None else shared.switching
-        return resting(self._config) if switching is None else switching.config
+        return with_recording_off(self._config) if switching is None else switching.config
 
-    def _watch_of(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig) -> Watch:
+    def _watch_of(
+        self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig
+    ) -> AttachmentSpec:
         ownership = self._ownership(framework, *groups, config.module_ranks)
-        return Watch(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
+        return AttachmentSpec(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
     def _framework(self, chunks: Sequence[Any], optimizer: Any) -> Framework:
         try:
@@ -197,7 +203,7 @@ class TrainerMon:
             raise failure.error from None
         return found
 
-    def _names(self, watch: Watch) -> ModelNames:
+    def _names(self, watch: AttachmentSpec) -> ModelNames:
         names = ModelNames([self._backend.parts(chunk) for chunk in watch.chunks], watch.config)
         for said in (names.selection.warning(), names.selection.notice()):
             if said is not None:
@@ -205,7 +211,12 @@ class TrainerMon:
         return names
 
     def _begin(
-        self, watch: Watch, groups: tuple[Any, Any], start: int, watched: Watched, watch_of: Callable[[MonitorConfig], Watch]
+        self,
+        watch: AttachmentSpec,
+        groups: tuple[Any, Any],
+        start: int,
+        watched: Watched,
+        watch_of: SpecOf,
     ) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
@@ -235,7 +246,12 @@ class TrainerMon:
             self._announce(watch, names, recording)
 
     def _hook(
-        self, recording: Recording, watch: Watch, names: ModelNames, start: int, watch_of: Callable[[MonitorConfig], Watch]
+        self,
+        recording: Recording,
+        watch: AttachmentSpec,
+        names: ModelNames,
+        start: int,
+        watch_of: SpecOf,
     ) -> None:
         recording.attach(watch, names, start)
         if self._dynamic:
@@ -248,12 +264,12 @@ class TrainerMon:
     def _switch(
         self,
         recording: Recording,
-        watch_of: Callable[[MonitorConfig], Watch],
+        watch_of: SpecOf,
         config: MonitorConfig,
         schedule: Schedule,
         collected: int,
     ) -> None:
-        """Between two steps: record what ``config`` asks for; nothing, if that cannot be."""
+        """Switch to ``config`` between two steps. If that fails, nothing is recorded."""
         try:
             watch = watch_of(config)
             names = self._names(watch)
@@ -268,8 +284,8 @@ class TrainerMon:
         if config.collect_times and watch.ownership.monitored:
             self._announce(watch, names, recording)
 
-    def _switch_communication(self, recording: Recording, watch: Watch) -> None:
-        """Of several recordings, the rows of communication stand with the first. What is listened to already goes on."""
+    def _switch_communication(self, recording: Recording, watch: AttachmentSpec) -> None:
+        """Switch the recording of communication, whose rows belong to the first recording. Unchanged settings stay active."""
         wanted = watch.config.cc_distribution if watch.ownership.monitored else CcDistribution()
         if recording is not self._recordings[0] or (self._communication is not None and self._communication.wanted == wanted):
             return
@@ -279,20 +295,20 @@ class TrainerMon:
             recording.record_communication(self._communication)
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
-    def _announce(self, watch: Watch, names: ModelNames, recording: Recording) -> None:
+    def _announce(self, watch: AttachmentSpec, names: ModelNames, recording: Recording) -> None:
         reckon = self._failures.guarded("reckoning what a step will come to", announce)
         reckon(watch, names, watch.config, recording.series, self._backend)
 
     @property
     def step(self) -> int:
-        """The number of the step in progress, of the model that was attached first; 0 before that."""
+        """The number of the step in progress, of the first attached model; 0 before a model is attached."""
         return self._recordings[0].attachment.clock.step if self._recordings else 0
 
     def batch_ended(self) -> None:
-        """Say that a batch is through, where the optimizer may have been left out.
+        """Report the end of a batch after which the optimizer may not have been called.
 
-        Only who has called the optimizer knows that it will not come any more: after a loss scale that was too large, for one.
-        A step whose batches are all through then ends as skipped; otherwise its numbering would go on with the next batch.
+        Only the training loop knows that a call was left out, for example after a loss scale that was too large. When all
+        batches of the step have ended, the step ends as skipped. Otherwise the next batch would count to the same step.
         """
         for recording in self._recordings:
             self._failures.guarded("ending a batch", recording.attachment.batch_ended)()
@@ -300,33 +316,33 @@ class TrainerMon:
     def generate_wgrad_metrics(self) -> tuple[Metrics, Metrics]:
         """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
 
-        The current step is the one in progress or, until the next one begins with a forward, the one just ended. What is not
-        known yet is absent, and so is all of a step that is not collected. In one process, which has nothing to reduce, the
-        reduced gradients before the optimizer's step are those that backward has left. May wait for the device.
+        The current step is the step in progress. After a step has ended it is that step, until the next forward begins. Values
+        that are not known yet are absent, and so are all values of a step that is not collected. In a single process, which
+        reduces nothing, the reduced gradients before the optimizer's step are the local ones. May wait for the device.
         """
         reduced, unreduced = self._metrics(GRADIENT_KINDS)
         return reduced, unreduced
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
-        """The activations of the current step and their gradients, as ``generate_wgrad_metrics`` gives weight gradients."""
+        """The activations of the current step and their gradients, in the form of ``generate_wgrad_metrics``."""
         activations, gradients = self._metrics(ACTIVATION_KINDS)
         return activations, gradients
 
     def generate_cc_metrics(self) -> Metrics:
-        """What communication operators have moved in the current step, ``{tag: {op: value}}``.
+        """The tensors of communication operators in the current step, ``{tag: {op: value}}``.
 
-        Beside the ops stands ``calls``, how many calls the values are of. Empty without ``cc_distribution``, otherwise as
+        The extra key ``calls`` is the number of calls that the values combine. Empty without ``cc_distribution``; otherwise as
         ``generate_wgrad_metrics``.
         """
         (rows,) = self._metrics((CALL_KIND,))
         return {tag: values for tag, values in rows.items() if CALLS in values}
 
-    def listen(self, name: str, make: Listening) -> None:
-        """Have another one look at the rows of every recording, from the next step on.
+    def listen(self, name: str, make: WatcherFactory) -> None:
+        """Add a watcher that reads the rows of every recording, from the next step on.
 
         Args:
-            name: What a failure in it is called.
-            make: Makes it, for the series of a recording.
+            name: Name of the watcher in messages about its failures.
+            make: Creates the watcher for the series of a recording.
         """
         self._listening[name] = make
         for recording in self._recordings:
@@ -334,28 +350,26 @@ class TrainerMon:
 
     @property
     def last_collected(self) -> int | None:
-        """The last step that ended and was collected, of the first model that was attached; None before it."""
+        """The last collected step that has ended, of the first attached model; None if there is none."""
         return self._recordings[0].attachment.last_collected if self._recordings else None
 
     @property
     def knows_every_optimizer(self) -> bool:
-        """Whether each parameter of the first model that is trained has an optimizer that was passed, as far as a step has
-        shown.
-        """
+        """Whether each trained parameter of the first model belongs to a passed optimizer, as far as steps have shown."""
         return not self._recordings or not self._recordings[0].attachment.has_unheld
 
     @property
     def local_gradients_note(self) -> str | None:
-        """Why local gradients of the first model are not those of all micro-batches of a step; None where they are."""
+        """Why local gradients of the first model do not cover all micro-batches of a step; None if they do."""
         return self._recordings[0].local_gradients_note if self._recordings else None
 
     def flush(self, seconds: float) -> bool:
-        """Whether, within ``seconds`` for each recording, every step that has ended was written and looked at."""
+        """Wait until every ended step is written and watched, up to ``seconds`` for each recording. Whether all were."""
         flushed = [recording.flush(seconds) for recording in self._recordings]
         return all(flushed)
 
     def close(self) -> None:
-        """Detach, write what is left within ``close_seconds``, and say what was lost. Any number of times."""
+        """Detach, write queued steps within ``close_seconds``, and log what was lost. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -372,7 +386,7 @@ class TrainerMon:
     def _known(self, ops: Iterable[str]) -> tuple[str, ...]:
         known, unknown = known_ops([ops] if isinstance(ops, str) else ops)
         if unknown:
-            LOGGER.warning("ops %s are not known and left out. Recorded: %s.", list(unknown), list(known))
+            LOGGER.warning("ops: %s are unknown and ignored. Recorded: %s.", list(unknown), list(known))
         return known
 
     def _ownership(self, framework: Framework, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
@@ -382,17 +396,17 @@ class TrainerMon:
         staged = is_staged(framework, self._backend, self._process_group)
         return Ownership(here.rank, here.world_size, module_ranks, dp, tp, pp, staged)
 
-    def _say_if_nobody(self, ownership: Ownership) -> None:
+    def _warn_if_none_monitored(self, ownership: Ownership) -> None:
         warning = nobody_monitored(self._config.module_ranks, ownership.world_size)
         if warning is not None and ownership.rank == 0:
             LOGGER.warning("%s", warning)
 
-    def _say_if_no_activations(self) -> None:
+    def _warn_if_no_activations(self) -> None:
         if self._config.xy_distribution and self._config.forward_only and self._config.backward_only:
             LOGGER.warning("forward_only and backward_only are both true: no activations will be recorded.")
 
     def _main_grad_of(self, chunks: Sequence[Any]) -> bool:
-        """Whether gradients are looked for in ``main_grad``."""
+        """Whether gradients are read from ``main_grad``."""
         del chunks
         return self._main_grad
 
@@ -402,7 +416,9 @@ class TrainerMon:
         return not self._dynamic and (self._config.print_struct or (wanted.enable and wanted.cc_log_only))
 
     def _after_first_step(self, recording: Recording) -> None:
-        """The other ranks end here, too: that this one could not write must not leave it to wait for them."""
+        """Write the log or the structure, and end the run if the configuration says so. All ranks end here, so a rank that
+        cannot write must end as well.
+        """
         if self._communication is not None:
             self._failures.guarded("writing the communication log", recording.end_communication_log)(self._communication)
         if not self._ends_after_first_step:
@@ -410,8 +426,8 @@ class TrainerMon:
         reason = "cc_log_only ends the run here, after the first step."
         if self._config.print_struct:
             path = self._failures.guarded("writing the structure", recording.write_structure)()
-            told = f"was written to {path}" if path is not None else "could not be written"
-            reason = f"The structure of the model {told}; print_struct ends the run here."
+            outcome = f"was written to {path}" if path is not None else "could not be written"
+            reason = f"The structure of the model {outcome}; print_struct ends the run here."
         self.close()
         LOGGER.info("[rank %d] %s", self._failures.rank, reason)
         raise RunEnded(reason)
@@ -432,11 +448,11 @@ class TrainerMon:
         rank, counted = recording.attachment.watch.ownership.rank, recording.attachment.counted_kinds
         rows = of_kinds(kinds, measured, self._ops, recording.series, layouts, rank, counted)
         if kinds == GRADIENT_KINDS and not rows[0] and recording.backward_leaves_what_is_given:
-            rows[0] = reduced_by_nobody(rows[1])
+            rows[0] = reduced_from_local(rows[1])
         for into, found in zip(merged, rows, strict=True):
             into.update(found)
 
 
-def _spelled(path: str | os.PathLike[str]) -> str:
-    """The absolute path, as text that every file can hold."""
+def _path_text(path: str | os.PathLike[str]) -> str:
+    """The absolute path, as valid text: bytes that are not text are escaped."""
     return os.path.abspath(os.path.expanduser(os.fsdecode(path))).encode("utf-8", "backslashreplace").decode()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.recording.run import Place
+from monitor.recording.run import ProcessTopology
 from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.step import Number, Tokens
 
@@ -42,7 +42,7 @@ class Backend(Protocol):
     def monitor_of(self, config: MonitorConfig, base: Path) -> TrainerMon:
         """The framework's tensor monitor, which records to ``base``."""
 
-    def place(self) -> Place:
+    def place(self) -> ProcessTopology:
         """Where this process stands."""
 
     def kept(self, x: Any) -> Number:

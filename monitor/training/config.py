@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from monitor.config.errors import explain, nearest, shown
 from monitor.config.jsonc import MAX_DEPTH, Path
 from monitor.config.loading import content_of, decoded, unusable
-from monitor.config.unused_fields import said_of, without
+from monitor.config.unused_fields import unused_warning, without
 from monitor.config.values import Patterns, Positive
 from monitor.failures import LOGGER
 
@@ -337,7 +337,7 @@ def _validated(name: str, document: YamlDocument) -> TrainingConfig:
     if problems:
         raise unusable(name, *problems)
     if unused:
-        LOGGER.warning("%s: %s", name, said_of(unused))
+        LOGGER.warning("%s: %s", name, unused_warning(unused))
     return config.model_copy(update={"document": {**document.value, **_with_defaults(config)}})
 
 

@@ -17,7 +17,7 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
 from monitor.recording.protocols import RunEnded
-from monitor.recording.run import Place
+from monitor.recording.run import ProcessTopology
 from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.backend import Backend, GradientScale, Routers
 from monitor.training.config import TrainingConfig, load_training_config
@@ -205,7 +205,7 @@ class TrainingMetrics:
             self.close()  # nothing stays attached of what was refused
             raise
 
-    def _attach(self, model: Any, optimizer: Any, place: Place) -> None:
+    def _attach(self, model: Any, optimizer: Any, place: ProcessTopology) -> None:
         self._writing = self._begin(place.rank, place.world_size)
         weakref.finalize(self, self._writing.abandon).atexit = False
         self._recording.attach(model, optimizer, self.steps, self._monitor_of, self._writing, place.world_size)
@@ -299,7 +299,7 @@ class TrainingMetrics:
             raise RunEnded(reason)
 
     def _end_step(self, step: Step) -> None:
-        self._failures.hand_back()
+        self._failures.reraise_deferred()
         ended = time.monotonic()
         self.steps += 1
         size = batch_size(step.batch_size, self._failures)

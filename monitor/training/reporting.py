@@ -155,7 +155,7 @@ class Reporting:
         try:
             return call(on)
         except EarlierFailure as failure:
-            self._failures.owe(failure)
+            self._failures.defer_error(failure)
         except Exception as error:
             self._failures.report(where, error)
         return None

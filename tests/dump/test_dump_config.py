@@ -114,7 +114,7 @@ def test_the_default_file_of_the_original_is_accepted_and_what_is_not_used_is_na
     path = written(tmp_path, **DEFAULTS_OF_THE_ORIGINAL)
     assert load(path, {}) == DumpConfig()
     assert [one.getMessage() for one in caplog.records] == [
-        f"{path}: extra_info, async_dump, acc_check: known and not used here, so without effect."
+        f"{path}: extra_info, async_dump, acc_check: the monitor does not use these fields, and ignores them."
     ]
 
 

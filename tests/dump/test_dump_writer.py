@@ -103,7 +103,7 @@ def test_an_error_of_trainings_own_is_handed_back_to_it(place: Place) -> None:
     place.writer.put(place.entry("late", Broken(EarlierFailure(error))))
     place.writer.drain()
     with pytest.raises(EarlierFailure) as owed:
-        place.failures.hand_back()
+        place.failures.reraise_deferred()
     assert owed.value.error is error
 
 

@@ -110,7 +110,7 @@ def test_what_no_optimizer_holds_has_no_rows_and_is_named(output: Output, caplog
     with attached(output, net, first, **EVERYTHING_OF_STEPS):
         train(net, [first, second], [(0, 1)] * STEPS)
     assert {name for _, name, _ in recorded(output)} == {"a.weight", "a.bias"}
-    (said,) = [one for one in warnings_in(caplog) if "no optimizer that set_monitor was given" in one]
+    (said,) = [one for one in warnings_in(caplog) if "no optimizer that was passed to set_monitor" in one]
     assert "2 of 4 parameters" in said
     assert "b.weight, b.bias" in said
 

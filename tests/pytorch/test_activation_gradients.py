@@ -589,7 +589,7 @@ def test_a_graph_that_outlives_its_steps_gathers_no_hooks(output: Output) -> Non
             run = monitor._recordings[0].run
             assert run is not None
             run.pipeline.flush(30.0)  # a tuple that the writer is making must not be looked at: it could not be finished
-            counts.append((hook_count(kept), living(gradient_edges._Sum)))
+            counts.append((hook_count(kept), living(gradient_edges._EdgeSum)))
 
     assert counts == [(0, 0)] * 4
     assert [row.step for row in output.rows("actv_grad") if row.name == "1.input"] == [0, 1, 2, 3]

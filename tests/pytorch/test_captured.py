@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.recorder import OFF, DeviceSteps, Recorder
-from monitor.recording.recorder import Watched
+from monitor.recording.recorder import RecordedSeries
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows
 from monitor.stats.table import Sealed
@@ -75,7 +75,7 @@ class Captured:
         self.recorder.discard()
 
     def _watched(self, name: str, micro_steps: tuple[int, ...]) -> Any:
-        return Watched(Series("actv", 0, name), micro_steps)
+        return RecordedSeries(Series("actv", 0, name), micro_steps)
 
     def _have_rows(self) -> None:
         self.recorder.activate(True)

@@ -50,7 +50,7 @@ def test_what_cannot_be_put_in_force_is_said_and_nothing_is_recorded_until_the_n
         one.train(3)
     assert one.steps() == [1, 2, 3, 7, 8]
     assert one.steps("actv") == [7, 8]
-    assert sum("putting a configuration in force failed" in line for line in warnings_in(caplog)) == 1
+    assert sum("applying a configuration failed" in line for line in warnings_in(caplog)) == 1
 
 
 def test_a_first_step_that_cannot_be_begun_with_keeps_training_and_the_next_change_is_followed(

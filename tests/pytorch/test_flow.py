@@ -266,13 +266,13 @@ def test_there_is_a_bound_and_the_manifest_says_that_it_was_met(output: Output, 
 
 def test_only_the_first_collected_step_is_looked_at(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    observed = observing.observed
+    observed = observing.observed_dataflow
 
     def counted(*args: Any) -> Flow:
         looked.append(1)
         return observed(*args)
 
-    monkeypatch.setattr("monitor.recording.attachment.observed", counted)
+    monkeypatch.setattr("monitor.recording.attachment.observed_dataflow", counted)
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     with attached(output, model, optimizer, **{**EVERYTHING, "start_step": 2}):

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import Output, assert_rows, attached
 
 from monitor.pytorch.recorder import Recorder
-from monitor.recording.recorder import Watched
+from monitor.recording.recorder import RecordedSeries
 
 GRADIENTS = {"wg_distribution": True, "ops": ["min", "max", "mean", "norm", "zeros", "nans", "infs", "std"], "ndigits": 17}
 Rows = dict[tuple[str, int, int | None], torch.Tensor]
@@ -511,7 +511,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch, unreadable: Iterable[str]) -> N
     """Make the recorder raise for these parameters."""
     find_row, refused = Recorder._slot, set(unreadable)
 
-    def slot(recorder: Recorder, watched: Watched, *where: Any) -> Any:
+    def slot(recorder: Recorder, watched: RecordedSeries, *where: Any) -> Any:
         if watched.series.name in refused:
             raise MemoryError("no room for it")
         return find_row(recorder, watched, *where)

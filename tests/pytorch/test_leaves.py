@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monitor.pytorch.tensors import LEAVES
+from monitor.pytorch.tensors import TENSOR_PATHS
 from monitor.recording.tensor_paths import described
 
 A, B, C = (torch.full((1,), float(n)) for n in range(3))
@@ -54,7 +54,7 @@ def spelled(leaves: list[Any]) -> dict[str, tuple[Tensor, int]]:
     ],
 )
 def test_results_of_every_structure_are_walked(result: Any, expected: dict[str, Any]) -> None:
-    assert spelled(LEAVES.outputs(result)) == expected
+    assert spelled(TENSOR_PATHS.outputs(result)) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_results_of_every_structure_are_walked(result: Any, expected: dict[str, 
     ],
 )
 def test_arguments_are_numbered_and_keyword_arguments_named(args: Any, kwargs: Any, expected: dict[str, Any]) -> None:
-    assert spelled(LEAVES.inputs(args, kwargs)) == expected
+    assert spelled(TENSOR_PATHS.inputs(args, kwargs)) == expected
 
 
 def test_two_tensors_never_share_a_name() -> None:
-    leaves = LEAVES.outputs({"a_b": A, "a": {"b": B}, "a_b~": C})
+    leaves = TENSOR_PATHS.outputs({"a_b": A, "a": {"b": B}, "a_b~": C})
 
     assert spelled(leaves) == {"_a_b": (A, 0), "_a_b~": (B, 1), "_a_b~~": (C, 2)}
 
@@ -85,14 +85,14 @@ def test_what_contains_itself_is_walked_once() -> None:
     ring: list[Any] = [A]
     ring += [ring, {"again": ring}]
 
-    assert spelled(LEAVES.outputs((ring, B))) == {"_0_0": (A, 0), "_1": (B, 1)}
+    assert spelled(TENSOR_PATHS.outputs((ring, B))) == {"_0_0": (A, 0), "_1": (B, 1)}
 
 
 def test_a_dataclass_field_without_a_value_is_no_tensor() -> None:
     pair = Pair(A, B)
     del pair.right
 
-    assert spelled(LEAVES.outputs(pair)) == {"_left": (A, 0)}
+    assert spelled(TENSOR_PATHS.outputs(pair)) == {"_left": (A, 0)}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_a_dataclass_field_without_a_value_is_no_tensor() -> None:
     [(A, "tensor", 1), ((A, B), "tuple[2]", 2), ([A, None], "tuple[2]", 2), ({"x": A}, "tuple[1]", 1), (None, "tuple[0]", 0)],
 )
 def test_results_are_described_as_targets_spell_them(result: Any, spec: str, elements: int) -> None:
-    assert LEAVES.described_result(result) == spec
-    assert LEAVES.length(result) == elements
+    assert TENSOR_PATHS.described_result(result) == spec
+    assert TENSOR_PATHS.length(result) == elements
 
 
 def test_arguments_are_described_by_their_number() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from monitor.pytorch.recorder import Recorder
-from monitor.recording.recorder import Watched
+from monitor.recording.recorder import RecordedSeries
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import MAX
 from monitor.stats.table import Sealed
@@ -23,7 +23,7 @@ def largest(recorder: Recorder) -> dict[str, float]:
 
 def test_a_tensor_that_its_own_row_holds_already_leaves_the_rows_that_stand_for_it() -> None:
     recorder, x = Recorder(SeriesTable(), 1e-8), torch.full((4,), 3.0)
-    first, second = (Watched(Series("actv", 0, name), (0,)) for name in ("first", "second"))
+    first, second = (RecordedSeries(Series("actv", 0, name), (0,)) for name in ("first", "second"))
     recorder.activate(True)
     for watched in (first, second, first):
         recorder.record(watched, x)
@@ -32,7 +32,7 @@ def test_a_tensor_that_its_own_row_holds_already_leaves_the_rows_that_stand_for_
 
 def test_a_row_whose_source_holds_another_tensor_by_now_is_absent() -> None:
     recorder, x = Recorder(SeriesTable(), 1e-8), torch.full((4,), 3.0)
-    first, second = (Watched(Series("actv", 0, name), (0,)) for name in ("first", "second"))
+    first, second = (RecordedSeries(Series("actv", 0, name), (0,)) for name in ("first", "second"))
     recorder.activate(True)
     recorder.record(first, x)
     recorder.record(second, x)

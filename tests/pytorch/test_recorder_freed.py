@@ -11,17 +11,17 @@ from torch import Tensor
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.dump.backend import TorchReader
 from monitor.pytorch.recorder import Recorder
-from monitor.recording.recorder import Watched
+from monitor.recording.recorder import RecordedSeries
 from monitor.series import Series, SeriesTable
 from monitor.stats.host.native import VARIABLE
 from monitor.stats.rows import KindRows
 from monitor.stats.table import Sealed
 
-Record = Callable[[Recorder, Watched, Tensor], None]
+Record = Callable[[Recorder, RecordedSeries, Tensor], None]
 
 
-def all_at_once(recorder: Recorder, watched: Watched, x: Tensor) -> None:
-    def failed(_: Watched, error: Exception) -> None:
+def all_at_once(recorder: Recorder, watched: RecordedSeries, x: Tensor) -> None:
+    def failed(_: RecordedSeries, error: Exception) -> None:
         raise error
 
     recorder.record_all([(watched, x)], failed)
@@ -41,8 +41,8 @@ def test_what_was_freed_has_no_row_and_what_is_there_has_one(record: Record, dty
     recorder, there, gone = Recorder(SeriesTable(), 1e-8), torch.ones(size, dtype=dtype), torch.ones(size, dtype=dtype)[1:]
     gone.untyped_storage().resize_(0)
     recorder.activate(True)
-    record(recorder, Watched(Series("actv", 0, "gone"), (0,)), gone)
-    record(recorder, Watched(Series("actv", 0, "there"), (0,)), there)
+    record(recorder, RecordedSeries(Series("actv", 0, "gone"), (0,)), gone)
+    record(recorder, RecordedSeries(Series("actv", 0, "there"), (0,)), there)
     recorder.end_step()
     sealed = Sealed()
     recorder.seal(sealed)
@@ -54,7 +54,7 @@ def test_what_was_freed_has_no_row_and_what_is_there_has_one(record: Record, dty
 def test_what_has_no_layout_has_no_row_and_leaves_others_theirs(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, native)
     recorder, nested = Recorder(SeriesTable(), 1e-8), torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
-    watched = {name: Watched(Series("actv", 0, name), (0,)) for name in ("before", "nested", "after")}
+    watched = {name: RecordedSeries(Series("actv", 0, name), (0,)) for name in ("before", "nested", "after")}
     missing: list[str] = []
     recorder.activate(True)
     recorder.record_all(

@@ -369,7 +369,7 @@ class TestWhenAStepEnds:
             for _ in range(2):
                 model(X).square().sum().backward()
                 stepping.step()
-        assert [said for said in warnings_in(caplog) if "no optimizer that set_monitor was given has stepped (SGD)" in said]
+        assert [said for said in warnings_in(caplog) if "no optimizer that was passed to set_monitor has stepped (SGD)" in said]
 
 
 class TestWrappers:
@@ -471,7 +471,7 @@ class TestWhatNoOptimizerHolds:
                 rest.step()
                 model.zero_grad()
         reference.hold(output)
-        said = [one for one in warnings_in(caplog) if "no optimizer that set_monitor was given" in one]
+        said = [one for one in warnings_in(caplog) if "no optimizer that was passed to set_monitor" in one]
         assert len(said) == 1
         assert "4 of 6 parameters" in said[0]
         assert "0.bias, 1.weight, 1.bias and 1 more" in said[0]

@@ -239,7 +239,7 @@ class TestClosing:
         optimizer = SGD(model.parameters(), lr=0.1)
         monitor = attached(output, model, optimizer, **GRADIENTS)
         monitor.close()
-        with pytest.raises(RuntimeError, match="Make a new one"):
+        with pytest.raises(RuntimeError, match="Create a new one"):
             monitor.set_monitor(model, 1, optimizer)
 
     def test_a_context_closes_at_its_end_and_lets_exceptions_through(self, output: Output) -> None:
@@ -343,7 +343,7 @@ class TestFailures:
         self.assert_equal(self.trained(output, model), expected)
         said = [message for message in warnings_in(caplog) if "MemoryError" in message]
         assert 1 <= len(said) <= 10
-        assert all("Training goes on" in message for message in said)
+        assert all("Training continues" in message for message in said)
 
     def test_in_a_sink(self, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         """Peers, fault 17: any error of the file system killed training."""

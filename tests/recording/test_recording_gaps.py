@@ -70,7 +70,7 @@ def shared() -> SeriesTable:
 def test_replicas_that_the_user_left_out_are_counted_where_there_are_rules() -> None:
     (said,) = gaps(shared(), param_distribution=True, replica_check=False, **RULES)
     assert said.startswith("replica_check is false: 2 series are measured on one rank for all ranks that hold the tensor.")
-    assert "The alert rules do not judge the replicas of the other ranks" in said
+    assert "The alert rules do not check the replicas of the other ranks" in said
 
 
 @pytest.mark.parametrize("fields", [RULES, {**RULES, "replica_check": True}, {"replica_check": False}])

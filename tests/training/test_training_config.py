@@ -214,7 +214,7 @@ def test_fields_of_the_original_that_have_no_effect_are_accepted_and_named(caplo
     assert config.monitor_config == MonitorSection()
     assert config.callbacks.MFLossMonitor == LossMonitor()
     (said,) = [one.getMessage() for one in caplog.records]
-    assert said.endswith(": known and not used here, so without effect.")
+    assert said.endswith(": the monitor does not use these fields, and ignores them.")
     assert all(".".join(path) in said for path in UNUSED)
 
 

@@ -21,7 +21,7 @@ from monitor.mindspore.calls import ENGINE, observable
 from monitor.mindspore.dump.apis import Interception
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.process_group import initialized
-from monitor.mindspore.tensors import LEAVES, computing
+from monitor.mindspore.tensors import TENSOR_PATHS, computing
 from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable, chunks_of
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable
@@ -138,7 +138,7 @@ __all__ = [
 framework: str = "mindspore"
 module_prefix: str = "Cell"
 tensor: type = Tensor
-leaves = LEAVES
+leaves = TENSOR_PATHS
 graph: Graph = calls
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from monitor.recording.collectives import Group, Labels
+from monitor.recording.collectives import Labels, NamedGroup
 
 NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 ISSUERS: Final = ("_dtensor",)
@@ -263,14 +263,14 @@ class TorchProcessGroups:
 
     def __init__(self) -> None:
         self._labels = Labels()
-        self._known: dict[weakref.ref[dist.ProcessGroup], Group] = {}
+        self._known: dict[weakref.ref[dist.ProcessGroup], NamedGroup] = {}
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
         """Name groups of ranks by role. If several roles have the same ranks, the first one counts."""
         self._labels.learn(roles)
         self._known.clear()
 
-    def of(self, given: Any) -> Group | None:
+    def of(self, given: Any) -> NamedGroup | None:
         """The label and ranks of a process group; None if torch does not know it.
 
         Args:
@@ -289,12 +289,12 @@ class TorchProcessGroups:
     def _forget(self, gone: weakref.ref[dist.ProcessGroup]) -> None:
         self._known.pop(gone, None)
 
-    def _described(self, given: dist.ProcessGroup) -> Group | None:
+    def _described(self, given: dist.ProcessGroup) -> NamedGroup | None:
         try:
             ranks = dist.get_process_group_ranks(given)
         except KeyError:  # made without torch's registry: its ranks are unknown
             return None
-        return Group(self._labels.of(ranks, dist.get_world_size()), given.rank())
+        return NamedGroup(self._labels.of(ranks, dist.get_world_size()), given.rank())
 
 
 _resolve: Final[Any] = torch._C._distributed_c10d._resolve_process_group

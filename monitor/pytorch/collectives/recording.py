@@ -21,7 +21,7 @@ from monitor.pytorch.collectives.operators import Method, TorchOperator, TorchPr
 from monitor.pytorch.process_group import initialized, is_settled
 from monitor.pytorch.recorder import Recorder, has_data
 from monitor.recording import collectives as capture
-from monitor.recording.collectives import LOCK_SECONDS, Call, CallRows
+from monitor.recording.collectives import LOCK_SECONDS, CallRows, CollectiveCall
 from monitor.recording.recorder import LateRows
 from monitor.stats.host.native import HostPage
 from monitor.stats.table import Page
@@ -48,7 +48,7 @@ def communication(wanted: CcDistribution, failures: Failures) -> Communication |
 
 HOST: Final = torch.device("cpu")
 
-_Staged = tuple[Call, int, int, torch.Size]
+_Staged = tuple[CollectiveCall, int, int, torch.Size]
 """A copied tensor: its call, its number in the call, its order among all writes of the step, its shape."""
 
 
@@ -66,7 +66,7 @@ class TorchOperatorCalls(CallRows, LateRows):
         self._staged: list[_Staged] = []
         recorder.late = self
 
-    def read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+    def read(self, call: CollectiveCall, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
         """Reduce the tensors of a call, one row each.
 
         Args:
@@ -118,14 +118,14 @@ class TorchOperatorCalls(CallRows, LateRows):
         self._staging.cut(0)
         self._staged.clear()
 
-    def _note(self, call: Call, x: Tensor) -> None:
+    def _note(self, call: CollectiveCall, x: Tensor) -> None:
         """Register the tensor just copied as the next one of ``call``."""
         table = self._recorder.table
         table.writes += 1
         self._staged.append((call, call.read, table.writes, x.shape))
         call.read += 1
 
-    def _read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
+    def _read(self, call: CollectiveCall, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
         recorder = self._recorder
         if not recorder.active:
             return False
@@ -142,7 +142,7 @@ class TorchOperatorCalls(CallRows, LateRows):
                 self._forget_all(staged, written)
         return complete
 
-    def _read_one(self, call: Call, x: Tensor, written: list[tuple[Page, int]]) -> bool:
+    def _read_one(self, call: CollectiveCall, x: Tensor, written: list[tuple[Page, int]]) -> bool:
         if self._staging.add(x):
             self._note(call, x)
             return True
@@ -156,7 +156,7 @@ class TorchOperatorCalls(CallRows, LateRows):
         del self._staged[staged:]
         self._forget(written)
 
-    def _row_of(self, call: Call, part: int) -> int:
+    def _row_of(self, call: CollectiveCall, part: int) -> int:
         if part:
             return self._slot(call.series, HOST, call.number, part).row
         rows = call.series.staged_rows
@@ -185,7 +185,7 @@ MAX_WAITED_FOR: Final = 4096
 class _Awaited:
     """The result of a functional collective. Another result may later have the same address."""
 
-    call: Call
+    call: CollectiveCall
     storage: weakref.ref[torch.UntypedStorage]
     layout: Layout
 
@@ -272,7 +272,7 @@ class Communication(capture.Communication, TorchCollectiveListener):
             boxed = result[-1] if isinstance(result, (tuple, list)) else result
             self._completion.issued_from_cpp(dist.Work.unbox(boxed), call, outputs)
 
-    def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
+    def _await_functional(self, call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
         for output in outputs:
             # Keyed by memory, as torch itself finds the work to wait for: the tensor passed to wait may be another object.
             storage = output.untyped_storage()
@@ -294,7 +294,7 @@ class Communication(capture.Communication, TorchCollectiveListener):
         if output is not None and self._calls is not None and self._calls.read(found.call, [output]) and first:
             self.unread -= 1
 
-    def _outputs_there(self, call: Call, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
+    def _outputs_there(self, call: CollectiveCall, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
         try:
             if function_modes():
                 with unseen():

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from monitor.pytorch.compiled.operators import FOLLOW, SEE, ObservedHook, begin, end
-from monitor.pytorch.tensors import LEAVES
-from monitor.recording.tensor_paths import Leaf
+from monitor.pytorch.tensors import TENSOR_PATHS
+from monitor.recording.tensor_paths import TensorPath
 from monitor.selection import TensorChoice
 
 
@@ -47,7 +47,7 @@ class TracedInputs(TracedHook):
     def __call__(self, _module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         kwargs = kwargs or {}
         found = len(args) + len(kwargs)
-        leaves = LEAVES.inputs(args, kwargs)
+        leaves = TENSOR_PATHS.inputs(args, kwargs)
         slots = ["input" + leaf.suffix for leaf in leaves]
         begin([leaf.tensor for leaf in leaves], self._handle, slots, _wanted(self._seen, self._followed, leaves, found), found)
 
@@ -61,18 +61,18 @@ class TracedOutputs(TracedHook):
         self._followed = followed
 
     def __call__(self, _module: nn.Module, _args: Any = (), _kwargs: Any = None, result: Any = None) -> None:
-        found = LEAVES.length(result)
-        leaves = LEAVES.outputs(result)
+        found = TENSOR_PATHS.length(result)
+        leaves = TENSOR_PATHS.outputs(result)
         slots = ["output" + leaf.suffix for leaf in leaves]
         wanted = _wanted(self._seen, self._followed, leaves, found)
-        end([leaf.tensor for leaf in leaves], self._handle, slots, wanted, found, LEAVES.finds_all(result))
+        end([leaf.tensor for leaf in leaves], self._handle, slots, wanted, found, TENSOR_PATHS.finds_all(result))
 
 
-def _wanted(seen: TensorChoice, followed: TensorChoice, leaves: Sequence[Leaf], found: int) -> list[int]:
+def _wanted(seen: TensorChoice, followed: TensorChoice, leaves: Sequence[TensorPath], found: int) -> list[int]:
     return [(SEE if _takes(seen, leaf, found) else 0) | (FOLLOW if _takes(followed, leaf, found) else 0) for leaf in leaves]
 
 
-def _takes(choice: TensorChoice, leaf: Leaf, found: int) -> bool:
+def _takes(choice: TensorChoice, leaf: TensorPath, found: int) -> bool:
     """Whether a leaf is wanted. If the choice expects another number of tensors than the call has, all are."""
     return choice.wanted and (choice.index is None or choice.index == leaf.position or choice.length not in (None, found))
 

@@ -20,7 +20,7 @@ from monitor.pytorch import calls
 from monitor.pytorch.dump.apis import TorchApiInterception, traced
 from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
 from monitor.pytorch.process_group import initialized
-from monitor.pytorch.tensors import LEAVES, computing
+from monitor.pytorch.tensors import TENSOR_PATHS, computing
 from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable, chunks_of
 from monitor.stats.partials import COLUMNS, Floats
@@ -182,7 +182,7 @@ __all__ = [
 framework: str = "pytorch"
 module_prefix: str = "Module"
 tensor: type = Tensor
-leaves = LEAVES
+leaves = TENSOR_PATHS
 graph: Graph = calls
 
 

@@ -22,7 +22,7 @@ from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTens
 from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
-from monitor.recording.backend import StepListener, Steps
+from monitor.recording.backend import StepListener, StepNotifier
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import Removable
 from monitor.series import LOCAL, MOMENT_KINDS, Placement, Ranks, ranks_of
@@ -229,7 +229,7 @@ class Framework:
             known = self._groups[id(optimizer)] = ids, frozenset(ids)
         return known[1]
 
-    def steps(self, listener: StepListener, failures: Failures) -> Steps:
+    def steps(self, listener: StepListener, failures: Failures) -> StepNotifier:
         """Report every step to ``listener`` from now on."""
         return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers, self._around)
 

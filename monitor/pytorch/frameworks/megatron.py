@@ -20,7 +20,7 @@ from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.frameworks.megatron_shards import MasterWeights, MegatronLayout, members
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
-from monitor.recording.backend import StepListener, Steps
+from monitor.recording.backend import StepListener, StepNotifier
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.protocols import HookSet, Removable
@@ -271,7 +271,7 @@ class Megatron(Framework):
         """None for all: members of a chained optimizer step together."""
         del optimizer
 
-    def steps(self, listener: StepListener, failures: Failures) -> Steps:
+    def steps(self, listener: StepListener, failures: Failures) -> StepNotifier:
         return MegatronSteps(self._weights, listener, failures)
 
     def _decoupled(self) -> bool:

@@ -1,1 +1,1 @@
-"""Features of a higher order: what does not depend on whose tensors they are computed from."""
+"""Features of attention, weights and routers: the parts that are common to all frameworks."""

@@ -1,4 +1,4 @@
-"""All features of one attachment."""
+"""Collects the features of one attachment: creates their watchers, and reports modules without rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.features.reading import NOT_CALLED, Reading
+from monitor.recording.features.reading import NOT_CALLED, FeatureReading
 from monitor.recording.features.watchers import (
     AttentionWatcher,
-    Chosen,
     FeatureWatcher,
+    HookModules,
     LinearWatcher,
     RouterLogitWatcher,
     RouterWeightWatcher,
-    chosen,
+    modules_by_hook,
     warning,
 )
 from monitor.recording.model_names import ModelNames, NamedModule
@@ -31,8 +31,8 @@ class FeatureCollector:
     """``attention_hook``, ``linear_hook``, ``moe_router_weight_hook``, ``moe_router_logit_hook``.
 
     Attributes:
-        modules: Who knows which calls belong to training.
-        reading: What a framework brings to features.
+        modules: Tells which calls belong to training.
+        reading: The framework's computation of features.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FeatureCollector:
         modules: ModuleCollector,
         framework: Any,
         ownership: Ownership,
-        reading: Reading,
+        reading: FeatureReading,
     ) -> None:
         self.modules = modules
         self.reading = reading
@@ -51,8 +51,8 @@ class FeatureCollector:
         self._hooks = HookSet()
         self._misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
         self._named: set[tuple[str, str]] = set()
-        self._told = False
-        found = chosen(names, config, reading)
+        self._reported = False
+        found = modules_by_hook(names, config, reading)
         if (said := warning(found)) is not None:
             LOGGER.warning("[rank %d] %s", ownership.rank, said)
         self._watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
@@ -60,7 +60,7 @@ class FeatureCollector:
             watcher.attach(self._hooks)
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
-        """The series of a feature of a weight; None where another rank writes it."""
+        """The series of a feature of a weight; None if another rank writes it."""
         known = self.reading.weight_placement(self._framework, self._ownership.rank, parameter, seen)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         placement = self._ownership.placed(kind, known, tensor_parallel=split)
@@ -74,20 +74,20 @@ class FeatureCollector:
         return series
 
     def does_not_fit(self, kind: str, name: str, reason: str) -> None:
-        """Say at the end of the step that there is no row of a module."""
+        """Report at the end of the step that a module has no row."""
         if (kind, name) not in self._named:
             self._named.add((kind, name))
             self._misfits[kind, reason].append(name)
 
     def end_step(self) -> None:
-        """A collected step has ended. Of the first, all modules that have no row are named."""
-        if not self._told:
+        """End a collected step. In the first one, report all modules that have no row."""
+        if not self._reported:
             for watcher in self._watchers:
                 if not watcher.called:
                     self.does_not_fit(watcher.kind, watcher.name, NOT_CALLED)
         if self._misfits:
-            self._tell()
-        self._told = True
+            self._report_misfits()
+        self._reported = True
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -95,21 +95,21 @@ class FeatureCollector:
         for watcher in self._watchers:
             watcher.forget_step()
 
-    def _tell(self) -> None:
-        cause = "features without a module" if not self._told else "features that no longer fit"
+    def _report_misfits(self) -> None:
+        cause = "features without a module" if not self._reported else "features that no longer fit"
         step = self.modules.clock.step
         named = "; ".join(f"{kind}: {reason}: {', '.join(map(repr, who))}" for (kind, reason), who in self._misfits.items())
         self.modules.failures.warn(cause, f"Features that have no row in step {step}: {named}. See docs/features.md.")
         self._misfits.clear()
 
-    def _watchers_of(self, hook: str, found: Chosen, config: MonitorConfig) -> Iterator[FeatureWatcher]:
+    def _watchers_of(self, hook: str, found: HookModules, config: MonitorConfig) -> Iterator[FeatureWatcher]:
         for module in found.modules:
             if self.modules.backend.takes_hooks(module.module):
                 yield self._watcher(hook, module, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")
 
-    def _watcher(self, hook: str, module: NamedModule, found: Chosen, config: MonitorConfig) -> FeatureWatcher:
+    def _watcher(self, hook: str, module: NamedModule, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
         if hook == "attention_hook":
             return AttentionWatcher(module, self, config.sa_order, config.sa_heads, config.sa_batch_rows)
         if hook == "moe_router_logit_hook":

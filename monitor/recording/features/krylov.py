@@ -1,12 +1,12 @@
-"""When a spectral norm is certain: Lanczos with A = W^T W from a random vector, and a bound on what it can have missed.
+"""The stopping rule for spectral norms: Lanczos on A = W^T W from a random vector, with a bound on the error.
 
-After k products Lanczos knows a polynomial p of degree k with ``p(A) start = a vector of norm 1``. So an eigenvalue λ of A, of
-whose eigenvector ``start`` holds the part γ, satisfies ``|γ p(λ)| <= 1``. A random start holds less than a tiny γ with a tiny
-probability only. Beyond the eigenvalues found, p grows fast: where it exceeds 1 / γ there is no eigenvalue (Hochstenbach,
-"Probabilistic upper bounds for the matrix two-norm", 2013). A matrix whose first singular value stands out takes 5 products,
-one whose singular values lie as close as those of random numbers takes 40.
+After k products Lanczos has a polynomial p of degree k with ``p(A) start = a vector of norm 1``. Let γ be the component of
+``start`` along the eigenvector of an eigenvalue λ of A. Then ``|γ p(λ)| <= 1``. The probability that a random start has a
+component below a tiny γ is tiny. Beyond the eigenvalues found, p grows fast. Where p exceeds 1 / γ there is no eigenvalue
+(Hochstenbach, "Probabilistic upper bounds for the matrix two-norm", 2013). A matrix with a dominant first singular value takes
+5 products. A matrix of random numbers, whose singular values are close to each other, takes 40.
 
-Each row begins anew: a vector that is kept from step to step never finds a direction that is orthogonal to it.
+Each row starts from the same vector. A vector that is kept from step to step never finds a direction orthogonal to it.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 WITHIN: Final = 0.01
-"""By what part of itself the spectral norm may exceed what is reported."""
+"""Relative error: the true spectral norm may be larger than the reported one by this fraction of itself."""
 
 ALLOWED: Final = 1 / (1 - WITHIN) ** 2
-"""By what the square of the spectral norm may exceed that of what is reported."""
+"""The largest ratio of the squares of the true and the reported spectral norm."""
 
 RISK: Final = 1e-4
-"""The probability, at most, that the random start holds less of the first singular vector than the bound takes for granted."""
+"""Upper bound of the probability that the start's component along the first singular vector is smaller than assumed."""
 
 MOST: Final = 96
-"""Products, at most, where each number may be read at once. A matrix that needs more has no spectral norm in its row."""
+"""Maximum number of products where numbers can be read at once. A matrix that needs more has no spectral norm."""
 
 UNREAD: Final = 48
-"""Products on an accelerator, where reading a number would wait for all that was asked of it before."""
+"""Number of products on an accelerator, where reading a number would wait for all queued operations."""
 
 SQUARINGS: Final = 12
-"""2^12 steps of power iteration in the space of the products, which has ``UNREAD`` dimensions at most."""
+"""2^12 steps of power iteration in the Krylov space, which has at most ``UNREAD`` dimensions."""
 
 NOISE: Final = 0.5
-"""Of what is left of a vector, the part that must still be left when it is taken away again."""
+"""The fraction of a vector's length that a second orthogonalization must leave. Below it, the vector is rounding noise."""
 
 FARTHEST: Final = 126
-"""Powers of two that elements are scaled by reach so far: 2^-126 is the smallest normal float32."""
+"""The largest exponent of the powers of two that scale elements: 2^-126 is the smallest normal float32."""
 
 SEED: Final = 20_251_207
 CERTAIN, UNCERTAIN = 1.0, 2.0
-"""How many matrices a row says it is of: a row of two has no spectral norm, whatever it is combined with."""
+"""The number of matrices that a row states. A row of two matrices has no spectral norm, and no combination with it has one."""
 
 
 @lru_cache(maxsize=64)
 def start(columns: int) -> NDArray[np.float32]:
-    """The same vector each time, of norm 1, not to be changed.
+    """The start vector of norm 1, the same in each call. It must not be changed.
 
-    No element is near 0: the singular vectors of sparse matrices are unit vectors.
+    No element is near 0, because singular vectors of sparse matrices are unit vectors.
     """
     generator = np.random.Generator(np.random.PCG64(SEED))
     drawn = generator.uniform(0.5, 1.5, columns) * generator.choice((-1.0, 1.0), columns)
@@ -61,17 +61,17 @@ def start(columns: int) -> NDArray[np.float32]:
 
 
 def growth_needed(columns: int) -> float:
-    """1 / γ. A weighted sum of independent elements, each of density 1/2, has a density of at most 1/√2 (Rogozin, Ball)."""
+    """1 / γ: a weighted sum of independent elements, each of density 1/2, has a density of at most 1/√2 (Rogozin, Ball)."""
     length = math.sqrt(columns * 13 / 12)
     return length * math.sqrt(2) / RISK
 
 
 class Tridiagonal:
-    """What Lanczos has found of a matrix without negative eigenvalues.
+    """The tridiagonal matrix of Lanczos, for a matrix without negative eigenvalues.
 
     Attributes:
-        largest: The largest eigenvalue found, when it was last looked for.
-        certain: Whether no eigenvalue is greater than ``ALLOWED`` times that.
+        largest: The largest eigenvalue at the last check.
+        certain: Whether no eigenvalue is larger than ``ALLOWED`` times ``largest``.
     """
 
     def __init__(self, columns: int) -> None:
@@ -81,13 +81,13 @@ class Tridiagonal:
         self.largest, self.certain = 0.0, False
 
     def add(self, along: float, before: float, beside: float) -> bool:
-        """Take in a product. Whether the largest eigenvalue is certain.
+        """Add a product. Returns whether the largest eigenvalue is certain.
 
         Args:
-            along: The part of the product along the vector that was multiplied.
-            before: The length of what is left when the parts along all vectors so far are taken away.
-        beside: The same when they are taken away once more, since the first time rounds. If that is much less, there was
-                nothing but rounding.
+            along: The component of the product along the vector that was multiplied.
+            before: The length of the product after orthogonalization against all vectors so far.
+            beside: The length after a second orthogonalization, which removes rounding errors of the first. A much smaller
+                length means that only rounding noise was left.
         """
         beside = beside if beside > NOISE * before else 0.0
         self._diagonal.append(along)
@@ -101,18 +101,18 @@ class Tridiagonal:
         return self.certain
 
     def _grows(self) -> bool:
-        """Evaluate the polynomial where the next eigenvalue is allowed: it grows from step to step there."""
+        """Whether the polynomial exceeds the bound at ``ALLOWED`` times the largest eigenvalue; it grows with each product."""
         allowed, needed = self.largest * ALLOWED, growth_needed(self._columns)
         before, value, last = 0.0, 1.0, 0.0
         for along, beside in zip(self._diagonal, self._beside, strict=True):
             before, value, last = value, ((allowed - along) * value - last * before) / beside, beside
-            if value > needed:  # the polynomial of each degree is a bound
+            if value > needed:  # the polynomial of any degree gives a bound
                 return True
         return False
 
 
 def largest_eigenvalue(diagonal: Sequence[float], beside: Sequence[float]) -> float:
-    """Of a symmetric tridiagonal matrix without negative eigenvalues."""
+    """The largest eigenvalue of a symmetric tridiagonal matrix without negative eigenvalues."""
     size = len(diagonal)
     lower = np.zeros(size * size)
     lower[:: size + 1] = diagonal

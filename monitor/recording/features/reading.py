@@ -1,4 +1,4 @@
-"""What a framework brings to features: where the numbers are, and what they come to."""
+"""The interface through which a framework computes features, and the sums that make up a feature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from monitor.recording.parameter_series import NamedParameter
 from monitor.series import Placement
 
-# --- Where the numbers of a feature are looked for, and why a module has none.
+# --- Argument names where features are searched, and reasons why a module has none.
 
 T = TypeVar("T")
 
@@ -19,8 +19,8 @@ TOKENS: Final = ("input", "hidden_states", "x")
 MATRIX_NAMES: Final = ("weight", "wg")
 
 NO_SCORES: Final = "no Q and K were found"
-OTHER_LENGTHS: Final = "Q and K are of different lengths"
-NOT_WHOLE: Final = "its Q and K are cut over ranks along the sequence, or hold no numbers"
+OTHER_LENGTHS: Final = "Q and K have different lengths"
+NOT_WHOLE: Final = "its Q and K are split over ranks along the sequence, or have no elements"
 NOT_2D: Final = "it has no floating-point 2-D weight that this rank can read in forward"
 NO_LOGITS: Final = "its logits were not found"
 ONE_EXPERT: Final = "it has fewer than two experts"
@@ -28,11 +28,11 @@ NOT_CALLED: Final = "it was not called, or is compiled"
 
 
 class MisfitError(Exception):
-    """A module is not what its hook is for. The message says why."""
+    """A module does not have the feature of its hook. The message gives the reason."""
 
 
 def queries_and_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: type[T]) -> tuple[T | None, T | None]:
-    """Q and K among what a module is called with: by their names, else the first tensors that have none."""
+    """Q and K among the arguments of a module: by name, else the first positional tensors."""
     found = first_named(kwargs, Q_NAMES, kind), first_named(kwargs, K_NAMES, kind)
     tensors = [value for value in args if isinstance(value, kind)]
     query, key = (named if named is not None else (tensors.pop(0) if tensors else None) for named in found)
@@ -40,12 +40,12 @@ def queries_and_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: typ
 
 
 def first_named(kwargs: Mapping[str, Any], names: tuple[str, ...], kind: type[T]) -> T | None:
-    """The first tensor that goes by one of the names."""
+    """The first keyword argument of type ``kind`` that has one of the names."""
     return next((kwargs[name] for name in names if isinstance(kwargs.get(name), kind)), None)
 
 
 def places_of(order: str) -> tuple[int, ...]:
-    """In which dimensions of Q and K batch, heads, sequence and size stand.
+    """The dimensions of batch, heads, sequence and head size in Q and K.
 
     Args:
         order: ``sa_order``, such as ``s,b,h,d``.
@@ -54,25 +54,24 @@ def places_of(order: str) -> tuple[int, ...]:
 
 
 def go_together(query: tuple[int, ...], key: tuple[int, ...]) -> bool:
-    """Whether shapes (batch, heads, sequence, size) are of a Q and a K: of one size and batch, heads in groups."""
+    """Whether shapes (batch, heads, sequence, size) fit a Q and a K: the same size and batch, and heads in groups."""
     of_one_batch = query[0] == key[0] or 1 in (query[0], key[0])
     return query[3] == key[3] and of_one_batch and not query[1] % key[1]
 
 
-# --- What features come to: sums, so that calls and ranks add up. Numbers of a device stay there, as tensors with one
-# element.
+# --- Features as sums, so that calls and ranks can be added. Numbers stay on their device, as tensors with one element.
 
 Number = Any
 """A number, or a tensor with one element."""
 
 
 class Spread(NamedTuple):
-    """Of attention weights, sums over queries.
+    """Sums over the queries of an attention.
 
     Attributes:
-        queries: How many there were; without those that see no key at all.
-        entropy: Of the attention weights of each, in nats.
-        greatest: The greatest attention weight of each.
+        queries: Number of queries, without those that see no key.
+        entropy: Sum of the entropies of each query's attention weights, in nats.
+        greatest: Sum of each query's largest attention weight.
     """
 
     queries: Number
@@ -81,10 +80,10 @@ class Spread(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Of a matrix: the square of the Frobenius norm, and an estimate of the spectral norm from below.
+    """Norms of a matrix: the square of the Frobenius norm, and a lower estimate of the spectral norm.
 
     Attributes:
-        matrices: 1 where the estimate is certain; 2 where it is not: the row then has no spectral norm.
+        matrices: 1 if the estimate is certain; 2 if not, and the row then has no spectral norm.
     """
 
     squares: Number
@@ -93,91 +92,92 @@ class Norms(NamedTuple):
 
 
 class Similarity(NamedTuple):
-    """Of the rows of a matrix, over ordered pairs of two different ones: how many there are, the sum of their cosines."""
+    """The number of ordered pairs of two different rows of a matrix, and the sum of their cosines."""
 
     pairs: int
     cosines: Number
 
 
 class Routing(NamedTuple):
-    """Of some tokens: how many, and the sum of the entropies of the softmax over the experts, in nats."""
+    """The number of tokens, and the sum of the entropies of their softmax over the experts, in nats."""
 
     tokens: int
     entropy: Number
 
 
 class Search(Protocol):
-    """A search for Q and K in what a module calls.
+    """A search for Q and K in the calls that a module makes.
 
     Attributes:
-        saw: Whether it has ended.
-        reason: Why nothing was found, if nothing was.
+        saw: Whether the search has ended.
+        reason: Why Q and K were not found, if they were not.
     """
 
     saw: bool
     reason: str
 
     def enter(self) -> None:
-        """Look from now on, until ``leave``."""
+        """Start the search, which lasts until ``leave``."""
 
     def leave(self) -> None:
-        """Look no longer."""
+        """End the search."""
 
 
-class Reading(Protocol):
-    """Where a feature's numbers are, and what they come to. What cannot be read as what it should be is a ``MisfitError``."""
+class FeatureReading(Protocol):
+    """Reads the tensors of features and computes their sums. Raises ``MisfitError`` if a tensor does not fit its feature."""
 
     def unseen(self) -> AbstractContextManager[object]:
-        """What is called inside is not told to whoever of the user's looks on."""
+        """A context for calls that the user's own hooks and modes must not observe."""
 
     def beneath(self) -> AbstractContextManager[object]:
-        """What is computed inside is recorded by no graph and cast by nobody."""
+        """A context for computations without autograd and autocast."""
 
     def is_floating_point(self, x: Any) -> bool:
-        """Whether it is a tensor, and of floating-point numbers."""
+        """Whether ``x`` is a tensor of floating-point numbers."""
 
     def embeds(self, module: Any) -> bool:
-        """Whether the weight of a module is a table."""
+        """Whether the weight of a module is an embedding table."""
 
     def is_linear(self, module: Any) -> bool:
-        """Whether what a module returns is a product with its weight, and nothing else."""
+        """Whether a module returns exactly the product with its weight."""
 
     def unwrapped(self, module: Any) -> Any:
-        """The module within wrappers: that is where weights are whole."""
+        """The module inside its wrappers, where weights are whole."""
 
     def weight_placement(self, framework: Any, rank: int, parameter: NamedParameter, seen: Any) -> Placement:
-        """How a weight as it is in forward (``seen``) relates to what other ranks find."""
+        """The placement of a weight as it is in forward (``seen``)."""
 
     def given_scores(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -> Any:
-        """Q and K where a module is called with them; None if it is not."""
+        """Q and K, if they are arguments of the module; else None."""
 
     def searching(self, module: Any) -> Callable[[Callable[[Any], object], Callable[[str], object]], Search] | None:
-        """What makes a search in a call of the module, from whom to tell of Q and K and whom to tell that they do not fit; None
-        where it cannot be looked into.
+        """Creates searches in calls of the module; None if its calls cannot be observed.
+
+        A search takes two callbacks: one receives Q and K, the other the reason why they do not fit.
         """
 
     def spread(self, scores: Any, heads: int = 1, rows: int = 1) -> Spread: ...
 
     def matrix_of(self, module: Any) -> Any:
-        """``weight`` or ``wg`` of a module, as it lies there; None if it has none."""
+        """The attribute ``weight`` or ``wg`` of a module, unchanged; None if it has neither."""
 
     def local_matrix(self, weight: Any) -> Any:
-        """The part of a weight that this rank has now, which may be all of it."""
+        """The part of a weight that this rank holds now, possibly the whole weight."""
 
     def norms_of(self, matrix: Any) -> Norms: ...
     def similarity_of_rows(self, matrix: Any) -> Similarity: ...
 
     def tokens_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Any:
-        """What a router is to route: its first tensor of the hidden size."""
+        """The tokens that a router receives: its first tensor of the hidden size."""
 
     def bias_of(self, module: Any, experts: int) -> Any:
-        """What is added to logits, whole; None where there is none."""
+        """The whole bias of the logits; None if there is none."""
 
     def whole_rows(self, x: Any) -> Any:
-        """The local part of a tensor, if no row of its last dimension is cut; None otherwise."""
+        """The local part of a tensor, if its last dimension is not split; else None."""
 
     def dtype_of_routing(self, module: Any, tokens: Any, weight: Any) -> Any:
-        """In which a router computes its logits."""
+        """The dtype in which a router computes its logits."""
 
     def entropy_of(self, logits: Any) -> Routing: ...
     def entropy_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Routing: ...

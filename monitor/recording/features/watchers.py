@@ -1,4 +1,4 @@
-"""Which modules have which features."""
+"""Selects the modules of each feature, and watches their calls to compute the feature."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, MisfitError, Reading, Routing, Search
+from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing, Search
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import Calls, HookSet, Place
-from monitor.recording.recorder import Watched
-from monitor.selection import Ambiguous, Unmatched, noticed, told
+from monitor.recording.protocols import CallIndex, Calls, HookSet
+from monitor.recording.recorder import RecordedSeries
+from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
 from monitor.series import Series
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 
@@ -25,19 +25,19 @@ SUFFIXES: Final = {
     "moe_router_weight_hook": "moe_router",
     "moe_router_logit_hook": "moe_router",
 }
-"""What a series of each hook is called, behind its module."""
+"""The suffix of a series' name behind its module, by hook."""
 
 
-_MISSED: Final = "l2_targets that name no module of this model (of a pipeline, of this rank's part of it)"
+_MISSED: Final = "l2_targets that match no module of this model (in a pipeline: of this rank's stages)"
 
 
-class Chosen(NamedTuple):
+class HookModules(NamedTuple):
     """The modules of a hook.
 
     Attributes:
-        named: Whether the configuration names them, and did not leave the choice to the monitor.
-        unmatched: What it names and the model does not have.
-        ambiguous: What it names and several modules have.
+        named: Whether the configuration names the modules; False if the monitor selected them.
+        unmatched: Targets without a match.
+        ambiguous: Targets that match several names.
     """
 
     modules: Sequence[NamedModule]
@@ -46,75 +46,72 @@ class Chosen(NamedTuple):
     ambiguous: Sequence[Ambiguous] = ()
 
 
-def chosen(names: ModelNames, config: MonitorConfig, reading: Reading) -> Mapping[str, Chosen]:
-    """By hook; empty where no features are recorded."""
+def modules_by_hook(names: ModelNames, config: MonitorConfig, reading: FeatureReading) -> Mapping[str, HookModules]:
+    """The modules of each hook; empty if no features are recorded."""
     if not config.recording_l2_features:
         return {}
     wanted = {hook: getattr(config.l2_targets, hook) for hook in SUFFIXES}
     found = {hook: _named(names, targets, reading) for hook, targets in wanted.items() if targets}
     if wanted["linear_hook"] == ():
         inner = [_unwrapped(one, reading) for one in names.modules()]
-        found["linear_hook"] = Chosen([one for one in inner if _has_matrix(one, reading)], named=False)
+        found["linear_hook"] = HookModules([one for one in inner if _has_matrix(one, reading)], named=False)
     return found
 
 
-def warning(found: Mapping[str, Chosen]) -> str | None:
-    """What the user should know of the choice; None if nothing."""
+def warning(found: Mapping[str, HookModules]) -> str | None:
+    """A warning about targets that match no module or several; None if there is none."""
     if not found:
-        return "recording_l2_features is true and l2_targets names no module: there will be no features."
-    missed = [f"{hook}: {', '.join(map(told, one.unmatched))}" for hook, one in found.items() if one.unmatched]
+        return "recording_l2_features is true, but l2_targets is empty: no features are recorded. Name modules in l2_targets."
+    missed = [f"{hook}: {', '.join(map(unmatched_text, one.unmatched))}" for hook, one in found.items() if one.unmatched]
     said = [f"{_MISSED}: {'; '.join(missed)}."] if missed else []
-    several = noticed("l2_targets", [one for hook in found.values() for one in hook.ambiguous])
+    several = ambiguity_notice("l2_targets", [one for hook in found.values() for one in hook.ambiguous])
     return " ".join([*said, *([several] if several else [])]) or None
 
 
-def _named(names: ModelNames, targets: Sequence[str], reading: Reading) -> Chosen:
+def _named(names: ModelNames, targets: Sequence[str], reading: FeatureReading) -> HookModules:
     modules, unmatched, ambiguous = names.targeted(targets)
-    return Chosen([_unwrapped(module, reading) for module in modules], unmatched=unmatched, ambiguous=ambiguous)
+    return HookModules([_unwrapped(module, reading) for module in modules], unmatched=unmatched, ambiguous=ambiguous)
 
 
-def _has_matrix(module: NamedModule, reading: Reading) -> bool:
-    """Whether it has a weight that may be a matrix: one that is cut over ranks shows what it is when it is gathered."""
+def _has_matrix(module: NamedModule, reading: FeatureReading) -> bool:
+    """Whether a module has a weight that may be a matrix. A sharded weight shows its shape only when it is gathered."""
     called = type(module.module).__name__, module.name.rpartition(".")[2]
     embeds = reading.embeds(module.module) or any("embedding" in one.lower() for one in called)
     return not embeds and reading.matrix_of(module.module) is not None
 
 
-def _unwrapped(module: NamedModule, reading: Reading) -> NamedModule:
+def _unwrapped(module: NamedModule, reading: FeatureReading) -> NamedModule:
     return NamedModule(module.chunk, module.name, reading.unwrapped(module.module), module.wanted)
 
 
-# --- What the hooks of a module have in common for all features: when a call counts, and its row.
-
-
-class Asked(Protocol):
-    """Whom watchers ask.
+class FeatureContext(Protocol):
+    """What watchers share: the ``FeatureCollector``.
 
     Attributes:
-        modules: Who knows which calls belong to training.
-        reading: What a framework brings to features.
+        modules: Tells which calls belong to training.
+        reading: The framework's computation of features.
     """
 
     modules: ModuleCollector
-    reading: Reading
+    reading: FeatureReading
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
-        """The series of a feature of a weight; None where another rank writes it."""
+        """The series of a feature of a weight; None if another rank writes it."""
 
     def does_not_fit(self, kind: str, name: str, reason: str) -> None:
-        """Say, with all others of the step, that there is no row of a module."""
+        """Report at the end of the step that a module has no row."""
 
 
 class FeatureWatcher(ABC):
-    """What all features have in common: calls that count are counted, once each.
+    """Base of all watchers: counts the training calls of a module, and records a row for each.
 
     Attributes:
-        called: Whether a call that counts was seen in the step in progress.
+        called: Whether the step in progress had a training call.
     """
 
     kind: str
 
-    def __init__(self, module: NamedModule, asked: Asked) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext) -> None:
         self.name = module.name
         self.called = False
         self._module, self._chunk = module.module, module.chunk
@@ -122,11 +119,11 @@ class FeatureWatcher(ABC):
         self._backend = asked.modules.backend
         self._recorder, self._clock = asked.modules.recorder, asked.modules.clock
         self._calls: Calls | None = None
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, RecordedSeries] = {}
 
     @abstractmethod
     def attach(self, hooks: HookSet) -> None:
-        """Register what reads the module."""
+        """Register the hooks on the module."""
 
     def forget_step(self) -> None:
         self._calls = None
@@ -150,11 +147,11 @@ class FeatureWatcher(ABC):
         return self._modules.failures.guarded(what, hidden, "The feature of this module is missing.", of=self.name)
 
     def _is_watched(self, module: Any) -> bool:
-        # A replica that shares our hooks runs on a thread of its own: its calls are not this module's.
+        # A replica of the module shares the hooks and runs on its own thread. Its calls do not count.
         return self._recorder.active and module is self._module
 
-    def _begin(self, module: Any) -> Place | None:
-        """The call that begins now; None if it is not of training, or repeats one that was recorded in forward."""
+    def _begin(self, module: Any) -> CallIndex | None:
+        """The call that begins now; None if it is not part of training, or is a recomputation."""
         if self._backend.repeating() or not self._modules.counts(self._chunk, module):
             return None
         if self._calls is None:
@@ -167,22 +164,19 @@ class FeatureWatcher(ABC):
         if watched is None:
             name = f"{self.name}.{SUFFIXES[self.kind]}" + (f"#{call}" if call else "")
             micro_steps = tuple(range(self._clock.micro_steps))
-            watched = self._watched[call] = Watched(Series(self.kind, self._chunk, name), micro_steps)
+            watched = self._watched[call] = RecordedSeries(Series(self.kind, self._chunk, name), micro_steps)
         self._recorder.record_numbers(watched, numbers, x, micro_step)
 
     def _misfit(self, reason: str) -> None:
         self._asked.does_not_fit(self.kind, self.name, reason)
 
 
-# --- ``attention_hook``.
-
-
 class AttentionWatcher(FeatureWatcher):
-    """``attention_hook``: Q and K are what the module is called with, or what its forward hands to torch."""
+    """``attention_hook``: reads Q and K from the module's arguments, or from the operators that its forward calls."""
 
     kind = "attention_hook"
 
-    def __init__(self, module: NamedModule, asked: Asked, order: str, heads: int, rows: int) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext, order: str, heads: int, rows: int) -> None:
         super().__init__(module, asked)
         self._order, self._heads, self._rows = order, heads, rows
         self._open: list[Search | None] = []
@@ -217,7 +211,7 @@ class AttentionWatcher(FeatureWatcher):
         else:
             seen = self._modules.failures.guarded("reading Q and K", self._seen, of=self.name)
             self._open[-1] = mode = self._searching(partial(seen, place), self._misfit)
-            mode.enter()  # and the hook behind forward leaves it
+            mode.enter()  # `_after` leaves it
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, then without a result."""
@@ -230,27 +224,25 @@ class AttentionWatcher(FeatureWatcher):
             if not found and result is not None:
                 self._misfit(reason)
 
-    def _seen(self, place: Place, scores: Any) -> None:
+    def _seen(self, place: CallIndex, scores: Any) -> None:
         with self._reading.beneath():
             found = self._reading.spread(scores, self._heads, self._rows)
         numbers = {COUNT: found.queries, SUM: found.entropy, SUMSQ: found.greatest}
         self._record(place.call, numbers, scores.query, place.micro_step)
 
 
-# --- ``moe_router_logit_hook``.
-
-
 class RouterLogitWatcher(FeatureWatcher):
-    """``moe_router_logit_hook``: the logits are what a linear layer returns. Of others they follow from input and weight,
-    which is read before the forward: it may be gathered for that alone.
+    """``moe_router_logit_hook``: a linear layer returns the logits. For other routers they are computed from input and weight.
+
+    The weight is read before the forward, since it may be gathered only for the forward.
     """
 
     kind = "moe_router_logit_hook"
 
-    def __init__(self, module: NamedModule, asked: Asked) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext) -> None:
         super().__init__(module, asked)
         self._returns_logits = asked.reading.is_linear(module.module)
-        self._open: list[tuple[Place, int | None, Routing | None] | None] = []
+        self._open: list[tuple[CallIndex, int | None, Routing | None] | None] = []
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a router", self._before)
@@ -274,7 +266,7 @@ class RouterLogitWatcher(FeatureWatcher):
             self._open[-1] = place, experts, self._formed(module, args, kwargs, weight)
 
     def _formed(self, module: Any, args: Any, kwargs: Any, weight: Any) -> Routing | None:
-        """From what the router is given."""
+        """The routing, computed from the tokens that the router receives; None if they or a whole weight are missing."""
         tokens, whole = self._reading.tokens_of(args, kwargs, weight.shape[1]), self._reading.whole_rows(weight)
         if tokens is None or whole is None or whole.shape != weight.shape or not prod(tokens.shape):
             return None
@@ -287,10 +279,10 @@ class RouterLogitWatcher(FeatureWatcher):
         if not self._open or module is not self._module:
             return
         call = self._open.pop()
-        if call is None or result is None:  # that is what there is when forward raised
+        if call is None or result is None:  # there is no result if forward raised
             return
         place, experts, formed = call
-        # What a router returns may be what it has made of its logits: those that follow from its weight are certain.
+        # A router may return values derived from its logits. Logits computed from its weight are certain.
         logits = self._logits(result, experts) if formed is None else None
         if logits is not None:
             with self._reading.beneath():
@@ -302,7 +294,7 @@ class RouterLogitWatcher(FeatureWatcher):
             self._record(place.call, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor, place.micro_step)
 
     def _logits(self, result: Any, experts: int | None) -> Any:
-        """A single tensor that has a number for each expert. Of several none can be told from what was made of it."""
+        """The logits: a single tensor with a number for each expert. Several tensors cannot be told apart."""
         if not self._reading.is_floating_point(result) or len(result.shape) < 2:
             return None
         if experts is None or experts < 2 or result.shape[-1] != experts:
@@ -310,24 +302,22 @@ class RouterLogitWatcher(FeatureWatcher):
         return self._reading.whole_rows(result)
 
 
-# --- ``linear_hook`` and ``moe_router_weight_hook``: features of a weight.
-
 MATRICES: Final = SMALLS
 
 
 class WeightWatcher(FeatureWatcher):
-    """The weight of a module, before its first forward in a step: whole then, where it is gathered for forward.
+    """Reads the weight of a module before its first forward in a step, when a sharded weight is gathered.
 
     Args:
-        named: Whether the user named the module; of others that turn out to have no matrix nothing is said.
+        named: Whether the user named the module. Only named modules are reported if they have no matrix.
     """
 
-    def __init__(self, module: NamedModule, asked: Asked, *, named: bool) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext, *, named: bool) -> None:
         super().__init__(module, asked)
         self._named = named
         between_forwards: Any = self._reading.matrix_of(module.module)
         self._parameter = NamedParameter(module.chunk, f"{module.name}.{SUFFIXES[self.kind]}", between_forwards)
-        self._of_seen: tuple[tuple[int, ...], Watched | None] | None = None
+        self._of_seen: tuple[tuple[int, ...], RecordedSeries | None] | None = None
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a weight", self._before)
@@ -347,12 +337,12 @@ class WeightWatcher(FeatureWatcher):
             if self._named:
                 self._misfit(str(misfit))
 
-    def _series_for(self, weight: Any, matrix: Any) -> Watched | None:
-        """Asked once: how a weight is laid out over the ranks stays."""
+    def _series_for(self, weight: Any, matrix: Any) -> RecordedSeries | None:
+        """The series of the weight, determined once per shape: the layout of a weight over the ranks does not change."""
         shape = tuple(matrix.shape)
         if self._of_seen is None or self._of_seen[0] != shape:
             series = self._asked.series(self.kind, self._parameter, weight)
-            self._of_seen = shape, None if series is None else Watched(series)
+            self._of_seen = shape, None if series is None else RecordedSeries(series)
         return self._of_seen[1]
 
     @abstractmethod
@@ -371,7 +361,7 @@ class LinearWatcher(WeightWatcher):
 
 
 class RouterWeightWatcher(WeightWatcher):
-    """``moe_router_weight_hook``: how alike the rows of the weight are, one for each expert."""
+    """``moe_router_weight_hook``: the similarity of the rows of the weight, one row for each expert."""
 
     kind = "moe_router_weight_hook"
 

@@ -155,7 +155,7 @@ def test_the_handle_that_users_get_is_of_mindspore(told: list[dict[str, Any]]) -
 
 
 def test_a_call_that_nobody_waits_for_is_counted_as_unread(told: list[dict[str, Any]]) -> None:
-    assert {one["handles"]["note"] for one in told} == {"the outputs of 1 calls have no rows: nob"}
+    assert {one["handles"]["note"] for one in told} == {"the outputs of 1 calls have no rows: the"}
 
 
 def test_with_one_code_line_configured_only_its_calls_are_recorded(told: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.pytorch.collectives.recording import Communication
-from monitor.recording.collectives import Call
+from monitor.recording.collectives import CollectiveCall
 
 
 class Readings:
@@ -37,8 +37,8 @@ def communication() -> Iterator[Communication]:
     listening.close()
 
 
-def call() -> Call:
-    made = Call.__new__(Call)
+def call() -> CollectiveCall:
+    made = CollectiveCall.__new__(CollectiveCall)
     made.step = 0
     return made
 

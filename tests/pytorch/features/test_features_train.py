@@ -322,7 +322,7 @@ def test_without_targets_there_is_nothing_and_that_is_said(
 ) -> None:
     model = nn.Linear(4, 4)
     assert rows(output, "linear_hook", model, lambda: model(seeded(2, 4)).sum().backward(), l2_targets=targets) == []
-    assert "l2_targets names no module" in warnings_in(caplog)[0]
+    assert "l2_targets is empty" in warnings_in(caplog)[0]
 
 
 def test_a_weight_that_is_not_finite_has_no_rank(output: Output) -> None:
@@ -378,7 +378,7 @@ def test_what_does_not_fit_is_named_in_one_warning(output: Output, caplog: pytes
             optimizer.step()
     (said,) = warnings_in(caplog)
     for part in (
-        "attention_hook: Q and K are of different lengths: 'cross'",
+        "attention_hook: Q and K have different lengths: 'cross'",
         "attention_hook: no Q and K were found: 'norm'",
         "linear_hook: it has no floating-point 2-D weight that this rank can read in forward: 'norm'",
         "linear_hook: it was not called, or is compiled: 'unused'",

@@ -1,4 +1,4 @@
-"""A rank that hangs, but for the last one, which fails; ``hanging.py all`` is one of which all hang, the scheduler too."""
+"""A rank that hangs, but for the last one, which fails; ``never_ends.py all`` is one of which all hang, the scheduler too."""
 
 from __future__ import annotations
 
