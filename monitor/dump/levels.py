@@ -1,4 +1,4 @@
-"""L0: what goes into each module and comes out of it, forwards and backwards."""
+"""What each level records: single values (debug), modules (L0) and calls of APIs (L1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from monitor.recording.protocols import HookSet
 
 
 def save(recorded: Recorded, value: Any, name: str, *, backward: bool) -> None:
-    """Save a value now, and its gradients when they come."""
+    """Save a value now, and its gradients when they arrive."""
     session, trees, graph = recorded.session, recorded.trees, recorded.backend.graph
     number = session.number(name)
     entry = f"{name}.{number}.debug"
@@ -41,11 +41,11 @@ def save(recorded: Recorded, value: Any, name: str, *, backward: bool) -> None:
     gradients.content = trees.slots(value, gradients.name, watch)
 
 
-# --- What a backward finds for the parameters of a module.
+# --- Gradients of the parameters of a module.
 
 
 class ParameterGradients:
-    """Those of one module, an entry for each backward that comes to it."""
+    """The parameter gradients of one module, with an entry for each backward."""
 
     def __init__(self, base: str, recorded: Recorded) -> None:
         self._base = f"{base}.parameters_grad"
@@ -56,7 +56,7 @@ class ParameterGradients:
         self._takes: dict[str, Callable[[Any], None]] = {}
 
     def watch(self, module: Any) -> None:
-        """To be called when the module is; hooks are placed once a step."""
+        """Place hooks on the parameters, once a step. Called when the module is called."""
         session = self._recorded.session
         if self._hooked is not None or not session.wants(self._name, "backward", "output"):
             return
@@ -86,10 +86,10 @@ class ParameterGradients:
 
 
 class Tokens:
-    """Which forwards of a model are recorded: those of a range of tokens, or all.
+    """Tells whether a forward of the model is recorded: forwards in a range of tokens, or all.
 
     Args:
-        wanted: The first and the last, counted from 1.
+        wanted: The first and the last token, counted from 1. None: all.
     """
 
     def __init__(self, wanted: tuple[int, int] | None) -> None:
@@ -98,7 +98,7 @@ class Tokens:
         self.open = wanted is None
 
     def begins(self, *_: Any) -> None:
-        """The model is called."""
+        """Count a forward that begins."""
         if self.wanted is not None:
             self._count += 1
             self.open = self.wanted[0] <= self._count <= self.wanted[1]
@@ -108,7 +108,7 @@ class Tokens:
 
 
 class OpenCalls(threading.local):
-    """Calls of a module that have not ended: each thread has its own."""
+    """Calls of a module that have not ended, for each thread."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -145,7 +145,7 @@ class ModuleWatcher:
             self._gradients.watch(module)
 
     def after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
-        """Also called, where the framework can, when forward raised."""
+        """Also called when forward raised, if the framework supports that."""
         if not self._open.calls or not self._session.here or self._backend.traced():
             return
         call = self._open.calls.pop()
@@ -154,7 +154,7 @@ class ModuleWatcher:
             call.end(result, self._backend.parameters_of(module))
 
     def _raised(self, call: Call) -> None:
-        """It had raised, some time ago: its parameters may be others by now, and are not read."""
+        """The call raised some time ago. Its parameters may have changed since and are not read."""
         self._open.calls.remove(call)
         if self._session.here:
             with self._session.at_work():
@@ -162,11 +162,11 @@ class ModuleWatcher:
 
 
 class ModuleDump:
-    """All modules below the models that were passed.
+    """Records all modules below the models that were passed.
 
     Args:
         prefix: ``Module`` or ``Cell``.
-        gradients: Of the step's modules, by their names: segments of a step share them.
+        gradients: The parameter gradients of the step's modules, by name. Segments of a step share them.
     """
 
     def __init__(self, recorded: Recorded, tokens: Tokens, prefix: str, gradients: dict[str, ParameterGradients]) -> None:
@@ -177,10 +177,10 @@ class ModuleDump:
         self._hooks = HookSet()
 
     def watch(self, models: Sequence[Any], *, numbered: bool) -> None:
-        """Hook every module but the models themselves.
+        """Hook every module except the models themselves.
 
         Args:
-            numbered: Whether names have the model's place among the models.
+            numbered: Whether names contain the model's index.
         """
         found = False
         for index, model in enumerate(models):
@@ -189,7 +189,7 @@ class ModuleDump:
                 self._watch_module(f"{prefix}.{name}.{type(module).__name__}", module)
                 found = True
         if not found:
-            said = "no module has been found below the model, which is itself not dumped: pass what contains it"
+            said = "no module was found below the model, and the model itself is not dumped: pass a module that contains it"
             self._recorded.failures.warn("no modules", f"{said}.")
 
     def remove(self) -> None:
@@ -205,20 +205,20 @@ class ModuleDump:
         self._hooks.add(backend.after_forward(module, after, always=True))
 
 
-# --- L1: what goes into each API of the framework and comes out of it, and the list of those that are recorded.
+# --- L1: the inputs and outputs of APIs, and the list of APIs that are recorded.
 
 WRITING: Final = ("Distributed", "MintDistributed")
-"""Prefixes of functions that write into what they are given, and return nothing once they have waited for it."""
+"""Prefixes of functions that write into their arguments, and return nothing once they have waited."""
 
 ApiList = Mapping[str, Sequence[str]]
-"""Names of APIs, by the prefix that says where they are."""
+"""Names of APIs, by the prefix that says where they are found."""
 
 
 def api_list(path: str | os.PathLike[str], prefixes: Sequence[str]) -> ApiList:
-    """A list of APIs: an object with a list of names for each prefix; comments are welcome.
+    """Read a list of APIs: an object with a list of names for each prefix. It may have comments.
 
     Raises:
-        ConfigError: It cannot be read, or has something else in it.
+        ConfigError: The file cannot be read, or holds something else.
     """
     name = os.path.expanduser(os.fsdecode(path))
     try:
@@ -230,21 +230,21 @@ def api_list(path: str | os.PathLike[str], prefixes: Sequence[str]) -> ApiList:
     if unknown := sorted(set(listed) - set(prefixes)):
         raise ConfigError(f"{name}: {shown(unknown[0])} is not known: expected {', '.join(prefixes)}")
     if odd := [one for names in listed.values() for one in names if not isinstance(one, str)]:
-        raise ConfigError(f"{name}: {shown(odd[0])} is no name of an API")
+        raise ConfigError(f"{name}: {shown(odd[0])} is not allowed: expected the name of an API")
     return listed
 
 
 def packaged_list(module_file: str) -> Path:
-    """The list that stands beside a module."""
+    """The list beside a module's file."""
     return Path(module_file).with_name("apis.json")
 
 
 class Calling(threading.local):
-    """What a thread is at.
+    """The state of a thread in calls of APIs.
 
     Attributes:
-        busy: Calls of APIs have no entry now.
-        written: What the collective that is called may have written into.
+        busy: Calls of APIs get no entry at the moment.
+        written: The tensors into which the current collective may write.
     """
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class Calling(threading.local):
 
 
 class ApiDump:
-    """Makes entries of calls of APIs. One that is called by another has none: it is how the other works."""
+    """Creates entries of calls of APIs. A call inside another API call gets none: it belongs to that call's implementation."""
 
     def __init__(self, recorded: Recorded, tokens: Tokens) -> None:
         self._recorded, self._session = recorded, recorded.session
@@ -267,7 +267,7 @@ class ApiDump:
         """A call is about to happen."""
         if self._calling.busy or OURS.depth or self._session.reading or not self._tokens.open or not self._session.here:
             return None
-        self._calling.busy = True  # until it has ended: reading a tensor may call APIs, too
+        self._calling.busy = True  # until the call has ended: reading a tensor may call APIs too
         call = None
         try:
             call = self._begin(f"{prefix}.{name}", args, kwargs)
@@ -302,5 +302,5 @@ class ApiDump:
 
 
 def _written(args: Sequence[Any], kwargs: Mapping[str, Any], tensor: type) -> tuple[Any, ...]:
-    """What a collective may have written into."""
+    """The arguments into which a collective may have written."""
     return tuple(one for one in (*args, *kwargs.values()) if isinstance(one, (tensor, list)))

@@ -1,6 +1,6 @@
-"""The thread that turns what was caught into records and files, behind a queue that holds so many bytes and no more.
+"""The writer thread, which turns entries into records and tensor files, and the format of these files.
 
-A dump drops nothing: when the queue is full the training thread waits.
+Its queue is bounded in bytes. A dump drops nothing: when the queue is full, the training thread waits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from monitor.dump.files import Records
 from monitor.dump.values import Leaf, checksum, derive_all, leaves
 from monitor.failures import EarlierFailure, Failures
 
-# --- Tensors in files of numpy, those of types that numpy lacks included.
+# --- Tensors in files of numpy, including types that numpy lacks.
 #
-# Such a tensor is stored as the integers that its bits spell, in a structured dtype of one field that has the name of
-# the type: ``[('bfloat16', '<u2')]``. Any numpy reads that, and ``load_tensor`` knows what the bits mean.
+# Such a tensor is stored as integers with the same bits, in a structured dtype of one field that has the name of the
+# type: ``[('bfloat16', '<u2')]``. Any numpy can read the file, and ``load_tensor`` knows the meaning of the bits.
 
 Array = NDArray[Any]
 
@@ -36,8 +36,8 @@ class Format(NamedTuple):
     """A floating-point type of eight bits or fewer: a sign, an exponent, a mantissa.
 
     Attributes:
-        exponent: Its bits; likewise of ``mantissa``.
-        special: What stands for no finite number: ``ieee`` (the greatest exponent: Inf and NaN), ``fn`` (all ones: NaN),
+        exponent: The number of its bits; likewise ``mantissa``.
+        special: The encoding of non-finite numbers: ``ieee`` (the greatest exponent: Inf and NaN), ``fn`` (all ones: NaN),
             ``fnuz`` (minus zero: NaN).
     """
 
@@ -56,13 +56,13 @@ FORMATS: Final = {
 
 
 def save_tensor(path: Path, array: Array, dtype: str | None = None) -> None:
-    """Write a file that is seen complete or not at all.
+    """Write a file atomically.
 
     Args:
-        dtype: The name of a type that numpy lacks; ``array`` then holds unsigned integers, the bits of its elements.
+        dtype: The name of a type that numpy lacks; ``array`` then holds the bits of its elements as unsigned integers.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     if dtype is not None:
         array = np.ascontiguousarray(array).view([(dtype, array.dtype.newbyteorder("<"))]).reshape(array.shape)
@@ -72,26 +72,26 @@ def save_tensor(path: Path, array: Array, dtype: str | None = None) -> None:
 
 
 def load_tensor(path: str | os.PathLike[str]) -> Array:
-    """What a dump has stored of a tensor: the array itself, or, of a type that numpy lacks, the same numbers in a wider one.
+    """Read a tensor that a dump has stored. A type that numpy lacks becomes a wider type with the same numbers.
 
-    bfloat16 and the types of eight bits become float32, complex32 becomes complex64; not one of their numbers changes.
+    bfloat16 and the types of eight bits become float32, complex32 becomes complex64. No number changes.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no file of numpy's, or of a type that nobody here knows.
+        OSError: The file cannot be read.
+        ValueError: The file is not numpy's, or its type is unknown.
     """
     stored: Array = np.load(path, allow_pickle=False)
     if stored.dtype.names is None:
         return stored
     dtype = stored.dtype.names[0]
     if dtype not in (*_WIDENED, *FORMATS):
-        raise ValueError(f"{os.fspath(path)} holds elements of type {dtype}, which is not known")
+        raise ValueError(f"{os.fspath(path)} holds elements of the unknown type {dtype}")
     bits = stored[dtype]
     return _table(dtype)[bits] if dtype in FORMATS else _WIDENED[dtype](bits)
 
 
 def bits_of(path: str | os.PathLike[str]) -> tuple[Array, str | None]:
-    """What stands in a file as it stands there: an array, and the name of its type where numpy lacks that."""
+    """The stored array without conversion, and the name of its type if numpy lacks it."""
     stored: Array = np.load(path, allow_pickle=False)
     return (stored, None) if stored.dtype.names is None else (stored[stored.dtype.names[0]], stored.dtype.names[0])
 
@@ -106,7 +106,7 @@ def _from_complex32(bits: Array) -> Array:
 
 
 def _from_powers(bits: Array) -> Array:
-    """The type of scales: an exponent and nothing else."""
+    """The type of scales, which has an exponent and nothing else."""
     numbers = np.ldexp(1.0, bits.astype(np.int32) - 127)
     return np.where(bits == 0xFF, np.nan, numbers).astype(np.float32)
 
@@ -120,7 +120,7 @@ _WIDENED: Final[dict[str, Callable[[Array], Array]]] = {
 
 @cache
 def _table(dtype: str) -> Array:
-    """Every number of the type, by its bits, in float32."""
+    """All numbers of the type in float32, indexed by their bits."""
     return np.array([_number(bits, FORMATS[dtype]) for bits in range(256)], dtype=np.float32)
 
 
@@ -139,27 +139,27 @@ def _number(bits: int, of: Format) -> float:
 MOST_BYTES: Final = 1 << 29
 MOST_ENTRIES: Final = 4096
 BATCH: Final = 256
-"""Entries that are worth waking for: their statistics are derived together, as columns."""
+"""Entries that wake the thread. Their statistics are computed together, as columns."""
 
 GATHERED_SECONDS: Final = 0.2
-"""What fewer wait for at most. Whatever this thread does in Python holds up the other: so it is done seldom, and at once."""
+"""A smaller batch waits this long at most. The thread's Python work blocks the training thread, so it works in batches."""
 
 IDLE_SECONDS: Final = 2.0
-"""The thread ends when nothing has come for so long."""
+"""The thread ends when no entry has arrived for this long."""
 
-ADVICE: Final = "What was to be written is missing from the dump."
+ADVICE: Final = "The affected entries are missing from the dump."
 
 DATA: Final = "dump_tensor_data"
 
 
 @dataclass(slots=True)
 class Entry:
-    """One record to be.
+    """An entry that is to be written.
 
     Attributes:
-        records: Where it goes.
-        directory: Of the rank's step.
-        content: What the record holds; its ``content`` is a tree with leaves.
+        records: The records to which it is appended.
+        directory: The directory of the rank's step.
+        content: The record; its ``content`` is a tree with leaves.
     """
 
     records: Records
@@ -178,7 +178,7 @@ class _Running:
     """A thread that writes.
 
     Attributes:
-        closing: It is to end when nothing is left.
+        closing: The thread ends when nothing is left.
     """
 
     thread: threading.Thread | None = None
@@ -186,7 +186,7 @@ class _Running:
 
 
 class Writer:
-    """One thread, which runs while there is something to write: a debugger that nobody needs any more leaves none behind."""
+    """Runs one thread while there is something to write, so that an unused debugger leaves no thread behind."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
@@ -202,12 +202,12 @@ class Writer:
         self._running: _Running | None = None
 
     def _begin_in_a_fork(self) -> None:
-        """A process that was forked has no such thread, and perhaps a lock that nobody opens; the entries are the parent's."""
+        """In a forked process: start anew. It has no thread, locks may be held, and the entries are the parent's."""
         if self._pid != os.getpid():
             self._begin()
 
     def put(self, entry: Entry) -> None:
-        """Hand an entry over. Waits while there is no room: for one that is larger than all room, until it is alone."""
+        """Queue an entry. Waits while the queue is full; an entry larger than the limit waits until the queue is empty."""
         self._begin_in_a_fork()
         with self._changed:
             self._start()
@@ -220,7 +220,7 @@ class Writer:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until everything that was handed over is in its file. Whatever comes after begins another thread."""
+        """Wait until all queued entries are in their files. Later entries start another thread."""
         self._begin_in_a_fork()
         with self._changed:
             self._hurry = True
@@ -231,7 +231,7 @@ class Writer:
         self.close()
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write the queued entries, and end the thread."""
         self._begin_in_a_fork()
         with self._changed:
             running, self._running = self._running, None
@@ -270,7 +270,7 @@ class Writer:
                 if self._queue:
                     break
                 if idle * GATHERED_SECONDS >= IDLE_SECONDS:
-                    self._running = None  # before the lock is let go of, so that the next entry begins another
+                    self._running = None  # before the lock is released, so that the next entry starts another thread
                     break
             return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH))]
 
@@ -291,7 +291,7 @@ class Writer:
         entry.records.append(json.dumps(entry.content, default=_told))
 
     def _keep(self, leaf: Leaf, directory: Path) -> None:
-        """Store a tensor's elements, or their checksum. Without them it has no file."""
+        """Store a tensor's elements, or compute their checksum if they have no file."""
         assert leaf.copy is not None
         file, leaf.file = leaf.file, None
         copy, leaf.copy = leaf.copy, None

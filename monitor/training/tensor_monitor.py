@@ -1,4 +1,4 @@
-"""The tensor monitor whose rows norms are read from: the user's own, or one that is made for training metrics."""
+"""Connects training metrics to the tensor monitor whose rows hold their norms: the user's own, or a new one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FIELDS: Final = ("wg_distribution", "mv_distribution", "param_distribution")
 
 
 class NormRecording:
-    """Records what norms need, and tells which step of the recording belongs to a step of training.
+    """Records what the norms need, and tells which recorded step belongs to a training step.
 
     Args:
-        monitor: The user's own, which is left as it is; None to have one made.
-        micro_steps: Of a step.
+        monitor: The user's monitor, which is not changed; None to create one.
+        micro_steps: Micro-batches a step.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class NormRecording:
         writing: Writing,
         world_size: int,
     ) -> None:
-        """Have norms handed over to ``writing`` from now on.
+        """Send norms to ``writing`` from now on.
 
         Args:
-            begun: How many steps there have been.
-            make: Makes a monitor that records what a configuration says.
+            begun: The number of steps that have begun before.
+            make: Creates a monitor from a configuration.
         """
         wanted = recorded(self._config, grad_norm_is_told=self._whose.grad_norm_is_told)
         if self._monitor is None:
@@ -81,15 +81,15 @@ class NormRecording:
             LOGGER.info(NOT_RECORDED)
 
     def _say_what_is_missing(self, wanted: MonitorConfig, there: MonitorConfig) -> None:
-        """Of a monitor that records what its own configuration asks for."""
+        """Warn of fields that the user's monitor does not record and the norms need."""
         if missing := [field for field in FIELDS if getattr(wanted, field) and not getattr(there, field)]:
             self._failures.warn("not recorded", f"{NOT_SET} {', '.join(missing)}.")
 
     def realign(self, ended: int) -> None:
-        """A step in which the optimizer was left out is one of training, too: the recording is to go on with the next.
+        """Advance the recording by a step in which the optimizer was not called, so that both keep counting alike.
 
         Args:
-            ended: How many steps of training have.
+            ended: The number of training steps that have ended.
         """
         if self._monitor is None or not self._is_ours:
             return
@@ -98,7 +98,7 @@ class NormRecording:
                 self._monitor.batch_ended()
 
     def measured(self) -> int | None:
-        """The step that was recorded since this was last asked; None if none was."""
+        """The step that was recorded since the last call; None if no step was recorded."""
         last = None if self._monitor is None else self._monitor.last_collected
         if last == self._measured:
             return None
@@ -107,11 +107,11 @@ class NormRecording:
 
     @property
     def local_gradients_note(self) -> str | None:
-        """Why local gradients are not those of all micro-batches of a step; None where they are."""
+        """Why the recorded local gradients do not cover all micro-batches of a step; None if they do."""
         return None if self._monitor is None else self._monitor.local_gradients_note
 
     def close(self) -> None:
-        """End what is ours. Of another's monitor, norms of the last steps are still on their way."""
+        """Close the monitor that was created here; flush the user's, whose last norms may still be on their way."""
         if self._monitor is None:
             return
         if self._is_ours:
@@ -121,6 +121,6 @@ class NormRecording:
 
 
 def _of_all(monitor: weakref.ref[TrainerMon]) -> bool:
-    """Whether every parameter that is trained is stepped by an optimizer that was passed, as far as a step has shown."""
+    """Whether the passed optimizers step every trained parameter, as far as the steps so far have shown."""
     alive = monitor()
     return alive is None or alive.knows_every_optimizer

@@ -294,7 +294,7 @@ class TestLog:
         assert record.levelno == logging.WARNING
         assert record.getMessage() == (
             "[rank 0] step 4: loss nan, grad-norm 1; 0.5 s since the last step; loss is nan, since step 3; "
-            "not finite are the gradients of b"
+            "these gradients are not finite: b"
         )
 
     def test_since_when_is_not_forgotten_in_steps_that_do_not_show_it(self) -> None:
