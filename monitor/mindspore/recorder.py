@@ -1,7 +1,7 @@
-"""From a tensor of MindSpore to its row.
+"""Writes a tensor of MindSpore into its row.
 
-On a CPU pages are in host memory, which tensors share with numpy: reading one waits for the operation that makes it, as the
-next use of its values would. On a device nothing waits: a page there keeps what the kernel made of each tensor.
+On a CPU, pages are in host memory, which tensors share with numpy. Reading a tensor waits for the operation that computes it,
+as its next use would. On a device nothing waits: a page there stores the kernel's results.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ DEVICE: Final = "device"
 
 
 class Recorder(recorder.Recorder):
-    """The one path that every hook on tensors of MindSpore takes.
+    """The path of every recorded tensor of MindSpore to its row.
 
-    No tensor is taken for an alias of another: nothing tells whether it was changed in place since it was read.
+    A tensor is never treated as an alias of another, since in-place changes between two readings cannot be detected.
     """
 
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
         super().__init__(series, eps, magnitudes=magnitudes)
-        # Asking a tensor where it is would wait for MindSpore to have made it.
+        # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
         self._take_eps(eps)
 
@@ -50,13 +50,13 @@ class Recorder(recorder.Recorder):
         return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
 
     def _forget_step(self) -> None:
-        """Nothing is remembered of a step."""
+        """Nothing to do: no state of a step is kept."""
 
     def record(self, watched: Watched, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         del aliases
         if not has_data(x):
             return
-        elements = on_host(x) if self.device == HOST else None  # which waits, and is not to do so with the lock
+        elements = on_host(x) if self.device == HOST else None  # waits, which must happen without the lock
         with self.lock:
             slot, offset = self._slot(watched, self.device, micro_step)
             if self._magnitudes and elements is not None and (counts := count_magnitudes(x)) is not None:
@@ -65,7 +65,7 @@ class Recorder(recorder.Recorder):
                 self.table.note(slot.row + offset, self.layout(x))
 
     def _reduce(self, x: Any, elements: Raw | None, page: Page, local_row: int) -> bool:
-        """As ``reduce``, of a tensor whose elements are known if they are on the host."""
+        """``reduce``, with the elements of a tensor on the host, if they were read."""
         if elements is None or not isinstance(page.memory, HostPage):
             return self.reduce(x, page, local_row)
         return self.host.reduce_array(elements, page.memory.numbers, local_row)
@@ -96,7 +96,7 @@ class Recorder(recorder.Recorder):
             return self.host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, DevicePage)
         assert self._there is not None
-        # Beneath, float64 would become float32.
+        # ``beneath`` would convert float64 to float32.
         with computing() if x.dtype == ms.float64 else beneath():
             rows = self._there.reduce(x)
         if rows is not None:
@@ -112,7 +112,7 @@ def _settled(number: Any) -> float:
 
 
 def _write_numbers(page: PageMemory, row: int, numbers: Mapping[int, Any]) -> None:
-    """Write a row, 0 in the columns that are not among ``numbers``. Does not wait for tensors on a device."""
+    """Write a row, with 0 in columns that ``numbers`` lacks. Does not wait for tensors on a device."""
     fixed = {column: one for column, one in numbers.items() if not isinstance(one, Tensor)}
     read = partial(_row, {WRITES: 1.0, **fixed}, [column for column in numbers if column not in fixed])
     if isinstance(page, HostPage):
@@ -132,7 +132,7 @@ def _row(fixed: Mapping[int, float], columns: Sequence[int], numbers: Raw) -> Fl
 
 
 def _write_histogram(page: PageMemory, row: int, counts: Raw | Tensor) -> None:
-    """Write the bins of a row, 0 in those beyond ``counts``."""
+    """Write the bins of a row, with 0 in bins beyond ``counts``."""
     if isinstance(page, HostPage):
         page.numbers[row] = 0.0
         page.numbers[row, : len(counts)] = counts

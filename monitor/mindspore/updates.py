@@ -1,4 +1,4 @@
-"""Which collectors of updates a configuration asks for."""
+"""Collectors of weight updates for MindSpore."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from monitor.stats.mindspore.tensors import has_data
 from monitor.stats.mindspore.updates import Kept, Signed, adam_vectors, agreement, kept, squares_of_update
 from monitor.stats.partials import COUNT, SUM
 
-# --- ``ur_distribution``: what Adam makes of its moments, as histograms.
+# --- ``ur_distribution``: Adam's updates and moment ratios, as histograms.
 #
-# The update as the optimizer applies it, before the learning rate, and the ratio of the moments, corrected for their
-# bias where the optimizer corrects it. See ``monitor.mindspore.frameworks`` for what each of MindSpore's Adams does.
+# The update is taken as the optimizer applies it, before the learning rate. The ratio is that of the moments, with bias
+# correction if the optimizer applies it. See ``monitor.mindspore.frameworks`` for the rules of MindSpore's Adams.
 
 
 class AdamCollector(UpdateCollector):
@@ -39,8 +39,8 @@ class AdamCollector(UpdateCollector):
     def after_step(self, stepping: Stepping) -> None:
         if not self._framework.is_adam(stepping.optimizer):
             name = type(stepping.optimizer).__name__
-            said = f"ur_distribution records what Adam makes of its moments, and {name} is no Adam"
-            self._failures.warn("ur_distribution", f"{said} that is known here: no rows.")
+            said = f"ur_distribution records the updates of Adam, and {name} is no known Adam"
+            self._failures.warn("ur_distribution", f"{said}: there are no rows.")
             return
         counted: dict[NamedParameter, Computed] = {}
 
@@ -72,13 +72,14 @@ def _computed(vector: Signed, moments: Moments) -> Computed:
     return Computed(vector.numbers(), moments.mean, vector.histogram())
 
 
-# --- ``mg_direction``: how much of a gradient points where the momentum does.
+# --- ``mg_direction``: the fraction of gradient elements whose sign equals the momentum's.
 
 
 class DirectionCollector(UpdateCollector):
     """Compares the gradient that the optimizer is given with the momentum before the step.
 
-    In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
+    The first step of an optimizer has no momentum before it. Afterwards the momentum is a multiple of the gradient, so they
+    agree.
     """
 
     def __init__(self, watched: WatchedParameters) -> None:
@@ -107,11 +108,11 @@ class DirectionCollector(UpdateCollector):
         return Computed({COUNT: float(gradient.size), SUM: agreeing}, gradient)
 
 
-# --- ``update_ratio`` of weights of MindSpore.
+# --- ``update_ratio`` of weights.
 
 
 class RatioCollector(updates.RatioCollector):
-    """On the host the copy is an array, on a device a tensor."""
+    """Copies a weight as an array on the host, and as a tensor on a device."""
 
     def _usable(self, weight: Tensor) -> Tensor | None:
         return weight if is_floating_point(weight) and has_data(weight) and weight.size else None

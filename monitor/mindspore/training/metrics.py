@@ -1,4 +1,4 @@
-"""``TrainingMetrics``: what users of MindSpore make in their loop."""
+"""``TrainingMetrics`` for MindSpore."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_the_momentum_of_an_optimizer_that_has_one_may_have_the_names_that_squar
 def test_what_may_be_another_moment_is_none_and_the_manifest_says_so(keep: Keep) -> None:
     framework, parameters = watched(keep)
     assert [names_of(framework, one) for one in parameters] == [{}] * 4
-    assert framework.notes()["exp_avg"].startswith("missing: it is not certain which moment the optimizer keeps in '")
+    assert framework.notes()["exp_avg"].startswith("missing: it is unclear which moment the optimizer keeps in '")
 
 
 def some_backwards(optimizer: nn.Cell) -> None:
@@ -141,7 +141,7 @@ def test_a_list_of_parameters_serves_as_a_tuple_does() -> None:
 def test_state_that_is_not_the_parameter_s_has_no_row_and_the_manifest_says_so(keep: Keep, missing: list[int]) -> None:
     framework, parameters = watched(keep)
     assert [place for place, one in enumerate(parameters) if not names_of(framework, one)] == missing
-    assert framework.notes()["exp_avg"].startswith("missing where the optimizer's state is not of the parameter's shape")
+    assert framework.notes()["exp_avg"].startswith("missing where the optimizer's state does not have the parameter's shape")
 
 
 def test_state_of_the_user_s_own_is_no_moment_before_the_first_step_unless_it_was_loaded() -> None:
