@@ -12,17 +12,17 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from monitor.dump.values import Leaf
+from monitor.dump.values import TensorLeaf
 from monitor.failures import Failures
 from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable
 from monitor.recording.tensor_paths import Leaves
 
 
-class Reader(Protocol):
+class TensorReader(Protocol):
     """Reads tensors on the thread that computes them; the writer does the rest."""
 
-    def leaf(self, x: Any, file: str | None) -> Leaf:
+    def leaf(self, x: Any, file: str | None) -> TensorLeaf:
         """Read the current state of ``x``.
 
         Args:
@@ -46,7 +46,7 @@ class ApiListener(Protocol):
         """Warn the user, once for each cause."""
 
 
-class Interception(Protocol):
+class ApiInterception(Protocol):
     """Intercepts calls of APIs."""
 
     def install(self) -> None: ...
@@ -77,9 +77,9 @@ class DumpBackend(Protocol):
     def computing(self) -> AbstractContextManager[object]:
         """A context whose operations no graph records."""
 
-    def new_reader(self, *, checksums: bool) -> Reader: ...
+    def new_reader(self, *, checksums: bool) -> TensorReader: ...
 
-    def new_interception(self, listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> Interception:
+    def new_interception(self, listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> ApiInterception:
         """Intercept calls of the APIs in the list, and of primitives that modules have.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from monitor.dump.backend import DumpBackend
 from monitor.dump.session import Backward, CallName, Session
-from monitor.dump.values import Slot, Trees, results
+from monitor.dump.values import GradientSlot, Trees, results
 from monitor.failures import Failures
 from monitor.recording.backend import Target
 from monitor.recording.following import follow_inputs, follow_result, joint_name, on_several_threads
@@ -23,7 +23,7 @@ ADVICE = "Its entry is missing from the dump."
 Parameters = Iterable[tuple[str, Any]]
 
 
-class Recorded:
+class CallRecorder:
     """Creates the records of calls of a session.
 
     Args:
@@ -45,21 +45,21 @@ class Recorded:
         if self.session.open_modules and (calling := self.backend.being_called()) is not None:
             self.session.keep_open(calling[: len(calling) - but])
 
-    def opened(self, name: CallName) -> Call:
+    def opened(self, name: CallName) -> RecordedCall:
         """A new record of the call ``name``. ``begin`` has to follow."""
-        return Call(name, self)
+        return RecordedCall(name, self)
 
 
-class Call:
+class RecordedCall:
     """A call between its beginning and its end."""
 
-    def __init__(self, name: CallName, recorded: Recorded) -> None:
+    def __init__(self, name: CallName, recorded: CallRecorder) -> None:
         self.name = name
         self._recorded, self._session, self._graph = recorded, recorded.session, recorded.backend.graph
         self._trees = recorded.trees
         self._content: dict[str, Any] | None = None
         self._backward: Backward | None = None
-        self._inputs: dict[Target, list[Slot]] = {}
+        self._inputs: dict[Target, list[GradientSlot]] = {}
         self._start = 0
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Call:
             end -= 1
         return slots[:end]
 
-    def _note(self, x: Any, slot: Slot) -> bool:
+    def _note(self, x: Any, slot: GradientSlot) -> bool:
         if not self._graph.requires_grad(x):
             return False
         self._inputs.setdefault(self._graph.gradient_target(x), []).append(slot)
@@ -124,15 +124,15 @@ class Call:
         several = [(target, slots) for target, slots in self._inputs.items() if len(slots) > 1]
         if several:
             taken = [slot.name for slots in self._inputs.values() for slot in slots]
-            joint = [Slot(joint_name([slot.name for slot in slots], prefix, taken)) for _, slots in several]
+            joint = [GradientSlot(joint_name([slot.name for slot in slots], prefix, taken)) for _, slots in several]
             backward.content["output_shared"] = {slot.name.removeprefix(prefix): slot for slot in joint}
             self._inputs |= {target: [slot] for (target, _), slot in zip(several, joint, strict=True)}
 
     def _watch(self, backward: Backward, outputs: Sequence[Any]) -> None:
         """Observe the gradients of the outputs and of the inputs."""
-        given: list[tuple[Any, Slot]] = []
+        given: list[tuple[Any, GradientSlot]] = []
 
-        def note(x: Any, slot: Slot) -> bool:
+        def note(x: Any, slot: GradientSlot) -> bool:
             if self._graph.requires_grad(x):
                 given.append((x, slot))
             return bool(given) and given[-1][1] is slot
@@ -170,7 +170,7 @@ class Call:
         for handle in handles:
             self._session.until_end.add(handle)
 
-    def _taking(self, backward: Backward, slot: Slot) -> Callable[[Any], None]:
+    def _taking(self, backward: Backward, slot: GradientSlot) -> Callable[[Any], None]:
         take = self._session.expect(backward, slot)
         guarded: Callable[[Any], None] = self._recorded.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
         return guarded
@@ -189,7 +189,7 @@ class HasLatest(Protocol):
         """The latest object. Raises ``RuntimeError``, with the name of the calling method, if there is none."""
 
 
-class OnClassToo(Generic[P, R]):
+class ClassOrInstanceMethod(Generic[P, R]):
     """A method that, called on the class, applies to its latest object.
 
     >>> PrecisionDebugger("config.json")                # doctest: +SKIP

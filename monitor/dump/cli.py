@@ -11,12 +11,12 @@ from rich.console import Console
 
 from monitor.cli import DirectoryOption, Version, command_app, one_directory
 from monitor.coordinator.output import remove_drafts
-from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_directory, is_written
+from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_being_written, is_directory
 from monitor.dump.writer import DATA
 from monitor.terminal import say
 
 
-class Recovered(NamedTuple):
+class RecoveryResult(NamedTuple):
     """The result for one rank's step.
 
     Attributes:
@@ -31,26 +31,26 @@ class Recovered(NamedTuple):
     damaged: int = 0
 
 
-def recover(directory: Path) -> Iterator[Recovered]:
+def recover(directory: Path) -> Iterator[RecoveryResult]:
     """Complete every unfinished step below ``directory``. Links are not followed."""
     for records in sorted(directory.rglob(FILE)):
-        yield _recovered(records)
+        yield _recover_one(records)
 
 
-def _recovered(records: Path) -> Recovered:
+def _recover_one(records: Path) -> RecoveryResult:
     directory = records.parent
     try:
-        if is_written(records):
-            return Recovered(directory, None, "a process is still writing to it")
+        if is_being_written(records):
+            return RecoveryResult(directory, None, "a process is still writing to it")
         for place in (directory, directory / DATA):
             if is_directory(place):
                 remove_drafts(place)
         entries, damaged = finish(directory, check=True)
-        return Recovered(directory, entries, damaged=damaged)
+        return RecoveryResult(directory, entries, damaged=damaged)
     except (OSError, OtherDumpError) as error:
-        return Recovered(directory, None, str(error))
+        return RecoveryResult(directory, None, str(error))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        return Recovered(directory, None, f"it holds content that no dump writes: {error!r}")
+        return RecoveryResult(directory, None, f"it holds content that no dump writes: {error!r}")
 
 
 # --- The command.

@@ -94,11 +94,11 @@ Names = list[Annotated[str, Field(min_length=1)]]
 DataModes = list[Literal["all", "forward", "backward", "input", "output"]]
 
 
-class _Strict(BaseModel):
+class _DumpSection(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Chosen(_Strict):
+class TaskSection(_DumpSection):
     """The part of a step that is recorded."""
 
     scope: Scope = []
@@ -109,14 +109,14 @@ class Chosen(_Strict):
     """``forward`` or ``backward``, ``input`` or ``output``. A pair of which neither is named is recorded completely."""
 
 
-class Statistics(Chosen):
+class StatisticsSection(TaskSection):
     """The section of the task ``statistics``."""
 
     summary_mode: Literal["statistics", "md5"] = "statistics"
     """``md5`` adds the CRC-32 of each tensor's bytes."""
 
 
-class DumpConfig(_Strict):
+class DumpConfig(_DumpSection):
     """The whole configuration."""
 
     task: Literal["statistics", "tensor"] = "statistics"
@@ -126,13 +126,13 @@ class DumpConfig(_Strict):
     step: Numbers = []
     """The steps to record; all if empty."""
     level: Level = "L1"
-    statistics: Statistics = Statistics()
-    tensor: Chosen = Chosen()
+    statistics: StatisticsSection = StatisticsSection()
+    tensor: TaskSection = TaskSection()
     api_list: Annotated[str, Field(min_length=1)] | None = None
     """A file with the APIs of L1. It replaces the list of this package."""
 
     @property
-    def chosen(self) -> Chosen:
+    def chosen(self) -> TaskSection:
         """The section of the configured task."""
         return self.tensor if self.task == "tensor" else self.statistics
 
@@ -209,10 +209,10 @@ Section = Literal["input", "output"]
 DIRECTIONS: Final = ("forward", "backward")
 
 
-class Selection:
+class CallSelection:
     """Decides what is recorded, from the section of a task."""
 
-    def __init__(self, chosen: Chosen) -> None:
+    def __init__(self, chosen: TaskSection) -> None:
         self._listed = [tuple(name.split(".")) for name in chosen.names]
         self._scope = [_of_call(name) for name in chosen.scope]
         modes = set(chosen.data_mode) - ({"all"} if len(chosen.data_mode) > 1 else set())

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from monitor.dump import levels
-from monitor.dump.backend import DumpBackend, DumpFailures, Interception
-from monitor.dump.calls import OnClassToo, Recorded
+from monitor.dump.backend import ApiInterception, DumpBackend, DumpFailures
+from monitor.dump.calls import CallRecorder, ClassOrInstanceMethod
 from monitor.dump.config import load
 from monitor.dump.levels import ApiDump, ModuleDump, ParameterGradients, Tokens
-from monitor.dump.session import TURN, Session
-from monitor.dump.writer import Writer
+from monitor.dump.session import EXCLUSIVE_INTERCEPTION, Session
+from monitor.dump.writer import DumpWriter
 from monitor.pipeline.process import PROCESS
 
 WITH_MODULES: Final = ("L0", "mix")
@@ -63,7 +63,7 @@ class PrecisionDebugger:
         self.config = load(config_path, arguments)
         self._directory = Path(self.config.dump_path).expanduser().absolute()
         self._failures = DumpFailures()
-        self._writer = Writer(self._failures)
+        self._writer = DumpWriter(self._failures)
         self._reader = self._backend.new_reader(checksums=self.config.checksums)
         self._custom: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._step = 0
@@ -72,10 +72,10 @@ class PrecisionDebugger:
         self._tokens = Tokens(None)
         self._token_range: tuple[int, int] | None = None
         self._modules: ModuleDump | None = None
-        self._apis: Interception | None = None
+        self._apis: ApiInterception | None = None
         self._roots: list[Any] = []
         self._rank_id: int | None = None
-        self._passed: Callable[[], Any] = _nothing
+        self._passed: Callable[[], Any] = _no_model
         self._at_exit()
         for kind in type(self).__mro__:
             if issubclass(kind, PrecisionDebugger) and kind is not PrecisionDebugger:  # the base class has no framework
@@ -100,7 +100,7 @@ class PrecisionDebugger:
 
     # the public methods
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def start(self, model: Any = None, token_range: Sequence[int] | None = None, rank_id: int | None = None) -> None:
         """Record from now on, if this step and this rank are chosen.
 
@@ -117,19 +117,19 @@ class PrecisionDebugger:
             RuntimeError: At L1 and mix, another debugger has started and not stopped yet.
         """
         models = self._checked(model, token_range, rank_id)
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         if self._modules is not None or self._apis is not None:
             self._warn_of_another(models)
             return
-        self._passed = _weakly(model)
+        self._passed = _weak_reference(model)
         if self.config.level == "debug" or not self._is_chosen():
             return
         if self.config.level in WITH_APIS:
-            TURN.refuse_another(self)
+            EXCLUSIVE_INTERCEPTION.refuse_another(self)
         session = self._opened()
         if session is None:
             return
-        recorded = Recorded(session, self._backend, self._failures)
+        recorded = CallRecorder(session, self._backend, self._failures)
         if self._tokens.wanted != self._token_range:
             self._tokens = Tokens(self._token_range)
         apis = self._interception(recorded, models) if self.config.level in WITH_APIS else None
@@ -138,26 +138,26 @@ class PrecisionDebugger:
             self._modules = ModuleDump(recorded, self._tokens, self._backend.module_prefix, self._gradients)
             self._modules.watch(models, numbered=isinstance(model, (list, tuple)))
         if apis is not None:
-            TURN.take(self)
+            EXCLUSIVE_INTERCEPTION.take(self)
             self._apis = apis
             apis.install()
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def stop(self) -> None:
         """Stop recording calls, remove hooks and patches, and write the files of everything recorded so far.
 
         Gradients of recorded calls are still taken until ``step``.
         """
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         self._detach()
         if self._session is not None:
             assemble = self._session.assemble
             self._failures.guarded("making the files of a dump", assemble, _recovery(self._session.directory))()
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def step(self) -> None:
         """End the step and complete its files."""
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         self._detach()
         session, self._session = self._session, None
         if session is not None:
@@ -166,7 +166,7 @@ class PrecisionDebugger:
         self._tokens, self._token_range = Tokens(None), None
         self._step += 1
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def save(self, variable: Any, name: str, save_backward: bool = True) -> None:
         """Save a value of the program, and its gradient, at level ``debug``.
 
@@ -185,12 +185,12 @@ class PrecisionDebugger:
                 "save", f"save() works only at level debug, and level is {self.config.level}: nothing was saved."
             )
             return
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         if self._is_chosen() and (session := self._opened()) is not None:
-            recorded = Recorded(session, self._backend, self._failures)
+            recorded = CallRecorder(session, self._backend, self._failures)
             self._failures.guarded("saving a value", levels.save, of=name)(recorded, variable, name, backward=save_backward)
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def set_init_step(self, step: int) -> None:
         """Set the number of the first step to ``step``.
 
@@ -201,7 +201,7 @@ class PrecisionDebugger:
             raise ValueError(f"step is {step!r}: expected a whole number from 0 on.")
         self._step = step
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def register_custom_api(self, module: Any, api: str, api_prefix: str | None = None) -> None:
         """Record calls of ``module.api`` too, at L1 and mix, under ``{api_prefix}.{api}``.
 
@@ -215,7 +215,7 @@ class PrecisionDebugger:
         if self._apis is not None:
             self._apis.register(module, api, prefix)
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def restore_custom_api(self, module: Any, api: str) -> None:
         """Stop recording an API, and restore it."""
         self._custom.pop((id(module), api), None)
@@ -237,7 +237,7 @@ class PrecisionDebugger:
             said = "start() was called again before stop(), with another model, which is not dumped"
             self._failures.warn("another model", f"{said}: call stop() first, or pass both as a list.")
 
-    def _leave_to_the_parent(self) -> None:
+    def _drop_inherited_session(self) -> None:
         """In a forked process: drop the session that the parent opened. A session of this process itself is kept."""
         if self._session is not None and self._session.pid != os.getpid():
             self._detach()
@@ -245,7 +245,7 @@ class PrecisionDebugger:
             self._session = None
             self._gradients.clear()
 
-    def _interception(self, recorded: Recorded, models: Sequence[Any]) -> Interception:
+    def _interception(self, recorded: CallRecorder, models: Sequence[Any]) -> ApiInterception:
         listener = ApiDump(recorded, self._tokens)
         apis = self._backend.new_interception(listener, self.config.api_list, primitives_of=models)
         for module, api, prefix in self._custom.values():
@@ -302,10 +302,10 @@ class PrecisionDebugger:
             if attached is not None:
                 self._failures.guarded("removing hooks and patches", attached.remove)()
         self._apis, self._modules = None, None
-        TURN.give_back(self)
+        EXCLUSIVE_INTERCEPTION.give_back(self)
         self._roots.clear()
         if self._session is not None:
-            settle = Recorded(self._session, self._backend, self._failures).settle
+            settle = CallRecorder(self._session, self._backend, self._failures).settle
             self._failures.guarded("closing calls that have raised", settle)()
             self._session.forget_open_modules()
 
@@ -320,7 +320,7 @@ class PrecisionDebugger:
 
     def close(self) -> None:
         """Complete the step in progress, and end the writer thread. At exit this happens automatically."""
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         if self._session is not None:
             self.step()
         self._writer.close()
@@ -330,14 +330,14 @@ def _recovery(directory: Path) -> str:
     return f"The records are kept in {directory}: free disk space there, and run trainermon dump-recover {directory}."
 
 
-def _nothing() -> None:
+def _no_model() -> None:
     """The reference if no model was passed."""
 
 
-def _weakly(model: Any) -> Callable[[], Any]:
+def _weak_reference(model: Any) -> Callable[[], Any]:
     """Weak references to the model, or to the models of a list or tuple."""
     if model is None:
-        return _nothing
+        return _no_model
     if not isinstance(model, (list, tuple)):
         return weakref.ref(model)
     known = [weakref.ref(one) for one in model]

@@ -99,7 +99,7 @@ class Records:
         self._file.close()
 
 
-def is_written(path: Path) -> bool:
+def is_being_written(path: Path) -> bool:
     """Whether a process still writes to the file. Raises ``OSError`` if it is no regular file or cannot be opened."""
     with opened(path) as file:
         try:
@@ -168,7 +168,7 @@ class OtherDumpError(Exception):
     """A directory holds entries that its records lack."""
 
 
-class Assembled(NamedTuple):
+class AssembledDump(NamedTuple):
     """The result of assembling a step's records.
 
     Attributes:
@@ -180,7 +180,7 @@ class Assembled(NamedTuple):
     damaged: int
 
 
-def assemble(directory: Path, *, check: bool = False) -> Assembled:
+def assemble(directory: Path, *, check: bool = False) -> AssembledDump:
     """Write the files of a rank's step. They replace those of an earlier segment of the step.
 
     Args:
@@ -207,11 +207,11 @@ def assemble(directory: Path, *, check: bool = False) -> Assembled:
     if check:
         _check_earlier(directory, files)
     for name, content in files.items():
-        write_whole(directory / name, _spelled(content).encode())
-    return Assembled(len(entries), damage.lines)
+        write_whole(directory / name, _json_text(content).encode())
+    return AssembledDump(len(entries), damage.lines)
 
 
-def finish(directory: Path, *, check: bool = False) -> Assembled:
+def finish(directory: Path, *, check: bool = False) -> AssembledDump:
     """``assemble``, then remove the records. They are kept if a part of them could not be read."""
     assembled = assemble(directory, check=check)
     if not assembled.damaged:
@@ -248,12 +248,12 @@ def _files(header: Mapping[str, Any], entries: Iterable[Record], frames: Mapping
     }
 
 
-def _spelled(content: Mapping[str, Any]) -> str:
+def _json_text(content: Mapping[str, Any]) -> str:
     """JSON with one line for each entry: indented, a step of a large model would have a million lines."""
     lines = []
     for key, value in content.items():
         below = isinstance(value, dict) and key == "data"
-        lines.append(f"{json.dumps(key)}: {_spelled(value) if below else json.dumps(value)}")
+        lines.append(f"{json.dumps(key)}: {_json_text(value) if below else json.dumps(value)}")
     return "{\n" + ",\n".join(lines) + "\n}" if lines else "{}"
 
 

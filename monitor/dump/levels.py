@@ -12,16 +12,16 @@ from typing import Any, Final
 from monitor.config.errors import shown
 from monitor.config.jsonc import JsonError, parse
 from monitor.config.loading import ConfigError, content_of
-from monitor.dump.calls import ADVICE, Call, Recorded
+from monitor.dump.calls import ADVICE, CallRecorder, RecordedCall
 from monitor.dump.session import Backward, CallName, OpenModule
-from monitor.dump.values import Slot
+from monitor.dump.values import GradientSlot
 from monitor.failures import OURS
 from monitor.recording.protocols import HookSet
 
 # --- The level ``debug``: single values of a program, saved by name.
 
 
-def save(recorded: Recorded, value: Any, name: str, *, backward: bool) -> None:
+def save(recorded: CallRecorder, value: Any, name: str, *, backward: bool) -> None:
     """Save a value now, and its gradients when they arrive."""
     session, trees, graph = recorded.session, recorded.trees, recorded.backend.graph
     number = session.number(name)
@@ -31,7 +31,7 @@ def save(recorded: Recorded, value: Any, name: str, *, backward: bool) -> None:
         return
     gradients = Backward(f"{name}_grad.{number}.debug", None, None)
 
-    def watch(x: Any, slot: Slot) -> bool:
+    def watch(x: Any, slot: GradientSlot) -> bool:
         if not graph.requires_grad(x):
             return False
         take = recorded.failures.guarded("reading gradients", session.expect(gradients, slot), ADVICE, of=gradients.name)
@@ -47,7 +47,7 @@ def save(recorded: Recorded, value: Any, name: str, *, backward: bool) -> None:
 class ParameterGradients:
     """The parameter gradients of one module, with an entry for each backward."""
 
-    def __init__(self, base: str, recorded: Recorded) -> None:
+    def __init__(self, base: str, recorded: CallRecorder) -> None:
         self._base = f"{base}.parameters_grad"
         self._name = CallName(base, 0, of_module=True)
         self._recorded = recorded
@@ -69,7 +69,7 @@ class ParameterGradients:
                 session.until_end.add(handle)
 
     def _take(self, name: str, gradient: Any) -> None:
-        if not self._recorded.session.here:
+        if not self._recorded.session.is_active:
             return
         if self._pass != (now := self._recorded.backend.backward_pass()):
             self._pass = now
@@ -80,7 +80,7 @@ class ParameterGradients:
         session = self._recorded.session
         entry = f"{self._base}.{session.number(self._base)}"
         backward = Backward(entry, None, None)
-        slots = {name: Slot(f"{entry}.{name}") for name in self._hooked or ()}
+        slots = {name: GradientSlot(f"{entry}.{name}") for name in self._hooked or ()}
         backward.content = {name: [slot] for name, slot in slots.items()}
         self._takes = {name: session.expect(backward, slot) for name, slot in slots.items()}
 
@@ -111,7 +111,7 @@ class OpenCalls(threading.local):
     """Calls of a module that have not ended, for each thread."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
 
 
 class ModuleWatcher:
@@ -121,7 +121,7 @@ class ModuleWatcher:
         base: ``Module.conv1.Conv2d``.
     """
 
-    def __init__(self, base: str, recorded: Recorded, tokens: Tokens, gradients: ParameterGradients) -> None:
+    def __init__(self, base: str, recorded: CallRecorder, tokens: Tokens, gradients: ParameterGradients) -> None:
         self._base = base
         self._recorded, self._session, self._backend = recorded, recorded.session, recorded.backend
         self._tokens = tokens
@@ -130,14 +130,14 @@ class ModuleWatcher:
         self._has_raised = recorded.failures.guarded("closing a call", self._raised, ADVICE, of=base)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._tokens.open or not self._session.here or self._backend.traced():
+        if not self._tokens.open or not self._session.is_active or self._backend.traced():
             return
         self._recorded.settle(but=1)
         name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
         call = self._recorded.opened(name)
         self._open.calls.append(call)
         try:
-            with self._session.at_work():
+            with self._session.reading_in_progress():
                 call.begin(args, kwargs)
         finally:
             self._session.module_begins(OpenModule(name, id(module), partial(self._has_raised, call)))
@@ -146,18 +146,18 @@ class ModuleWatcher:
 
     def after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, if the framework supports that."""
-        if not self._open.calls or not self._session.here or self._backend.traced():
+        if not self._open.calls or not self._session.is_active or self._backend.traced():
             return
         call = self._open.calls.pop()
         self._session.module_ended(call.name)
-        with self._session.at_work():
+        with self._session.reading_in_progress():
             call.end(result, self._backend.parameters_of(module))
 
-    def _raised(self, call: Call) -> None:
+    def _raised(self, call: RecordedCall) -> None:
         """The call raised some time ago. Its parameters may have changed since and are not read."""
         self._open.calls.remove(call)
-        if self._session.here:
-            with self._session.at_work():
+        if self._session.is_active:
+            with self._session.reading_in_progress():
                 call.end(None)
 
 
@@ -169,7 +169,7 @@ class ModuleDump:
         gradients: The parameter gradients of the step's modules, by name. Segments of a step share them.
     """
 
-    def __init__(self, recorded: Recorded, tokens: Tokens, prefix: str, gradients: dict[str, ParameterGradients]) -> None:
+    def __init__(self, recorded: CallRecorder, tokens: Tokens, prefix: str, gradients: dict[str, ParameterGradients]) -> None:
         self._recorded = recorded
         self._tokens = tokens
         self._prefix = prefix
@@ -239,7 +239,7 @@ def packaged_list(module_file: str) -> Path:
     return Path(module_file).with_name("apis.json")
 
 
-class Calling(threading.local):
+class ApiThreadState(threading.local):
     """The state of a thread in calls of APIs.
 
     Attributes:
@@ -255,17 +255,17 @@ class Calling(threading.local):
 class ApiDump:
     """Creates entries of calls of APIs. A call inside another API call gets none: it belongs to that call's implementation."""
 
-    def __init__(self, recorded: Recorded, tokens: Tokens) -> None:
+    def __init__(self, recorded: CallRecorder, tokens: Tokens) -> None:
         self._recorded, self._session = recorded, recorded.session
         self._tokens = tokens
         guarded = recorded.failures.guarded
         self._begin = guarded("reading the arguments", self._begins, ADVICE)
         self._end = guarded("reading the results", self._ended, ADVICE)
-        self._calling = Calling()
+        self._calling = ApiThreadState()
 
     def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call is about to happen."""
-        if self._calling.busy or OURS.depth or self._session.reading or not self._tokens.open or not self._session.here:
+        if self._calling.busy or OURS.depth or self._session.reading or not self._tokens.open or not self._session.is_active:
             return None
         self._calling.busy = True  # until the call has ended: reading a tensor may call APIs too
         call = None
@@ -288,7 +288,7 @@ class ApiDump:
     def warn(self, cause: str, message: str) -> None:
         self._recorded.failures.warn(cause, message)
 
-    def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedCall:
         self._recorded.settle()
         name = CallName(base, self._session.number(base), of_module=False)
         call = self._recorded.opened(name)
@@ -296,8 +296,8 @@ class ApiDump:
         call.begin(args, kwargs)
         return call
 
-    def _ended(self, call: Call, result: Any) -> None:
-        if self._session.here:
+    def _ended(self, call: RecordedCall, result: Any) -> None:
+        if self._session.is_active:
             call.end(self._calling.written if result is None and self._calling.written else result)
 
 

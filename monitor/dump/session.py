@@ -15,11 +15,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
-from monitor.dump.backend import Reader
-from monitor.dump.config import DumpConfig, Section, Selection
-from monitor.dump.files import FILE, MAIN, Records, assemble, damage_found, finish, is_written
-from monitor.dump.values import Leaf, Slot, file_name, filled
-from monitor.dump.writer import DATA, Entry, Writer
+from monitor.dump.backend import TensorReader
+from monitor.dump.config import CallSelection, DumpConfig, Section
+from monitor.dump.files import FILE, MAIN, Records, assemble, damage_found, finish, is_being_written
+from monitor.dump.values import GradientSlot, TensorLeaf, file_name, filled
+from monitor.dump.writer import DATA, DumpEntry, DumpWriter
 from monitor.failures import Failures
 from monitor.recording.module_info import MACHINERY, MAX_FRAMES
 from monitor.recording.protocols import HookSet
@@ -27,7 +27,7 @@ from monitor.recording.protocols import HookSet
 # --- Only one debugger at a time intercepts API calls: two would patch the same functions and record each other's calls.
 
 
-class Turn:
+class ExclusiveInterception:
     """Held by at most one object per process, as long as that object lives."""
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Turn:
             self._holder = None
 
 
-TURN: Final = Turn()
+EXCLUSIVE_INTERCEPTION: Final = ExclusiveInterception()
 """A process has one, since a framework's functions exist once in a process."""
 
 # --- The directory of a rank's step, and stale output in it.
 
 
-def begun(directory: Path, failures: Failures) -> Records:
+def open_records(directory: Path, failures: Failures) -> Records:
     """Create the directory and its records. Renames stale output that another process has left there.
 
     Raises:
@@ -63,7 +63,7 @@ def begun(directory: Path, failures: Failures) -> Records:
         OSError: The directory cannot be created.
     """
     try:
-        _set_aside(directory, failures)
+        _rotate_stale_dump(directory, failures)
         directory.mkdir(parents=True, exist_ok=True)
         return Records(directory / FILE)
     except BlockingIOError:
@@ -71,14 +71,14 @@ def begun(directory: Path, failures: Failures) -> Records:
         raise BlockingIOError(said) from None
 
 
-def _set_aside(directory: Path, failures: Failures) -> None:
+def _rotate_stale_dump(directory: Path, failures: Failures) -> None:
     records = directory / FILE
     left = os.path.lexists(records)
-    if left and is_written(records):
+    if left and is_being_written(records):
         raise BlockingIOError
     if not left and not any(os.path.lexists(directory / name) for name in MAIN):
         return
-    aside = _free(directory)
+    aside = _unused_path(directory)
     aside.parent.mkdir(exist_ok=True)
     directory.rename(aside)
     directory.mkdir()  # for the file of warnings
@@ -87,7 +87,7 @@ def _set_aside(directory: Path, failures: Failures) -> None:
     failures.warn(f"set aside {aside}", f"{directory} held {held}. It was moved to {aside}{todo}")
 
 
-def _free(directory: Path) -> Path:
+def _unused_path(directory: Path) -> Path:
     """An unused path, ``step0.left1/rank0`` for ``step0/rank0``, that is no step of the dump."""
     step = directory.parent
     places = (step.with_name(f"{step.name}.left{n}") / directory.name for n in itertools.count(1))
@@ -134,7 +134,7 @@ class Stacks:
         if number is not None:
             return number, None
         number = self._numbers[key] = next(self._unused)  # two threads may number the same stack twice, which is harmless
-        return number, [_spelled(code, line) for code, line in key]
+        return number, [_frame_text(code, line) for code, line in key]
 
 
 def _frames(frame: FrameType | None) -> _Key:
@@ -147,7 +147,7 @@ def _frames(frame: FrameType | None) -> _Key:
     return tuple(found)
 
 
-def _spelled(code: CodeType, line: int) -> str:
+def _frame_text(code: CodeType, line: int) -> str:
     return f"File {code.co_filename}, line {line}, in {code.co_name}, \n {linecache.getline(code.co_filename, line).strip()}"
 
 
@@ -183,7 +183,7 @@ class OpenModule(NamedTuple):
     raised: Callable[[], object]
 
 
-class Thread(threading.local):
+class ThreadState(threading.local):
     """State that each thread has for itself."""
 
     def __init__(self) -> None:
@@ -201,11 +201,11 @@ class Session:
     """
 
     def __init__(
-        self, directory: Path, config: DumpConfig, framework: str, reader: Reader, writer: Writer, failures: Failures
+        self, directory: Path, config: DumpConfig, framework: str, reader: TensorReader, writer: DumpWriter, failures: Failures
     ) -> None:
         self.directory = directory
-        self.selection = Selection(config.chosen)
-        self._threads = Thread()
+        self.selection = CallSelection(config.chosen)
+        self._threads = ThreadState()
         self.until_end = HookSet()
         self.closed = False
         self._config, self._reader, self._writer, self._failures = config, reader, writer, failures
@@ -218,7 +218,7 @@ class Session:
         self._new_directory(framework)
 
     @property
-    def here(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the session is open and belongs to this process: a forked child records nothing."""
         return not self.closed and self.pid == os.getpid()
 
@@ -262,10 +262,10 @@ class Session:
 
     def forget_open_modules(self) -> None:
         """Forget the open modules of every thread: their hooks are gone."""
-        self._threads = Thread()
+        self._threads = ThreadState()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def reading_in_progress(self) -> Iterator[None]:
         """A context for reading a tensor or its graph: calls inside it are the monitor's, not the program's."""
         thread = self._threads
         before, thread.reading = thread.reading, True
@@ -278,7 +278,7 @@ class Session:
         """The number of earlier calls of ``base`` in this step."""
         return next(self._counts.setdefault(base, itertools.count()))
 
-    def leaf(self, x: Any, name: str) -> Leaf:
+    def leaf(self, x: Any, name: str) -> TensorLeaf:
         """Read a tensor now."""
         self._failures.hand_back()
         return self._reader.leaf(x, self._file(name) if self._config.task == "tensor" else None)
@@ -311,14 +311,14 @@ class Session:
         record = {"entry": name, "at": next(self._order), "parent": parent, "stack": stack, "content": content}
         self._put(record)
 
-    def expect(self, backward: Backward, slot: Slot) -> Callable[[Any], None]:
+    def expect(self, backward: Backward, slot: GradientSlot) -> Callable[[Any], None]:
         """A function that stores the first gradient for ``slot``. Gradients of a second backward are ignored."""
         backward.missing += 1
 
         def take(gradient: Any) -> None:
-            if gradient is None or not self.here or slot.leaf is not None:
+            if gradient is None or not self.is_active or slot.leaf is not None:
                 return
-            with self.at_work():
+            with self.reading_in_progress():
                 slot.leaf = self.leaf(gradient, slot.name)
             backward.missing -= 1
             backward.at = next(self._order)
@@ -347,16 +347,16 @@ class Session:
     def close(self) -> None:
         """End the step and complete its files."""
         self.until_end.remove()
-        if not self.here:
+        if not self.is_active:
             return
         self.flush()
-        self._warn_of_nothing()
+        self._warn_of_empty_selection()
         self.closed = True
         self._records.close()
         if damaged := finish(self.directory).damaged:
             self._failures.warn("damaged records", damage_found(damaged, self.directory))
 
-    def _warn_of_nothing(self) -> None:
+    def _warn_of_empty_selection(self) -> None:
         """Warn if ``scope`` and ``list`` have selected no call: that is seldom intended."""
         chosen = self._config.chosen
         if self._counts and (chosen.scope or chosen.names) and next(self._order) == 0:
@@ -369,12 +369,12 @@ class Session:
         self._put({**record, "content": filled(backward.content)})
 
     def _put(self, record: dict[str, Any]) -> None:
-        self._writer.put(Entry(self._records, self.directory, record))
+        self._writer.put(DumpEntry(self._records, self.directory, record))
 
     def _new_directory(self, framework: str) -> None:
-        self._records = begun(self.directory, self._failures)
+        self._records = open_records(self.directory, self._failures)
         keeps = self._config.task == "tensor"
         if keeps:
             (self.directory / DATA).mkdir(exist_ok=True)
-        told = {"task": self._config.task, "level": self._config.level, "framework": framework}
-        self._put({"header": {**told, "dump_data_dir": str((self.directory / DATA).absolute()) if keeps else None}})
+        header = {"task": self._config.task, "level": self._config.level, "framework": framework}
+        self._put({"header": {**header, "dump_data_dir": str((self.directory / DATA).absolute()) if keeps else None}})

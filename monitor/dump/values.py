@@ -44,7 +44,7 @@ class Copy(Protocol):
         """The elements on the host. Called on the writer's thread; may wait for a device."""
 
 
-class Leaf:
+class TensorLeaf:
     """A tensor of a call.
 
     Attributes:
@@ -64,19 +64,19 @@ class Leaf:
         self.checksum: str | None = None
         self.statistics: dict[str, float | None] = NOTHING_MEASURED
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The entry of the tensor in the files."""
-        told: dict[str, Any] = {**self.described, **self.statistics}
-        if "requires_grad" in told:
-            told["requires_grad"] = told.pop("requires_grad")  # after the statistics, as in the original
+        content: dict[str, Any] = {**self.described, **self.statistics}
+        if "requires_grad" in content:
+            content["requires_grad"] = content.pop("requires_grad")  # after the statistics, as in the original
         if self.checksum is not None:
-            told["md5"] = self.checksum
+            content["md5"] = self.checksum
         if self.file is not None:
-            told["data_name"] = self.file
-        return told
+            content["data_name"] = self.file
+        return content
 
 
-class Slot:
+class GradientSlot:
     """The place of a gradient that may arrive later.
 
     Attributes:
@@ -88,10 +88,10 @@ class Slot:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.leaf: Leaf | None = None
+        self.leaf: TensorLeaf | None = None
 
 
-def derive_all(leaves: Iterable[Leaf]) -> None:
+def derive_all(leaves: Iterable[TensorLeaf]) -> None:
     """Compute the statistics of many leaves at once. Leaves of the same tensor share a reading."""
     read = [leaf for leaf in leaves if leaf.reading is not None]
     if not read:
@@ -148,37 +148,37 @@ class Trees:
         children = None if depth >= MAX_DEPTH else parts_of(value)
         if children is None:
             return _plain(value)
-        below = {key: self.of(child, f"{name}.{key}", on_tensor, depth + 1) for key, child in _spelled(children)}
+        below = {key: self.of(child, f"{name}.{key}", on_tensor, depth + 1) for key, child in _unique_keys(children)}
         return list(below.values()) if isinstance(value, (tuple, list)) else below
 
     def all_of(self, values: Sequence[Any], name: str, on_tensor: OnTensor) -> list[Any]:
         """The trees of several values, numbered."""
         return [self.of(value, f"{name}.{i}", on_tensor) for i, value in enumerate(values)]
 
-    def slots(self, value: Any, name: str, wanted: Callable[[Any, Slot], bool], depth: int = 0) -> Any:
+    def slots(self, value: Any, name: str, wanted: Callable[[Any, GradientSlot], bool], depth: int = 0) -> Any:
         """The tree of a value's gradients: a slot for each tensor that is ``wanted``, None for values without a gradient."""
         if isinstance(value, self._tensor):
-            slot = Slot(name)
+            slot = GradientSlot(name)
             return slot if wanted(value, slot) else None
         children = None if depth >= MAX_DEPTH else parts_of(value)
         if children is None:
             return None
-        below = {key: self.slots(child, f"{name}.{key}", wanted, depth + 1) for key, child in _spelled(children)}
+        below = {key: self.slots(child, f"{name}.{key}", wanted, depth + 1) for key, child in _unique_keys(children)}
         return (list(below.values()) if isinstance(value, (tuple, list)) else below) if _any(below.values()) else None
 
 
 def filled(tree: Any) -> Any:
     """Replace slots by the leaves that arrived, or None."""
-    if isinstance(tree, Slot):
+    if isinstance(tree, GradientSlot):
         return tree.leaf
     if isinstance(tree, list):
         return [filled(one) for one in tree]
     return {key: filled(one) for key, one in tree.items()} if isinstance(tree, dict) else tree
 
 
-def leaves(tree: Any) -> Iterable[Leaf]:
+def leaves(tree: Any) -> Iterable[TensorLeaf]:
     """The tensors of a tree."""
-    if isinstance(tree, Leaf):
+    if isinstance(tree, TensorLeaf):
         yield tree
     elif isinstance(tree, (list, dict)):
         for one in tree.values() if isinstance(tree, dict) else tree:
@@ -189,7 +189,7 @@ def _any(trees: Iterable[Any]) -> bool:
     return any(tree is not None for tree in trees)
 
 
-def _spelled(children: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, Any]]:
+def _unique_keys(children: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, Any]]:
     """Keys as unique JSON texts: for ``1`` and ``"1"`` the later key is written with ``repr``."""
     known: set[str] = set()
     for key, child in children:
@@ -202,17 +202,17 @@ def _plain(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, (bool, int, float, str)):
-        return {"type": type(value).__name__, "value": _exact(value)}
+        return {"type": type(value).__name__, "value": _json_scalar(value)}
     if isinstance(value, slice):
         bounds = [one if one is None or isinstance(one, int) else str(one) for one in (value.start, value.stop, value.step)]
         return {"type": "slice", "value": bounds}
     kind = type(value)
-    told = {"type": kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"}
+    described = {"type": kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"}
     # Types and devices describe themselves with str(). The str() of other objects may be long and contain addresses.
-    return {**told, "value": str(value)} if kind.__name__ in ("dtype", "device", "layout", "memory_format") else told
+    return {**described, "value": str(value)} if kind.__name__ in ("dtype", "device", "layout", "memory_format") else described
 
 
-def _exact(value: Any) -> Any:
+def _json_scalar(value: Any) -> Any:
     """The plain JSON value of an instance of a subclass, such as an enumeration of integers."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):

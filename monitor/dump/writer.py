@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.output import write_whole
 from monitor.dump.files import Records
-from monitor.dump.values import Leaf, checksum, derive_all, leaves
+from monitor.dump.values import TensorLeaf, checksum, derive_all, leaves
 from monitor.failures import EarlierFailure, Failures
 
 # --- Tensors in files of numpy, including types that numpy lacks.
@@ -32,7 +32,7 @@ from monitor.failures import EarlierFailure, Failures
 Array = NDArray[Any]
 
 
-class Format(NamedTuple):
+class FloatFormat(NamedTuple):
     """A floating-point type of eight bits or fewer: a sign, an exponent, a mantissa.
 
     Attributes:
@@ -48,10 +48,10 @@ class Format(NamedTuple):
 
 
 FORMATS: Final = {
-    "float8_e4m3fn": Format(4, 3, 7, "fn"),
-    "float8_e5m2": Format(5, 2, 15, "ieee"),
-    "float8_e4m3fnuz": Format(4, 3, 8, "fnuz"),
-    "float8_e5m2fnuz": Format(5, 2, 16, "fnuz"),
+    "float8_e4m3fn": FloatFormat(4, 3, 7, "fn"),
+    "float8_e5m2": FloatFormat(5, 2, 15, "ieee"),
+    "float8_e4m3fnuz": FloatFormat(4, 3, 8, "fnuz"),
+    "float8_e5m2fnuz": FloatFormat(5, 2, 16, "fnuz"),
 }
 
 
@@ -124,7 +124,7 @@ def _table(dtype: str) -> Array:
     return np.array([_number(bits, FORMATS[dtype]) for bits in range(256)], dtype=np.float32)
 
 
-def _number(bits: int, of: Format) -> float:
+def _number(bits: int, of: FloatFormat) -> float:
     sign = -1.0 if bits >> 7 else 1.0
     exponent, mantissa = bits >> of.mantissa & (1 << of.exponent) - 1, bits & (1 << of.mantissa) - 1
     if (of.special == "fnuz" and bits == 0x80) or (of.special == "fn" and bits & 0x7F == 0x7F):
@@ -153,7 +153,7 @@ DATA: Final = "dump_tensor_data"
 
 
 @dataclass(slots=True)
-class Entry:
+class DumpEntry:
     """An entry that is to be written.
 
     Attributes:
@@ -165,7 +165,7 @@ class Entry:
     records: Records
     directory: Path
     content: dict[str, Any]
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[TensorLeaf] = field(default_factory=list)
     nbytes: int = 0
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class _Running:
+class _WriterThread:
     """A thread that writes.
 
     Attributes:
@@ -185,7 +185,7 @@ class _Running:
     closing: bool = False
 
 
-class Writer:
+class DumpWriter:
     """Runs one thread while there is something to write, so that an unused debugger leaves no thread behind."""
 
     def __init__(self, failures: Failures) -> None:
@@ -194,19 +194,19 @@ class Writer:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[DumpEntry] = deque()
         self._changed = threading.Condition()
         self._bytes = 0
         self._unwritten = 0
-        self._hurry = False
-        self._running: _Running | None = None
+        self._urgent = False
+        self._running: _WriterThread | None = None
 
     def _begin_in_a_fork(self) -> None:
         """In a forked process: start anew. It has no thread, locks may be held, and the entries are the parent's."""
         if self._pid != os.getpid():
             self._begin()
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: DumpEntry) -> None:
         """Queue an entry. Waits while the queue is full; an entry larger than the limit waits until the queue is empty."""
         self._begin_in_a_fork()
         with self._changed:
@@ -223,11 +223,11 @@ class Writer:
         """Wait until all queued entries are in their files. Later entries start another thread."""
         self._begin_in_a_fork()
         with self._changed:
-            self._hurry = True
+            self._urgent = True
             self._changed.notify_all()
             while self._unwritten:
                 self._changed.wait()
-            self._hurry = False
+            self._urgent = False
         self.close()
 
     def close(self) -> None:
@@ -243,12 +243,12 @@ class Writer:
 
     def _start(self) -> None:
         if self._running is None:
-            self._running = running = _Running()
+            self._running = running = _WriterThread()
             running.thread = threading.Thread(target=self._run, args=(running,), name="monitor-dump-writer", daemon=True)
             running.thread.start()
 
-    def _run(self, running: _Running) -> None:
-        while batch := self._taken(running):
+    def _run(self, running: _WriterThread) -> None:
+        while batch := self._next_batch(running):
             try:
                 self._write(batch)
             except EarlierFailure as failure:
@@ -260,10 +260,10 @@ class Writer:
                 self._unwritten -= len(batch)
                 self._changed.notify_all()
 
-    def _taken(self, running: _Running) -> list[Entry]:
+    def _next_batch(self, running: _WriterThread) -> list[DumpEntry]:
         with self._changed:
             idle = 0
-            while not running.closing and not (self._queue and (self._hurry or self._bytes or len(self._queue) >= BATCH)):
+            while not running.closing and not (self._queue and (self._urgent or self._bytes or len(self._queue) >= BATCH)):
                 if self._changed.wait(GATHERED_SECONDS):
                     continue
                 idle += 1
@@ -274,7 +274,7 @@ class Writer:
                     break
             return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH))]
 
-    def _write(self, batch: list[Entry]) -> None:
+    def _write(self, batch: list[DumpEntry]) -> None:
         derive_all([leaf for entry in batch for leaf in entry.leaves])
         for entry in batch:
             try:
@@ -284,13 +284,13 @@ class Writer:
         for records in {id(entry.records): entry.records for entry in batch}.values():
             records.flush()
 
-    def _write_one(self, entry: Entry) -> None:
+    def _write_one(self, entry: DumpEntry) -> None:
         for leaf in entry.leaves:
             if leaf.copy is not None:
-                self._keep(leaf, entry.directory)
-        entry.records.append(json.dumps(entry.content, default=_told))
+                self._store_elements(leaf, entry.directory)
+        entry.records.append(json.dumps(entry.content, default=_as_json))
 
-    def _keep(self, leaf: Leaf, directory: Path) -> None:
+    def _store_elements(self, leaf: TensorLeaf, directory: Path) -> None:
         """Store a tensor's elements, or compute their checksum if they have no file."""
         assert leaf.copy is not None
         file, leaf.file = leaf.file, None
@@ -303,6 +303,6 @@ class Writer:
         leaf.file = file
 
 
-def _told(leaf: object) -> dict[str, Any]:
-    assert isinstance(leaf, Leaf), leaf
-    return leaf.told()
+def _as_json(leaf: object) -> dict[str, Any]:
+    assert isinstance(leaf, TensorLeaf), leaf
+    return leaf.as_json()

@@ -82,7 +82,7 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
     chunks = protocols.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
     refuse_graph_mode()
     for chunk in chunks:
-        if said := observable(chunk).told():
+        if said := observable(chunk).warning():
             LOGGER.warning("%s", said)
     return chunks
 

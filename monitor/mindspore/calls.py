@@ -68,7 +68,7 @@ Write = Callable[[Tensor], None]
 T = TypeVar("T")
 
 
-class Node:
+class GraphNode:
     """A node of the backward graph. MindSpore creates a new object for each query; objects of the same node are equal."""
 
     __slots__ = ("_id", "_node")
@@ -78,14 +78,14 @@ class Node:
         self._id: int = node._unique_id()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Node) and other._id == self._id
+        return isinstance(other, GraphNode) and other._id == self._id
 
     def __hash__(self) -> int:
         return hash(self._id)
 
     @property
-    def next_functions(self) -> tuple[tuple[Node | None, int], ...]:
-        return tuple((None if node is None else Node(node), index) for node, index in self._node.next_functions)
+    def next_functions(self) -> tuple[tuple[GraphNode | None, int], ...]:
+        return tuple((None if node is None else GraphNode(node), index) for node, index in self._node.next_functions)
 
     def _sequence_nr(self) -> int:
         number: int = self._node._sequence_nr()
@@ -100,9 +100,9 @@ class Node:
         return handle
 
 
-Target = tuple[Node, int]
+Target = tuple[GraphNode, int]
 """A gradient edge: the node that will receive the gradient, and the index of its input."""
-Edge = tuple[Node, int]
+Edge = tuple[GraphNode, int]
 """A producer: the node and the index of its ``next_functions`` through which it feeds a target."""
 
 
@@ -127,7 +127,7 @@ def sequence_nr() -> int:
     if not (GRAPH_IS_THERE and recording()):
         return 0
     # MindSpore does not tell the number. A view of a tensor outside the model gets the next one, and computes nothing.
-    return _settled(lambda: int(_nobodys().view(1)._grad_node._sequence_nr()))
+    return _queried(lambda: int(_probe().view(1)._grad_node._sequence_nr()))
 
 
 def requires_grad(x: Tensor) -> bool:
@@ -136,19 +136,19 @@ def requires_grad(x: Tensor) -> bool:
     Each floating-point argument of the differentiated function has one. No gradient arrives for arguments that it is not
     differentiated by.
     """
-    return GRAPH_IS_THERE and bool(x.is_floating_point()) and _settled(lambda: x._requires_grad and x._grad_node is not None)
+    return GRAPH_IS_THERE and bool(x.is_floating_point()) and _queried(lambda: x._requires_grad and x._grad_node is not None)
 
 
 def gradient_target(x: Tensor) -> Target:
     """The current gradient edge of ``x``, which requires a gradient. In-place operations change it, so it is noted before the
     call.
     """
-    return _settled(lambda: (Node(x._grad_node), x._output_index))
+    return _queried(lambda: (GraphNode(x._grad_node), x._output_index))
 
 
 def made_since(x: Tensor, start: int) -> bool:
     """Whether ``x`` is the result of an operation called after ``sequence_nr`` was ``start``. Its hooks go with the graph."""
-    node = _settled(lambda: x._grad_node) if GRAPH_IS_THERE else None
+    node = _queried(lambda: x._grad_node) if GRAPH_IS_THERE else None
     return node is not None and start < node._sequence_nr() < LEAF
 
 
@@ -157,8 +157,8 @@ def producers(
 ) -> dict[Target, list[Edge]]:
     """The edges into each target from nodes with sequence number ``start`` or later. All threads share the numbers."""
     del others_call
-    ends = _settled(lambda: [node for x in outputs if (node := x._grad_node) is not None])
-    return walk([Node(node) for node in ends], targets, start)
+    ends = _queried(lambda: [node for x in outputs if (node := x._grad_node) is not None])
+    return walk([GraphNode(node) for node in ends], targets, start)
 
 
 def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
@@ -168,7 +168,7 @@ def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
 
 def on_gradient(x: Tensor, write: Write) -> Removable:
     """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward that reaches ``x``."""
-    return _settled(lambda: hooks.on_gradient(x, lambda gradient: None if gradient is None else write(gradient)))
+    return _queried(lambda: hooks.on_gradient(x, lambda gradient: None if gradient is None else write(gradient)))
 
 
 def backward_begins(x: Tensor, call: Write) -> None:
@@ -177,7 +177,7 @@ def backward_begins(x: Tensor, call: Write) -> None:
         on_gradient(x, call)
 
 
-def _settled(ask: Callable[[], T]) -> T:
+def _queried(ask: Callable[[], T]) -> T:
     try:
         return ask()
     except Exception as error:
@@ -185,7 +185,7 @@ def _settled(ask: Callable[[], T]) -> T:
 
 
 @cache
-def _nobodys() -> Parameter:
+def _probe() -> Parameter:
     return Parameter(Tensor(np.zeros(1, np.float32)), name="monitor")
 
 
@@ -219,7 +219,7 @@ class Observable:
     cells: Sequence[tuple[str, nn.Cell]]
     hiding: Sequence[str]
 
-    def told(self) -> str:
+    def warning(self) -> str:
         """The warning for the user; empty if no cell is hidden."""
         if not self.hiding:
             return ""

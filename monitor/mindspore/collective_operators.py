@@ -31,7 +31,7 @@ RECEIVED: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _OperatorSpec:
     """An operator and the names of its arguments: inputs, outputs and the root's rank.
 
     Attributes:
@@ -47,60 +47,60 @@ class _Known:
     root: str = ""
 
 
-_KERNELS: Final[Mapping[str, _Known]] = {
-    "dist_comm_all_reduce": _Known("all_reduce", "input", "input"),
-    "dist_comm_broadcast": _Known("broadcast", "input", "input", "inputs", "src"),
-    "dist_comm_reduce": _Known("reduce", "input", "input", "outputs", "dst"),
-    "dist_comm_all_gather": _Known("all_gather", "input", "tensor_list"),
-    "dist_comm_all_gather_into_tensor": _Known("all_gather_into_tensor", "input", "other"),
-    "dist_comm_all_gather_into_tensor_uneven": _Known("all_gather_into_tensor_uneven", "input", "other"),
-    "dist_comm_reduce_scatter": _Known("reduce_scatter", "input_list", "other"),
-    "dist_comm_reduce_scatter_tensor": _Known("reduce_scatter_tensor", "input", "other"),
-    "dist_comm_reduce_scatter_tensor_uneven": _Known("reduce_scatter_tensor_uneven", "input", "other"),
-    "dist_comm_all_to_all_v": _Known("all_to_all", "input", "other"),
-    "dist_comm_all_to_all_v_single": _Known("all_to_all_single", "input", "other"),
-    "dist_comm_all_to_all_v_c": _Known("all_to_all_v_c", "input", "other"),
-    "dist_comm_gather": _Known("gather", "input", "gather_list", "outputs", "dst"),
-    "dist_comm_gather_into_tensor": _Known("gather_into_tensor", "input", "other", "outputs", "dst"),
-    "dist_comm_scatter": _Known("scatter", "scatter_list", "other", "inputs", "src"),
-    "dist_comm_scatter_tensor": _Known("scatter_tensor", "input", "other", "inputs", "src"),
-    "dist_comm_isend": _Known("send", "input"),
-    "dist_comm_irecv": _Known("recv", "", "input"),
-    "dist_comm_batch_isend_irecv": _Known("batch_isend_irecv", "op_types", "op_types"),
-    "dist_comm_barrier": _Known("barrier"),
-    "inner_comm_all_reduce": _Known("all_reduce", "input"),
-    "inner_comm_all_gather": _Known("all_gather_into_tensor", "input"),
-    "inner_comm_reduce_scatter": _Known("reduce_scatter_tensor", "input"),
-    "inner_comm_all_to_all_v": _Known("all_to_all", "input"),
-    "inner_comm_isend": _Known("send", "input"),
-    "inner_comm_irecv": _Known("recv"),
+_KERNELS: Final[Mapping[str, _OperatorSpec]] = {
+    "dist_comm_all_reduce": _OperatorSpec("all_reduce", "input", "input"),
+    "dist_comm_broadcast": _OperatorSpec("broadcast", "input", "input", "inputs", "src"),
+    "dist_comm_reduce": _OperatorSpec("reduce", "input", "input", "outputs", "dst"),
+    "dist_comm_all_gather": _OperatorSpec("all_gather", "input", "tensor_list"),
+    "dist_comm_all_gather_into_tensor": _OperatorSpec("all_gather_into_tensor", "input", "other"),
+    "dist_comm_all_gather_into_tensor_uneven": _OperatorSpec("all_gather_into_tensor_uneven", "input", "other"),
+    "dist_comm_reduce_scatter": _OperatorSpec("reduce_scatter", "input_list", "other"),
+    "dist_comm_reduce_scatter_tensor": _OperatorSpec("reduce_scatter_tensor", "input", "other"),
+    "dist_comm_reduce_scatter_tensor_uneven": _OperatorSpec("reduce_scatter_tensor_uneven", "input", "other"),
+    "dist_comm_all_to_all_v": _OperatorSpec("all_to_all", "input", "other"),
+    "dist_comm_all_to_all_v_single": _OperatorSpec("all_to_all_single", "input", "other"),
+    "dist_comm_all_to_all_v_c": _OperatorSpec("all_to_all_v_c", "input", "other"),
+    "dist_comm_gather": _OperatorSpec("gather", "input", "gather_list", "outputs", "dst"),
+    "dist_comm_gather_into_tensor": _OperatorSpec("gather_into_tensor", "input", "other", "outputs", "dst"),
+    "dist_comm_scatter": _OperatorSpec("scatter", "scatter_list", "other", "inputs", "src"),
+    "dist_comm_scatter_tensor": _OperatorSpec("scatter_tensor", "input", "other", "inputs", "src"),
+    "dist_comm_isend": _OperatorSpec("send", "input"),
+    "dist_comm_irecv": _OperatorSpec("recv", "", "input"),
+    "dist_comm_batch_isend_irecv": _OperatorSpec("batch_isend_irecv", "op_types", "op_types"),
+    "dist_comm_barrier": _OperatorSpec("barrier"),
+    "inner_comm_all_reduce": _OperatorSpec("all_reduce", "input"),
+    "inner_comm_all_gather": _OperatorSpec("all_gather_into_tensor", "input"),
+    "inner_comm_reduce_scatter": _OperatorSpec("reduce_scatter_tensor", "input"),
+    "inner_comm_all_to_all_v": _OperatorSpec("all_to_all", "input"),
+    "inner_comm_isend": _OperatorSpec("send", "input"),
+    "inner_comm_irecv": _OperatorSpec("recv"),
 }
 
 _NO_INPUTS: Final = frozenset({"recv", "barrier"})
 _NO_OUTPUTS: Final = frozenset({"send", "barrier"})
 
-_PRIMITIVES: Final[Mapping[str, _Known]] = {
-    "AllReduce": _Known("all_reduce"),
-    "Reduce": _Known("reduce", rooted="outputs", root="dest_rank"),
-    "Broadcast": _Known("broadcast", rooted="inputs", root="root_rank"),
-    "AllGather": _Known("all_gather"),
-    "AllGatherV": _Known("all_gather_v"),
-    "ReduceScatter": _Known("reduce_scatter"),
-    "ReduceScatterV": _Known("reduce_scatter_v"),
-    "AlltoAll": _Known("all_to_all"),
-    "AlltoAllV": _Known("all_to_all_v"),
-    "AlltoAllVC": _Known("all_to_all_v_c"),
-    "CollectiveScatter": _Known("scatter", rooted="inputs", root="src_rank"),
-    "CollectiveGather": _Known("gather", rooted="outputs", root="dest_rank"),
-    "Send": _Known("send"),
-    "Receive": _Known("recv"),
-    "BatchISendIRecv": _Known("batch_isend_irecv"),
-    "Barrier": _Known("barrier"),
+_PRIMITIVES: Final[Mapping[str, _OperatorSpec]] = {
+    "AllReduce": _OperatorSpec("all_reduce"),
+    "Reduce": _OperatorSpec("reduce", rooted="outputs", root="dest_rank"),
+    "Broadcast": _OperatorSpec("broadcast", rooted="inputs", root="root_rank"),
+    "AllGather": _OperatorSpec("all_gather"),
+    "AllGatherV": _OperatorSpec("all_gather_v"),
+    "ReduceScatter": _OperatorSpec("reduce_scatter"),
+    "ReduceScatterV": _OperatorSpec("reduce_scatter_v"),
+    "AlltoAll": _OperatorSpec("all_to_all"),
+    "AlltoAllV": _OperatorSpec("all_to_all_v"),
+    "AlltoAllVC": _OperatorSpec("all_to_all_v_c"),
+    "CollectiveScatter": _OperatorSpec("scatter", rooted="inputs", root="src_rank"),
+    "CollectiveGather": _OperatorSpec("gather", rooted="outputs", root="dest_rank"),
+    "Send": _OperatorSpec("send"),
+    "Receive": _OperatorSpec("recv"),
+    "BatchISendIRecv": _OperatorSpec("batch_isend_irecv"),
+    "Barrier": _OperatorSpec("barrier"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Operator(ABC):
+class MindSporeOperator(ABC):
     """An operator with one way to call it.
 
     Attributes:
@@ -132,7 +132,7 @@ class Operator(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel(Operator):
+class Kernel(MindSporeOperator):
     """An operator in C++.
 
     Attributes:
@@ -190,7 +190,7 @@ class BatchedSendsAndReceives(Kernel):
 
 
 @dataclass(frozen=True, slots=True)
-class Primitive(Operator):
+class Primitive(MindSporeOperator):
     """An operator object. The object itself is the first argument; the others hold the inputs.
 
     Attributes:
@@ -233,7 +233,7 @@ def primitives() -> Mapping[str, Primitive]:
 _MADE: Final[Mapping[str, type[Kernel]]] = {"reduce": ReducedToOneRank, "batch_isend_irecv": BatchedSendsAndReceives}
 
 
-def _described(name: str, known: _Known) -> Kernel | None:
+def _described(name: str, known: _OperatorSpec) -> Kernel | None:
     caller = getattr(KERNELS, f"{name}_op", None)  # it passes its arguments on unchanged
     if caller is None:
         return None
@@ -266,21 +266,21 @@ class Handle:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._told: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def has_listeners(self) -> bool:
-        return bool(self._told)
+        return bool(self._callbacks)
 
-    def tell(self, told: Callable[[], object]) -> None:
-        """Call ``told`` once, on the waiting thread, before its wait returns. The wait raises what ``told`` raises."""
-        self._told.append(told)
+    def on_wait(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once, on the waiting thread, before its wait returns. The wait raises what ``callback`` raises."""
+        self._callbacks.append(callback)
 
     def wait(self) -> None:
         self._handle.wait()
-        told, self._told = self._told, []
-        for one in told:
-            one()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def __repr__(self) -> str:
         return repr(self._handle)
@@ -301,10 +301,10 @@ Function = Callable[..., Any]
 RUN: Final = "_run_op"
 
 
-class CollectiveListener:
+class MindSporeCollectiveListener:
     """Receives communication calls. It raises only errors of training."""
 
-    def call_begins(self, _operator: Operator, _args: Sequence[Any]) -> bool:
+    def call_begins(self, _operator: MindSporeOperator, _args: Sequence[Any]) -> bool:
         """An operator is about to be called.
 
         Returns:
@@ -312,7 +312,7 @@ class CollectiveListener:
         """
         return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         """The call has returned. Its outputs are ready, or will be after a wait for ``handle``."""
 
 
@@ -322,11 +322,11 @@ class _Inside(threading.local):
     another = False
 
 
-class Interception:
+class OperatorInterception:
     """Replaces MindSpore's functions, and passes their calls to listeners."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[weakref.ref[CollectiveListener], ...] = ()
+        self._listeners: tuple[weakref.ref[MindSporeCollectiveListener], ...] = ()
         self._inside = _Inside()
         self._replaced: dict[tuple[ModuleType, str], tuple[Function, Function]] = {}
 
@@ -334,19 +334,19 @@ class Interception:
     def installed(self) -> bool:
         return bool(self._replaced)
 
-    def add(self, listener: CollectiveListener) -> None:
+    def add(self, listener: MindSporeCollectiveListener) -> None:
         """Pass every call to ``listener`` from now on, as long as it lives."""
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
         if not self._replaced:
             self._install()
 
-    def remove(self, listener: CollectiveListener) -> None:
+    def remove(self, listener: MindSporeCollectiveListener) -> None:
         """Stop passing calls to ``listener``. May be called repeatedly."""
         for known in self._listeners:
             if known() is listener:
                 self._forget(known)
 
-    def _forget(self, gone: weakref.ref[CollectiveListener]) -> None:
+    def _forget(self, gone: weakref.ref[MindSporeCollectiveListener]) -> None:
         self._listeners = tuple(known for known in self._listeners if known is not gone and known() is not None)
         if self._listeners:
             return
@@ -383,28 +383,30 @@ class Interception:
         run_op.__name__ = run_op.__qualname__ = RUN
         return run_op
 
-    def _observed(self, operator: Operator, seen: Sequence[Any], original: Function, *args: Any) -> Any:
+    def _observed(self, operator: MindSporeOperator, seen: Sequence[Any], original: Function, *args: Any) -> Any:
         inside = self._inside
         if inside.another or jit_context() is not None:  # tracing, which would record the result
             return original(*args)
-        told = [one for known in self._listeners if (one := known()) is not None and one.call_begins(operator, seen)]
+        listeners = [one for known in self._listeners if (one := known()) is not None and one.call_begins(operator, seen)]
         inside.another = True
         try:
             result = original(*args)
         finally:
             inside.another = False
-        return _tell(told, operator, seen, result) if told else result
+        return _report_result(listeners, operator, seen, result) if listeners else result
 
 
-def _tell(told: Sequence[CollectiveListener], operator: Operator, args: Sequence[Any], result: Any) -> Any:
+def _report_result(
+    listeners: Sequence[MindSporeCollectiveListener], operator: MindSporeOperator, args: Sequence[Any], result: Any
+) -> Any:
     """Returns the caller's result. Its handle is wrapped if a listener waits for it."""
     handle = None
     if isinstance(operator, Kernel) and isinstance(result, tuple) and operator.is_awaited(args):
         handle = Handle(result[1])
-    for listener in told:
+    for listener in listeners:
         listener.call_issued(operator, args, result, handle)
     return result if handle is None or not handle.has_listeners else (result[0], handle)
 
 
-INTERCEPTION: Final = Interception()
+INTERCEPTION: Final = OperatorInterception()
 """One per process, since MindSpore's modules exist once."""

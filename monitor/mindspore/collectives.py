@@ -12,7 +12,7 @@ from mindspore.communication import get_group_size, get_process_group_ranks, get
 
 from monitor.config.model import CcDistribution
 from monitor.failures import EarlierFailure, Failures
-from monitor.mindspore.collective_operators import INTERCEPTION, CollectiveListener, Handle, Operator
+from monitor.mindspore.collective_operators import INTERCEPTION, Handle, MindSporeCollectiveListener, MindSporeOperator
 from monitor.mindspore.process_group import initialized, is_settled
 from monitor.mindspore.recorder import HOST, Recorder
 from monitor.mindspore.tensors import computing, dtype_name
@@ -40,7 +40,7 @@ def _listening(wanted: CcDistribution, failures: Failures) -> Communication:
 # --- Rows of operator calls.
 
 
-class OperatorCalls(CallRows, LateRows):
+class MindSporeOperatorCalls(CallRows, LateRows):
     """Reads the tensors of communication calls."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -48,7 +48,7 @@ class OperatorCalls(CallRows, LateRows):
         recorder.late = self
 
     @classmethod
-    def of(cls, recorder: Recorder) -> OperatorCalls:
+    def of(cls, recorder: Recorder) -> MindSporeOperatorCalls:
         """The reader of ``recorder``, created once: later attachments continue its rows."""
         return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
 
@@ -74,7 +74,7 @@ class OperatorCalls(CallRows, LateRows):
 # --- The ranks of groups, and their labels.
 
 
-class Groups:
+class MindSporeGroups:
     """The named groups of MindSpore. The ranks of a name may change, so MindSpore is asked for them each time."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Groups:
         return group
 
 
-class Communication(capture.Communication, CollectiveListener):
+class Communication(capture.Communication, MindSporeCollectiveListener):
     """Listens from its creation until ``close``.
 
     Reading a tensor may raise an error of training. MindSpore raises such an error once, at the first wait. So it is passed on
@@ -112,11 +112,11 @@ class Communication(capture.Communication, CollectiveListener):
     """
 
     def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
-        super().__init__(wanted, failures, Groups(), dtype_name)
+        super().__init__(wanted, failures, MindSporeGroups(), dtype_name)
         INTERCEPTION.add(self)
 
-    def _begin(self, recorder: Recorder) -> OperatorCalls:
-        return OperatorCalls.of(recorder)
+    def _begin(self, recorder: Recorder) -> MindSporeOperatorCalls:
+        return MindSporeOperatorCalls.of(recorder)
 
     def _stop(self) -> None:
         INTERCEPTION.remove(self)
@@ -127,7 +127,7 @@ class Communication(capture.Communication, CollectiveListener):
     def _real(self, tensors: Sequence[Tensor]) -> bool:
         return not any(getattr(one, "is_meta", False) for one in tensors)
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: MindSporeOperator, args: Sequence[Any]) -> bool:
         recording = self._recording
         if self._log is None and not (recording and self._looks_first):
             return recording
@@ -139,7 +139,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._failures.report("looking at a communication operator", error)
             return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         try:
             expected = self._expected(operator, args, result)
         except Exception as error:
@@ -150,7 +150,7 @@ class Communication(capture.Communication, CollectiveListener):
         if handle is None:
             self.outputs_there(*expected)
         else:  # the handle may outlive the listener
-            handle.tell(partial(_tell, weakref.ref(self), *expected))
+            handle.on_wait(partial(_read_outputs, weakref.ref(self), *expected))
 
     def outputs_there(self, call: Call, outputs: Sequence[Tensor]) -> None:
         """Read the outputs before they can be changed."""
@@ -163,7 +163,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._failures.report("reading the outputs of a communication operator", error)
 
 
-def _tell(listener: weakref.ref[Communication], call: Call, outputs: Sequence[Tensor]) -> None:
+def _read_outputs(listener: weakref.ref[Communication], call: Call, outputs: Sequence[Tensor]) -> None:
     communication = listener()
     if communication is not None:
         communication.outputs_there(call, outputs)

@@ -58,9 +58,9 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
 def matrix_of(cell: nn.Cell) -> Tensor | None:
     """``weight`` or ``wg`` of a cell, or the weight of a layer with one of these names. Runs no code of the cell."""
     for name in MATRIX_NAMES:
-        value = _lying(cell, name)
+        value = _attribute(cell, name)
         if isinstance(value, nn.Cell):
-            value = _lying(value, "weight")
+            value = _attribute(value, "weight")
         if isinstance(value, Tensor):
             return value
     return None
@@ -68,7 +68,7 @@ def matrix_of(cell: nn.Cell) -> Tensor | None:
 
 def bias_of(cell: nn.Cell, experts: int) -> Tensor | None:
     """The bias that is added to logits; None if there is none."""
-    bias = _lying(cell, "bias")
+    bias = _attribute(cell, "bias")
     return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
 
 
@@ -102,7 +102,7 @@ def _is_floating_point(x: Tensor) -> bool:
     return x.dtype in FLOATS
 
 
-def _lying(cell: nn.Cell, name: str) -> Any:
+def _attribute(cell: nn.Cell, name: str) -> Any:
     return next((found for place in _places(cell) if (found := place.get(name)) is not None), None)
 
 

@@ -19,7 +19,7 @@ from mindspore.common import _no_grad
 from mindspore.experimental import optim
 
 from monitor.failures import Failures
-from monitor.mindspore.optimizer_state import State, optimizers_in
+from monitor.mindspore.optimizer_state import OptimizerState, optimizers_in
 from monitor.mindspore.optimizer_steps import OptimizerSteps
 from monitor.recording.backend import StepListener
 from monitor.series import LOCAL, Placement
@@ -52,7 +52,7 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AdamRule:
     """The update rule of one Adam.
 
     Attributes:
@@ -71,13 +71,13 @@ class Adams:
         rule: None if the optimizer is no known Adam.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: OptimizerState) -> None:
         """Inspect an optimizer before training begins: this may wait."""
         self._state = state
         self._optimizer = state.optimizer
         # Nesterov's look-ahead makes a step of more than the moments.
         ahead = getattr(self._optimizer, "use_nesterov", False)
-        self.rule: Rule | None = None if ahead else next((r for of, r in RULES if isinstance(self._optimizer, of)), None)
+        self.rule: AdamRule | None = None if ahead else next((r for of, r in RULES if isinstance(self._optimizer, of)), None)
         eps = getattr(self._optimizer, "eps", None)
         # The experimental optimizers keep eps in their groups.
         self._eps = float(eps.asnumpy().item()) if self.rule is not None and isinstance(eps, Tensor) else None
@@ -118,10 +118,10 @@ def _classes(*names: str) -> tuple[type, ...]:
 
 
 RULES: Final = (
-    (_classes("Adam", "LazyAdam", "AdamOffload"), Rule(_by_powers, eps_on_root=True)),
-    (_classes("AdamWeightDecay"), Rule(_none, eps_on_root=True)),
-    ((optim.Adam,), Rule(_by_steps, eps_on_root=True)),
-    ((optim.AdamW,), Rule(_by_steps, eps_on_root=False)),
+    (_classes("Adam", "LazyAdam", "AdamOffload"), AdamRule(_by_powers, eps_on_root=True)),
+    (_classes("AdamWeightDecay"), AdamRule(_none, eps_on_root=True)),
+    ((optim.Adam,), AdamRule(_by_steps, eps_on_root=True)),
+    ((optim.AdamW,), AdamRule(_by_steps, eps_on_root=False)),
 )
 
 # --- The gradients, weights and moments of parameters, and their placements.
@@ -129,14 +129,14 @@ RULES: Final = (
 SCALED: Final = "the optimizer divides by its loss_scale: grad_unreduced, grad_reduced and actv_grad are multiplied by it"
 
 
-class Holding(Protocol):
+class ParameterHolder(Protocol):
     """An object with a parameter."""
 
     @property
     def tensor(self) -> Parameter: ...
 
 
-class Stepped:
+class SteppedOptimizer:
     """One optimizer, and the gradients of the step in progress.
 
     Attributes:
@@ -150,14 +150,14 @@ class Stepped:
     def __init__(self, optimizer: nn.Cell) -> None:
         """Inspect an optimizer before training begins: this may wait."""
         self.optimizer = optimizer
-        self.state = State(optimizer)
+        self.state = OptimizerState(optimizer)
         self.adams = Adams(self.state)
         self.has_stepped = self.state.has_stepped()
         self.gradients: Sequence[Tensor | None] = ()
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         """The optimizer was called with these gradients."""
-        self.state.look()
+        self.state.refresh()
         self.gradients = gradients
 
     def end_step(self) -> None:
@@ -200,7 +200,7 @@ class Framework:
         self.chunks = chunks
         self.optimizers = optimizers_in(optimizer)
         self.unusable_state: Sequence[str] = ()
-        self.stepped = {id(one): Stepped(one) for one in self.optimizers}
+        self.stepped = {id(one): SteppedOptimizer(one) for one in self.optimizers}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that the model shows, by role: none."""
@@ -213,12 +213,12 @@ class Framework:
         notes = {kind: said for one in found for kind, said in one.notes().items()}
         return notes | ({"loss_scale": f"{', '.join(map(str, sorted(scales)))}: {SCALED}"} if scales else {})
 
-    def placement(self, kind: str, parameter: Holding) -> Placement:
+    def placement(self, kind: str, parameter: ParameterHolder) -> Placement:
         """The relation of this rank's record of a parameter to other ranks', apart from the user's groups."""
         del kind, parameter
         return LOCAL
 
-    def completed(self, kind: str, parameter: Holding, placed: Placement) -> Placement:
+    def completed(self, kind: str, parameter: ParameterHolder, placed: Placement) -> Placement:
         """``placed`` with the replicas that the model shows: none."""
         del kind, parameter
         return placed
@@ -237,26 +237,26 @@ class Framework:
         """The gradients that the calling optimizer was given, in the order of its parameters."""
         return [one for stepped in self.stepped.values() for one in stepped.gradients]
 
-    def reduced(self, parameter: Holding) -> Tensor | None:
+    def reduced(self, parameter: ParameterHolder) -> Tensor | None:
         """The gradient that the optimizer was given in the step in progress; None if it was given none."""
         found = self._of(parameter)
         return None if found is None else found.gradient(parameter.tensor)
 
-    def weight(self, parameter: Holding) -> Tensor | None:
+    def weight(self, parameter: ParameterHolder) -> Tensor | None:
         """The weight that the optimizer steps."""
         return parameter.tensor
 
-    def moment(self, kind: str, parameter: Holding, optimizer: Any = None) -> Tensor | None:
+    def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
         """This rank's part of a moment; None before the optimizer's first step, since the initial zeros are no moment."""
         found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
         return found.state.moment(kind, parameter.tensor) if found is not None and found.has_stepped else None
 
-    def keeps(self, kind: str, parameter: Holding) -> bool:
+    def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
         """Whether the optimizer has such a moment of a parameter, even before its first step."""
         found = self._of(parameter)
         return found is not None and found.state.moment(kind, parameter.tensor) is not None
 
-    def maximizes(self, parameter: Holding) -> bool:
+    def maximizes(self, parameter: ParameterHolder) -> bool:
         """Whether the optimizer steps up along the gradient."""
         found = self._of(parameter)
         place = None if found is None else found.state.place(parameter.tensor)
@@ -266,7 +266,7 @@ class Framework:
         """Whether ``adam_of`` knows the optimizer's update rule."""
         return self.stepped[id(optimizer)].adams.rule is not None
 
-    def adam_of(self, parameter: Holding) -> Moments | None:
+    def adam_of(self, parameter: ParameterHolder) -> Moments | None:
         """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
         return None if found is None else found.adams.of(parameter.tensor)
@@ -275,7 +275,7 @@ class Framework:
         """Report every step to ``listener`` from now on."""
         return OptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures)
 
-    def _of(self, parameter: Holding) -> Stepped | None:
+    def _of(self, parameter: ParameterHolder) -> SteppedOptimizer | None:
         """The first optimizer that steps a parameter."""
         return next((one for one in self.stepped.values() if one.state.place(parameter.tensor) is not None), None)
 

@@ -32,7 +32,7 @@ def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *
 
     def hook(cell: nn.Cell, args: Any, kwargs: Any = None) -> Any:
         if kwargs is None:
-            return _tell_of_compiling()
+            return _warn_of_compiling()
         return _discard(work(cell, args, kwargs))
 
     handle: Removable = cell.register_forward_pre_hook(hook, with_kwargs=True)
@@ -81,13 +81,13 @@ def takes_hooks(cell: nn.Cell) -> bool:
 
 
 @constexpr(check=False)  # type: ignore[untyped-decorator]
-def _tell_of_compiling() -> None:
+def _warn_of_compiling() -> None:
     """The compiler runs this in Python, since it evaluates constants when it compiles."""
-    _say_once()
+    _warn_once()
 
 
 @cache
-def _say_once() -> None:
+def _warn_once() -> None:
     said = "What calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
     LOGGER.warning("%s: such calls have no rows. Take @jit off what is to be recorded.", said)
 

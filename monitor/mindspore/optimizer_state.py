@@ -136,7 +136,7 @@ def roles_of(clones: Sequence[Clones], *, has_momentum: bool) -> dict[str, Clone
     return {role: some[0] for role, some in found.items() if len(some) == 1}
 
 
-def told(clones: Sequence[Clones]) -> str:
+def listing(clones: Sequence[Clones]) -> str:
     """The clones as a text for messages; empty if there are none."""
     listed = [f"{one.attribute!r} (prefix {one.prefix!r})" for one in clones]
     return ", ".join(listed[:MOST_NAMES]) + (", …" if len(listed) > MOST_NAMES else "")
@@ -207,7 +207,7 @@ UNLIKE: Final = (
 )
 
 
-class State:
+class OptimizerState:
     """The state of one optimizer.
 
     Attributes:
@@ -219,11 +219,11 @@ class State:
         self.optimizer = innermost(optimizer)
         self._momentum = _number(getattr(self.optimizer, "momentum", None))
         self._names = next((name for known, name in MOMENTUM_NAMES.items() if is_a(self.optimizer, known)), None)
-        self._is_mindspores = _is_mindspores(self.optimizer)
+        self._is_mindspore_class = _is_mindspore_class(self.optimizer)
         self._clones: Sequence[Clones] = ()
         self._roles: Mapping[str, Clones] = {}
         self._known: Any = None
-        self.look()
+        self.refresh()
         self._places: dict[int, int] = {}
 
     def moment(self, kind: str, parameter: Parameter) -> Parameter | None:
@@ -243,9 +243,9 @@ class State:
                 return found
         return None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Find the current state again. MindSpore's own classes create theirs once, in the constructor."""
-        if not self._is_mindspores:
+        if not self._is_mindspore_class:
             self._clones = clones_in(self.optimizer)
             self._roles = roles_of(self._clones, has_momentum=self._momentum is not None)
 
@@ -254,9 +254,9 @@ class State:
         clones, parameters = self._clones, self.optimizer.parameters
         unlike = [one for one in self._roles.values() if any(one.of(p) is None for p in parameters if p.name in one.members)]
         if unlike:
-            return {"exp_avg": UNLIKE.format(kept=told(unlike))}
+            return {"exp_avg": UNLIKE.format(kept=listing(unlike))}
         has_any = any(self.moment(kind, p) is not None for kind in STATE_NAMES for p in parameters)
-        return {} if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=told(clones))}
+        return {} if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=listing(clones))}
 
     def has_stepped(self) -> bool:
         """Whether a moment differs from 0, the initial value in every optimizer. Waits."""
@@ -287,7 +287,7 @@ class State:
 
     def _is_place_in(self, kept: Sequence[Parameter], place: int) -> bool:
         """Whether a tuple has one member for each parameter. In other classes it may cover only some of them."""
-        return place < len(kept) and (self._is_mindspores or len(kept) == len(self.optimizer.parameters))
+        return place < len(kept) and (self._is_mindspore_class or len(kept) == len(self.optimizer.parameters))
 
     def _steps_here(self, place: int) -> bool:
         """Whether this rank steps the parameter: ranks may share the work."""
@@ -307,7 +307,7 @@ class State:
         return getattr(self.optimizer, "use_first_moment", True) is not False
 
 
-def _is_mindspores(optimizer: nn.Cell) -> bool:
+def _is_mindspore_class(optimizer: nn.Cell) -> bool:
     """Whether the class is, or inherits from, a MindSpore optimizer with its own update rule."""
     return any(
         base.__module__.startswith("mindspore.") and base.__name__ not in ("Optimizer", "Cell") and issubclass(base, nn.Cell)

@@ -18,7 +18,7 @@ from monitor.recording.backend import StepListener
 from monitor.recording.protocols import HookSet
 
 
-class Given(Protocol):
+class GradientReceiver(Protocol):
     """Receives the gradients that an optimizer is given."""
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
@@ -41,7 +41,9 @@ class OptimizerSteps:
 
     evaluating = False
 
-    def __init__(self, optimizers: Sequence[tuple[nn.Cell, Given]], listener: StepListener, failures: Failures) -> None:
+    def __init__(
+        self, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]], listener: StepListener, failures: Failures
+    ) -> None:
         self.optimizers = tuple(optimizer for optimizer, _ in optimizers)
         self._listener = listener
         self._guarded = failures.guarded
@@ -54,13 +56,13 @@ class OptimizerSteps:
     def remove(self) -> None:
         self._hooks.remove()
 
-    def _before(self, given: Given, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passed = (*args, *kwargs.values())
         given.begin_step(_tensors(passed[0] if passed else ()))
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
 
-    def _after(self, given: Given, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
+    def _after(self, given: GradientReceiver, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
         try:
             self._listener.after_step(optimizer)
         finally:

@@ -114,7 +114,7 @@ def _store(rank: int, world_size: int) -> Any:
     if rendezvous is None:
         return None
     if rendezvous.host.startswith(LOOPBACK) and communication.get_local_rank_size() < world_size:
-        _say_once(f"ranks on several hosts cannot meet at {rendezvous}, which is a local address on each host")
+        _warn_once(f"ranks on several hosts cannot meet at {rendezvous}, which is a local address on each host")
         return None
     return STORES.at(rendezvous, rank, serves=communication.get_local_rank() == 0)
 
@@ -126,15 +126,15 @@ def _rendezvous(world_size: int) -> Rendezvous | None:
         try:
             return Rendezvous.at(address, world_size)
         except ValueError as error:
-            _say_once(f"{ADDRESS}={error}")
+            _warn_once(f"{ADDRESS}={error}")
             return None
     if host and port:
         return Rendezvous.beside(host, port, world_size)
-    _say_once("the launcher has set no MS_SCHED_HOST and MS_SCHED_PORT")
+    _warn_once("the launcher has set no MS_SCHED_HOST and MS_SCHED_PORT")
     return None
 
 
 @cache
-def _say_once(why: str) -> None:
+def _warn_once(why: str) -> None:
     said = "The ranks cannot agree on a common run name or on changes of the configuration"
     LOGGER.warning("%s: %s. Set %s=HOST:PORT, the same on all ranks.", said, why, ADDRESS)

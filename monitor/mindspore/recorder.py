@@ -44,7 +44,7 @@ class Recorder(recorder.Recorder):
 
     def _take_eps(self, eps: float) -> None:
         self.host = HostKernel(eps)
-        self._there = DeviceKernel(eps) if self.device == DEVICE else None
+        self._device_kernel = DeviceKernel(eps) if self.device == DEVICE else None
 
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
@@ -82,7 +82,7 @@ class Recorder(recorder.Recorder):
     ) -> None:
         if not has_data(x):
             return
-        numbers = {column: _settled(one) for column, one in numbers.items()} if self.device == HOST else numbers
+        numbers = {column: _on_host_number(one) for column, one in numbers.items()} if self.device == HOST else numbers
         with self.lock, beneath():
             slot, offset = self._slot(watched, self.device, micro_step)
             if histogram is not None:
@@ -95,10 +95,10 @@ class Recorder(recorder.Recorder):
         if isinstance(memory, HostPage):
             return self.host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, DevicePage)
-        assert self._there is not None
+        assert self._device_kernel is not None
         # ``beneath`` would convert float64 to float32.
         with computing() if x.dtype == ms.float64 else beneath():
-            rows = self._there.reduce(x)
+            rows = self._device_kernel.reduce(x)
         if rows is not None:
             memory.write(local_row, rows, combined)
         return rows is not None
@@ -107,7 +107,7 @@ class Recorder(recorder.Recorder):
         return self.table.layout_of(tuple(x.shape), dtype_name(x.dtype))
 
 
-def _settled(number: Any) -> float:
+def _on_host_number(number: Any) -> float:
     return float(on_host(number).reshape(-1)[0]) if isinstance(number, Tensor) else number
 
 

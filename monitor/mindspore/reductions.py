@@ -20,7 +20,7 @@ from mindspore import Tensor, communication, nn
 
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
-from monitor.mindspore.collective_operators import INTERCEPTION, CollectiveListener, Handle, Kernel, Operator
+from monitor.mindspore.collective_operators import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener, MindSporeOperator
 from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Ranks
@@ -52,15 +52,15 @@ REDUCER_CALLED: Final = _InheritedPatch(nn.DistributedGradReducer, "__call__")
 
 
 class _ReducerListener(CallListener):
-    def __init__(self, told: Callable[[Any, Any], object]) -> None:
-        self._told = told
+    def __init__(self, callback: Callable[[Any, Any], object]) -> None:
+        self._callback = callback
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del patch, kwargs
-        self._told(args[0], result)
+        self._callback(args[0], result)
 
 
-class Reductions(CollectiveListener):
+class Reductions(MindSporeCollectiveListener):
     """Listens for reductions of gradients, if there are other ranks to sum over."""
 
     def __init__(self, ownership: Ownership, failures: Failures) -> None:
@@ -123,11 +123,11 @@ class Reductions(CollectiveListener):
             INTERCEPTION.remove(self)
             REDUCER_CALLED.remove(self._reducer_listener)
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: MindSporeOperator, args: Sequence[Any]) -> bool:
         del args
         return self._wanted and operator.name in SUMS
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         try:
             if not _adds(operator, args):
                 return
@@ -139,7 +139,7 @@ class Reductions(CollectiveListener):
         if handle is None:
             self._summed(ranks, given)
         else:
-            handle.tell(partial(self._summed, ranks, given))
+            handle.on_wait(partial(self._summed, ranks, given))
 
     def _reducer_called(self, reducer: Any, result: Any) -> None:
         shapes = tuple(tuple(one.shape) for one in result) if self._wanted and isinstance(result, (tuple, list)) else ()
@@ -198,7 +198,7 @@ def _is_multiple(x: Floats, of: Floats) -> bool:
     return bool(np.linalg.norm(x - (float(x @ of) / square) * of) <= ROUNDING * np.linalg.norm(x))
 
 
-def _adds(operator: Operator, args: Sequence[Any]) -> bool:
+def _adds(operator: MindSporeOperator, args: Sequence[Any]) -> bool:
     if isinstance(operator, Kernel):
         return str(args[operator.places["op_type"]]).lower() in ("sum", "avg")
     return str(getattr(args[0], "op", "")).lower() == "sum"

@@ -213,7 +213,7 @@ def parse(text: str) -> YamlDocument:
         lines = {} if node is None else dict(_lines(node, (), frozenset()))
         return YamlDocument(None if node is None else loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
-        raise YamlError(_told(error)) from None
+        raise YamlError(_message(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise YamlError(str(error) or "nested too deeply") from None
     finally:
@@ -246,7 +246,7 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _told(error: yaml.MarkedYAMLError) -> str:
+def _message(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     return f"{where}{error.problem or error.context}"

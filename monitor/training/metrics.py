@@ -22,9 +22,9 @@ from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.backend import Backend, GradientScale, Routers
 from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
-from monitor.training.norms import Whose
+from monitor.training.norms import GradNormSource
 from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import Reporting, Writing
+from monitor.training.reporting import MetricsWriter, Reporting
 from monitor.training.scalars import MEASURED, FlopCount, Given
 from monitor.training.step import ATTRIBUTES, Number, Step, StepFacts
 from monitor.training.tensor_monitor import NormRecording
@@ -65,7 +65,7 @@ def flops(value: Any) -> Given:
     return number
 
 
-def weakly(name: str, x: Any) -> Callable[[], Any]:
+def weak_reference(name: str, x: Any) -> Callable[[], Any]:
     """A function that returns ``x`` as long as it lives elsewhere. For several optimizers it returns a list, until one is gone.
 
     Raises:
@@ -74,7 +74,7 @@ def weakly(name: str, x: Any) -> Callable[[], Any]:
     if x is None:
         return nothing
     if isinstance(x, (list, tuple, Mapping)):
-        each = [weakly(name, one) for one in (x.values() if isinstance(x, Mapping) else x)]
+        each = [weak_reference(name, one) for one in (x.values() if isinstance(x, Mapping) else x)]
         return partial(_all_of, each)
     try:
         return weakref.ref(x)
@@ -171,16 +171,16 @@ class TrainingMetrics:
         self._samples: int | None = count("samples", samples, 0)
         self._total = count("total_steps", total_steps, 0)
         self._router_names = tuple(routers)
-        self._told = grad_norm_is_told
+        self._grad_norm_is_told = grad_norm_is_told
         self._routers: Routers | None = None
-        self._writing: Writing | None = None
+        self._writing: MetricsWriter | None = None
         self._model: Callable[[], Any] = nothing
         self._optimizer: Callable[[], Any] = nothing
         self._scale: GradientScale | None = None
         self._began: float | None = None
         self._failures = Failures()
-        whose = Whose(gradients_are_global, grad_norm_is_told)
-        self._recording = NormRecording(self.config, monitor, micro_steps, whose, self._failures)
+        source = GradNormSource(gradients_are_global, grad_norm_is_told)
+        self._recording = NormRecording(self.config, monitor, micro_steps, source, self._failures)
         self._flops = FlopCount(flops(model_flops), self._backend.counting_flops, self._failures)
         self.world_size = 1
         self._closed = False
@@ -195,7 +195,7 @@ class TrainingMetrics:
         """
         if self._writing is not None:
             raise RuntimeError("These TrainingMetrics have a model already. Create new ones for another model.")
-        self._model, self._optimizer = weakly("model", model), weakly("optimizer", optimizer)
+        self._model, self._optimizer = weak_reference("model", model), weak_reference("optimizer", optimizer)
         place = self._backend.place()
         self._failures.rank, self.world_size = place.rank, place.world_size
         if self.config.shows_expert_load and model is not None:
@@ -216,7 +216,7 @@ class TrainingMetrics:
         if self.config.callbacks.TopkBiasBalanceCallback is not None and place.rank == 0:
             LOGGER.info("TopkBiasBalanceCallback: the load of experts is shown and not balanced; a monitor changes nothing.")
 
-    def _begin(self, rank: int, world_size: int) -> Writing:
+    def _begin(self, rank: int, world_size: int) -> MetricsWriter:
         board = self.config.tensorboard
         events = None
         if board is not None:
@@ -225,8 +225,10 @@ class TrainingMetrics:
             events = EventWriter(directory, board.tensorboard_queue_size)
         counts = ExpertCounts(self._dump_path / f"rank_{rank}", world_size) if self.config.shows_expert_load else None
         log = LogWriter(rank, self._total)
-        reporting = Reporting(self.config, world_size, log, events, counts, self._failures, grad_norm_is_told=self._told)
-        writing = Writing(reporting, self._failures)
+        reporting = Reporting(
+            self.config, world_size, log, events, counts, self._failures, grad_norm_is_told=self._grad_norm_is_told
+        )
+        writing = MetricsWriter(reporting, self._failures)
         if events is not None:
             writing.texts(texts(self.config))
         return writing
@@ -260,7 +262,7 @@ class TrainingMetrics:
 
     def stop_counting(self, *, failed: bool = False) -> None:
         """Stop counting, after the computation has returned or failed. May be repeated; ``end_step`` calls it at the latest."""
-        stop = self._flops.give_up if failed else self._flops.pause
+        stop = self._flops.discard if failed else self._flops.pause
         self._failures.guarded("counting floating point operations", stop)()
 
     def begin_step(self, batch_size: int | None = None) -> Step:
@@ -308,7 +310,7 @@ class TrainingMetrics:
         self._recording.realign(self.steps)
         if self._writing is None or self._closed:
             return
-        self._say_what_is_unknown(step)
+        self._warn_of_unknown_attributes(step)
         losses = step.local_losses or ([] if step.loss is None else [step.loss])
         self._writing.facts(
             StepFacts(
@@ -334,7 +336,7 @@ class TrainingMetrics:
         """A snapshot of a number; None, and a warning once for each name, if it is no number."""
         return x if x is None or callable(x) else self._failures.guarded(f"reading {name} of a step", self._backend.kept)(x)
 
-    def _say_what_is_unknown(self, step: Step) -> None:
+    def _warn_of_unknown_attributes(self, step: Step) -> None:
         for name in step.unknown:
             known = ", ".join(ATTRIBUTES)
             said = f"A step has no attribute {name!r}, which is not shown. It has {known}."

@@ -24,7 +24,9 @@ REDUCED: Final = "grad_reduced"
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 WEIGHT: Final = "param_updated"
 
-OF_SOME: Final = "grad-norm and weight_norm are not shown: the optimizers that were passed do not step all parameters."
+NOT_ALL_PARAMETERS: Final = (
+    "grad-norm and weight_norm are not shown: the optimizers that were passed do not step all parameters."
+)
 NOT_WHOLE: Final = "weight_norm is not shown: this rank has only parts of the weights."
 
 
@@ -44,7 +46,7 @@ def unscaled(norms: StepNorms, loss_scale: float | None, gradient_scale: float |
     )
 
 
-class Takes(Protocol):
+class NormReceiver(Protocol):
     """Receives the norms of a step, from any thread."""
 
     def norms(self, step: int, norms: StepNorms | None) -> None: ...
@@ -53,7 +55,7 @@ class Takes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
+class GradNormSource:
     """Where the norm of the whole gradient comes from.
 
     Attributes:
@@ -78,33 +80,33 @@ class NormReader:
         self,
         series: SeriesTable,
         world: int,
-        takes: Takes,
+        receiver: NormReceiver,
         failures: Failures,
-        whose: Whose,
+        source: GradNormSource,
         of_all: Callable[[], bool] = lambda: True,
     ) -> None:
         self._series = series
         self._world = world
-        self._takes = takes
+        self._receiver = receiver
         self._failures = failures
-        self._whose = whose
+        self._source = source
         self._of_all = of_all
 
     def look(self, rows: StepRows) -> None:
         """Read the norms of a step."""
-        self._takes.norms(rows.step, self._norms(rows))
+        self._receiver.norms(rows.step, self._norms(rows))
 
     def dropped(self, step: int, reason: str) -> None:
         """The step is lost."""
         del reason
-        self._takes.norms(step, None)
+        self._receiver.norms(step, None)
 
     def save(self) -> None:
         """Nothing to save: the reader has no state."""
 
     def close(self) -> None:
         """The recording has ended."""
-        self._takes.no_more_norms()
+        self._receiver.no_more_norms()
 
     def _norms(self, rows: StepRows) -> StepNorms:
         known = self._loss_scale(rows)
@@ -119,7 +121,7 @@ class NormReader:
             self._by_name(self._whole_steps(rows, FIRST)),
             self._by_name(self._whole_steps(rows, SECOND)),
             self._weight(weights),
-            _total(reduced) if here and whole and not self._whose.grad_norm_is_told else None,
+            _total(reduced) if here and whole and not self._source.grad_norm_is_told else None,
             here,
             known,
             rows.status == "skipped",
@@ -127,14 +129,14 @@ class NormReader:
 
     def _is_whole(self) -> bool:
         if not (whole := self._of_all()):
-            self._failures.warn("norms of some parameters", OF_SOME)
+            self._failures.warn("norms of some parameters", NOT_ALL_PARAMETERS)
         return whole
 
     def _is_here(self, reduced: KindRows | None, local: KindRows | None, rows: StepRows) -> bool:
         """Whether this rank has the whole gradient. True for a step without gradients too, so that it causes no warning."""
         if reduced is None:
             return local is None or rows.status == "skipped"
-        return self._whose.gradients_are_global or all(map(self._everywhere, self._places(reduced)))
+        return self._source.gradients_are_global or all(map(self._everywhere, self._places(reduced)))
 
     def _whole_steps(self, rows: StepRows, kind: str) -> KindRows | None:
         """The rows of a kind, if they are of the whole step: gradients of single micro-batches do not give the step's norm."""

@@ -156,9 +156,9 @@ class LogWriter:
 
     def load(self, step: int, tokens: Counts) -> None:
         """Log one line with the shares of experts, by router."""
-        told = [f"{name} {_shares(load(counts))}" for name, counts in tokens.items() if sum(counts)]
-        if told:
-            LOGGER.info("[rank %d] step %d: expert_load %s", self._rank, step, "; ".join(told))
+        parts = [f"{name} {_shares(load(counts))}" for name, counts in tokens.items() if sum(counts)]
+        if parts:
+            LOGGER.info("[rank %d] step %d: expert_load %s", self._rank, step, "; ".join(parts))
 
     def reasons(self, step: int, scalars: Sequence[Scalar], local: Mapping[str, float], *, skipped: bool) -> list[str]:
         """Which metrics are not finite, since which step, and which gradients are affected first.
@@ -227,7 +227,7 @@ DEPENDS_ON_FALSE: Final[Mapping[str, str]] = {"data_skip_steps": "ignore_data_sk
 def texts(config: TrainingConfig) -> dict[str, str]:
     """The texts by tag."""
     document: dict[str, Any] = {str(key): value for key, value in config.document.items()}
-    return {key: _spelled(value) for key, value in document.items() if _is_shown(key, document)}
+    return {key: _markdown(value) for key, value in document.items() if _is_shown(key, document)}
 
 
 def _is_shown(key: str, document: Mapping[str, Any]) -> bool:
@@ -240,7 +240,7 @@ def _is_shown(key: str, document: Mapping[str, Any]) -> bool:
     return True
 
 
-def _spelled(value: Any) -> str:
+def _markdown(value: Any) -> str:
     """Markdown, as TensorBoard shows it: mappings and lists become a block of YAML."""
     if isinstance(value, dict | list):
         block: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)

@@ -14,8 +14,8 @@ from monitor.training.config import LOG, TENSORBOARD, TrainingConfig
 from monitor.training.expert_load import ExpertCounts, load_scalars
 from monitor.training.norms import norms_of_state, unscaled
 from monitor.training.outputs import EventWriter, LogWriter
-from monitor.training.scalars import Pace, RunScalars, Scalar, StateScalars
-from monitor.training.step import Joining, Number, StepFacts, StepNorms, read
+from monitor.training.scalars import RunScalars, Scalar, StateScalars, ThroughputMeter
+from monitor.training.step import Number, StepFacts, StepJoiner, StepNorms, read
 
 NOT_RECORDED: Final = (
     "the tensor monitor has not recorded this step. Either it records other steps than training metrics show, or the optimizer "
@@ -55,9 +55,9 @@ class Reporting:
         self._every = run.per_print_times if run is not None else 0
         self._state_every = config.monitor_config.step_interval if config.monitor_config.monitor_on else 0
         self._run, self._state = RunScalars(config), StateScalars(config)
-        self._run_pace, self._state_pace = Pace(devices), Pace(devices)
+        self._run_meter, self._state_meter = ThroughputMeter(devices), ThroughputMeter(devices)
         self._last: float | None = None
-        self._norms_of_state, self._told = norms_of_state(config), grad_norm_is_told
+        self._norms_of_state, self._grad_norm_is_told = norms_of_state(config), grad_norm_is_told
         self._local_norms = bool(config.wants("local_norm_format") or config.wants("device_local_norm_format"))
         self.expects_norms = False
         self._log, self._events, self._counts = log, events, counts
@@ -72,11 +72,11 @@ class Reporting:
         """Show one step, with its norms if there are any."""
         began = facts.ended if facts.began is None else facts.began
         self._last = began if self._last is None else self._last
-        for pace in (self._run_pace, self._state_pace):
-            pace.begin(began)
-            pace.add(facts.batch_size, facts.flops)
+        for meter in (self._run_meter, self._state_meter):
+            meter.begin(began)
+            meter.add(facts.batch_size, facts.flops)
         norms = self._of_the_step(facts, self._unscaled(facts, norms))
-        self._say_if_there_are_none(facts, norms)
+        self._warn_of_missing_norms(facts, norms)
         run, state = self._run_scalars(facts, norms), self._state_scalars(facts, norms)
         self._show(facts, norms, run, state, self._last)
         self._last = facts.ended
@@ -98,8 +98,8 @@ class Reporting:
             self._failures.warn("no local norms", f"{NO_LOCAL_NORMS} {facts.local_gradients_note}.")
         return replace(norms, local={}, device_local=None)
 
-    def _say_if_there_are_none(self, facts: StepFacts, norms: StepNorms | None) -> None:
-        run = self._shows_run(facts) and facts.grad_norm is None and not self._told
+    def _warn_of_missing_norms(self, facts: StepFacts, norms: StepNorms | None) -> None:
+        run = self._shows_run(facts) and facts.grad_norm is None and not self._grad_norm_is_told
         state = self._shows_state(facts) and self._norms_of_state
         if self.expects_norms and norms is None and facts.measured is None and (run or state):
             self._failures.warn("no norms", f"Step {facts.step} has no norms: {NOT_RECORDED}")
@@ -115,13 +115,13 @@ class Reporting:
     def _run_scalars(self, facts: StepFacts, norms: StepNorms | None) -> list[Scalar]:
         if not self._shows_run(facts):
             return []
-        rates = self._run_pace.rates(facts.ended)
+        rates = self._run_meter.rates(facts.ended)
         return self._guarded("reading what training reports", lambda run: run.of(facts, norms, rates), self._run) or []
 
     def _state_scalars(self, facts: StepFacts, norms: StepNorms | None) -> list[Scalar]:
         if not self._shows_state(facts):
             return []
-        throughput = self._state_pace.rates(facts.ended).throughput
+        throughput = self._state_meter.rates(facts.ended).throughput
         return self._guarded("reading the state of training", lambda it: it.of(facts, norms, throughput), self._state) or []
 
     def _show(self, facts: StepFacts, norms: StepNorms | None, run: list[Scalar], state: list[Scalar], last: float) -> None:
@@ -182,7 +182,7 @@ CLOSE_SECONDS: Final = 30.0
 Task = Callable[[], object]
 
 
-class Writing:
+class MetricsWriter:
     """Takes facts from training and norms from a recording, joins them and shows them on its own thread.
 
     The queue has no lock that a forked process or a signal handler could find held. The thread is a daemon: call ``close`` to
@@ -194,8 +194,8 @@ class Writing:
     def __init__(self, reporting: Reporting, failures: Failures) -> None:
         self._reporting = reporting
         self._failures = failures
-        self._joining = Joining(reporting.step)
-        self._inbox: SimpleQueue[Task | None] = SimpleQueue()
+        self._joiner = StepJoiner(reporting.step)
+        self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"monitor-training-rank{failures.rank}", daemon=True)
         self._started = threading.Lock()
         self._closing = threading.Lock()
@@ -218,15 +218,15 @@ class Writing:
             self._adopted = True
             PROCESS.adopt(self)
             PROCESS.watch_signals(self._failures)
-        if self._inbox.qsize() > MOST_QUEUED:
+        if self._queue.qsize() > MOST_QUEUED:
             said = "Training metrics are written too slowly: some steps are not shown."
             self._failures.warn("training metrics dropped", said)
         else:
-            self._put(lambda: self._joining.facts(facts))
+            self._put(lambda: self._joiner.facts(facts))
 
     def norms(self, step: int, norms: StepNorms | None) -> None:
         """Add the norms of a recorded step; None if the step is lost. May be called from any thread."""
-        self._put(lambda: self._joining.norms(step, norms))
+        self._put(lambda: self._joiner.norms(step, norms))
 
     def flush(self, seconds: float) -> bool:
         """Write everything that was queued, as far as its norms have arrived. Whether that was done within ``seconds``."""
@@ -238,7 +238,7 @@ class Writing:
         if not self._started.locked() or self.inert:
             ticket.settle(True)
         else:
-            self._inbox.put(lambda: self._flush(ticket))
+            self._queue.put(lambda: self._flush(ticket))
         return ticket
 
     def _flush(self, ticket: Ticket) -> None:
@@ -281,23 +281,23 @@ class Writing:
 
     def _retire(self) -> None:
         if not self.inert and self._closing.acquire(blocking=False):
-            self._inbox.put(None)
+            self._queue.put(None)
 
     def _put(self, task: Task) -> None:
         if self.inert or self._closing.locked():
             return
-        self._inbox.put(task)
+        self._queue.put(task)
         if self._started.acquire(blocking=False):
             self._thread.start()
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
             self._failures.guarded("showing training metrics", task)()
-        self._joining.rest()
+        self._joiner.pass_on_all()
         self._reporting.close()
 
     def _next(self) -> Task | None:
         try:
-            return self._inbox.get(timeout=FLUSH_SECONDS)
+            return self._queue.get(timeout=FLUSH_SECONDS)
         except Empty:
             return self._reporting.flush

@@ -36,7 +36,7 @@ class Rates:
     samples_per_day: float | None = None
 
 
-class Pace:
+class ThroughputMeter:
     """Accumulates steps and computes their rates on request.
 
     Args:
@@ -246,7 +246,7 @@ class FlopCount:
         if counted is not None:
             self._so_far += counted()
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         """The computation has raised: discard its count, and count the next step."""
         self.pause()
         self._so_far = 0.0

@@ -140,7 +140,7 @@ MOST_WAITING: Final = 64
 Whole = Callable[[StepFacts, StepNorms | None], None]
 
 
-class Joining:
+class StepJoiner:
     """Passes on the facts of each step in order, together with its norms as soon as these are there.
 
     Norms arrive in the order of their steps. So norms of a later step show that those of an earlier step are lost.
@@ -168,19 +168,19 @@ class Joining:
             del self._norms[next(iter(self._norms))]
         self._settle()
 
-    def rest(self) -> None:
+    def pass_on_all(self) -> None:
         """Pass on all waiting steps: no more norms will come."""
         while self._waiting:
-            self._hand_on(self._waiting.popleft())
+            self._pass_on(self._waiting.popleft())
 
     def _settle(self) -> None:
         while self._waiting and (len(self._waiting) > MOST_WAITING or self._is_whole(self._waiting[0])):
-            self._hand_on(self._waiting.popleft())
+            self._pass_on(self._waiting.popleft())
 
     def _is_whole(self, facts: StepFacts) -> bool:
         return facts.measured is None or facts.measured in self._norms or facts.measured < self._newest
 
-    def _hand_on(self, facts: StepFacts) -> None:
+    def _pass_on(self, facts: StepFacts) -> None:
         norms = None if facts.measured is None else self._norms.get(facts.measured)
         if facts.measured is not None:
             self._norms = {step: one for step, one in self._norms.items() if step > facts.measured}

@@ -11,8 +11,8 @@ from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
 from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.config import TrainingConfig
-from monitor.training.norms import NormReader, Whose, norms_of_state, recorded
-from monitor.training.reporting import Writing
+from monitor.training.norms import GradNormSource, NormReader, norms_of_state, recorded
+from monitor.training.reporting import MetricsWriter
 
 LISTENER: Final = "the training metrics"
 FLUSH_SECONDS: Final = 30.0
@@ -35,12 +35,12 @@ class NormRecording:
     """
 
     def __init__(
-        self, config: TrainingConfig, monitor: TrainerMon | None, micro_steps: int, whose: Whose, failures: Failures
+        self, config: TrainingConfig, monitor: TrainerMon | None, micro_steps: int, source: GradNormSource, failures: Failures
     ) -> None:
         self._config = config
-        self._monitor, self._is_ours = monitor, monitor is None
+        self._monitor, self._owns_monitor = monitor, monitor is None
         self._micro_steps = micro_steps
-        self._whose = whose
+        self._source = source
         self._failures = failures
         self._measured: int | None = None
 
@@ -50,7 +50,7 @@ class NormRecording:
         optimizer: Any,
         begun: int,
         make: Callable[[MonitorConfig], TrainerMon],
-        writing: Writing,
+        writing: MetricsWriter,
         world_size: int,
     ) -> None:
         """Send norms to ``writing`` from now on.
@@ -59,28 +59,28 @@ class NormRecording:
             begun: The number of steps that have begun before.
             make: Creates a monitor from a configuration.
         """
-        wanted = recorded(self._config, grad_norm_is_told=self._whose.grad_norm_is_told)
+        wanted = recorded(self._config, grad_norm_is_told=self._source.grad_norm_is_told)
         if self._monitor is None:
             if wanted is None or optimizer is None:
-                self._say_that_there_are_none(optimizer)
+                self._warn_of_no_norms(optimizer)
                 return
             self._monitor = make(wanted)
-        whose, failures = self._whose, self._failures
+        source, failures = self._source, self._failures
         writing.expect_norms()
         of_all = partial(_of_all, weakref.ref(self._monitor))  # the writer must not keep the monitor, and the model with it
-        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, whose, of_all))
-        if self._is_ours:
+        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, source, of_all))
+        if self._owns_monitor:
             self._monitor.set_monitor(model, self._micro_steps, optimizer, start_iteration=begun)
         elif wanted is not None:
-            self._say_what_is_missing(wanted, self._monitor.config)
+            self._warn_of_missing_fields(wanted, self._monitor.config)
 
-    def _say_that_there_are_none(self, optimizer: Any) -> None:
+    def _warn_of_no_norms(self, optimizer: Any) -> None:
         if norms_of_state(self._config):
             self._failures.warn("no optimizer", NO_OPTIMIZER)
-        elif optimizer is not None and self._config.callbacks.MFLossMonitor is not None and not self._whose.grad_norm_is_told:
+        elif optimizer is not None and self._config.callbacks.MFLossMonitor is not None and not self._source.grad_norm_is_told:
             LOGGER.info(NOT_RECORDED)
 
-    def _say_what_is_missing(self, wanted: MonitorConfig, there: MonitorConfig) -> None:
+    def _warn_of_missing_fields(self, wanted: MonitorConfig, there: MonitorConfig) -> None:
         """Warn of fields that the user's monitor does not record and the norms need."""
         if missing := [field for field in FIELDS if getattr(wanted, field) and not getattr(there, field)]:
             self._failures.warn("not recorded", f"{NOT_SET} {', '.join(missing)}.")
@@ -91,7 +91,7 @@ class NormRecording:
         Args:
             ended: The number of training steps that have ended.
         """
-        if self._monitor is None or not self._is_ours:
+        if self._monitor is None or not self._owns_monitor:
             return
         for _ in range(self._micro_steps):
             if self._monitor.step < ended:
@@ -114,7 +114,7 @@ class NormRecording:
         """Close the monitor that was created here; flush the user's, whose last norms may still be on their way."""
         if self._monitor is None:
             return
-        if self._is_ours:
+        if self._owns_monitor:
             self._monitor.close()
         else:
             self._monitor.flush(FLUSH_SECONDS)

@@ -73,7 +73,7 @@ def compiled_losses(net: nn.Cell, optimizer: nn.Cell) -> list[bytes]:
 def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows_and_that_is_said_once(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hooks._say_once.cache_clear()
+    hooks._warn_once.cache_clear()
     plain = Net()
     expected = compiled_losses(plain, nn.Adam(plain.trainable_params(), 0.01))
     net = Net()

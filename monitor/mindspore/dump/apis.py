@@ -50,7 +50,7 @@ class Patch:
         self._owner, self._name = owner, name
         self._was_its_own = name in vars(owner)
         self._original: Function = vars(owner)[name] if self._was_its_own else getattr(owner, name)
-        self._ours = _telling(self._original, named, listener, first)
+        self._ours = _intercepting(self._original, named, listener, first)
 
     def install(self) -> None:
         setattr(self._owner, self._name, self._ours)
@@ -64,7 +64,7 @@ class Patch:
             delattr(self._owner, self._name)
 
 
-class Interception:
+class MindSporeApiInterception:
     """All patches that intercept API calls.
 
     Args:
@@ -138,7 +138,7 @@ class _Muted:
         self._listener.warn(cause, message)
 
 
-def _telling(original: Function, named: Named, listener: ApiListener, first: int) -> Function:
+def _intercepting(original: Function, named: Named, listener: ApiListener, first: int) -> Function:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         called = None if jit_context() is not None else named(args)

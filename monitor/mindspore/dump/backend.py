@@ -14,11 +14,11 @@ from mindspore import Tensor, communication, mint, nn, ops
 from numpy.typing import NDArray
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
-from monitor.dump.values import Leaf, Reading
+from monitor.dump.values import Reading, TensorLeaf
 from monitor.failures import EarlierFailure, Failures
 from monitor.mindspore import calls
 from monitor.mindspore.calls import ENGINE, observable
-from monitor.mindspore.dump.apis import Interception
+from monitor.mindspore.dump.apis import MindSporeApiInterception
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.process_group import initialized
 from monitor.mindspore.tensors import LEAVES, computing
@@ -41,30 +41,30 @@ EPS: Final = 0.0
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class Reader:
+class MindSporeTensorReader:
     """Reads a tensor each time it appears, since in-place changes between two readings cannot be detected."""
 
     def __init__(self, *, checksums: bool) -> None:
         self._checksums = checksums
         self._kernel = NumpyKernel(EPS)
-        self._there = None if on_the_host() else DeviceKernel(EPS)
+        self._device_kernel = None if on_the_host() else DeviceKernel(EPS)
 
-    def leaf(self, x: Tensor, file: str | None) -> Leaf:
+    def leaf(self, x: Tensor, file: str | None) -> TensorLeaf:
         described, readable = _described(x)
         if not readable:
-            return Leaf(described, None, None, None)
+            return TensorLeaf(described, None, None, None)
         wanted = file is not None or self._checksums
-        array = on_host(x) if wanted or self._there is None else None
+        array = on_host(x) if wanted or self._device_kernel is None else None
         copy = _Copied(array) if wanted and array is not None else None
-        return Leaf(described, self._reading(x, array), copy, file)
+        return TensorLeaf(described, self._reading(x, array), copy, file)
 
     def _reading(self, x: Tensor, array: Raw | None) -> Reading | None:
         if array is not None:
             return _HostRow(self._kernel.reduce(array)) if is_readable(array) else None
-        assert self._there is not None
+        assert self._device_kernel is not None
         # ``beneath`` would convert float64 to float32.
         with computing() if x.dtype == ms.float64 else beneath():
-            rows = self._there.reduce(x)
+            rows = self._device_kernel.reduce(x)
         return None if rows is None else _DeviceRow(rows)
 
 
@@ -141,12 +141,12 @@ leaves = LEAVES
 graph: Graph = calls
 
 
-def new_reader(*, checksums: bool) -> Reader:
-    return Reader(checksums=checksums)
+def new_reader(*, checksums: bool) -> MindSporeTensorReader:
+    return MindSporeTensorReader(checksums=checksums)
 
 
-def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> Interception:
-    return Interception(listener, api_list, primitives_of)
+def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> MindSporeApiInterception:
+    return MindSporeApiInterception(listener, api_list, primitives_of)
 
 
 def models_of(model: Any) -> Sequence[Any]:
@@ -230,7 +230,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
         ms.set_context(deterministic="ON")
         os.environ["HCCL_DETERMINISTIC"] = "true"
     if rm_dropout:
-        _let_nothing_drop()
+        _disable_dropout()
 
 
 CELLS: Final = tuple(
@@ -249,20 +249,20 @@ FUNCTIONS: Final = (
 )
 
 
-def _let_nothing_drop() -> None:
+def _disable_dropout() -> None:
     for kind in CELLS:
-        _make_with(kind, p=0.0)
+        _fix_probability(kind, p=0.0)
     for kind in PRIMITIVES:
-        _make_with(kind, keep_prob=1.0)
+        _fix_probability(kind, keep_prob=1.0)
     for place, name in FUNCTIONS:
         function = getattr(place, name, None)
         if function is not None and not getattr(function, "drops_nothing", False):
-            replacement = _called_without(function)
+            replacement = _identity_in_place_of(function)
             for known in {name, function.__name__}:
                 replace_everywhere("mindspore", known, function, replacement)
 
 
-def _make_with(kind: type, **probability: float) -> None:
+def _fix_probability(kind: type, **probability: float) -> None:
     """Create objects of a class with this probability from now on."""
     if getattr(kind.__init__, "drops_nothing", False):  # type: ignore[misc]
         return
@@ -275,7 +275,7 @@ def _make_with(kind: type, **probability: float) -> None:
     kind.__init__ = without  # type: ignore[misc]
 
 
-def _called_without(function: Callable[..., Any]) -> Callable[..., Any]:
+def _identity_in_place_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that returns its input, in place of a dropout function."""
 
     def without(input: Any, *_: Any, **__: Any) -> Any:  # noqa: A002  # the argument's name is MindSpore's

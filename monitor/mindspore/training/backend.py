@@ -53,10 +53,10 @@ def kept(x: Any) -> Number:
         return lambda: float(on_host(still).reshape(()).item())
     if not isinstance(x, Tensor) and hasattr(x, "item"):
         return float(x.item())
-    raise TypeError(f"expected a number or a tensor of one element, got {_told(x)}")
+    raise TypeError(f"expected a number or a tensor of one element, got {_description(x)}")
 
 
-def _told(x: Any) -> str:
+def _description(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
@@ -66,7 +66,7 @@ EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num")
 CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
 INTEGERS: Final = (mindspore.int32, mindspore.int64)
 
-Chosen = tuple[Tensor, int]
+ChosenExperts = tuple[Tensor, int]
 """The result of a router's call, indices or a boolean map, and the number of experts."""
 
 
@@ -87,7 +87,7 @@ class Routers:
 
     def __init__(self, model: nn.Cell, names: Iterable[str], failures: Failures) -> None:
         self._hooks = HookSet()
-        self._chosen: dict[str, list[Chosen]] = {}
+        self._chosen: dict[str, list[ChosenExperts]] = {}
         cells = {name: cell for name, cell in model.cells_and_names() if name in set(names)}
         if missing := set(names) - set(cells):
             raise ValueError(f"routers: there is no cell {', '.join(map(repr, sorted(missing)))} in the model")
@@ -108,7 +108,7 @@ class Routers:
             self._chosen.setdefault(name, []).append(chosen_in(cell, result))
 
 
-def chosen_in(cell: nn.Cell, result: Any) -> Chosen:
+def chosen_in(cell: nn.Cell, result: Any) -> ChosenExperts:
     """The choices of a router's call.
 
     Raises:
@@ -125,10 +125,10 @@ def chosen_in(cell: nn.Cell, result: Any) -> Chosen:
     if not indices or not experts:
         raise NotARouterError("it does not return the numbers of the chosen experts")
     top = next((value for name in CHOSEN_NAMES if isinstance(value := getattr(cell, name, None), int)), None)
-    return _the_chosen(indices, top), experts
+    return _fitting_indices(indices, top), experts
 
 
-def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
+def _fitting_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
     """The tensor with as many indices for each token as the router chooses, if there are several."""
     fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
     if len(fitting) != 1:
@@ -136,7 +136,7 @@ def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
     return fitting[0]
 
 
-def _counted(calls: Sequence[Chosen]) -> list[int]:
+def _counted(calls: Sequence[ChosenExperts]) -> list[int]:
     counts: NDArray[np.int64] = np.sum([_of_call(on_host(chosen), experts) for chosen, experts in calls], axis=0)
     return [int(count) for count in counts]
 
