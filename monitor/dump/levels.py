@@ -107,14 +107,14 @@ class Tokens:
         self.open = self.wanted is None
 
 
-class OpenCalls(threading.local):
+class OpenModuleCalls(threading.local):
     """Calls of a module that have not ended, for each thread."""
 
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
 
 
-class ModuleWatcher:
+class ModuleHooks:
     """The hooks of one module.
 
     Args:
@@ -126,7 +126,7 @@ class ModuleWatcher:
         self._recorded, self._session, self._backend = recorded, recorded.session, recorded.backend
         self._tokens = tokens
         self._gradients = gradients
-        self._open = OpenCalls()
+        self._open = OpenModuleCalls()
         self._has_raised = recorded.failures.guarded("closing a call", self._raised, ADVICE, of=base)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ class ModuleDump:
 
     def _watch_module(self, base: str, module: Any) -> None:
         gradients = self._gradients.setdefault(base, ParameterGradients(base, self._recorded))
-        watcher = ModuleWatcher(base, self._recorded, self._tokens, gradients)
+        watcher = ModuleHooks(base, self._recorded, self._tokens, gradients)
         guarded, backend = self._recorded.failures.guarded, self._recorded.backend
         before = guarded("reading the inputs", watcher.before, ADVICE, of=base)
         after = guarded("reading the outputs", watcher.after, ADVICE, of=base)

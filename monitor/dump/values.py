@@ -22,7 +22,7 @@ SHOWN: Final = {"Max": "max", "Min": "min", "Mean": "mean", "Norm": "norm"}
 NOTHING_MEASURED: Final = dict.fromkeys(SHOWN)
 
 
-class Reading(Protocol):
+class KernelResult(Protocol):
     """A kernel's result for a tensor."""
 
     def row(self) -> Floats:
@@ -56,7 +56,7 @@ class TensorLeaf:
 
     __slots__ = ("checksum", "copy", "described", "file", "reading", "statistics")
 
-    def __init__(self, described: dict[str, Any], reading: Reading | None, copy: Copy | None, file: str | None) -> None:
+    def __init__(self, described: dict[str, Any], reading: KernelResult | None, copy: Copy | None, file: str | None) -> None:
         self.described = described
         self.reading = reading
         self.copy = copy

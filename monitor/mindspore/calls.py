@@ -126,7 +126,7 @@ def sequence_nr() -> int:
     """A number below the sequence numbers of all later nodes. 0 if no nodes are made."""
     if not (GRAPH_IS_THERE and recording()):
         return 0
-    # MindSpore does not tell the number. A view of a tensor outside the model gets the next one, and computes nothing.
+    # MindSpore does not show the number. A view of a tensor outside the model gets the next one, and computes nothing.
     return _queried(lambda: int(_probe().view(1)._grad_node._sequence_nr()))
 
 

@@ -175,7 +175,7 @@ class ReducedToOneRank(Kernel):
         return int(communication.get_group_rank_from_world_rank(args[self.places["dst"]], self.group_of(args)))
 
 
-class BatchedSendsAndReceives(Kernel):
+class MindSporeBatchedSendsAndReceives(Kernel):
     """``batch_isend_irecv``: sent tensors are inputs, received tensors are outputs."""
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
@@ -230,7 +230,7 @@ def primitives() -> Mapping[str, Primitive]:
     }
 
 
-_MADE: Final[Mapping[str, type[Kernel]]] = {"reduce": ReducedToOneRank, "batch_isend_irecv": BatchedSendsAndReceives}
+_MADE: Final[Mapping[str, type[Kernel]]] = {"reduce": ReducedToOneRank, "batch_isend_irecv": MindSporeBatchedSendsAndReceives}
 
 
 def _described(name: str, known: _OperatorSpec) -> Kernel | None:

@@ -20,7 +20,7 @@ from mindspore.experimental import optim
 
 from monitor.failures import Failures
 from monitor.mindspore.optimizer_state import OptimizerState, optimizers_in
-from monitor.mindspore.optimizer_steps import OptimizerSteps
+from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 from monitor.recording.backend import StepListener
 from monitor.series import LOCAL, Placement
 
@@ -28,7 +28,7 @@ Correction: TypeAlias = float | Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class MindSporeMoments:
     """The terms of a parameter's step. The update is, before the learning rate and weight decay,
 
         (mean / mean_correction) / (sqrt(square / square_correction) + eps)
@@ -57,7 +57,7 @@ class AdamRule:
 
     Attributes:
         corrections: Computes both corrections after a step, from the optimizer and the hyperparameters of a group.
-        eps_on_root: See ``Moments``.
+        eps_on_root: See ``MindSporeMoments``.
     """
 
     corrections: Callable[[nn.Cell, Mapping[str, Any]], tuple[Correction, Correction]]
@@ -82,7 +82,7 @@ class Adams:
         # The experimental optimizers keep eps in their groups.
         self._eps = float(eps.asnumpy().item()) if self.rule is not None and isinstance(eps, Tensor) else None
 
-    def of(self, parameter: Parameter) -> Moments | None:
+    def of(self, parameter: Parameter) -> MindSporeMoments | None:
         """The terms of the parameter's latest step. Does not wait."""
         place = self._state.place(parameter)
         if place is None or self.rule is None:
@@ -95,7 +95,7 @@ class Adams:
         with _no_grad():
             of_mean, of_square = self.rule.corrections(self._optimizer, group)
         eps = float(group["eps"]) if self._eps is None else self._eps
-        return Moments(mean, square, of_mean, of_square, eps, self.rule.eps_on_root)
+        return MindSporeMoments(mean, square, of_mean, of_square, eps, self.rule.eps_on_root)
 
 
 def _none(_optimizer: nn.Cell, _group: Mapping[str, Any]) -> tuple[Correction, Correction]:
@@ -171,7 +171,7 @@ class SteppedOptimizer:
         return None if place is None or place >= len(self.gradients) else self.gradients[place]
 
 
-class Framework:
+class MindSporeFramework:
     """MindSpore's cells and optimizers.
 
     Every answer concerns this rank alone: it issues no collective and waits for no device.
@@ -266,14 +266,14 @@ class Framework:
         """Whether ``adam_of`` knows the optimizer's update rule."""
         return self.stepped[id(optimizer)].adams.rule is not None
 
-    def adam_of(self, parameter: ParameterHolder) -> Moments | None:
+    def adam_of(self, parameter: ParameterHolder) -> MindSporeMoments | None:
         """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
         return None if found is None else found.adams.of(parameter.tensor)
 
-    def steps(self, listener: StepListener, failures: Failures) -> OptimizerSteps:
+    def steps(self, listener: StepListener, failures: Failures) -> MindSporeOptimizerSteps:
         """Report every step to ``listener`` from now on."""
-        return OptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures)
+        return MindSporeOptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures)
 
     def _of(self, parameter: ParameterHolder) -> SteppedOptimizer | None:
         """The first optimizer that steps a parameter."""
@@ -283,10 +283,10 @@ class Framework:
 # --- The framework of a model and its optimizer.
 
 
-def framework_of(chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> Framework:
+def framework_of(chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> MindSporeFramework:
     """MindSpore's adapter of a model and its optimizers.
 
     Raises:
         TypeError: An object passed as an optimizer is none.
     """
-    return Framework(chunks, optimizer, main_grad=main_grad)
+    return MindSporeFramework(chunks, optimizer, main_grad=main_grad)

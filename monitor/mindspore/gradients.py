@@ -13,10 +13,10 @@ from typing import Any, Final
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.mindspore import tensors
-from monitor.mindspore.frameworks import Framework
+from monitor.mindspore.frameworks import MindSporeFramework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
-from monitor.mindspore.reductions import Reductions
+from monitor.mindspore.reductions import MindSporeReductions
 from monitor.recording import gradients
 from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
 from monitor.recording.protocols import Removable
@@ -38,13 +38,13 @@ class GradientCollector(gradients.GradientCollector):
         clock: Clock,
         failures: Failures,
         series_of: SeriesOf,
-        framework: Framework,
+        framework: MindSporeFramework,
         ownership: Ownership,
         note: Callable[[str, str], None],
         *,
         each_micro_step: bool,
     ) -> None:
-        self._framework: Framework = framework
+        self._framework: MindSporeFramework = framework
         super().__init__(
             parameters,
             recorder,
@@ -57,7 +57,7 @@ class GradientCollector(gradients.GradientCollector):
             tensors,
             each_micro_step=each_micro_step,
         )
-        self._reductions = Reductions(ownership, failures)
+        self._reductions = MindSporeReductions(ownership, failures)
         self.hook_thawed()
 
     def begin_step(self) -> None:

@@ -32,7 +32,7 @@ class GradientReceiver(Protocol):
         """The step has ended: drop the gradients."""
 
 
-class OptimizerSteps:
+class MindSporeOptimizerSteps:
     """Reports the steps of optimizers to a listener.
 
     Attributes:

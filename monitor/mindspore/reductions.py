@@ -60,7 +60,7 @@ class _ReducerListener(CallListener):
         self._callback(args[0], result)
 
 
-class Reductions(MindSporeCollectiveListener):
+class MindSporeReductions(MindSporeCollectiveListener):
     """Listens for reductions of gradients, if there are other ranks to sum over."""
 
     def __init__(self, ownership: Ownership, failures: Failures) -> None:

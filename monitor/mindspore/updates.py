@@ -8,7 +8,7 @@ from typing import Any
 from mindspore import Tensor
 
 from monitor.mindspore.features_reading import is_floating_point
-from monitor.mindspore.frameworks import Moments
+from monitor.mindspore.frameworks import MindSporeMoments
 from monitor.recording import updates
 from monitor.recording.optimizer_turns import Stepping
 from monitor.recording.parameter_series import Computed, NamedParameter
@@ -26,7 +26,7 @@ from monitor.stats.partials import COUNT, SUM
 # correction if the optimizer applies it. See ``monitor.mindspore.frameworks`` for the rules of MindSpore's Adams.
 
 
-class AdamCollector(UpdateCollector):
+class MindSporeAdamCollector(UpdateCollector):
     """``adam_update`` and ``adam_ratio``."""
 
     def __init__(self, watched: WatchedParameters, eps: float) -> None:
@@ -56,7 +56,7 @@ class AdamCollector(UpdateCollector):
         self._update.record_computed(update, stepping.held)
         self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
 
-    def _vectors(self, moments: Moments) -> tuple[Signed, Signed]:
+    def _vectors(self, moments: MindSporeMoments) -> tuple[Signed, Signed]:
         return adam_vectors(
             moments.mean,
             moments.square,
@@ -68,14 +68,14 @@ class AdamCollector(UpdateCollector):
         )
 
 
-def _computed(vector: Signed, moments: Moments) -> Computed:
+def _computed(vector: Signed, moments: MindSporeMoments) -> Computed:
     return Computed(vector.numbers(), moments.mean, vector.histogram())
 
 
 # --- ``mg_direction``: the fraction of gradient elements whose sign equals the momentum's.
 
 
-class DirectionCollector(UpdateCollector):
+class MindSporeDirectionCollector(UpdateCollector):
     """Compares the gradient that the optimizer is given with the momentum before the step.
 
     The first step of an optimizer has no momentum before it. Afterwards the momentum is a multiple of the gradient, so they
@@ -124,4 +124,4 @@ class RatioCollector(updates.RatioCollector):
         return squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
 
 
-new_updates = partial(wanted, ratio=RatioCollector, direction=DirectionCollector, adam=AdamCollector)
+new_updates = partial(wanted, ratio=RatioCollector, direction=MindSporeDirectionCollector, adam=MindSporeAdamCollector)

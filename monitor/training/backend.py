@@ -34,7 +34,7 @@ class GradientScale(Protocol):
         """Stop observing."""
 
 
-class Backend(Protocol):
+class MetricsBackend(Protocol):
     """A framework. The modules ``monitor.pytorch.training.backend`` and ``monitor.mindspore.training.backend`` implement it."""
 
     def monitor_of(self, config: MonitorConfig, base: Path) -> TrainerMon:

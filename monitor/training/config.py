@@ -54,7 +54,7 @@ def _or_default(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-class _Strict(BaseModel):
+class _MetricsSection(BaseModel):
     """Types are checked strictly, except that an integer is accepted as a float."""
 
     model_config = ConfigDict(
@@ -67,7 +67,7 @@ class _Strict(BaseModel):
     )
 
 
-class MonitorSection(_Strict):
+class MonitorSection(_MetricsSection):
     """``monitor_config``: what ``TrainingStateMonitor`` shows."""
 
     monitor_on: bool = False
@@ -100,7 +100,7 @@ class MonitorSection(_Strict):
     """Print the names of all trainable parameters when the first step begins, and end the run when it ends."""
 
 
-class TensorBoardSection(_Strict):
+class TensorBoardSection(_MetricsSection):
     """``tensorboard``: the files of events."""
 
     tensorboard_dir: Directory
@@ -115,22 +115,22 @@ class TensorBoardSection(_Strict):
     """Whether `expert_load` is caught, and shown there and in the log."""
 
 
-class LossMonitor(_Strict):
+class LossMonitor(_MetricsSection):
     """``MFLossMonitor``: what is shown of the run as a whole."""
 
     per_print_times: Positive = 1
     """Every so many steps."""
 
 
-class StateMonitor(_Strict):
+class StateMonitor(_MetricsSection):
     """``TrainingStateMonitor``: implied by ``monitor_on: true``."""
 
 
-class BiasBalance(_Strict):
+class BiasBalance(_MetricsSection):
     """``TopkBiasBalanceCallback``: shows the load of experts. It does not balance them: a monitor changes nothing."""
 
 
-class Callbacks(_Strict):
+class Callbacks(_MetricsSection):
     """The entries of ``callbacks`` that are about metrics."""
 
     MFLossMonitor: LossMonitor | None = None
@@ -141,7 +141,7 @@ class Callbacks(_Strict):
     """The load of experts."""
 
 
-class TrainingConfig(_Strict):
+class TrainingConfig(_MetricsSection):
     """The metrics configuration of a training YAML.
 
     Attributes:
@@ -193,7 +193,7 @@ class YamlDocument:
     """A parsed file.
 
     Attributes:
-        value: What it holds, as PyYAML's safe loader gives it.
+        value: The parsed values, as PyYAML's safe loader returns them.
         lines: The line of every name and list element, by its path.
     """
 

@@ -19,7 +19,7 @@ from monitor.failures import LOGGER, Failures
 from monitor.recording.protocols import RunEnded
 from monitor.recording.run import Place
 from monitor.recording.trainer_mon import TrainerMon
-from monitor.training.backend import Backend, GradientScale, Routers
+from monitor.training.backend import GradientScale, MetricsBackend, Routers
 from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
 from monitor.training.norms import GradNormSource
@@ -147,7 +147,7 @@ class TrainingMetrics:
         ValueError: A name in ``routers`` is no module, or a number is out of range.
     """
 
-    _backend: ClassVar[Backend]
+    _backend: ClassVar[MetricsBackend]
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from mindspore import Tensor, communication, mint, nn, ops
 from numpy.typing import NDArray
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
-from monitor.dump.values import Reading, TensorLeaf
+from monitor.dump.values import KernelResult, TensorLeaf
 from monitor.failures import EarlierFailure, Failures
 from monitor.mindspore import calls
 from monitor.mindspore.calls import ENGINE, observable
@@ -58,7 +58,7 @@ class MindSporeTensorReader:
         copy = _Copied(array) if wanted and array is not None else None
         return TensorLeaf(described, self._reading(x, array), copy, file)
 
-    def _reading(self, x: Tensor, array: Raw | None) -> Reading | None:
+    def _reading(self, x: Tensor, array: Raw | None) -> KernelResult | None:
         if array is not None:
             return _HostRow(self._kernel.reduce(array)) if is_readable(array) else None
         assert self._device_kernel is not None

@@ -1,4 +1,4 @@
-"""MindSpore's implementation of the training metrics' adapter interface ``monitor.training.backend.Backend``."""
+"""MindSpore's implementation of the training metrics' adapter interface ``monitor.training.backend.MetricsBackend``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from monitor.training.step import Number, Tokens
 # --- The factor by which an optimizer divides its gradients inside its step: the constant loss scale.
 
 
-class GradientScale:
+class MindSporeGradientScale:
     """See ``monitor.training.backend.GradientScale``. The factor never changes."""
 
     def __init__(self, scale: float) -> None:
@@ -45,7 +45,7 @@ class GradientScale:
 
 
 def kept(x: Any) -> Number:
-    """See ``Backend.kept``. The returned function waits for the tensor, since in MindSpore every reading waits."""
+    """See ``MetricsBackend.kept``. The returned function waits for the tensor, since in MindSpore every reading waits."""
     if isinstance(x, int | float):
         return float(x)
     if isinstance(x, Tensor) and x.size == 1:
@@ -74,7 +74,7 @@ class NotARouterError(Exception):
     """The result of a cell does not show which experts were chosen."""
 
 
-class Routers:
+class MindSporeRouters:
     """Keeps the choices of a router in every training call until the step ends.
 
     Args:
@@ -179,15 +179,15 @@ def learning_rate(optimizer: Any) -> Number | None:
     return None if first is None else kept(first)
 
 
-def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
+def gradient_scale(optimizer: Any, failures: Failures) -> MindSporeGradientScale | None:
     """The constant scale of an optimizer that was created with ``loss_scale``; None if it does not scale."""
     del failures
     scale = float(getattr(optimizer, "loss_scale", 1.0))
-    return None if scale == 1.0 else GradientScale(scale)
+    return None if scale == 1.0 else MindSporeGradientScale(scale)
 
 
-def routers(model: Any, names: Iterable[str], failures: Failures) -> Routers:
-    return Routers(model, names, failures)
+def routers(model: Any, names: Iterable[str], failures: Failures) -> MindSporeRouters:
+    return MindSporeRouters(model, names, failures)
 
 
 def counting_flops(model: Any) -> AbstractContextManager[Callable[[], float]]:

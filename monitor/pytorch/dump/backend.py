@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
-from monitor.dump.values import Copy, Reading, TensorLeaf
+from monitor.dump.values import Copy, KernelResult, TensorLeaf
 from monitor.failures import Failures
 from monitor.pytorch import calls
 from monitor.pytorch.dump.apis import Interception, traced
@@ -71,7 +71,7 @@ class Reader:
             copy = _copied(local) if file is not None or self._checksums else None
             return TensorLeaf(_described(x), self._read(local), copy, file)
 
-    def _read(self, local: Tensor) -> Reading | None:
+    def _read(self, local: Tensor) -> KernelResult | None:
         if local.device.type == "cpu":
             row = self._kernel.reduce(local)
             return None if row is None else _HostRow(row)

@@ -1,4 +1,4 @@
-"""PyTorch's side of training metrics: see ``monitor.training.backend.Backend``."""
+"""PyTorch's side of training metrics: see ``monitor.training.backend.MetricsBackend``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, dtype, nn, ops
 from training import Net
 
-from monitor.mindspore.frameworks import Framework, framework_of
+from monitor.mindspore.frameworks import MindSporeFramework, framework_of
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 Keep = Callable[[nn.Cell], None]
@@ -47,7 +47,7 @@ def all_of(*keeps: Keep) -> Keep:
     return keep
 
 
-def watched(keep: Keep, **hyperparameters: float) -> tuple[Framework, list[Named]]:
+def watched(keep: Keep, **hyperparameters: float) -> tuple[MindSporeFramework, list[Named]]:
     """As after a step."""
     net = Net()
     framework = framework_of([net], Own(net.trainable_params(), keep, **hyperparameters), main_grad=False)
@@ -55,7 +55,7 @@ def watched(keep: Keep, **hyperparameters: float) -> tuple[Framework, list[Named
     return framework, [Named(p) for p in net.trainable_params()]
 
 
-def names_of(framework: Framework, parameter: Named) -> dict[str, str]:
+def names_of(framework: MindSporeFramework, parameter: Named) -> dict[str, str]:
     found = {kind: framework.moment(kind, parameter) for kind in KINDS}
     return {kind: one.name for kind, one in found.items() if one is not None}
 
