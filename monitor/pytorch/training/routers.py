@@ -20,7 +20,7 @@ from monitor.training.step import Number, Tokens
 
 
 def kept(x: Any) -> Number:
-    """See ``MetricsBackend.kept``. On the host a number is read at once, from a device it is copied in the stream that computes it.
+    """See ``MetricsBackend.kept``. On the host a number is read at once, on a device its stream copies it.
 
     A DTensor is refused: its ranks would have to meet to tell its value.
     """
