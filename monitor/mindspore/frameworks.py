@@ -143,7 +143,7 @@ class SteppedOptimizer:
         optimizer: The cell that users call.
         state: Finds the optimizer's state of a parameter.
         adams: Its update rule, if it is an Adam.
-        has_stepped: Whether the optimizer has made a step, so that its moments are valid.
+        has_stepped: Whether its moments are the result of a step, which may have been made before a checkpoint.
         gradients: The gradients that the optimizer was given, from its call to the end of its step.
     """
 
@@ -247,7 +247,7 @@ class MindSporeFramework:
         return parameter.tensor
 
     def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
-        """This rank's part of a moment; None before the optimizer's first step, since the initial zeros are no moment."""
+        """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
         found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
         return found.state.moment(kind, parameter.tensor) if found is not None and found.has_stepped else None
 

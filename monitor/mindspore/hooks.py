@@ -1,9 +1,9 @@
 """Hooks of cells and tensors that may run into MindSpore's compiler.
 
-If a user compiles a whole step, the compiler treats the code of every hook in it as a part of the model. Most Python code would
-end training with a compile error. This cannot be foreseen. But the compiler calls cell hooks without keyword arguments. So each
-hook tests these first, in code that the compiler can compile, and returns. Compiled calls are not recorded. Hooks of tensors
-are called alike in both cases. There a comment marks the branch for the compiler.
+If a user compiles a whole step, the compiler treats the code of every hook in it as a part of the model. Most Python code
+would end training there, and this cannot be foreseen. But the compiler calls cell hooks without keyword arguments. So each hook
+tests these first, in code that the compiler can compile, and returns. Compiled calls are not recorded. Hooks of tensors (of
+parameters, and of arguments of a compiled cell) are called alike in both cases. There a comment marks the compiler's branch.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def on_gradient(x: Tensor, read: Callable[[Any], object]) -> Removable:
 def takes_hooks(cell: nn.Cell) -> bool:
     """Whether a cell calls both hooks, and computes the same with them.
 
-    A cell with its own backward (``bprop``) calls no forward hook. A cell whose saved tensors are packed is called differently
-    with hooks, and would then pack more tensors.
+    A cell with its own backward (``bprop``) calls no hook after its forward. A cell whose saved tensors are packed is
+    called differently with hooks, and would then pack more tensors.
     """
     return not getattr(cell, "has_bprop", False) and getattr(cell, "_saved_tensors_pack_hook", None) is None
 
@@ -88,8 +88,8 @@ def _warn_of_compiling() -> None:
 
 @cache
 def _warn_once() -> None:
-    said = "What calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
-    LOGGER.warning("%s: such calls have no rows. Take @jit off what is to be recorded.", said)
+    said = "Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
+    LOGGER.warning("%s: such calls have no rows. Remove @jit from code that is to be recorded.", said)
 
 
 def _discard(_: object) -> None:

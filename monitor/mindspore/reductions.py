@@ -172,7 +172,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
         return self._reaches_all(groups)
 
     def _reaches_all(self, groups: Sequence[Ranks]) -> bool:
-        """Whether ``groups`` reach every rank that shares the parameters; for no groups, whether no other rank does."""
+        """Whether ``groups`` reach every rank that shares the parameters; for none, whether no other rank shares them."""
         rank, world_size = int(communication.get_rank()), int(communication.get_group_size())
         return reaches(self._ownership, rank, world_size, groups)
 

@@ -82,7 +82,7 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows
         assert compiled_losses(net, optimizer) == expected
     assert list(output.directory().glob("*.csv")) == []
     (said,) = warnings_in(caplog)
-    assert said.startswith("What calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
+    assert said.startswith("Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
 
 
 def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> None:

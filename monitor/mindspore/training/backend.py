@@ -132,7 +132,9 @@ def _fitting_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
     """The tensor with as many indices for each token as the router chooses, if there are several."""
     fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
     if len(fitting) != 1:
-        raise NotARouterError("it returns several tensors of integers, and which are the chosen experts does not show")
+        raise NotARouterError(
+            "it returns several tensors of integers, and it is unclear which of them holds the chosen experts"
+        )
     return fitting[0]
 
 
