@@ -18,7 +18,10 @@ LISTENER: Final = "the training metrics"
 FLUSH_SECONDS: Final = 30.0
 
 NO_OPTIMIZER: Final = "Norms that training metrics ask for are not shown: they need the model and its optimizer."
-NOT_RECORDED: Final = "No gradient is recorded, since monitor_config.monitor_on is false: grad-norm is shown only for steps whose grad_norm is set."
+NOT_RECORDED: Final = (
+    "No gradient is recorded, since monitor_config.monitor_on is false: "
+    "grad-norm is shown only for steps whose grad_norm is set."
+)
 NOT_SET: Final = "Norms that training metrics ask for are not shown: the monitor that was passed has not set"
 
 FIELDS: Final = ("wg_distribution", "mv_distribution", "param_distribution")
