@@ -36,16 +36,16 @@ class CallRecorder:
         self.failures = failures
         self.trees = Trees(backend.tensor)
 
-    def settle(self, but: int = 0) -> None:
+    def settle(self, not_entered: int = 0) -> None:
         """Close modules whose forward has raised, if the framework does not report that.
 
         Args:
-            but: How many of the modules being called have not been entered yet.
+            not_entered: How many of the modules being called have not been entered yet.
         """
         if self.session.open_modules and (calling := self.backend.being_called()) is not None:
-            self.session.keep_open(calling[: len(calling) - but])
+            self.session.keep_open(calling[: len(calling) - not_entered])
 
-    def opened(self, name: CallName) -> RecordedCall:
+    def new_call(self, name: CallName) -> RecordedCall:
         """A new record of the call ``name``. ``begin`` has to follow."""
         return RecordedCall(name, self)
 
@@ -53,10 +53,10 @@ class CallRecorder:
 class RecordedCall:
     """A call between its beginning and its end."""
 
-    def __init__(self, name: CallName, recorded: CallRecorder) -> None:
+    def __init__(self, name: CallName, recorder: CallRecorder) -> None:
         self.name = name
-        self._recorded, self._session, self._graph = recorded, recorded.session, recorded.backend.graph
-        self._trees = recorded.trees
+        self._recorder, self._session, self._graph = recorder, recorder.session, recorder.backend.graph
+        self._trees = recorder.trees
         self._content: dict[str, Any] | None = None
         self._backward: Backward | None = None
         self._inputs: dict[Target, list[GradientSlot]] = {}
@@ -109,7 +109,7 @@ class RecordedCall:
     def _without_end(self, slots: list[Any], values: Sequence[Any]) -> list[Any]:
         """Drop trailing values that are no tensors, such as strides: they have no gradients."""
         end = len(slots)
-        while end and slots[end - 1] is None and not isinstance(values[end - 1], self._recorded.backend.tensor):
+        while end and slots[end - 1] is None and not isinstance(values[end - 1], self._recorder.backend.tensor):
             end -= 1
         return slots[:end]
 
@@ -151,16 +151,16 @@ class RecordedCall:
             try:
                 self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
             except SeveralThreadsError:
-                self._recorded.failures.warn("operations of several threads", on_several_threads(name))
+                self._recorder.failures.warn("operations of several threads", on_several_threads(name))
 
     def _all_given(self, given: list[Any], outputs: Sequence[Any]) -> list[Any]:
         """All outputs that have a gradient; empty if some may be hidden, since sums over a part would be wrong."""
-        if all(isinstance(x, self._recorded.backend.tensor) for x in outputs):
+        if all(isinstance(x, self._recorder.backend.tensor) for x in outputs):
             return given
         try:
-            held = self._recorded.backend.leaves.held(tuple(outputs))
+            held = self._recorder.backend.leaves.held(tuple(outputs))
         except HiddenError as error:
-            self._recorded.failures.warn("hidden results", hidden_result(self.name.of("backward"), error))
+            self._recorder.failures.warn("hidden results", hidden_result(self.name.of("backward"), error))
             return []
         known = {id(x) for x in given}
         return given + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
@@ -172,7 +172,7 @@ class RecordedCall:
 
     def _taking(self, backward: Backward, slot: GradientSlot) -> Callable[[Any], None]:
         take = self._session.expect(backward, slot)
-        guarded: Callable[[Any], None] = self._recorded.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
+        guarded: Callable[[Any], None] = self._recorder.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
         return guarded
 
 

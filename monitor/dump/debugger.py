@@ -129,13 +129,13 @@ class PrecisionDebugger:
         session = self._opened()
         if session is None:
             return
-        recorded = CallRecorder(session, self._backend, self._failures)
+        recorder = CallRecorder(session, self._backend, self._failures)
         if self._tokens.wanted != self._token_range:
             self._tokens = Tokens(self._token_range)
-        apis = self._interception(recorded, models) if self.config.level in WITH_APIS else None
+        apis = self._interception(recorder, models) if self.config.level in WITH_APIS else None
         self._count_tokens(models)
         if self.config.level in WITH_MODULES:
-            self._modules = ModuleDump(recorded, self._tokens, self._backend.module_prefix, self._gradients)
+            self._modules = ModuleDump(recorder, self._tokens, self._backend.module_prefix, self._gradients)
             self._modules.watch(models, numbered=isinstance(model, (list, tuple)))
         if apis is not None:
             EXCLUSIVE_INTERCEPTION.take(self)
@@ -187,8 +187,8 @@ class PrecisionDebugger:
             return
         self._drop_inherited_session()
         if self._is_chosen() and (session := self._opened()) is not None:
-            recorded = CallRecorder(session, self._backend, self._failures)
-            self._failures.guarded("saving a value", levels.save, of=name)(recorded, variable, name, backward=save_backward)
+            recorder = CallRecorder(session, self._backend, self._failures)
+            self._failures.guarded("saving a value", levels.save, of=name)(recorder, variable, name, backward=save_backward)
 
     @ClassOrInstanceMethod
     def set_init_step(self, step: int) -> None:
@@ -245,8 +245,8 @@ class PrecisionDebugger:
             self._session = None
             self._gradients.clear()
 
-    def _interception(self, recorded: CallRecorder, models: Sequence[Any]) -> ApiInterception:
-        listener = ApiDump(recorded, self._tokens)
+    def _interception(self, recorder: CallRecorder, models: Sequence[Any]) -> ApiInterception:
+        listener = ApiDump(recorder, self._tokens)
         apis = self._backend.new_interception(listener, self.config.api_list, primitives_of=models)
         for module, api, prefix in self._custom.values():
             apis.register(module, api, prefix)

@@ -21,9 +21,9 @@ from monitor.recording.protocols import HookSet
 # --- The level ``debug``: single values of a program, saved by name.
 
 
-def save(recorded: CallRecorder, value: Any, name: str, *, backward: bool) -> None:
+def save(recorder: CallRecorder, value: Any, name: str, *, backward: bool) -> None:
     """Save a value now, and its gradients when they arrive."""
-    session, trees, graph = recorded.session, recorded.trees, recorded.backend.graph
+    session, trees, graph = recorder.session, recorder.trees, recorder.backend.graph
     number = session.number(name)
     entry = f"{name}.{number}.debug"
     session.enter(entry, trees.of(value, entry, session.leaf), None, session.stack())
@@ -34,7 +34,7 @@ def save(recorded: CallRecorder, value: Any, name: str, *, backward: bool) -> No
     def watch(x: Any, slot: GradientSlot) -> bool:
         if not graph.requires_grad(x):
             return False
-        take = recorded.failures.guarded("reading gradients", session.expect(gradients, slot), ADVICE, of=gradients.name)
+        take = recorder.failures.guarded("reading gradients", session.expect(gradients, slot), ADVICE, of=gradients.name)
         session.until_end.add(graph.on_gradient(x, take))
         return True
 
@@ -47,37 +47,37 @@ def save(recorded: CallRecorder, value: Any, name: str, *, backward: bool) -> No
 class ParameterGradients:
     """The parameter gradients of one module, with an entry for each backward."""
 
-    def __init__(self, base: str, recorded: CallRecorder) -> None:
+    def __init__(self, base: str, recorder: CallRecorder) -> None:
         self._base = f"{base}.parameters_grad"
         self._name = CallName(base, 0, of_module=True)
-        self._recorded = recorded
+        self._recorder = recorder
         self._hooked: dict[str, None] | None = None
         self._pass: int | None = None
         self._takes: dict[str, Callable[[Any], None]] = {}
 
     def watch(self, module: Any) -> None:
         """Place hooks on the parameters, once a step. Called when the module is called."""
-        session = self._recorded.session
+        session = self._recorder.session
         if self._hooked is not None or not session.wants(self._name, "backward", "output"):
             return
         self._hooked = {}
-        for name, parameter in self._recorded.backend.parameters_of(module):
-            take = self._recorded.failures.guarded("reading a gradient", partial(self._take, name), ADVICE, of=self._base)
-            handle = self._recorded.backend.on_parameter(parameter, take)
+        for name, parameter in self._recorder.backend.parameters_of(module):
+            take = self._recorder.failures.guarded("reading a gradient", partial(self._take, name), ADVICE, of=self._base)
+            handle = self._recorder.backend.on_parameter(parameter, take)
             if handle is not None:
                 self._hooked[name] = None
                 session.until_end.add(handle)
 
     def _take(self, name: str, gradient: Any) -> None:
-        if not self._recorded.session.is_active:
+        if not self._recorder.session.is_active:
             return
-        if self._pass != (now := self._recorded.backend.backward_pass()):
+        if self._pass != (now := self._recorder.backend.backward_pass()):
             self._pass = now
             self._begin()
         self._takes[name](gradient)
 
     def _begin(self) -> None:
-        session = self._recorded.session
+        session = self._recorder.session
         entry = f"{self._base}.{session.number(self._base)}"
         backward = Backward(entry, None, None)
         slots = {name: GradientSlot(f"{entry}.{name}") for name in self._hooked or ()}
@@ -121,20 +121,20 @@ class ModuleHooks:
         base: ``Module.conv1.Conv2d``.
     """
 
-    def __init__(self, base: str, recorded: CallRecorder, tokens: Tokens, gradients: ParameterGradients) -> None:
+    def __init__(self, base: str, recorder: CallRecorder, tokens: Tokens, gradients: ParameterGradients) -> None:
         self._base = base
-        self._recorded, self._session, self._backend = recorded, recorded.session, recorded.backend
+        self._recorder, self._session, self._backend = recorder, recorder.session, recorder.backend
         self._tokens = tokens
         self._gradients = gradients
         self._open = OpenModuleCalls()
-        self._has_raised = recorded.failures.guarded("closing a call", self._raised, ADVICE, of=base)
+        self._has_raised = recorder.failures.guarded("closing a call", self._raised, ADVICE, of=base)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._tokens.open or not self._session.is_active or self._backend.traced():
             return
-        self._recorded.settle(but=1)
+        self._recorder.settle(not_entered=1)
         name = CallName(self._base, self._session.number(f"{self._base}.forward"), of_module=True)
-        call = self._recorded.opened(name)
+        call = self._recorder.new_call(name)
         self._open.calls.append(call)
         try:
             with self._session.reading_in_progress():
@@ -169,8 +169,8 @@ class ModuleDump:
         gradients: The parameter gradients of the step's modules, by name. Segments of a step share them.
     """
 
-    def __init__(self, recorded: CallRecorder, tokens: Tokens, prefix: str, gradients: dict[str, ParameterGradients]) -> None:
-        self._recorded = recorded
+    def __init__(self, recorder: CallRecorder, tokens: Tokens, prefix: str, gradients: dict[str, ParameterGradients]) -> None:
+        self._recorder = recorder
         self._tokens = tokens
         self._prefix = prefix
         self._gradients = gradients
@@ -185,20 +185,20 @@ class ModuleDump:
         found = False
         for index, model in enumerate(models):
             prefix = f"{self._prefix}.{index}" if numbered else self._prefix
-            for name, module in self._recorded.backend.modules_of(model, self._recorded.failures):
+            for name, module in self._recorder.backend.modules_of(model, self._recorder.failures):
                 self._watch_module(f"{prefix}.{name}.{type(module).__name__}", module)
                 found = True
         if not found:
             said = "no module was found below the model, and the model itself is not dumped: pass a module that contains it"
-            self._recorded.failures.warn("no modules", f"{said}.")
+            self._recorder.failures.warn("no modules", f"{said}.")
 
     def remove(self) -> None:
         self._hooks.remove()
 
     def _watch_module(self, base: str, module: Any) -> None:
-        gradients = self._gradients.setdefault(base, ParameterGradients(base, self._recorded))
-        watcher = ModuleHooks(base, self._recorded, self._tokens, gradients)
-        guarded, backend = self._recorded.failures.guarded, self._recorded.backend
+        gradients = self._gradients.setdefault(base, ParameterGradients(base, self._recorder))
+        watcher = ModuleHooks(base, self._recorder, self._tokens, gradients)
+        guarded, backend = self._recorder.failures.guarded, self._recorder.backend
         before = guarded("reading the inputs", watcher.before, ADVICE, of=base)
         after = guarded("reading the outputs", watcher.after, ADVICE, of=base)
         self._hooks.add(backend.before_forward(module, before))
@@ -255,10 +255,10 @@ class ApiThreadState(threading.local):
 class ApiDump:
     """Creates entries of calls of APIs. A call inside another API call gets none: it belongs to that call's implementation."""
 
-    def __init__(self, recorded: CallRecorder, tokens: Tokens) -> None:
-        self._recorded, self._session = recorded, recorded.session
+    def __init__(self, recorder: CallRecorder, tokens: Tokens) -> None:
+        self._recorder, self._session = recorder, recorder.session
         self._tokens = tokens
-        guarded = recorded.failures.guarded
+        guarded = recorder.failures.guarded
         self._begin = guarded("reading the arguments", self._begins, ADVICE)
         self._end = guarded("reading the results", self._ended, ADVICE)
         self._calling = ApiThreadState()
@@ -286,13 +286,13 @@ class ApiDump:
         self._calling.busy, self._calling.written = False, None
 
     def warn(self, cause: str, message: str) -> None:
-        self._recorded.failures.warn(cause, message)
+        self._recorder.failures.warn(cause, message)
 
     def _begins(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedCall:
-        self._recorded.settle()
+        self._recorder.settle()
         name = CallName(base, self._session.number(base), of_module=False)
-        call = self._recorded.opened(name)
-        self._calling.written = _written(args, kwargs, self._recorded.backend.tensor) if base.startswith(WRITING) else None
+        call = self._recorder.new_call(name)
+        self._calling.written = _written(args, kwargs, self._recorder.backend.tensor) if base.startswith(WRITING) else None
         call.begin(args, kwargs)
         return call
 
