@@ -12,7 +12,7 @@ import numpy as np
 
 from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_leaves, of_tensors
 from monitor.dump.files import FILE as RECORDS
-from monitor.dump.files import is_written
+from monitor.dump.files import is_being_written
 from monitor.dump.values import SHOWN
 from monitor.dump.writer import bits_of, load_tensor
 
@@ -39,7 +39,7 @@ def compare(left: Path, right: Path) -> Compared:
     """
     sides = {side: _places(side) for side in (left, right)}
     for side, places in sides.items():
-        if killed := [file for file in _unfinished(side) if not is_written(file)]:
+        if killed := [file for file in _unfinished(side) if not is_being_written(file)]:
             raise ComparisonError(f"{killed[0].parent} is of a killed process: run trainermon dump-recover {side} first.")
         if not places:
             raise ComparisonError(f"{side} has no dump.json in it: name a dump_path, or the directory of a rank's step.")

@@ -1,4 +1,4 @@
-"""What a framework's room brings to its precision dump: a module of the names of ``DumpBackend``."""
+"""The adapter interface that a framework implements for the precision dump, and code that no framework affects."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from monitor.dump.values import Leaf
+from monitor.dump.values import TensorLeaf
 from monitor.failures import Failures
 from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable
 from monitor.recording.tensor_paths import TensorPaths
 
 
-class Reader(Protocol):
-    """Reads tensors on the thread that computes them; the rest is done by the writer."""
+class TensorReader(Protocol):
+    """Reads tensors on the thread that computes them; the writer does the rest."""
 
-    def leaf(self, x: Any, file: str | None) -> Leaf:
-        """What is to be known of ``x`` as it is now.
+    def leaf(self, x: Any, file: str | None) -> TensorLeaf:
+        """Read the current state of ``x``.
 
         Args:
-            file: The name of the file that its elements are to be kept in; None where they are not.
+            file: The name of the file for its elements; None if they are not stored.
         """
 
 
 class ApiListener(Protocol):
-    """Who is told of calls of APIs. Must not raise."""
+    """Receives calls of APIs. Its methods must not raise."""
 
     def begins(self, prefix: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call is about to happen. Returns what is to be handed to ``ended``; None if nobody wants to know of that."""
+        """A call is about to happen. Returns a token that is passed to ``ended`` or ``raised``; None to ignore the call."""
 
     def ended(self, call: Any, result: Any) -> None:
-        """It has returned."""
+        """The call has returned."""
 
     def raised(self, call: Any) -> None:
-        """It has raised."""
+        """The call has raised."""
 
     def warn(self, cause: str, message: str) -> None:
-        """Say something to the user, once for each cause."""
+        """Warn the user, once for each cause."""
 
 
-class Interception(Protocol):
-    """What sees calls of APIs."""
+class ApiInterception(Protocol):
+    """Intercepts calls of APIs."""
 
     def install(self) -> None: ...
 
     def remove(self) -> None:
-        """Take everything away. Any number of times."""
+        """Remove all patches. May be called repeatedly."""
 
     def register(self, module: Any, api: str, prefix: str) -> None:
-        """See one more from the next ``install`` on.
+        """Intercept one more API, from the next ``install`` on.
 
         Raises:
-            ValueError: There is no such function.
+            ValueError: The module has no such function.
         """
 
     def restore(self, module: Any, api: str) -> None:
-        """See it no more, and leave it as it was."""
+        """Stop intercepting an API, and restore it."""
 
 
 class DumpBackend(Protocol):
-    """See the module."""
+    """A framework, implemented by the modules ``monitor.pytorch.dump.backend`` and ``monitor.mindspore.dump.backend``."""
 
     framework: str
     module_prefix: str
@@ -75,65 +75,65 @@ class DumpBackend(Protocol):
     graph: Graph
 
     def computing(self) -> AbstractContextManager[object]:
-        """What is called inside is recorded by nobody."""
+        """A context whose operations no graph records."""
 
-    def new_reader(self, *, checksums: bool) -> Reader: ...
+    def new_reader(self, *, checksums: bool) -> TensorReader: ...
 
-    def new_interception(self, listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> Interception:
-        """What sees calls of the APIs in the list, and those of primitives that modules have.
+    def new_interception(self, listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> ApiInterception:
+        """Intercept calls of the APIs in the list, and of primitives that modules have.
 
         Raises:
             ConfigError: The list cannot be used.
         """
 
     def models_of(self, model: Any) -> Sequence[Any]:
-        """The models that were passed.
+        """The models that were passed, as a sequence.
 
         Raises:
-            TypeError: Something among them is no module.
+            TypeError: One of them is no module.
         """
 
     def modules_of(self, model: Any, failures: Failures) -> Iterable[tuple[str, Any]]:
-        """The modules below a model that take hooks, and their names."""
+        """The modules below a model that take hooks, with their names."""
 
     def parameters_of(self, module: Any) -> Iterable[tuple[str, Any]]:
-        """Those that are a module's own, and their names in it."""
+        """The parameters that a module has itself, with their names in it."""
 
     def on_parameter(self, parameter: Any, take: Callable[[Any], None]) -> Removable | None:
-        """Have ``take(gradient)`` called in each backward; None for one that is not trained."""
+        """Call ``take(gradient)`` in each backward; None for a parameter that is not trained."""
 
     def before_forward(self, module: Any, call: Callable[..., None]) -> Removable: ...
 
     def after_forward(self, module: Any, call: Callable[..., None], *, always: bool = False) -> Removable: ...
 
     def traced(self) -> bool:
-        """Whether what is called is written into a graph of the user's: then nothing is to be read."""
+        """Whether calls are being traced into a graph: then nothing can be read."""
 
     def being_called(self) -> Sequence[int] | None:
-        """The ids of the modules that this thread is calling, outermost first; None where hooks tell of what has raised."""
+        """The ids of the modules that this thread is calling, outermost first; None if hooks report calls that raised."""
 
     def backward_pass(self) -> int:
-        """The number of the backward in progress; another one for each."""
+        """The number of the backward in progress; it differs between backwards."""
 
     def rank(self) -> int | None:
-        """Of this process in its job; None where there is no job of several."""
+        """The rank of this process; None if the job has only one."""
 
     def refuse(self, level: str) -> None:
-        """Raise where a level cannot be recorded in the mode that is set.
+        """Refuse a level that cannot be recorded in the current mode.
 
         Raises:
-            ValueError: It says why, and what to do.
+            ValueError: The message says why, and what to do.
         """
 
 
-# --- What goes wrong while a dump is recorded: said once, and kept beside what was dumped.
+# --- Failures while a dump is recorded: each is logged once, and written to a file beside the dump.
 
 ERRORS: Final = "dump_error_info.log"
 
 
 class DumpFailures(Failures):
     """Attributes:
-    directory: Of the rank's step.
+    directory: The directory of the rank's step.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -147,14 +147,14 @@ class DumpFailures(Failures):
                 file.write(f"{message.strip()}\n")
 
 
-# --- Randomness fixed, as far as no framework has a part in it.
+# --- Fixed randomness, as far as no framework is involved.
 
 LARGEST = (1 << 32) - 1
-"""Of the seeds that numpy takes."""
+"""The greatest seed that numpy accepts."""
 
 
 def seed_python(seed: int) -> None:
-    """Seed Python's generator and numpy's, and the hashes of processes that this one starts.
+    """Seed the generators of Python and numpy, and the hashes of processes that this process starts.
 
     Raises:
         ValueError: ``seed`` is no whole number from 0 to 2^32 - 1.
@@ -167,9 +167,9 @@ def seed_python(seed: int) -> None:
 
 
 def replace_everywhere(package: str, name: str, original: Any, replacement: Any) -> None:
-    """Let ``name`` stand for ``replacement`` in each module of a package where it stands for ``original``.
+    """Replace ``original`` in each module of a package in which ``name`` refers to it.
 
-    A framework's modules import functions from each other, and each holds a reference of its own.
+    A framework's modules import functions from each other, and each holds its own reference.
     """
     for path, module in list(sys.modules.items()):
         if (path == package or path.startswith(f"{package}.")) and vars(module).get(name) is original:

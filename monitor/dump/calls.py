@@ -1,4 +1,4 @@
-"""One call of a module or an API: read before and after, and its gradients awaited."""
+"""Records one call of a module or an API: reads its inputs and outputs, and collects their gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from monitor.dump.backend import DumpBackend
 from monitor.dump.session import Backward, CallName, Session
-from monitor.dump.values import Slot, Trees, results
+from monitor.dump.values import GradientSlot, Trees, results
 from monitor.failures import Failures
 from monitor.recording.backend import Target
 from monitor.recording.following import follow_inputs, follow_result, joint_name, on_several_threads
@@ -23,11 +23,11 @@ ADVICE = "Its entry is missing from the dump."
 Parameters = Iterable[tuple[str, Any]]
 
 
-class Recorded:
-    """What a session makes of calls.
+class CallRecorder:
+    """Creates the records of calls of a session.
 
     Args:
-        failures: Told of what cannot be read.
+        failures: Reports tensors that cannot be read.
     """
 
     def __init__(self, session: Session, backend: DumpBackend, failures: Failures) -> None:
@@ -36,34 +36,34 @@ class Recorded:
         self.failures = failures
         self.trees = Trees(backend.tensor)
 
-    def settle(self, but: int = 0) -> None:
-        """Modules that have raised are open no more, where the framework tells nobody of that.
+    def settle(self, not_entered: int = 0) -> None:
+        """Close modules whose forward has raised, if the framework does not report that.
 
         Args:
-            but: How many of those that are being called now have not been entered yet.
+            not_entered: How many of the modules being called have not been entered yet.
         """
         if self.session.open_modules and (calling := self.backend.being_called()) is not None:
-            self.session.keep_open(calling[: len(calling) - but])
+            self.session.keep_open(calling[: len(calling) - not_entered])
 
-    def opened(self, name: CallName) -> Call:
-        """The call ``name``, of which ``begin`` has still to be told."""
-        return Call(name, self)
+    def new_call(self, name: CallName) -> RecordedCall:
+        """A new record of the call ``name``. ``begin`` has to follow."""
+        return RecordedCall(name, self)
 
 
-class Call:
-    """Between its beginning and its end."""
+class RecordedCall:
+    """A call between its beginning and its end."""
 
-    def __init__(self, name: CallName, recorded: Recorded) -> None:
+    def __init__(self, name: CallName, recorder: CallRecorder) -> None:
         self.name = name
-        self._recorded, self._session, self._graph = recorded, recorded.session, recorded.backend.graph
-        self._trees = recorded.trees
+        self._recorder, self._session, self._graph = recorder, recorder.session, recorder.backend.graph
+        self._trees = recorder.trees
         self._content: dict[str, Any] | None = None
         self._backward: Backward | None = None
-        self._inputs: dict[Target, list[Slot]] = {}
+        self._inputs: dict[Target, list[GradientSlot]] = {}
         self._start = 0
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """What it is given is read, before it may change it."""
+        """Read the inputs, before the call may change them."""
         if not self._session.selection.begins(self.name.of("forward")):
             return
         self._stack = self._session.stack()
@@ -74,7 +74,7 @@ class Call:
             self._note_inputs([*args, *kwargs.values()])
 
     def end(self, result: Any, parameters: Parameters = ()) -> None:
-        """It has returned: what it gave is read, and the entry of its forward is complete."""
+        """The call has returned: read its outputs, and complete the entry of its forward."""
         name, outputs = self.name.of("forward"), results(result)
         if self._content is not None:
             if self._session.wants(self.name, "forward", "output"):
@@ -97,7 +97,7 @@ class Call:
         return {key: self._session.leaf(parameter, f"{name}.{key}") for key, parameter in parameters}
 
     def _note_inputs(self, values: Sequence[Any]) -> None:
-        """Where the gradients of what it is given will go. They are counted as the values are, keyword arguments last."""
+        """Note where the gradients of the inputs will go. They are numbered as the values are, keyword arguments last."""
         name = self.name.of("backward")
         self._backward = Backward(name, self._session.parent("backward"), self._stack)
         if self._session.wants(self.name, "backward", "output"):
@@ -107,32 +107,32 @@ class Call:
         self._start = self._graph.sequence_nr()
 
     def _without_end(self, slots: list[Any], values: Sequence[Any]) -> list[Any]:
-        """Strides and the like, behind the last tensor, have no place among gradients."""
+        """Drop trailing values that are no tensors, such as strides: they have no gradients."""
         end = len(slots)
-        while end and slots[end - 1] is None and not isinstance(values[end - 1], self._recorded.backend.tensor):
+        while end and slots[end - 1] is None and not isinstance(values[end - 1], self._recorder.backend.tensor):
             end -= 1
         return slots[:end]
 
-    def _note(self, x: Any, slot: Slot) -> bool:
+    def _note(self, x: Any, slot: GradientSlot) -> bool:
         if not self._graph.requires_grad(x):
             return False
         self._inputs.setdefault(self._graph.gradient_target(x), []).append(slot)
         return True
 
     def _join(self, backward: Backward, prefix: str) -> None:
-        """A tensor that was given in several places has one gradient, and one slot beside theirs, which stay empty."""
+        """A tensor passed in several places has one gradient. It gets a joint slot; the slots of the places stay empty."""
         several = [(target, slots) for target, slots in self._inputs.items() if len(slots) > 1]
         if several:
             taken = [slot.name for slots in self._inputs.values() for slot in slots]
-            joint = [Slot(joint_name([slot.name for slot in slots], prefix, taken)) for _, slots in several]
+            joint = [GradientSlot(joint_name([slot.name for slot in slots], prefix, taken)) for _, slots in several]
             backward.content["output_shared"] = {slot.name.removeprefix(prefix): slot for slot in joint}
             self._inputs |= {target: [slot] for (target, _), slot in zip(several, joint, strict=True)}
 
     def _watch(self, backward: Backward, outputs: Sequence[Any]) -> None:
-        """Have the gradients of what it gave and of what it was given come in."""
-        given: list[tuple[Any, Slot]] = []
+        """Observe the gradients of the outputs and of the inputs."""
+        given: list[tuple[Any, GradientSlot]] = []
 
-        def note(x: Any, slot: Slot) -> bool:
+        def note(x: Any, slot: GradientSlot) -> bool:
             if self._graph.requires_grad(x):
                 given.append((x, slot))
             return bool(given) and given[-1][1] is slot
@@ -151,28 +151,28 @@ class Call:
             try:
                 self._keep(follow_inputs(self._graph, targets, self._start, given_back, partial(self._taking, backward)))
             except SeveralThreadsError:
-                self._recorded.failures.warn("operations of several threads", on_several_threads(name))
+                self._recorder.failures.warn("operations of several threads", on_several_threads(name))
 
     def _all_given(self, given: list[Any], outputs: Sequence[Any]) -> list[Any]:
-        """All that it gave and that has a gradient; nothing if some of that may be hidden: sums over a part would be wrong."""
-        if all(isinstance(x, self._recorded.backend.tensor) for x in outputs):
+        """All outputs that have a gradient; empty if some may be hidden, since sums over a part would be wrong."""
+        if all(isinstance(x, self._recorder.backend.tensor) for x in outputs):
             return given
         try:
-            held = self._recorded.backend.leaves.held(tuple(outputs))
+            held = self._recorder.backend.leaves.held(tuple(outputs))
         except HiddenError as error:
-            self._recorded.failures.warn("hidden results", hidden_result(self.name.of("backward"), error))
+            self._recorder.failures.warn("hidden results", hidden_result(self.name.of("backward"), error))
             return []
         known = {id(x) for x in given}
         return given + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
 
     def _keep(self, handles: Iterable[Removable]) -> None:
-        """Until the dump ends: hooks on what may outlive the graph."""
+        """Keep hooks until the dump ends, since they are on objects that may outlive the graph."""
         for handle in handles:
             self._session.until_end.add(handle)
 
-    def _taking(self, backward: Backward, slot: Slot) -> Callable[[Any], None]:
+    def _taking(self, backward: Backward, slot: GradientSlot) -> Callable[[Any], None]:
         take = self._session.expect(backward, slot)
-        guarded: Callable[[Any], None] = self._recorded.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
+        guarded: Callable[[Any], None] = self._recorder.failures.guarded("reading gradients", take, ADVICE, of=backward.name)
         return guarded
 
 
@@ -183,14 +183,14 @@ R = TypeVar("R")
 
 
 class HasLatest(Protocol):
-    """A class that knows the object of it that was made last."""
+    """A class that knows its latest object."""
 
     def latest(self, asked_for: str) -> Any:
-        """That object. Raises ``RuntimeError`` where there is none, with the name of the method that needs one."""
+        """The latest object. Raises ``RuntimeError``, with the name of the calling method, if there is none."""
 
 
-class OnClassToo(Generic[P, R]):
-    """A method that on the class means the object that was made last.
+class ClassOrInstanceMethod(Generic[P, R]):
+    """A method that, called on the class, applies to its latest object.
 
     >>> PrecisionDebugger("config.json")                # doctest: +SKIP
     >>> PrecisionDebugger.start(model)                  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What a process that was killed had recorded, made into files afterwards."""
+"""``trainermon dump-recover``: completes dumps that killed processes have left."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.console import Console
 
 from monitor.cli import DirectoryOption, Version, command_app, one_directory
 from monitor.coordinator.output import remove_drafts
-from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_directory, is_written
+from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_being_written, is_directory
 from monitor.dump.writer import DATA
 from monitor.terminal import say
 
 
-class Recovered(NamedTuple):
-    """What became of one rank's step.
+class RecoveryResult(NamedTuple):
+    """The result for one rank's step.
 
     Attributes:
-        entries: How many its files have now; None where nothing was done.
-        reason: Why not.
-        damaged: Lines of the records that could not be read. The records were kept if there are any.
+        entries: The number of entries in the completed files; None if the step was left as it is.
+        reason: Why the step was left as it is.
+        damaged: The number of damaged lines in the records. If there are any, the records were kept.
     """
 
     directory: Path
@@ -31,35 +31,35 @@ class Recovered(NamedTuple):
     damaged: int = 0
 
 
-def recover(directory: Path) -> Iterator[Recovered]:
-    """Complete every step below ``directory`` that was left behind. Links are not followed."""
+def recover(directory: Path) -> Iterator[RecoveryResult]:
+    """Complete every unfinished step below ``directory``. Links are not followed."""
     for records in sorted(directory.rglob(FILE)):
-        yield _recovered(records)
+        yield _recover_one(records)
 
 
-def _recovered(records: Path) -> Recovered:
+def _recover_one(records: Path) -> RecoveryResult:
     directory = records.parent
     try:
-        if is_written(records):
-            return Recovered(directory, None, "a process is still writing to it")
+        if is_being_written(records):
+            return RecoveryResult(directory, None, "a process is still writing to it")
         for place in (directory, directory / DATA):
             if is_directory(place):
                 remove_drafts(place)
         entries, damaged = finish(directory, check=True)
-        return Recovered(directory, entries, damaged=damaged)
+        return RecoveryResult(directory, entries, damaged=damaged)
     except (OSError, OtherDumpError) as error:
-        return Recovered(directory, None, str(error))
+        return RecoveryResult(directory, None, str(error))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        return Recovered(directory, None, f"it holds what no dump does: {error!r}")
+        return RecoveryResult(directory, None, f"it holds content that no dump writes: {error!r}")
 
 
-# --- ``monitor-dump-recover``: dumps of processes that were killed.
+# --- The command.
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: every dump is complete; one could not be completed, has lost records, or is not there; no such directory."""
+"""Exit statuses: every dump is complete; a dump is incomplete, has lost records or does not exist; no such directory."""
 
 COMPLETE: Final = ("dump.json", "debug.json")
-"""Of which a dump that was completed has one."""
+"""A completed dump has one of these files."""
 
 app: Final = command_app()
 

@@ -1,4 +1,4 @@
-"""The configuration of a precision dump: ``config.json``, and the arguments of ``PrecisionDebugger`` that win over it."""
+"""The configuration of a precision dump: ``config.json``, the arguments of ``PrecisionDebugger``, and the choice of calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from monitor.config.loading import ConfigError, content_of
 from monitor.config.unused_fields import unused_warning, without
 from monitor.failures import LOGGER
 
-# --- Fields of the original's ``config.json`` that this dump has no use for.
+# --- Fields of the original's ``config.json`` that have no effect on this dump.
 #
-# Source: the default ``config.json`` of mindstudio-probe 26.2.0 and what its pages about it list (8.3, 26.0). A name
-# that is not in them is a typo, and an error.
+# Source: the default ``config.json`` of mindstudio-probe 26.2.0 and the fields in its documentation (8.3, 26.0). A name
+# that is in neither is a typo, and an error.
 
 OTHER_TASKS: Final = (
     "acc_check",
@@ -30,10 +30,10 @@ OTHER_TASKS: Final = (
     "structure",
     "exception_dump",
 )
-"""Sections of tasks that are not recorded here, whatever they hold."""
+"""Sections of tasks that are not supported here. Their contents are ignored."""
 
 SWITCHES: Final = ("extra_info", "async_dump", "enable_dataloader", "precision", "dump_enable")
-"""Tensors are always read as they are met, statistics are always computed in high precision, and stacks are always kept."""
+"""Options without an effect: tensors are read at once, statistics have high precision, and stacks are always stored."""
 
 OF_SECTIONS: Final = {
     "statistics": ("tensor_list", "device"),
@@ -55,7 +55,7 @@ _MOST_NUMBERS: Final = 1_000_000
 
 
 def _numbers(value: object) -> list[int]:
-    """``[0, 4, "6-8"]`` is 0, 4, 6, 7, 8; a lone number is a list of itself."""
+    """``[0, 4, "6-8"]`` is 0, 4, 6, 7, 8; a single number becomes a list."""
     items = value if isinstance(value, list | tuple) else [value]
     found: dict[int, None] = {}
     for item in items:
@@ -81,7 +81,7 @@ def _known_level(value: object) -> object:
 def _none_or_two(value: object) -> list[str]:
     names = [name for name in value if isinstance(name, str) and name] if isinstance(value, list) else []
     if not isinstance(value, list) or len(names) != len(value) or len(names) not in (0, 2):
-        raise ValueError("expected [] or two names, where to begin and where to end, both included")
+        raise ValueError("expected [] or two names: where to begin and where to end, both included")
     return names
 
 
@@ -94,29 +94,29 @@ Names = list[Annotated[str, Field(min_length=1)]]
 DataModes = list[Literal["all", "forward", "backward", "input", "output"]]
 
 
-class _Strict(BaseModel):
+class _DumpSection(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Chosen(_Strict):
-    """What of a step is recorded."""
+class TaskSection(_DumpSection):
+    """The part of a step that is recorded."""
 
     scope: Scope = []
-    """From which call to which, both included: names as ``dump.json`` has them."""
+    """The first and the last call to record: names as in ``dump.json``."""
     names: Names = Field(default=[], alias="list")
-    """Only calls whose names have this in them, as whole parts between dots, and what is called within such modules."""
+    """Record only calls whose names contain one of these as whole parts between dots, and calls inside such modules."""
     data_mode: DataModes = ["all"]
-    """``forward`` or ``backward``, ``input`` or ``output``; one of a pair that is not named is not narrowed down."""
+    """``forward`` or ``backward``, ``input`` or ``output``. A pair of which neither is named is recorded completely."""
 
 
-class Statistics(Chosen):
-    """Of the task ``statistics``."""
+class StatisticsSection(TaskSection):
+    """The section of the task ``statistics``."""
 
     summary_mode: Literal["statistics", "md5"] = "statistics"
     """``md5`` adds the CRC-32 of each tensor's bytes."""
 
 
-class DumpConfig(_Strict):
+class DumpConfig(_DumpSection):
     """The whole configuration."""
 
     task: Literal["statistics", "tensor"] = "statistics"
@@ -126,14 +126,14 @@ class DumpConfig(_Strict):
     step: Numbers = []
     """The steps to record; all if empty."""
     level: Level = "L1"
-    statistics: Statistics = Statistics()
-    tensor: Chosen = Chosen()
+    statistics: StatisticsSection = StatisticsSection()
+    tensor: TaskSection = TaskSection()
     api_list: Annotated[str, Field(min_length=1)] | None = None
-    """A file that lists the APIs of L1, in place of the one that comes with this package."""
+    """A file with the APIs of L1. It replaces the list of this package."""
 
     @property
-    def chosen(self) -> Chosen:
-        """What the task in question records."""
+    def chosen(self) -> TaskSection:
+        """The section of the configured task."""
         return self.tensor if self.task == "tensor" else self.statistics
 
     @property
@@ -142,12 +142,12 @@ class DumpConfig(_Strict):
 
 
 def load(path: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> DumpConfig:
-    """The file's fields, or the defaults where there is no file, overridden by the arguments that are not None.
+    """Read the file (defaults without one), and let arguments that are not None override its fields.
 
-    Fields of the original that have no effect here are left out with a warning.
+    Fields of the original that have no effect here are ignored, with a warning.
 
     Raises:
-        ConfigError: The file cannot be read, or something in it or in the arguments is not allowed.
+        ConfigError: The file cannot be read, or a field or an argument has a value that is not allowed.
     """
     name, fields, lines = "PrecisionDebugger", {}, {}  # type: str, dict[str, Any], Mapping[Path, int]
     if path is not None:
@@ -167,7 +167,7 @@ def load(path: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> D
 
 
 def _in_use(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that this dump knows what to do with. What else the original has, and what is null, is warned of."""
+    """The fields that have an effect. Fields without an effect and null fields cause a warning."""
     used, unused = without(fields, UNUSED)
     if unused:
         LOGGER.warning("%s: %s", name, unused_warning(unused))
@@ -201,7 +201,7 @@ def _listed(name: str, problems: list[str]) -> str:
     return f"{name}: {problems[0]}" if len(problems) == 1 else "\n  ".join([f"{name}: several problems", *problems])
 
 
-# --- Which calls of a step are recorded, and what of them.
+# --- Which calls of a step are recorded, and which parts of them.
 
 Direction = Literal["forward", "backward"]
 Section = Literal["input", "output"]
@@ -209,10 +209,10 @@ Section = Literal["input", "output"]
 DIRECTIONS: Final = ("forward", "backward")
 
 
-class Selection:
-    """The choice of a configuration."""
+class CallSelection:
+    """Decides what is recorded, from the section of a task."""
 
-    def __init__(self, chosen: Chosen) -> None:
+    def __init__(self, chosen: TaskSection) -> None:
         self._listed = [tuple(name.split(".")) for name in chosen.names]
         self._scope = [_of_call(name) for name in chosen.scope]
         modes = set(chosen.data_mode) - ({"all"} if len(chosen.data_mode) > 1 else set())
@@ -221,33 +221,33 @@ class Selection:
         self._inside = not self._scope
 
     def restart(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._inside = not self._scope
 
     def begins(self, name: str) -> bool:
-        """A call begins, ``name`` that of its forward. Whether it lies in the scope."""
+        """Note that a call begins; ``name`` is that of its forward. Returns whether the call lies in the scope."""
         if self._scope and not self._inside and _of_call(name) == self._scope[0]:
             self._inside = True
         return self._inside
 
     def ended(self, name: str) -> None:
-        """It has ended, and with it perhaps the scope."""
+        """Note that a call has ended, and with it perhaps the scope."""
         if self._scope and self._inside and _of_call(name) == self._scope[1]:
             self._inside = False
 
     def wants(self, direction: Direction, section: Section | None = None) -> bool:
-        """Whether anything of a direction is recorded, or a section of it."""
+        """Whether a direction, or a section of it, is recorded."""
         return direction in self._directions and (section is None or section in self._sections)
 
     def lists(self, name: str, enclosing: Sequence[str]) -> bool:
-        """Whether a name is among those that were listed, or within a module that is."""
+        """Whether a name is listed, or one of its enclosing modules is."""
         if not self._listed:
             return True
         return any(_contains(tuple(one.split(".")), part) for one in (name, *enclosing) for part in self._listed)
 
 
 def _of_call(name: str) -> tuple[str, ...]:
-    """A call's name without the direction, which a scope does not tell apart."""
+    """A call's name without its direction, which a scope ignores."""
     return tuple(part for part in name.split(".") if part not in DIRECTIONS)
 
 

@@ -1,4 +1,4 @@
-"""``PrecisionDebugger``: when what is recorded, and where it goes."""
+"""``PrecisionDebugger``: decides which steps and ranks are dumped, at which level, and where to."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from monitor.dump import levels
-from monitor.dump.backend import DumpBackend, DumpFailures, Interception
-from monitor.dump.calls import OnClassToo, Recorded
+from monitor.dump.backend import ApiInterception, DumpBackend, DumpFailures
+from monitor.dump.calls import CallRecorder, ClassOrInstanceMethod
 from monitor.dump.config import load
 from monitor.dump.levels import ApiDump, ModuleDump, ParameterGradients, Tokens
-from monitor.dump.session import TURN, Session
-from monitor.dump.writer import Writer
+from monitor.dump.session import EXCLUSIVE_INTERCEPTION, Session
+from monitor.dump.writer import DumpWriter
 from monitor.pipeline.process import PROCESS
 
 WITH_MODULES: Final = ("L0", "mix")
@@ -25,7 +25,7 @@ _NO_PLACE: Final = "This step is not dumped: name a dump_path that can be writte
 
 
 class PrecisionDebugger:
-    """Dumps what modules and APIs are given and give, in the steps that are chosen.
+    """Dumps the inputs and outputs of modules and APIs, in the chosen steps.
 
     >>> debugger = PrecisionDebugger("config.json")     # doctest: +SKIP
     >>> for batch in data:                              # doctest: +SKIP
@@ -34,12 +34,12 @@ class PrecisionDebugger:
     ...     debugger.stop()
     ...     debugger.step()
 
-    Every method may be called on the class, too, and is then for the debugger that was made last:
+    Every method may also be called on the class. It then applies to the debugger that was made last:
     ``PrecisionDebugger.start(model)``.
 
     Args:
-        config_path: JSON, comments welcome. Without it the defaults hold.
-        task: ``statistics`` or ``tensor``. This and the following win over the file.
+        config_path: A JSON file, which may have comments. Without it the defaults apply.
+        task: ``statistics`` or ``tensor``. This argument and the following override the file.
         dump_path: The directory to write to.
         level: ``L0``, ``L1``, ``mix`` or ``debug``.
         step: The steps to record; all if empty.
@@ -63,7 +63,7 @@ class PrecisionDebugger:
         self.config = load(config_path, arguments)
         self._directory = Path(self.config.dump_path).expanduser().absolute()
         self._failures = DumpFailures()
-        self._writer = Writer(self._failures)
+        self._writer = DumpWriter(self._failures)
         self._reader = self._backend.new_reader(checksums=self.config.checksums)
         self._custom: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._step = 0
@@ -72,13 +72,13 @@ class PrecisionDebugger:
         self._tokens = Tokens(None)
         self._token_range: tuple[int, int] | None = None
         self._modules: ModuleDump | None = None
-        self._apis: Interception | None = None
+        self._apis: ApiInterception | None = None
         self._roots: list[Any] = []
         self._rank_id: int | None = None
-        self._passed: Callable[[], Any] = _nothing
+        self._passed: Callable[[], Any] = _no_model
         self._at_exit()
         for kind in type(self).__mro__:
-            if issubclass(kind, PrecisionDebugger) and kind is not PrecisionDebugger:  # which is of no framework
+            if issubclass(kind, PrecisionDebugger) and kind is not PrecisionDebugger:  # the base class has no framework
                 kind._latest = self
 
     @classmethod
@@ -88,26 +88,27 @@ class PrecisionDebugger:
 
     @classmethod
     def latest(cls, asked_for: str) -> PrecisionDebugger:
-        """The same, for a method that was called on the class.
+        """``made_last``, for a method that was called on the class.
 
         Raises:
-            RuntimeError: None was made.
+            RuntimeError: No debugger was made.
         """
         if cls._latest is None:
             said = f"PrecisionDebugger.{asked_for}() needs a debugger"
             raise RuntimeError(f"{said}: make one first, PrecisionDebugger(config_path).")
         return cls._latest
 
-    # what users call
+    # the public methods
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def start(self, model: Any = None, token_range: Sequence[int] | None = None, rank_id: int | None = None) -> None:
-        """Record from here on, if this step and this rank are chosen.
+        """Record from now on, if this step and this rank are chosen.
 
         Args:
-            model: A module, or a list or tuple of them: those below it are recorded, it itself is not. L0 and mix need it.
-            token_range: The first and the last forward of the model to record, counted from 1, in a loop that generates.
-            rank_id: Names the directory of this process where its rank is not told apart from others'.
+            model: A module, or a list or tuple of them. The modules below it are recorded, the model itself is not. L0 and mix
+                need it.
+            token_range: The first and the last forward of the model to record, counted from 1, in a loop that generates tokens.
+            rank_id: Names the directory of this process if its rank is unknown.
 
         Raises:
             TypeError: ``model`` is no module.
@@ -116,47 +117,47 @@ class PrecisionDebugger:
             RuntimeError: At L1 and mix, another debugger has started and not stopped yet.
         """
         models = self._checked(model, token_range, rank_id)
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         if self._modules is not None or self._apis is not None:
             self._warn_of_another(models)
             return
-        self._passed = _weakly(model)
+        self._passed = _weak_reference(model)
         if self.config.level == "debug" or not self._is_chosen():
             return
         if self.config.level in WITH_APIS:
-            TURN.refuse_another(self)
+            EXCLUSIVE_INTERCEPTION.refuse_another(self)
         session = self._opened()
         if session is None:
             return
-        recorded = Recorded(session, self._backend, self._failures)
+        recorder = CallRecorder(session, self._backend, self._failures)
         if self._tokens.wanted != self._token_range:
             self._tokens = Tokens(self._token_range)
-        apis = self._interception(recorded, models) if self.config.level in WITH_APIS else None
+        apis = self._interception(recorder, models) if self.config.level in WITH_APIS else None
         self._count_tokens(models)
         if self.config.level in WITH_MODULES:
-            self._modules = ModuleDump(recorded, self._tokens, self._backend.module_prefix, self._gradients)
+            self._modules = ModuleDump(recorder, self._tokens, self._backend.module_prefix, self._gradients)
             self._modules.watch(models, numbered=isinstance(model, (list, tuple)))
         if apis is not None:
-            TURN.take(self)
+            EXCLUSIVE_INTERCEPTION.take(self)
             self._apis = apis
             apis.install()
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def stop(self) -> None:
-        """Record no call that begins from here on, take away what stood in the way, and make the files of what was recorded.
+        """Stop recording calls, remove hooks and patches, and write the files of everything recorded so far.
 
-        Gradients of calls that were recorded are still taken until ``step``.
+        Gradients of recorded calls are still taken until ``step``.
         """
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         self._detach()
         if self._session is not None:
             assemble = self._session.assemble
             self._failures.guarded("making the files of a dump", assemble, _recovery(self._session.directory))()
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def step(self) -> None:
-        """The step is over: its files are complete."""
-        self._leave_to_the_parent()
+        """End the step and complete its files."""
+        self._drop_inherited_session()
         self._detach()
         session, self._session = self._session, None
         if session is not None:
@@ -165,47 +166,47 @@ class PrecisionDebugger:
         self._tokens, self._token_range = Tokens(None), None
         self._step += 1
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def save(self, variable: Any, name: str, save_backward: bool = True) -> None:
         """Save a value of the program, and its gradient, at level ``debug``.
 
         Args:
             variable: A tensor, a number, a text, or lists, tuples and dicts of them.
-            name: What it is called in ``debug.json``.
-            save_backward: Whether to save its gradient, too.
+            name: The name of the value in ``debug.json``.
+            save_backward: Whether to save its gradient too.
 
         Raises:
-            TypeError: ``name`` is no text.
+            TypeError: ``name`` is no text, or empty.
         """
         if not isinstance(name, str) or not name:
-            raise TypeError(f"name is {name!r}: expected a text that the value is called by.")
+            raise TypeError(f"name is {name!r}: expected a text that names the value.")
         if self.config.level != "debug":
             self._failures.warn(
-                "save", f"save() records at level debug alone, and level is {self.config.level}: nothing saved."
+                "save", f"save() works only at level debug, and level is {self.config.level}: nothing was saved."
             )
             return
-        self._leave_to_the_parent()
+        self._drop_inherited_session()
         if self._is_chosen() and (session := self._opened()) is not None:
-            recorded = Recorded(session, self._backend, self._failures)
-            self._failures.guarded("saving a value", levels.save, of=name)(recorded, variable, name, backward=save_backward)
+            recorder = CallRecorder(session, self._backend, self._failures)
+            self._failures.guarded("saving a value", levels.save, of=name)(recorder, variable, name, backward=save_backward)
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def set_init_step(self, step: int) -> None:
-        """Count steps from ``step``, before the first of them.
+        """Set the number of the first step to ``step``.
 
         Raises:
-            ValueError: It is no whole number from 0 on.
+            ValueError: ``step`` is no whole number from 0 on.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step is {step!r}: expected a whole number from 0 on.")
         self._step = step
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def register_custom_api(self, module: Any, api: str, api_prefix: str | None = None) -> None:
-        """Record calls of ``module.api``, too, at L1 and mix, under ``{api_prefix}.{api}``.
+        """Record calls of ``module.api`` too, at L1 and mix, under ``{api_prefix}.{api}``.
 
         Raises:
-            ValueError: There is no such function.
+            ValueError: The module has no such function.
         """
         if not callable(getattr(module, api, None)):
             raise ValueError(f"{getattr(module, '__name__', module)!r} has no function {api!r} that could be recorded.")
@@ -214,38 +215,38 @@ class PrecisionDebugger:
         if self._apis is not None:
             self._apis.register(module, api, prefix)
 
-    @OnClassToo
+    @ClassOrInstanceMethod
     def restore_custom_api(self, module: Any, api: str) -> None:
-        """Record it no more, and leave it as it was."""
+        """Stop recording an API, and restore it."""
         self._custom.pop((id(module), api), None)
         if self._apis is not None:
             self._apis.restore(module, api)
 
     @property
     def model(self) -> Any:
-        """What ``start`` was given last, as long as somebody else keeps it."""
+        """The model last passed to ``start``, as long as something else keeps it alive."""
         return self._passed()
 
-    # how it is done
+    # the implementation
 
     def _warn_of_another(self, models: Sequence[Any]) -> None:
-        """While a model is recorded, another one was passed."""
+        """Warn if ``start`` is called with another model while a model is recorded."""
         passed = self._passed()
         known = [] if passed is None else self._backend.models_of(passed)
         if any(all(model is not one for one in known) for model in models):
             said = "start() was called again before stop(), with another model, which is not dumped"
             self._failures.warn("another model", f"{said}: call stop() first, or pass both as a list.")
 
-    def _leave_to_the_parent(self) -> None:
-        """In a process that was forked: what was begun before is the parent's. What this process begins itself is its own."""
+    def _drop_inherited_session(self) -> None:
+        """In a forked process: drop the session that the parent opened. A session of this process itself is kept."""
         if self._session is not None and self._session.pid != os.getpid():
             self._detach()
             self._session.leave()
             self._session = None
             self._gradients.clear()
 
-    def _interception(self, recorded: Recorded, models: Sequence[Any]) -> Interception:
-        listener = ApiDump(recorded, self._tokens)
+    def _interception(self, recorder: CallRecorder, models: Sequence[Any]) -> ApiInterception:
+        listener = ApiDump(recorder, self._tokens)
         apis = self._backend.new_interception(listener, self.config.api_list, primitives_of=models)
         for module, api, prefix in self._custom.values():
             apis.register(module, api, prefix)
@@ -276,7 +277,7 @@ class PrecisionDebugger:
         return not self.config.rank or (self._rank() or 0) in self.config.rank
 
     def _opened(self) -> Session | None:
-        """The session of this step. None, and said once, where nothing can be written: training goes on."""
+        """The session of this step. None, with one warning, if its directory cannot be written: training continues."""
         if self._session is None:
             rank = self._rank()
             place = f"proc{os.getpid()}" if rank is None else f"rank{rank}"
@@ -290,7 +291,7 @@ class PrecisionDebugger:
     def _count_tokens(self, models: Sequence[Any]) -> None:
         if self._token_range is None:
             return
-        # Placed before those of its modules, and so called before them.
+        # These hooks precede those of the modules, so they are called first.
         self._roots = [
             self._backend.before_forward(models[0], self._tokens.begins),
             self._backend.after_forward(models[0], self._tokens.ended, always=True),
@@ -299,12 +300,12 @@ class PrecisionDebugger:
     def _detach(self) -> None:
         for attached in (self._apis, self._modules, *self._roots):
             if attached is not None:
-                self._failures.guarded("letting go of what was watched", attached.remove)()
+                self._failures.guarded("removing hooks and patches", attached.remove)()
         self._apis, self._modules = None, None
-        TURN.give_back(self)
+        EXCLUSIVE_INTERCEPTION.give_back(self)
         self._roots.clear()
         if self._session is not None:
-            settle = Recorded(self._session, self._backend, self._failures).settle
+            settle = CallRecorder(self._session, self._backend, self._failures).settle
             self._failures.guarded("closing calls that have raised", settle)()
             self._session.forget_open_modules()
 
@@ -318,25 +319,25 @@ class PrecisionDebugger:
         PROCESS.at_end(end)
 
     def close(self) -> None:
-        """Complete the step in progress, and end the thread that writes. At exit this happens by itself."""
-        self._leave_to_the_parent()
+        """Complete the step in progress, and end the writer thread. At exit this happens automatically."""
+        self._drop_inherited_session()
         if self._session is not None:
             self.step()
         self._writer.close()
 
 
 def _recovery(directory: Path) -> str:
-    return f"What was recorded is kept there: see to it that there is room, and run trainermon dump-recover {directory}."
+    return f"The records are kept in {directory}: free disk space there, and run trainermon dump-recover {directory}."
 
 
-def _nothing() -> None:
-    """No model was passed."""
+def _no_model() -> None:
+    """The reference if no model was passed."""
 
 
-def _weakly(model: Any) -> Callable[[], Any]:
-    """The model, or the list or tuple of models, kept alive by nobody here."""
+def _weak_reference(model: Any) -> Callable[[], Any]:
+    """Weak references to the model, or to the models of a list or tuple."""
     if model is None:
-        return _nothing
+        return _no_model
     if not isinstance(model, (list, tuple)):
         return weakref.ref(model)
     known = [weakref.ref(one) for one in model]

@@ -1,5 +1,6 @@
-"""Records of a step, one a line with its checksum in front, so that what was written before a process was killed can be told
-from the line that it was writing.
+"""The files of a dumped step: records, one a line with a checksum, and the JSON files that are assembled from them.
+
+The checksums tell complete lines from the line that a killed process was writing.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from typing import Any, Final, NamedTuple
 
 from monitor.coordinator.output import write_whole
 
-# --- Opening what lies in a directory that anybody may have written to: regular files of bounded size, no links.
+# --- Open files safely in a directory that others may have written to: regular files of bounded size, no links.
 
 MOST_BYTES: Final = 1 << 34
-"""Of the records of a step: an entry takes a few hundred bytes."""
+"""Bytes of a step's records, at most. An entry takes a few hundred bytes."""
 
 
 def opened(path: Path, most: int = MOST_BYTES) -> BufferedReader:
-    """Open a regular file to read it, no link to one. Never waits for a writer, as a pipe would.
+    """Open a regular file for reading, not a link. Never blocks, as a pipe would.
 
     Raises:
-        OSError: It is no regular file, it is larger than ``most`` bytes, or it cannot be opened.
+        OSError: The path is no regular file, is larger than ``most`` bytes, or cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "this is no regular file", str(path))
+            raise OSError(errno.EINVAL, "this is not a regular file", str(path))
         if found.st_size > most:
             raise OSError(errno.EFBIG, f"this is larger than {most} bytes", str(path))
         return os.fdopen(descriptor, "rb")
@@ -44,7 +45,7 @@ def opened(path: Path, most: int = MOST_BYTES) -> BufferedReader:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether it is a directory, and no link to one."""
+    """Whether the path is a directory, and not a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
@@ -52,23 +53,23 @@ def is_directory(path: Path) -> bool:
 
 
 FILE: Final = ".dump.records"
-"""Beside the files that are made of it. It is there while a step is recorded, and after a process was killed."""
+"""The file of records, beside the assembled files. It exists while a step is recorded, and after a process was killed."""
 
 LONGEST: Final = 1 << 26
-"""Bytes of a record, at most: a longer line is damage."""
+"""Bytes of a record, at most: a longer line is damaged."""
 
 Record = dict[str, Any]
 
 
 class Records:
-    """Appends to a file. What was appended survives the process; that it is still written to shows in a lock on it.
+    """Appends records to a file, which survives the process. A lock on the file shows that a process still writes to it.
 
     Raises:
-        OSError: The file cannot be made; ``BlockingIOError`` if another process writes to it.
+        OSError: The file cannot be created; ``BlockingIOError`` if another process writes to it.
     """
 
     def __init__(self, path: Path) -> None:
-        # Without a buffer of the file's own, which a process that was forked would write once more.
+        # Unbuffered: a forked process would write the contents of a buffer once more.
         self._file: FileIO = open(path, "ab", buffering=0)  # noqa: SIM115
         self._pending: list[bytes] = []
         try:
@@ -80,11 +81,11 @@ class Records:
             pass  # some file systems have no locks
 
     def append(self, record: str) -> None:
-        """Add a record, a JSON text. It is in the file after ``flush``."""
+        """Add a record, a JSON text. ``flush`` writes it to the file."""
         self._pending.append(f"{zlib.crc32(record.encode()):08x} {record}\n".encode())
 
     def flush(self) -> None:
-        """Raises ``OSError`` where there is no room. What was whole before stays so, and what comes later can be read."""
+        """Write the pending records. Raises ``OSError`` if the disk is full; complete lines stay readable, also later ones."""
         content, self._pending = memoryview(b"".join(self._pending)), []
         whole = os.fstat(self._file.fileno()).st_size
         try:
@@ -98,8 +99,8 @@ class Records:
         self._file.close()
 
 
-def is_written(path: Path) -> bool:
-    """Whether a process is still at it. Raises ``OSError`` where it is no regular file or cannot be opened."""
+def is_being_written(path: Path) -> bool:
+    """Whether a process still writes to the file. Raises ``OSError`` if it is no regular file or cannot be opened."""
     with opened(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,22 +111,22 @@ def is_written(path: Path) -> bool:
 
 @dataclass(slots=True)
 class Damage:
-    """What could not be read.
+    """Counts lines that could not be read.
 
     Attributes:
-        lines: Damaged lines. Each has held one record or more: a newline may be among what was damaged.
+        lines: Damaged lines. Each may have held several records, since a newline may be among the damaged bytes.
     """
 
     lines: int = 0
 
 
 def read(path: Path, damage: Damage) -> Iterator[Record]:
-    """The records of a file that are whole. Damaged lines are skipped, and counted in ``damage``.
+    """Yield the intact records of a file. Damaged lines are skipped, and counted in ``damage``.
 
-    A process that is killed leaves the beginning of a line at the end of the file. This is not damage.
+    A killed process leaves an incomplete line at the end of the file, which does not count as damage.
 
     Raises:
-        OSError: It is no regular file, or cannot be read.
+        OSError: The path is no regular file, or cannot be read.
     """
     with opened(path) as file:
         while line := file.readline(LONGEST):
@@ -139,9 +140,9 @@ def read(path: Path, damage: Damage) -> Iterator[Record]:
 
 
 def _is_torn(line: bytes, file: BufferedReader) -> bool:
-    """Whether a line without an end is what a killed process was writing. Reads on to the end of the line.
+    """Whether an unterminated line is one that a killed process was writing. Reads to the end of the line.
 
-    A record has no zero byte. Zeros are a part of the file that never came to the disk, and may have been many records.
+    A record has no zero byte. Zeros are a part of the file that never reached the disk, and may have been many records.
     """
     whole = len(line) < LONGEST
     while len(line) == LONGEST and not line.endswith(b"\n"):
@@ -149,7 +150,7 @@ def _is_torn(line: bytes, file: BufferedReader) -> bool:
     return whole and b"\0" not in line
 
 
-# --- ``dump.json``, ``stack.json``, ``construct.json`` and ``debug.json``, made of a step's records. Each appears whole.
+# --- Assemble ``dump.json``, ``stack.json``, ``construct.json`` and ``debug.json`` from a step's records, each atomically.
 
 HEADER: Final = "header"
 STACK: Final = "frames"
@@ -157,36 +158,36 @@ ENTRY: Final = "entry"
 
 
 MAIN: Final = ("dump.json", "debug.json")
-"""The files that hold entries; one of them is in each complete dump."""
+"""The files that hold entries; each complete dump has one of them."""
 
 LARGEST: Final = 1 << 32
-"""Bytes of such a file that is read back."""
+"""Bytes of such a file that is read back, at most."""
 
 
 class OtherDumpError(Exception):
-    """A directory holds entries that its records do not."""
+    """A directory holds entries that its records lack."""
 
 
-class Assembled(NamedTuple):
-    """What became of a step's records.
+class AssembledDump(NamedTuple):
+    """The result of assembling a step's records.
 
     Attributes:
-        entries: How many the files have.
-        damaged: Lines of the records that could not be read, each a record or more that the files lack.
+        entries: The number of entries in the files.
+        damaged: The number of damaged lines. Each has held one or more records that the files lack.
     """
 
     entries: int
     damaged: int
 
 
-def assemble(directory: Path, *, check: bool = False) -> Assembled:
-    """Make the files of a rank's step, replacing those of an earlier segment of the step.
+def assemble(directory: Path, *, check: bool = False) -> AssembledDump:
+    """Write the files of a rank's step. They replace those of an earlier segment of the step.
 
     Args:
-        check: Whether files may be there that were made of other records.
+        check: Whether to look for files that were assembled from other records.
 
     Raises:
-        OtherDumpError: There are such files. They stay.
+        OtherDumpError: There are such files. They are not changed.
         OSError: The records cannot be read, or a file cannot be written.
     """
     header: Mapping[str, Any] = {}
@@ -200,18 +201,18 @@ def assemble(directory: Path, *, check: bool = False) -> Assembled:
             frames[record["stack"]] = record[STACK]
         else:
             entries.append(record)
-    # Gradients of a call arrive one by one, and its record is written when the last of them has, or none is to be expected.
+    # A backward's record is written when its last gradient has arrived, or when no more are expected.
     entries.sort(key=lambda entry: entry["at"])
     files = _files(header, entries, frames)
     if check:
         _check_earlier(directory, files)
     for name, content in files.items():
-        write_whole(directory / name, _spelled(content).encode())
-    return Assembled(len(entries), damage.lines)
+        write_whole(directory / name, _json_text(content).encode())
+    return AssembledDump(len(entries), damage.lines)
 
 
-def finish(directory: Path, *, check: bool = False) -> Assembled:
-    """``assemble``, and remove the records. They stay if some of them could not be read."""
+def finish(directory: Path, *, check: bool = False) -> AssembledDump:
+    """``assemble``, then remove the records. They are kept if a part of them could not be read."""
     assembled = assemble(directory, check=check)
     if not assembled.damaged:
         (directory / FILE).unlink()
@@ -219,13 +220,13 @@ def finish(directory: Path, *, check: bool = False) -> Assembled:
 
 
 def damage_found(damaged: int, directory: Path) -> str:
-    """What to say where records could not be read."""
+    """The message for records that could not be read."""
     lost = f"{damaged:,} damaged lines were skipped: at least as many records are lost"
-    return f"{lost}. {directory / FILE} was kept: remove it to accept the dump as it is."
+    return f"{lost}. {directory / FILE} was kept: remove it to accept the dump without them."
 
 
 def _check_earlier(directory: Path, files: Mapping[str, Any]) -> None:
-    """That no entry is lost which a file has now."""
+    """Refuse to lose an entry that an existing file has."""
     for name in MAIN:
         if not os.path.lexists(directory / name):
             continue
@@ -233,7 +234,7 @@ def _check_earlier(directory: Path, files: Mapping[str, Any]) -> None:
             earlier = json.load(file)["data"]
         entries = files.get(name, {"data": {}})["data"]
         if any(called not in entries or json.dumps(entries[called]) != json.dumps(one) for called, one in earlier.items()):
-            raise OtherDumpError(f"{name} has entries that were not recorded by the process that was killed: it stays")
+            raise OtherDumpError(f"{name} has entries that the killed process did not record: the file was not changed")
 
 
 def _files(header: Mapping[str, Any], entries: Iterable[Record], frames: Mapping[int, list[str]]) -> dict[str, Any]:
@@ -247,17 +248,17 @@ def _files(header: Mapping[str, Any], entries: Iterable[Record], frames: Mapping
     }
 
 
-def _spelled(content: Mapping[str, Any]) -> str:
-    """JSON with a line for each entry: spread out over more, a step of a large model is a million lines."""
+def _json_text(content: Mapping[str, Any]) -> str:
+    """JSON with one line for each entry: indented, a step of a large model would have a million lines."""
     lines = []
     for key, value in content.items():
         below = isinstance(value, dict) and key == "data"
-        lines.append(f"{json.dumps(key)}: {_spelled(value) if below else json.dumps(value)}")
+        lines.append(f"{json.dumps(key)}: {_json_text(value) if below else json.dumps(value)}")
     return "{\n" + ",\n".join(lines) + "\n}" if lines else "{}"
 
 
 def _stacks(entries: Iterable[Record], frames: Mapping[int, list[str]]) -> dict[str, Any]:
-    """The names that share a stack, and the stack."""
+    """Each stack, with the names of the entries that share it."""
     names: dict[int, list[str]] = {}
     for entry in entries:
         if entry["stack"] is not None:

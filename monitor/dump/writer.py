@@ -1,6 +1,6 @@
-"""The thread that turns what was caught into records and files, behind a queue that holds so many bytes and no more.
+"""The writer thread, which turns entries into records and tensor files, and the format of these files.
 
-A dump drops nothing: when the queue is full the training thread waits.
+Its queue is bounded in bytes. A dump drops nothing: when the queue is full, the training thread waits.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.output import write_whole
 from monitor.dump.files import Records
-from monitor.dump.values import Leaf, checksum, derive_all, leaves
+from monitor.dump.values import TensorLeaf, checksum, derive_all, leaves
 from monitor.failures import EarlierFailure, Failures
 
-# --- Tensors in files of numpy, those of types that numpy lacks included.
+# --- Tensors in files of numpy, including types that numpy lacks.
 #
-# Such a tensor is stored as the integers that its bits spell, in a structured dtype of one field that has the name of
-# the type: ``[('bfloat16', '<u2')]``. Any numpy reads that, and ``load_tensor`` knows what the bits mean.
+# Such a tensor is stored as integers with the same bits, in a structured dtype of one field that has the name of the
+# type: ``[('bfloat16', '<u2')]``. Any numpy can read the file, and ``load_tensor`` knows the meaning of the bits.
 
 Array = NDArray[Any]
 
 
-class Format(NamedTuple):
+class FloatFormat(NamedTuple):
     """A floating-point type of eight bits or fewer: a sign, an exponent, a mantissa.
 
     Attributes:
-        exponent: Its bits; likewise of ``mantissa``.
-        special: What stands for no finite number: ``ieee`` (the greatest exponent: Inf and NaN), ``fn`` (all ones: NaN),
+        exponent: The number of its bits; likewise ``mantissa``.
+        special: The encoding of non-finite numbers: ``ieee`` (the greatest exponent: Inf and NaN), ``fn`` (all ones: NaN),
             ``fnuz`` (minus zero: NaN).
     """
 
@@ -48,21 +48,21 @@ class Format(NamedTuple):
 
 
 FORMATS: Final = {
-    "float8_e4m3fn": Format(4, 3, 7, "fn"),
-    "float8_e5m2": Format(5, 2, 15, "ieee"),
-    "float8_e4m3fnuz": Format(4, 3, 8, "fnuz"),
-    "float8_e5m2fnuz": Format(5, 2, 16, "fnuz"),
+    "float8_e4m3fn": FloatFormat(4, 3, 7, "fn"),
+    "float8_e5m2": FloatFormat(5, 2, 15, "ieee"),
+    "float8_e4m3fnuz": FloatFormat(4, 3, 8, "fnuz"),
+    "float8_e5m2fnuz": FloatFormat(5, 2, 16, "fnuz"),
 }
 
 
 def save_tensor(path: Path, array: Array, dtype: str | None = None) -> None:
-    """Write a file that is seen complete or not at all.
+    """Write a file atomically.
 
     Args:
-        dtype: The name of a type that numpy lacks; ``array`` then holds unsigned integers, the bits of its elements.
+        dtype: The name of a type that numpy lacks; ``array`` then holds the bits of its elements as unsigned integers.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     if dtype is not None:
         array = np.ascontiguousarray(array).view([(dtype, array.dtype.newbyteorder("<"))]).reshape(array.shape)
@@ -72,26 +72,26 @@ def save_tensor(path: Path, array: Array, dtype: str | None = None) -> None:
 
 
 def load_tensor(path: str | os.PathLike[str]) -> Array:
-    """What a dump has stored of a tensor: the array itself, or, of a type that numpy lacks, the same numbers in a wider one.
+    """Read a tensor that a dump has stored. A type that numpy lacks becomes a wider type with the same numbers.
 
-    bfloat16 and the types of eight bits become float32, complex32 becomes complex64; not one of their numbers changes.
+    bfloat16 and the types of eight bits become float32, complex32 becomes complex64. No number changes.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no file of numpy's, or of a type that nobody here knows.
+        OSError: The file cannot be read.
+        ValueError: The file is not numpy's, or its type is unknown.
     """
     stored: Array = np.load(path, allow_pickle=False)
     if stored.dtype.names is None:
         return stored
     dtype = stored.dtype.names[0]
     if dtype not in (*_WIDENED, *FORMATS):
-        raise ValueError(f"{os.fspath(path)} holds elements of type {dtype}, which is not known")
+        raise ValueError(f"{os.fspath(path)} holds elements of the unknown type {dtype}")
     bits = stored[dtype]
     return _table(dtype)[bits] if dtype in FORMATS else _WIDENED[dtype](bits)
 
 
 def bits_of(path: str | os.PathLike[str]) -> tuple[Array, str | None]:
-    """What stands in a file as it stands there: an array, and the name of its type where numpy lacks that."""
+    """The stored array without conversion, and the name of its type if numpy lacks it."""
     stored: Array = np.load(path, allow_pickle=False)
     return (stored, None) if stored.dtype.names is None else (stored[stored.dtype.names[0]], stored.dtype.names[0])
 
@@ -106,7 +106,7 @@ def _from_complex32(bits: Array) -> Array:
 
 
 def _from_powers(bits: Array) -> Array:
-    """The type of scales: an exponent and nothing else."""
+    """The type of scales, which has an exponent and nothing else."""
     numbers = np.ldexp(1.0, bits.astype(np.int32) - 127)
     return np.where(bits == 0xFF, np.nan, numbers).astype(np.float32)
 
@@ -120,11 +120,11 @@ _WIDENED: Final[dict[str, Callable[[Array], Array]]] = {
 
 @cache
 def _table(dtype: str) -> Array:
-    """Every number of the type, by its bits, in float32."""
+    """All numbers of the type in float32, indexed by their bits."""
     return np.array([_number(bits, FORMATS[dtype]) for bits in range(256)], dtype=np.float32)
 
 
-def _number(bits: int, of: Format) -> float:
+def _number(bits: int, of: FloatFormat) -> float:
     sign = -1.0 if bits >> 7 else 1.0
     exponent, mantissa = bits >> of.mantissa & (1 << of.exponent) - 1, bits & (1 << of.mantissa) - 1
     if (of.special == "fnuz" and bits == 0x80) or (of.special == "fn" and bits & 0x7F == 0x7F):
@@ -139,33 +139,33 @@ def _number(bits: int, of: Format) -> float:
 MOST_BYTES: Final = 1 << 29
 MOST_ENTRIES: Final = 4096
 BATCH: Final = 256
-"""Entries that are worth waking for: their statistics are derived together, as columns."""
+"""Entries that wake the thread. Their statistics are computed together, as columns."""
 
 GATHERED_SECONDS: Final = 0.2
-"""What fewer wait for at most. Whatever this thread does in Python holds up the other: so it is done seldom, and at once."""
+"""A smaller batch waits this long at most. The thread's Python work blocks the training thread, so it works in batches."""
 
 IDLE_SECONDS: Final = 2.0
-"""The thread ends when nothing has come for so long."""
+"""The thread ends when no entry has arrived for this long."""
 
-ADVICE: Final = "What was to be written is missing from the dump."
+ADVICE: Final = "The affected entries are missing from the dump."
 
 DATA: Final = "dump_tensor_data"
 
 
 @dataclass(slots=True)
-class Entry:
-    """One record to be.
+class DumpEntry:
+    """An entry that is to be written.
 
     Attributes:
-        records: Where it goes.
-        directory: Of the rank's step.
-        content: What the record holds; its ``content`` is a tree with leaves.
+        records: The records to which it is appended.
+        directory: The directory of the rank's step.
+        content: The record; its ``content`` is a tree with leaves.
     """
 
     records: Records
     directory: Path
     content: dict[str, Any]
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[TensorLeaf] = field(default_factory=list)
     nbytes: int = 0
 
     def __post_init__(self) -> None:
@@ -174,19 +174,19 @@ class Entry:
 
 
 @dataclass(slots=True)
-class _Running:
+class _WriterThread:
     """A thread that writes.
 
     Attributes:
-        closing: It is to end when nothing is left.
+        closing: The thread ends when nothing is left.
     """
 
     thread: threading.Thread | None = None
     closing: bool = False
 
 
-class Writer:
-    """One thread, which runs while there is something to write: a debugger that nobody needs any more leaves none behind."""
+class DumpWriter:
+    """Runs one thread while there is something to write, so that an unused debugger leaves no thread behind."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
@@ -194,20 +194,20 @@ class Writer:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[DumpEntry] = deque()
         self._changed = threading.Condition()
         self._bytes = 0
         self._unwritten = 0
-        self._hurry = False
-        self._running: _Running | None = None
+        self._urgent = False
+        self._running: _WriterThread | None = None
 
     def _begin_in_a_fork(self) -> None:
-        """A process that was forked has no such thread, and perhaps a lock that nobody opens; the entries are the parent's."""
+        """In a forked process: start anew. It has no thread, locks may be held, and the entries are the parent's."""
         if self._pid != os.getpid():
             self._begin()
 
-    def put(self, entry: Entry) -> None:
-        """Hand an entry over. Waits while there is no room: for one that is larger than all room, until it is alone."""
+    def put(self, entry: DumpEntry) -> None:
+        """Queue an entry. Waits while the queue is full; an entry larger than the limit waits until the queue is empty."""
         self._begin_in_a_fork()
         with self._changed:
             self._start()
@@ -220,18 +220,18 @@ class Writer:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until everything that was handed over is in its file. Whatever comes after begins another thread."""
+        """Wait until all queued entries are in their files. Later entries start another thread."""
         self._begin_in_a_fork()
         with self._changed:
-            self._hurry = True
+            self._urgent = True
             self._changed.notify_all()
             while self._unwritten:
                 self._changed.wait()
-            self._hurry = False
+            self._urgent = False
         self.close()
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write the queued entries, and end the thread."""
         self._begin_in_a_fork()
         with self._changed:
             running, self._running = self._running, None
@@ -243,12 +243,12 @@ class Writer:
 
     def _start(self) -> None:
         if self._running is None:
-            self._running = running = _Running()
+            self._running = running = _WriterThread()
             running.thread = threading.Thread(target=self._run, args=(running,), name="monitor-dump-writer", daemon=True)
             running.thread.start()
 
-    def _run(self, running: _Running) -> None:
-        while batch := self._taken(running):
+    def _run(self, running: _WriterThread) -> None:
+        while batch := self._next_batch(running):
             try:
                 self._write(batch)
             except EarlierFailure as failure:
@@ -260,21 +260,21 @@ class Writer:
                 self._unwritten -= len(batch)
                 self._changed.notify_all()
 
-    def _taken(self, running: _Running) -> list[Entry]:
+    def _next_batch(self, running: _WriterThread) -> list[DumpEntry]:
         with self._changed:
             idle = 0
-            while not running.closing and not (self._queue and (self._hurry or self._bytes or len(self._queue) >= BATCH)):
+            while not running.closing and not (self._queue and (self._urgent or self._bytes or len(self._queue) >= BATCH)):
                 if self._changed.wait(GATHERED_SECONDS):
                     continue
                 idle += 1
                 if self._queue:
                     break
                 if idle * GATHERED_SECONDS >= IDLE_SECONDS:
-                    self._running = None  # before the lock is let go of, so that the next entry begins another
+                    self._running = None  # before the lock is released, so that the next entry starts another thread
                     break
             return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH))]
 
-    def _write(self, batch: list[Entry]) -> None:
+    def _write(self, batch: list[DumpEntry]) -> None:
         derive_all([leaf for entry in batch for leaf in entry.leaves])
         for entry in batch:
             try:
@@ -284,14 +284,14 @@ class Writer:
         for records in {id(entry.records): entry.records for entry in batch}.values():
             records.flush()
 
-    def _write_one(self, entry: Entry) -> None:
+    def _write_one(self, entry: DumpEntry) -> None:
         for leaf in entry.leaves:
             if leaf.copy is not None:
-                self._keep(leaf, entry.directory)
-        entry.records.append(json.dumps(entry.content, default=_told))
+                self._store_elements(leaf, entry.directory)
+        entry.records.append(json.dumps(entry.content, default=_as_json))
 
-    def _keep(self, leaf: Leaf, directory: Path) -> None:
-        """Store a tensor's elements, or their checksum. Without them it has no file."""
+    def _store_elements(self, leaf: TensorLeaf, directory: Path) -> None:
+        """Store a tensor's elements, or compute their checksum if they have no file."""
         assert leaf.copy is not None
         file, leaf.file = leaf.file, None
         copy, leaf.copy = leaf.copy, None
@@ -303,6 +303,6 @@ class Writer:
         leaf.file = file
 
 
-def _told(leaf: object) -> dict[str, Any]:
-    assert isinstance(leaf, Leaf), leaf
-    return leaf.told()
+def _as_json(leaf: object) -> dict[str, Any]:
+    assert isinstance(leaf, TensorLeaf), leaf
+    return leaf.as_json()

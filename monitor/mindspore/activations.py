@@ -1,4 +1,4 @@
-"""Activations and their gradients: what is not the same for MindSpore."""
+"""Records activations and their gradients in MindSpore: detects forwards that train, and forwards that raised."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from monitor.recording import activations
 
 
 class ModuleCollector(activations.ModuleCollector):
-    """All watched cells of one attachment, and the root hooks that tell micro-steps apart."""
+    """All watched cells of one attachment, and the root hooks that separate micro-steps."""
 
     def counts(self, chunk: int, module: Any) -> bool:
-        """Within a forward that trains also what is not recorded: it will be repeated in the backward."""
+        """Whether a call counts. In a training forward, calls that are not recorded count too: the backward repeats them."""
         if self._open_roots[chunk]:
             if _calls(self._roots[chunk], 1):
                 return self.tracking[chunk]
@@ -24,14 +24,14 @@ class ModuleCollector(activations.ModuleCollector):
         return self.tracking[chunk] and trains(module)
 
     def _root_begins(self, chunk: int, root: Any, args: Any, kwargs: Any) -> None:
-        if self._open_roots[chunk] and not _calls(root, 2):  # the one whose hooks are being called is the first
+        if self._open_roots[chunk] and not _calls(root, 2):  # the call whose hooks run now is the first
             self._failed(chunk)
         super()._root_begins(chunk, root, args, kwargs)
         if self.recorder.active and self.tracking[chunk]:
             warn_of_evaluation(root, self.failures)
 
     def _failed(self, chunk: int) -> None:
-        """The last forward has raised, of which no hook is told."""
+        """Close the last forward, which raised: MindSpore calls no hook then."""
         tracked = self._in_tracked_root(chunk)
         self._open_roots[chunk].clear()
         self.tracking[chunk] = True
@@ -40,7 +40,7 @@ class ModuleCollector(activations.ModuleCollector):
 
 
 def _calls(root: nn.Cell, most: int) -> bool:
-    """Whether so many calls of the root are under way."""
+    """Whether ``most`` calls of the root are on this thread's stack."""
     frame: FrameType | None = sys._getframe(1)
     found = 0
     while frame is not None and found < most:

@@ -1,4 +1,4 @@
-"""What MindSpore brings to what is common: see ``monitor.recording.backend``."""
+"""MindSpore's implementation of the adapter interface ``monitor.recording.backend``."""
 
 from __future__ import annotations
 
@@ -73,22 +73,22 @@ optimizer_expected: str = "an optimizer of mindspore.nn or mindspore.experimenta
 
 
 def chunks_of(model: Any) -> Sequence[nn.Cell]:
-    """The chunks of a virtual pipeline, or the one cell as a list of itself.
+    """The chunks of a virtual pipeline; a single cell becomes a list.
 
     Raises:
-        TypeError: Something in it is no cell.
-        ValueError: Nothing can be recorded, since everything is compiled.
+        TypeError: One of them is no cell.
+        ValueError: In graph mode everything is compiled, so nothing can be recorded.
     """
     chunks = protocols.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
     refuse_graph_mode()
     for chunk in chunks:
-        if said := observable(chunk).told():
+        if said := observable(chunk).warning():
             LOGGER.warning("%s", said)
     return chunks
 
 
 def parts(chunk: nn.Cell) -> NamedParts:
-    """What is compiled takes no hooks, and is not named."""
+    """The cells that take hooks, and all parameters. Compiled cells take none."""
     return NamedParts(observable(chunk).cells, chunk.parameters_and_names())
 
 
@@ -99,5 +99,5 @@ def new_modules(recorder: Any, clock: Clock, failures: Failures) -> ModuleCollec
 
 
 def root_trains(root: nn.Cell) -> bool:
-    """Whether a forward of the whole model that begins now is one of training, whatever its training flag says."""
+    """Whether a forward of the whole model that begins now trains, regardless of its training flag."""
     return trains(root)

@@ -1,4 +1,4 @@
-"""The monitor in one line, where ``mindspore.train.Model`` trains."""
+"""Callbacks for ``mindspore.train.Model``: the monitor in one line, and the precision dump."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from monitor.mindspore.trainer_mon import TrainerMon
 class MonitorCallback(Callback):  # type: ignore[misc]
     """Attaches a ``TrainerMon`` when training begins, and closes it when training ends.
 
-    A step that ends without a call of the optimizer, as loss scaling has it, is one that was skipped. Training that begins
-    again is recorded by another ``TrainerMon``, whose steps go on counting.
+    A step that ends without a call of the optimizer counts as skipped, as with loss scaling. Training that begins again is
+    recorded by a new ``TrainerMon``, which continues the step count.
 
     >>> model.train(epochs, dataset, callbacks=[MonitorCallback("monitor_config.json")])  # doctest: +SKIP
 
     Args:
-        config_file_path: JSON, comments welcome.
+        config_file_path: A JSON file, which may have comments.
         grad_acc_steps: Forwards a step.
         process_group: The pipeline-parallel group of this rank.
         dp_group: Data-parallel group.
@@ -30,11 +30,11 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         start_iteration: Number of the first step.
 
     Attributes:
-        monitor: The latest. Made at once, so that what is wrong with the configuration is said before training begins.
+        monitor: The latest monitor. The first is created at once, so that an invalid configuration is reported before training.
 
     Raises:
         ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
-        OutputError: The output directory cannot be made or written.
+        OutputError: The output directory cannot be created or written.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         self._start_iteration = start_iteration
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Attach to the network and the optimizer that ``Model`` was given, or to those of the cell that trains."""
+        """Attach to the network and the optimizer of ``Model``, or to those of its training cell."""
         if self._has_ended:
             self.monitor, self._has_ended = self._new_monitor(), False
         network, optimizer = _trained(run_context.original_args())
         self.monitor.set_monitor(network, self._grad_acc_steps, optimizer, *self._groups, self._start_iteration)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """The optimizer was called by now, if it is called in this step."""
+        """End the step. Its call of the optimizer, if any, is over."""
         del run_context
         self.monitor.batch_ended()
 
@@ -75,24 +75,23 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
 
 def _trained(training: Any) -> tuple[Any, Any]:
-    """The network and the optimizer. A ``Model`` without an optimizer was given a cell that trains, which has both."""
+    """The network and the optimizer. A ``Model`` without an optimizer has a training cell that holds both."""
     network, optimizer = training.network, training.optimizer
     if optimizer is None:
         network, optimizer = getattr(network, "network", network), getattr(network, "optimizer", None)
     return network.backbone_network if isinstance(network, nn.WithLossCell) else network, optimizer
 
 
-# --- The precision dump where ``mindspore.train.Model`` trains.
+# --- The precision dump for ``mindspore.train.Model``.
 
 
 class MsprobeStep(Callback):  # type: ignore[misc]
-    """Dumps each step of a training, from its beginning to its end.
+    """Dumps each training step from its beginning to its end.
 
     >>> model.train(epochs, dataset, callbacks=[MsprobeStep(debugger)])  # doctest: +SKIP
 
     Args:
-        debugger: Its ``start`` may have been called with a model before; then that model is dumped. Otherwise it is the
-            network that ``Model`` was given.
+        debugger: If its ``start`` was called with a model before, that model is dumped. Otherwise the network of ``Model`` is.
     """
 
     def __init__(self, debugger: PrecisionDebugger) -> None:
@@ -110,10 +109,10 @@ class MsprobeStep(Callback):  # type: ignore[misc]
 
 
 class MsprobeInitStep(Callback):  # type: ignore[misc]
-    """Has steps counted from where a training goes on.
+    """Sets the number of the first dumped step when training resumes.
 
     Args:
-        debugger: Whose steps; None: those of the debugger that was made last.
+        debugger: The debugger whose steps are numbered; None for the latest debugger.
     """
 
     def __init__(self, debugger: PrecisionDebugger | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which call of a cell this is, also where ``mindspore.recompute`` repeats an earlier one inside a backward."""
+"""Access to MindSpore's graph and modes: repeated calls of cells, gradient edges, compiled cells, training forwards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from monitor.recording.protocols import CallIndex, Removable
 class Calls(protocols.Calls):
     """The calls of one cell in one step.
 
-    A backward belongs to the forward before it: one function runs both. So what is repeated is of the latest micro-step, and if
-    that had one call of the cell, it is that one.
+    One function runs a forward and its backward. So ``mindspore.recompute`` repeats calls of the latest micro-step. If the cell
+    had one call there, that call is repeated.
     """
 
     def __init__(self) -> None:
@@ -48,28 +48,28 @@ class Calls(protocols.Calls):
         self._repeated.discard(micro_step)
 
 
-# --- The gradient that one cell hands back to one of its inputs, observed without touching the graph.
+# --- The gradient of one cell's inputs, observed without changing the graph.
 #
-# ``Cell.register_backward_hook`` makes the cell a function of its own, which regroups sums of gradients and changes
-# bits. So the edges are found: the pre-hook notes where the gradient of each input goes and the number of the graph's
-# newest node, the forward hook walks back from the outputs over the nodes made during the call, and a hook on each edge
-# into the input reads what flows through it.
+# ``Cell.register_backward_hook`` makes the cell a function of its own, which regroups sums of gradients and changes bits. So
+# the monitor finds the edges itself. The pre-hook notes where the gradient of each input goes, and the number of the graph's
+# newest node. The forward hook walks back from the outputs over the nodes made during the call. A hook on each edge into the
+# input then reads the gradient.
 #
-# What MindSpore tells of its graph is in attributes with an underscore, and all that is known of them is in this file.
-# A version without them has no rows of inputs. To ask a tensor about its graph waits for the calls that were made
-# before, though not for what they compute, and may be told of an error of theirs: then ``EarlierFailure`` is raised.
+# MindSpore shows its graph in attributes with an underscore, which only this file uses. A version without them has no rows of
+# inputs. A query about a tensor's graph waits until earlier calls were issued, though not until they were computed. It may
+# raise an error of those calls: then ``EarlierFailure`` is raised.
 
 GRAPH_IS_THERE: Final = hasattr(Tensor, "_grad_node") and hasattr(_pynative_executor, "get_current_autodiff_engine_id")
-"""Whether this version of MindSpore shows its graph. If not, ``requires_grad`` is False of every tensor."""
+"""Whether this version of MindSpore shows its graph. If not, ``requires_grad`` returns False for every tensor."""
 LEAF: Final = 2**64 - 1
-"""The sequence number of what is no result of an operation."""
+"""The sequence number of a tensor that no operation has made."""
 
 Write = Callable[[Tensor], None]
 T = TypeVar("T")
 
 
-class Node:
-    """A step of the backward. MindSpore makes a new object for it whenever one is asked for; these are equal."""
+class GraphNode:
+    """A node of the backward graph. MindSpore creates a new object for each query; objects of the same node are equal."""
 
     __slots__ = ("_id", "_node")
 
@@ -78,14 +78,14 @@ class Node:
         self._id: int = node._unique_id()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Node) and other._id == self._id
+        return isinstance(other, GraphNode) and other._id == self._id
 
     def __hash__(self) -> int:
         return hash(self._id)
 
     @property
-    def next_functions(self) -> tuple[tuple[Node | None, int], ...]:
-        return tuple((None if node is None else Node(node), index) for node, index in self._node.next_functions)
+    def next_functions(self) -> tuple[tuple[GraphNode | None, int], ...]:
+        return tuple((None if node is None else GraphNode(node), index) for node, index in self._node.next_functions)
 
     def _sequence_nr(self) -> int:
         number: int = self._node._sequence_nr()
@@ -100,55 +100,55 @@ class Node:
         return handle
 
 
-Target = tuple[Node, int]
+Target = tuple[GraphNode, int]
 """A gradient edge: the node that will receive the gradient, and the index of its input."""
-Edge = tuple[Node, int]
+Edge = tuple[GraphNode, int]
 """A producer: the node and the index of its ``next_functions`` through which it feeds a target."""
 
 
 def recording() -> bool:
-    """Whether operations that are called now are recorded for a backward. Does not wait."""
+    """Whether operations called now are recorded for a backward. Does not wait."""
     return bool(_pynative_executor.requires_grad())
 
 
 def current_pass() -> int:
-    """The number of the backward in progress, -1 where none is, or where none can be told from another."""
+    """The number of the backward in progress; -1 if there is none, or if backwards cannot be told apart."""
     number: int = _pynative_executor.get_current_autodiff_engine_id() if GRAPH_IS_THERE else -1
     return number
 
 
 def in_backward() -> bool:
-    """Whether this is called from a backward: a forward that begins now repeats an earlier one."""
+    """Whether the caller runs inside a backward: a forward that begins now repeats an earlier one."""
     return current_pass() >= 0
 
 
 def sequence_nr() -> int:
-    """What the nodes that are made from now on exceed. 0 where none are made."""
+    """A number below the sequence numbers of all later nodes. 0 if no nodes are made."""
     if not (GRAPH_IS_THERE and recording()):
         return 0
-    # There is no asking for the number, but a view of what is nobody's gets the next one, and computes nothing.
-    return _settled(lambda: int(_nobodys().view(1)._grad_node._sequence_nr()))
+    # MindSpore does not show the number. A view of a tensor outside the model gets the next one, and computes nothing.
+    return _queried(lambda: int(_probe().view(1)._grad_node._sequence_nr()))
 
 
 def requires_grad(x: Tensor) -> bool:
-    """Whether the graph has a place for the gradient of ``x``.
+    """Whether the graph has a node for the gradient of ``x``.
 
-    It has one for every floating-point argument of the function that is differentiated, and asks for none of those that are not
-    to be differentiated by: then no gradient comes.
+    Each floating-point argument of the differentiated function has one. No gradient arrives for arguments that it is not
+    differentiated by.
     """
-    return GRAPH_IS_THERE and bool(x.is_floating_point()) and _settled(lambda: x._requires_grad and x._grad_node is not None)
+    return GRAPH_IS_THERE and bool(x.is_floating_point()) and _queried(lambda: x._requires_grad and x._grad_node is not None)
 
 
 def gradient_target(x: Tensor) -> Target:
-    """Where the gradient of ``x`` goes, now; ``x`` requires one. An in-place operation changes it later, so it is noted before
-    the call.
+    """The current gradient edge of ``x``, which requires a gradient. In-place operations change it, so it is noted before the
+    call.
     """
-    return _settled(lambda: (Node(x._grad_node), x._output_index))
+    return _queried(lambda: (GraphNode(x._grad_node), x._output_index))
 
 
 def made_since(x: Tensor, start: int) -> bool:
-    """Whether ``x`` is the result of an operation called after ``sequence_nr`` was ``start``: its hooks go with the graph."""
-    node = _settled(lambda: x._grad_node) if GRAPH_IS_THERE else None
+    """Whether ``x`` is the result of an operation called after ``sequence_nr`` was ``start``. Its hooks go with the graph."""
+    node = _queried(lambda: x._grad_node) if GRAPH_IS_THERE else None
     return node is not None and start < node._sequence_nr() < LEAF
 
 
@@ -157,8 +157,8 @@ def producers(
 ) -> dict[Target, list[Edge]]:
     """The edges into each target from nodes with sequence number ``start`` or later. All threads share the numbers."""
     del others_call
-    ends = _settled(lambda: [node for x in outputs if (node := x._grad_node) is not None])
-    return walk([Node(node) for node in ends], targets, start)
+    ends = _queried(lambda: [node for x in outputs if (node := x._grad_node) is not None])
+    return walk([GraphNode(node) for node in ends], targets, start)
 
 
 def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
@@ -167,17 +167,17 @@ def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
 
 
 def on_gradient(x: Tensor, write: Write) -> Removable:
-    """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward that has one for it."""
-    return _settled(lambda: hooks.on_gradient(x, lambda gradient: None if gradient is None else write(gradient)))
+    """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward that reaches ``x``."""
+    return _queried(lambda: hooks.on_gradient(x, lambda gradient: None if gradient is None else write(gradient)))
 
 
 def backward_begins(x: Tensor, call: Write) -> None:
-    """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
-    if requires_grad(x) and made_since(x, 0):  # a hook on a parameter would stay, and be called in every backward
+    """Call ``call`` when a backward begins from the forward's result ``x``, if it can begin there."""
+    if requires_grad(x) and made_since(x, 0):  # a hook on a parameter would stay for every later backward
         on_gradient(x, call)
 
 
-def _settled(ask: Callable[[], T]) -> T:
+def _queried(ask: Callable[[], T]) -> T:
     try:
         return ask()
     except Exception as error:
@@ -185,7 +185,7 @@ def _settled(ask: Callable[[], T]) -> T:
 
 
 @cache
-def _nobodys() -> Parameter:
+def _probe() -> Parameter:
     return Parameter(Tensor(np.zeros(1, np.float32)), name="monitor")
 
 
@@ -196,16 +196,15 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
 
 ENGINE: Final[BackwardEngine[Tensor]] = BackwardEngine(current_pass, _add)
 
-# --- In which of MindSpore's modes a model runs, and which of its cells take hooks there.
+# --- MindSpore's modes, and the cells that take hooks in them.
 #
-# What is compiled calls none. A compiled cell itself is called from Python, and so are its hooks; those inside it are
-# not.
+# MindSpore calls no hooks inside compiled code. It calls the hooks of a compiled cell itself, but not those of cells inside it.
 
 _DIFFERENTIATING: Final[CodeType | None] = getattr(getattr(base, "_pynative_func_grad_forward", None), "__code__", None)
-"""What calls every function that is differentiated."""
+"""The code that calls every function that is differentiated."""
 
 _REPEATS: Final = "_recompute_cell"
-"""What ``Cell.recompute`` puts into a cell, to call it by. It is no part of the model."""
+"""The attribute through which ``Cell.recompute`` calls a cell. It is no part of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +212,15 @@ class Observable:
     """The cells of a model.
 
     Attributes:
-        cells: Those that take hooks, by name, in the order of ``cells_and_names``.
-        hiding: The names of those that are compiled and have cells inside, which take none.
+        cells: The cells that take hooks, by name, in the order of ``cells_and_names``.
+        hiding: The names of compiled cells that contain other cells, which take no hooks.
     """
 
     cells: Sequence[tuple[str, nn.Cell]]
     hiding: Sequence[str]
 
-    def told(self) -> str:
-        """What a user is to know of it; empty if nothing is hidden."""
+    def warning(self) -> str:
+        """The warning for the user; empty if no cell is hidden."""
         if not self.hiding:
             return ""
         names = ", ".join(repr(name) if name else "the model" for name in self.hiding)
@@ -229,37 +228,37 @@ class Observable:
 
 
 def refuse_graph_mode() -> None:
-    """To be called before anything is attached.
+    """Refuse graph mode, before anything is attached.
 
     Raises:
-        ValueError: Cells are compiled whenever they are called, and no hook is.
+        ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called.
     """
     if ms.get_context("mode") == ms.GRAPH_MODE:
         to_do = "call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor"
-        raise ValueError(f"mode is GRAPH_MODE, in which MindSpore calls no hooks and nothing can be recorded: {to_do}.")
+        raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks and nothing can be recorded: {to_do}.")
 
 
 def compiled(cell: nn.Cell) -> bool:
-    """Whether ``jit`` is around the cell's ``construct``. A function around the call of a cell does not show."""
+    """Whether ``jit`` is around the cell's ``construct``. A compiled function that calls the cell is not detected."""
     return bool(getattr(cell.construct, "__wrapped_by_jit__", False))
 
 
 def observable(root: nn.Cell) -> Observable:
-    """Which cells of a model take hooks. One that is used inside a compiled cell and elsewhere, too, takes none."""
+    """The cells of a model that take hooks. A cell used both inside a compiled cell and elsewhere takes none."""
     named = [(name, cell) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
     hiding = {name: inside for name, cell in named if compiled(cell) and (inside := _inside(cell))}
     hidden: set[int] = set().union(*hiding.values())
-    if not GRAPH_IS_THERE:  # a repetition could not be told from a call
+    if not GRAPH_IS_THERE:  # a repetition could not be distinguished from a call
         repeated = [name.split(".") for name, _ in root.cells_and_names()]
         hidden |= {id(cell) for name, cell in named if any(_repeats(name, one) for one in repeated)}
     cells = [(name, cell) for name, cell in named if id(cell) not in hidden]
-    # What is inside another compiled cell is hidden by that.
+    # A compiled cell inside another compiled cell is hidden by the outer one.
     outermost = [name for name, cell in cells if name in hiding]
     return Observable(cells, outermost)
 
 
 def _repeats(name: str, parts: list[str]) -> bool:
-    """Whether a cell of that name is recomputed, or lies in one that is, as a cell of these parts shows."""
+    """Whether the cell ``name`` is recomputed, or lies in a recomputed cell, to which the path ``parts`` leads."""
     if _REPEATS not in parts:
         return False
     within = parts[: parts.index(_REPEATS)]
@@ -267,17 +266,17 @@ def _repeats(name: str, parts: list[str]) -> bool:
 
 
 def trains(cell: nn.Cell) -> bool:
-    """Whether a call of the cell that begins now is one of training: its operations are recorded for a backward.
+    """Whether a call of the cell that begins now trains: its operations are recorded for a backward.
 
-    MindSpore records more than that: everything, after a function that it differentiated has raised; every call of a cell that
-    was told to be recorded (``set_grad``), as those are that somebody trains.
+    MindSpore also records operations that do not train: everything after a differentiated function has raised, and every call
+    of a cell with ``set_grad``.
     """
     return recording() and (_DIFFERENTIATING is None or _is_trained(cell))
 
 
 def _is_trained(cell: nn.Cell) -> bool:
-    """Whether the caller is called by a function that is being differentiated, or where a backward of what was recorded is to
-    follow: by a cell that is recorded, and in evaluation by one that has an optimizer.
+    """Whether a backward will follow: a differentiated function is on the stack, or a cell that requires gradients. In
+    evaluation the cell must have an optimizer.
     """
     sign = "requires_grad" if cell.training else "optimizer"
     frame: FrameType | None = sys._getframe(1)
@@ -291,9 +290,9 @@ def _is_trained(cell: nn.Cell) -> bool:
 
 
 def warn_of_evaluation(root: nn.Cell, failures: Failures) -> None:
-    """Say once that a model that is differentiated was never put in training mode: its dropout, for one, does nothing."""
+    """Warn once that a differentiated model was never put in training mode, so that its dropout has no effect."""
     if not root.training:
-        said = "A model is trained with its training flag off: its gradients are recorded, and Dropout and BatchNorm act as in"
+        said = "A model is trained with its training flag off: its gradients are recorded, but Dropout and BatchNorm act as in"
         failures.warn("training flag", f"{said} evaluation. Call set_train(True) on it unless that is meant.")
 
 

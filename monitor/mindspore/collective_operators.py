@@ -1,8 +1,8 @@
-"""The communication operators of MindSpore: what people call them, and which arguments hold what.
+"""The communication operators of MindSpore: their names and arguments, and the interception of their calls.
 
-There are two families. What ``mint.distributed``, ``ops.communication`` and ``communication.comm_func`` call ends in
-*kernels*, functions of one module, in C++ (``pyboost_dist_comm_all_reduce``). ``ops.AllReduce`` and its like are *primitives*,
-which one function runs, by their names.
+There are two families. Functions of ``mint.distributed``, ``ops.communication`` and ``communication.comm_func`` end in
+*kernels*: C++ functions of one module (``pyboost_dist_comm_all_reduce``). ``ops.AllReduce`` and the like are *primitives*,
+which one function runs by name.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Rooted = Literal["inputs", "outputs", ""]
 
 SENT: Final = 0
 RECEIVED: Final = 1
-"""What ``batch_isend_irecv`` makes of ``isend`` and ``irecv``."""
+"""The codes of ``isend`` and ``irecv`` in ``batch_isend_irecv``."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """An operator as its arguments are named: what goes in, what is filled, and the root's rank.
+class _OperatorSpec:
+    """An operator and the names of its arguments: inputs, outputs and the root's rank.
 
     Attributes:
-        outputs: Empty where they are the result.
-        root: Empty where there is none.
-        rooted: What only the root has.
+        outputs: Empty if the outputs are the result.
+        root: Empty if there is no root.
+        rooted: The side that only the root has.
     """
 
     name: str
@@ -47,84 +47,84 @@ class _Known:
     root: str = ""
 
 
-_KERNELS: Final[Mapping[str, _Known]] = {
-    "dist_comm_all_reduce": _Known("all_reduce", "input", "input"),
-    "dist_comm_broadcast": _Known("broadcast", "input", "input", "inputs", "src"),
-    "dist_comm_reduce": _Known("reduce", "input", "input", "outputs", "dst"),
-    "dist_comm_all_gather": _Known("all_gather", "input", "tensor_list"),
-    "dist_comm_all_gather_into_tensor": _Known("all_gather_into_tensor", "input", "other"),
-    "dist_comm_all_gather_into_tensor_uneven": _Known("all_gather_into_tensor_uneven", "input", "other"),
-    "dist_comm_reduce_scatter": _Known("reduce_scatter", "input_list", "other"),
-    "dist_comm_reduce_scatter_tensor": _Known("reduce_scatter_tensor", "input", "other"),
-    "dist_comm_reduce_scatter_tensor_uneven": _Known("reduce_scatter_tensor_uneven", "input", "other"),
-    "dist_comm_all_to_all_v": _Known("all_to_all", "input", "other"),
-    "dist_comm_all_to_all_v_single": _Known("all_to_all_single", "input", "other"),
-    "dist_comm_all_to_all_v_c": _Known("all_to_all_v_c", "input", "other"),
-    "dist_comm_gather": _Known("gather", "input", "gather_list", "outputs", "dst"),
-    "dist_comm_gather_into_tensor": _Known("gather_into_tensor", "input", "other", "outputs", "dst"),
-    "dist_comm_scatter": _Known("scatter", "scatter_list", "other", "inputs", "src"),
-    "dist_comm_scatter_tensor": _Known("scatter_tensor", "input", "other", "inputs", "src"),
-    "dist_comm_isend": _Known("send", "input"),
-    "dist_comm_irecv": _Known("recv", "", "input"),
-    "dist_comm_batch_isend_irecv": _Known("batch_isend_irecv", "op_types", "op_types"),
-    "dist_comm_barrier": _Known("barrier"),
-    "inner_comm_all_reduce": _Known("all_reduce", "input"),
-    "inner_comm_all_gather": _Known("all_gather_into_tensor", "input"),
-    "inner_comm_reduce_scatter": _Known("reduce_scatter_tensor", "input"),
-    "inner_comm_all_to_all_v": _Known("all_to_all", "input"),
-    "inner_comm_isend": _Known("send", "input"),
-    "inner_comm_irecv": _Known("recv"),
+_KERNELS: Final[Mapping[str, _OperatorSpec]] = {
+    "dist_comm_all_reduce": _OperatorSpec("all_reduce", "input", "input"),
+    "dist_comm_broadcast": _OperatorSpec("broadcast", "input", "input", "inputs", "src"),
+    "dist_comm_reduce": _OperatorSpec("reduce", "input", "input", "outputs", "dst"),
+    "dist_comm_all_gather": _OperatorSpec("all_gather", "input", "tensor_list"),
+    "dist_comm_all_gather_into_tensor": _OperatorSpec("all_gather_into_tensor", "input", "other"),
+    "dist_comm_all_gather_into_tensor_uneven": _OperatorSpec("all_gather_into_tensor_uneven", "input", "other"),
+    "dist_comm_reduce_scatter": _OperatorSpec("reduce_scatter", "input_list", "other"),
+    "dist_comm_reduce_scatter_tensor": _OperatorSpec("reduce_scatter_tensor", "input", "other"),
+    "dist_comm_reduce_scatter_tensor_uneven": _OperatorSpec("reduce_scatter_tensor_uneven", "input", "other"),
+    "dist_comm_all_to_all_v": _OperatorSpec("all_to_all", "input", "other"),
+    "dist_comm_all_to_all_v_single": _OperatorSpec("all_to_all_single", "input", "other"),
+    "dist_comm_all_to_all_v_c": _OperatorSpec("all_to_all_v_c", "input", "other"),
+    "dist_comm_gather": _OperatorSpec("gather", "input", "gather_list", "outputs", "dst"),
+    "dist_comm_gather_into_tensor": _OperatorSpec("gather_into_tensor", "input", "other", "outputs", "dst"),
+    "dist_comm_scatter": _OperatorSpec("scatter", "scatter_list", "other", "inputs", "src"),
+    "dist_comm_scatter_tensor": _OperatorSpec("scatter_tensor", "input", "other", "inputs", "src"),
+    "dist_comm_isend": _OperatorSpec("send", "input"),
+    "dist_comm_irecv": _OperatorSpec("recv", "", "input"),
+    "dist_comm_batch_isend_irecv": _OperatorSpec("batch_isend_irecv", "op_types", "op_types"),
+    "dist_comm_barrier": _OperatorSpec("barrier"),
+    "inner_comm_all_reduce": _OperatorSpec("all_reduce", "input"),
+    "inner_comm_all_gather": _OperatorSpec("all_gather_into_tensor", "input"),
+    "inner_comm_reduce_scatter": _OperatorSpec("reduce_scatter_tensor", "input"),
+    "inner_comm_all_to_all_v": _OperatorSpec("all_to_all", "input"),
+    "inner_comm_isend": _OperatorSpec("send", "input"),
+    "inner_comm_irecv": _OperatorSpec("recv"),
 }
 
 _NO_INPUTS: Final = frozenset({"recv", "barrier"})
 _NO_OUTPUTS: Final = frozenset({"send", "barrier"})
 
-_PRIMITIVES: Final[Mapping[str, _Known]] = {
-    "AllReduce": _Known("all_reduce"),
-    "Reduce": _Known("reduce", rooted="outputs", root="dest_rank"),
-    "Broadcast": _Known("broadcast", rooted="inputs", root="root_rank"),
-    "AllGather": _Known("all_gather"),
-    "AllGatherV": _Known("all_gather_v"),
-    "ReduceScatter": _Known("reduce_scatter"),
-    "ReduceScatterV": _Known("reduce_scatter_v"),
-    "AlltoAll": _Known("all_to_all"),
-    "AlltoAllV": _Known("all_to_all_v"),
-    "AlltoAllVC": _Known("all_to_all_v_c"),
-    "CollectiveScatter": _Known("scatter", rooted="inputs", root="src_rank"),
-    "CollectiveGather": _Known("gather", rooted="outputs", root="dest_rank"),
-    "Send": _Known("send"),
-    "Receive": _Known("recv"),
-    "BatchISendIRecv": _Known("batch_isend_irecv"),
-    "Barrier": _Known("barrier"),
+_PRIMITIVES: Final[Mapping[str, _OperatorSpec]] = {
+    "AllReduce": _OperatorSpec("all_reduce"),
+    "Reduce": _OperatorSpec("reduce", rooted="outputs", root="dest_rank"),
+    "Broadcast": _OperatorSpec("broadcast", rooted="inputs", root="root_rank"),
+    "AllGather": _OperatorSpec("all_gather"),
+    "AllGatherV": _OperatorSpec("all_gather_v"),
+    "ReduceScatter": _OperatorSpec("reduce_scatter"),
+    "ReduceScatterV": _OperatorSpec("reduce_scatter_v"),
+    "AlltoAll": _OperatorSpec("all_to_all"),
+    "AlltoAllV": _OperatorSpec("all_to_all_v"),
+    "AlltoAllVC": _OperatorSpec("all_to_all_v_c"),
+    "CollectiveScatter": _OperatorSpec("scatter", rooted="inputs", root="src_rank"),
+    "CollectiveGather": _OperatorSpec("gather", rooted="outputs", root="dest_rank"),
+    "Send": _OperatorSpec("send"),
+    "Receive": _OperatorSpec("recv"),
+    "BatchISendIRecv": _OperatorSpec("batch_isend_irecv"),
+    "Barrier": _OperatorSpec("barrier"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Operator(ABC):
-    """A way to call an operator.
+class MindSporeOperator(ABC):
+    """An operator with one way to call it.
 
     Attributes:
-        name: What people call it.
-        rooted: What only the root has.
+        name: Its usual name, such as ``all_reduce``.
+        rooted: The side that only the root has.
     """
 
     name: str
     rooted: Rooted
 
     functional: bool
-    """Whether its outputs are its result, and not among its arguments."""
+    """Whether the outputs are the result, and not among the arguments."""
 
     @abstractmethod
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
-        """The tensors that go in; those of a list together are one input."""
+        """The input tensors. A list counts as one input."""
 
     @abstractmethod
     def given(self, args: Sequence[Any], result: Any) -> list[Tensor]:
-        """The tensors that come out once it has completed."""
+        """The tensors that hold the outputs once the operator has completed."""
 
     @abstractmethod
     def root(self, args: Sequence[Any]) -> int:
-        """The root's rank in the group, of an operator that is ``rooted``."""
+        """The root's rank in the group, for a ``rooted`` operator."""
 
     @abstractmethod
     def group_of(self, args: Sequence[Any]) -> Any:
@@ -132,13 +132,13 @@ class Operator(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel(Operator):
+class Kernel(MindSporeOperator):
     """An operator in C++.
 
     Attributes:
-        function: Its name in ``gen_ops_prim``.
-        places: Of its arguments, by name.
-        inputs, outputs: Positions of the arguments that hold them; None where there are none, or where they are the result.
+        function: The name of its function in ``gen_ops_prim``.
+        places: The position of each argument, by name.
+        inputs, outputs: Positions of the arguments that hold them; None if there are none, or if they are the result.
         rooted_at: Position of the root's rank.
     """
 
@@ -163,20 +163,20 @@ class Kernel(Operator):
         return args[self.places["group"]]
 
     def is_awaited(self, args: Sequence[Any]) -> bool:
-        """Whether the outputs are only there when somebody has waited for the handle."""
+        """Whether the outputs are ready only after a wait for the handle."""
         place = self.places.get("async_op")
         return place is None or bool(args[place])
 
 
 class ReducedToOneRank(Kernel):
-    """``reduce`` hands the root's rank in the job on, which every other rooted function turns into that in the group."""
+    """``reduce`` passes the root's rank in the job. All other rooted functions convert it to the rank in the group."""
 
     def root(self, args: Sequence[Any]) -> int:
         return int(communication.get_group_rank_from_world_rank(args[self.places["dst"]], self.group_of(args)))
 
 
-class BatchedSendsAndReceives(Kernel):
-    """The tensors that are sent go in, those that are received come out."""
+class MindSporeBatchedSendsAndReceives(Kernel):
+    """``batch_isend_irecv``: sent tensors are inputs, received tensors are outputs."""
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
         return self._of(SENT, args)
@@ -190,12 +190,12 @@ class BatchedSendsAndReceives(Kernel):
 
 
 @dataclass(frozen=True, slots=True)
-class Primitive(Operator):
-    """An operator that is an object; the object is the first of the arguments, which hold what goes in.
+class Primitive(MindSporeOperator):
+    """An operator object. The object itself is the first argument; the others hold the inputs.
 
     Attributes:
-        primitive: Its name.
-        root_attribute: Where it keeps the root's rank.
+        primitive: The name of its class.
+        root_attribute: The attribute that holds the root's rank.
     """
 
     primitive: str
@@ -216,25 +216,25 @@ class Primitive(Operator):
 
 @cache
 def kernels() -> tuple[Kernel, ...]:
-    """Those that this version of MindSpore has, and whose arguments are named as expected."""
+    """The kernels that this version of MindSpore has, and whose arguments have the expected names."""
     described = (_described(name, known) for name, known in _KERNELS.items() if hasattr(KERNELS, f"pyboost_{name}"))
     return tuple(one for one in described if one is not None)
 
 
 @cache
 def primitives() -> Mapping[str, Primitive]:
-    """By name."""
+    """The primitives by name."""
     return {
         name: Primitive(known.name, known.rooted, True, name, known.root)  # its result is new
         for name, known in _PRIMITIVES.items()
     }
 
 
-_MADE: Final[Mapping[str, type[Kernel]]] = {"reduce": ReducedToOneRank, "batch_isend_irecv": BatchedSendsAndReceives}
+_MADE: Final[Mapping[str, type[Kernel]]] = {"reduce": ReducedToOneRank, "batch_isend_irecv": MindSporeBatchedSendsAndReceives}
 
 
-def _described(name: str, known: _Known) -> Kernel | None:
-    caller = getattr(KERNELS, f"{name}_op", None)  # which hands its arguments on as they are
+def _described(name: str, known: _OperatorSpec) -> Kernel | None:
+    caller = getattr(KERNELS, f"{name}_op", None)  # it passes its arguments on unchanged
     if caller is None:
         return None
     names = list(inspect.signature(type(caller).__call__).parameters)[1:]
@@ -255,32 +255,32 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for one in value for tensor in _tensors(one)]
 
 
-# --- When the outputs of a call are there: read then, and never by waiting for them.
+# --- The moment at which a call's outputs are ready: they are read then, and the monitor never waits for them.
 #
-# A call that somebody waits for returns a handle of the runtime's, which MindSpore puts inside the ``CommHandle`` that
-# its users get. There stands one of ours around it: the ``CommHandle`` is MindSpore's own, and waits as it would.
+# An asynchronous call returns a handle of the runtime, which MindSpore puts into the ``CommHandle`` of its users. The monitor
+# wraps the runtime's handle: the ``CommHandle`` stays MindSpore's own and waits as before.
 
 
 class Handle:
-    """A handle of the runtime's, which tells when somebody has waited for it."""
+    """Wraps a runtime handle and calls back after a wait."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._told: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def has_listeners(self) -> bool:
-        return bool(self._told)
+        return bool(self._callbacks)
 
-    def tell(self, told: Callable[[], object]) -> None:
-        """Have ``told`` called once, on the thread that has waited, before it goes on. What that raises, the wait raises."""
-        self._told.append(told)
+    def on_wait(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once, on the waiting thread, before its wait returns. The wait raises what ``callback`` raises."""
+        self._callbacks.append(callback)
 
     def wait(self) -> None:
         self._handle.wait()
-        told, self._told = self._told, []
-        for one in told:
-            one()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def __repr__(self) -> str:
         return repr(self._handle)
@@ -289,44 +289,44 @@ class Handle:
         return getattr(self._handle, name)
 
 
-# --- Sees every communication operator that Python issues, each once, where all ways of calling it meet.
+# --- Intercept each communication operator that Python issues, once, at the point through which all calls pass.
 #
-# The functions of ``mint.distributed``, ``ops.communication`` and ``communication.comm_func`` end in functions in C++,
-# which are looked up in the module ``gen_ops_prim``, whoever has imported what and when; primitives (``ops.AllReduce``)
-# end in the function ``_run_op``. These are replaced in their modules while somebody listens. A compiler meets neither:
-# it knows operators by their names, and does not look into how Python runs them.
+# The functions of ``mint.distributed``, ``ops.communication`` and ``communication.comm_func`` end in C++ functions. Callers
+# look these up in the module ``gen_ops_prim`` at each call, so imports do not matter. Primitives (``ops.AllReduce``) end in the
+# function ``_run_op``. The monitor replaces both in their modules while it has listeners. Compilers use neither: they know
+# operators by name.
 
 Function = Callable[..., Any]
 
 RUN: Final = "_run_op"
 
 
-class CollectiveListener:
-    """Whoever wants to know of communication. Raises what is training's to know, and nothing else."""
+class MindSporeCollectiveListener:
+    """Receives communication calls. It raises only errors of training."""
 
-    def call_begins(self, _operator: Operator, _args: Sequence[Any]) -> bool:
+    def call_begins(self, _operator: MindSporeOperator, _args: Sequence[Any]) -> bool:
         """An operator is about to be called.
 
         Returns:
-            Whether to tell of its result.
+            Whether ``call_issued`` should follow.
         """
         return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
-        """It has returned. Its outputs are there, or will be when somebody has waited for ``handle``."""
+    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+        """The call has returned. Its outputs are ready, or will be after a wait for ``handle``."""
 
 
 class _Inside(threading.local):
-    """Whether this thread is in an operator: one that somebody else has patched meanwhile may pass here twice."""
+    """Whether this thread is inside an operator: if others have patched it too, a call may pass here twice."""
 
     another = False
 
 
-class Interception:
-    """What stands in the way of calls, and who is told by it."""
+class OperatorInterception:
+    """Replaces MindSpore's functions, and passes their calls to listeners."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[weakref.ref[CollectiveListener], ...] = ()
+        self._listeners: tuple[weakref.ref[MindSporeCollectiveListener], ...] = ()
         self._inside = _Inside()
         self._replaced: dict[tuple[ModuleType, str], tuple[Function, Function]] = {}
 
@@ -334,24 +334,24 @@ class Interception:
     def installed(self) -> bool:
         return bool(self._replaced)
 
-    def add(self, listener: CollectiveListener) -> None:
-        """Tell ``listener`` of every call from now on, as long as it lives."""
+    def add(self, listener: MindSporeCollectiveListener) -> None:
+        """Pass every call to ``listener`` from now on, as long as it lives."""
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
         if not self._replaced:
             self._install()
 
-    def remove(self, listener: CollectiveListener) -> None:
-        """Tell it nothing more. Any number of times."""
+    def remove(self, listener: MindSporeCollectiveListener) -> None:
+        """Stop passing calls to ``listener``. May be called repeatedly."""
         for known in self._listeners:
             if known() is listener:
                 self._forget(known)
 
-    def _forget(self, gone: weakref.ref[CollectiveListener]) -> None:
+    def _forget(self, gone: weakref.ref[MindSporeCollectiveListener]) -> None:
         self._listeners = tuple(known for known in self._listeners if known is not gone and known() is not None)
         if self._listeners:
             return
         for (module, name), (original, ours) in self._replaced.items():
-            if vars(module)[name] is ours:  # somebody may have patched it since
+            if vars(module)[name] is ours:  # others may have patched it since
                 setattr(module, name, original)
         self._replaced.clear()
 
@@ -376,35 +376,37 @@ class Interception:
 
         def run_op(primitive: Any, name: str, args: Sequence[Any]) -> Any:
             operator = known.get(name)
-            if operator is None:  # nearly always
+            if operator is None:  # the usual case
                 return original(primitive, name, args)
             return self._observed(operator, (primitive, *args), original, primitive, name, args)
 
         run_op.__name__ = run_op.__qualname__ = RUN
         return run_op
 
-    def _observed(self, operator: Operator, seen: Sequence[Any], original: Function, *args: Any) -> Any:
+    def _observed(self, operator: MindSporeOperator, seen: Sequence[Any], original: Function, *args: Any) -> Any:
         inside = self._inside
-        if inside.another or jit_context() is not None:  # which traces, and takes the result for its own
+        if inside.another or jit_context() is not None:  # tracing, which would record the result
             return original(*args)
-        told = [one for known in self._listeners if (one := known()) is not None and one.call_begins(operator, seen)]
+        listeners = [one for known in self._listeners if (one := known()) is not None and one.call_begins(operator, seen)]
         inside.another = True
         try:
             result = original(*args)
         finally:
             inside.another = False
-        return _tell(told, operator, seen, result) if told else result
+        return _report_result(listeners, operator, seen, result) if listeners else result
 
 
-def _tell(told: Sequence[CollectiveListener], operator: Operator, args: Sequence[Any], result: Any) -> Any:
-    """Returns what the caller is given: the result, its handle replaced by one that tells when somebody has waited for it."""
+def _report_result(
+    listeners: Sequence[MindSporeCollectiveListener], operator: MindSporeOperator, args: Sequence[Any], result: Any
+) -> Any:
+    """Returns the caller's result. Its handle is wrapped if a listener waits for it."""
     handle = None
     if isinstance(operator, Kernel) and isinstance(result, tuple) and operator.is_awaited(args):
         handle = Handle(result[1])
-    for listener in told:
+    for listener in listeners:
         listener.call_issued(operator, args, result, handle)
     return result if handle is None or not handle.has_listeners else (result[0], handle)
 
 
-INTERCEPTION: Final = Interception()
-"""Of this process, whose modules are there once."""
+INTERCEPTION: Final = OperatorInterception()
+"""One per process, since MindSpore's modules exist once."""

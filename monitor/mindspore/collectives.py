@@ -1,4 +1,4 @@
-"""What a ``TrainerMon`` records of communication: listens to every call, and gives its tensors rows."""
+"""Records communication for a ``TrainerMon``: listens to every call, and writes rows for its tensors."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from mindspore.communication import get_group_size, get_process_group_ranks, get
 
 from monitor.config.model import CcDistribution
 from monitor.failures import EarlierFailure, Failures
-from monitor.mindspore.collective_operators import INTERCEPTION, CollectiveListener, Handle, Operator
+from monitor.mindspore.collective_operators import INTERCEPTION, Handle, MindSporeCollectiveListener, MindSporeOperator
 from monitor.mindspore.process_group import initialized, is_settled
 from monitor.mindspore.recorder import HOST, Recorder
 from monitor.mindspore.tensors import computing, dtype_name
 from monitor.recording import collectives as capture
-from monitor.recording.collectives import CallRows, CollectiveCall, Labels, NamedGroup
+from monitor.recording.collectives import CallRows, Labels, NamedGroup
 from monitor.recording.recorder import Device, LateRows
 from monitor.stats.mindspore.tensors import has_data, on_host
 
-# --- Whether communication can be listened to at all.
+# --- Start listening.
 
 
 def communication(wanted: CcDistribution, failures: Failures) -> Communication | None:
-    """Listen from now on, if that is wanted and possible; a sentence says where it is not."""
+    """Listen from now on if configured. If that fails, one warning says so."""
     if not wanted.enable:
         return None
     return failures.guarded("installing the interception of communication", _listening)(wanted, failures)
 
 
 def _listening(wanted: CcDistribution, failures: Failures) -> Communication:
-    # Here, so that a MindSpore that keeps its operators elsewhere loses no more than their rows.
+    # Imported here: if a MindSpore version keeps its operators elsewhere, only their rows are missing.
 
     return Communication(wanted, failures)
 
 
-# --- Rows of calls of operators, of tensors of MindSpore.
+# --- Rows of operator calls.
 
 
-class OperatorCalls(CallRows, LateRows):
-    """Reads what calls have moved."""
+class MindSporeOperatorCalls(CallRows, LateRows):
+    """Reads the tensors of communication calls."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
         recorder.late = self
 
     @classmethod
-    def of(cls, recorder: Recorder) -> OperatorCalls:
-        """Those of ``recorder``: whoever comes after others goes on with their rows."""
+    def of(cls, recorder: Recorder) -> MindSporeOperatorCalls:
+        """The reader of ``recorder``, created once: later attachments continue its rows."""
         return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
 
     def read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
-        """Reduce what a call has moved, a row a tensor.
+        """Reduce the tensors of a call, one row each.
 
         Raises:
-            EarlierFailure: Something that was called before has failed.
+            EarlierFailure: An earlier operation of training has failed.
         """
         if not self._recorder.active or not all(map(has_data, tensors)):
             return False
         with computing():
             if self._recorder.device == HOST:
                 for x in tensors:
-                    on_host(x)  # waits for it, and is not to do so with the lock
+                    on_host(x)  # waits for the tensor, which must happen without the lock
             return super().read(call, tensors)
 
     def _device_of(self, x: Any) -> Device | None:
@@ -71,23 +71,23 @@ class OperatorCalls(CallRows, LateRows):
         return device if has_data(x) else None
 
 
-# --- Which ranks an operator runs on, and what they are called.
+# --- The ranks of groups, and their labels.
 
 
-class Groups:
-    """Groups of MindSpore, which have names. A name may come to stand for other ranks: it is asked for each time."""
+class MindSporeGroups:
+    """The named groups of MindSpore. The ranks of a name may change, so MindSpore is asked for them each time."""
 
     def __init__(self) -> None:
         self._labels = Labels()
         self._known: dict[tuple[str, tuple[int, ...]], NamedGroup] = {}
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
-        """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
+        """Set labels for groups of ranks. If several roles have the same ranks, the first wins."""
         self._labels.learn(roles)
         self._known.clear()
 
     def of(self, given: Any) -> NamedGroup | None:
-        """What is known of a group; None where MindSpore knows none.
+        """The group of a name; None if MindSpore does not know it.
 
         Args:
             given: Its name.
@@ -104,19 +104,19 @@ class Groups:
         return group
 
 
-class Communication(capture.Communication, CollectiveListener):
-    """Listens from its making until ``close``.
+class Communication(capture.Communication, MindSporeCollectiveListener):
+    """Listens from its creation until ``close``.
 
-    To read a tensor may meet an error of training's, which MindSpore tells once, to whoever waits first: it is raised to the
-    caller of the operator, or of ``wait``.
+    Reading a tensor may raise an error of training. MindSpore raises such an error once, at the first wait. So it is passed on
+    to the caller of the operator, or of ``wait``.
     """
 
     def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
-        super().__init__(wanted, failures, Groups(), dtype_name)
+        super().__init__(wanted, failures, MindSporeGroups(), dtype_name)
         INTERCEPTION.add(self)
 
-    def _begin(self, recorder: Recorder) -> OperatorCalls:
-        return OperatorCalls.of(recorder)
+    def _begin(self, recorder: Recorder) -> MindSporeOperatorCalls:
+        return MindSporeOperatorCalls.of(recorder)
 
     def _stop(self) -> None:
         INTERCEPTION.remove(self)
@@ -127,7 +127,7 @@ class Communication(capture.Communication, CollectiveListener):
     def _real(self, tensors: Sequence[Tensor]) -> bool:
         return not any(getattr(one, "is_meta", False) for one in tensors)
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: MindSporeOperator, args: Sequence[Any]) -> bool:
         recording = self._recording
         if self._log is None and not (recording and self._looks_first):
             return recording
@@ -139,7 +139,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._failures.report("looking at a communication operator", error)
             return False
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         try:
             expected = self._expected(operator, args, result)
         except Exception as error:
@@ -149,11 +149,11 @@ class Communication(capture.Communication, CollectiveListener):
             return
         if handle is None:
             self.outputs_there(*expected)
-        else:  # which may be kept for longer than anybody listens
-            handle.tell(partial(_tell, weakref.ref(self), *expected))
+        else:  # the handle may outlive the listener
+            handle.on_wait(partial(_read_outputs, weakref.ref(self), *expected))
 
     def outputs_there(self, call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
-        """Read them before anybody can change them."""
+        """Read the outputs before they can be changed."""
         try:
             if self._rows is not None and self._rows.read(call, outputs):
                 self.unread -= 1
@@ -163,7 +163,7 @@ class Communication(capture.Communication, CollectiveListener):
             self._failures.report("reading the outputs of a communication operator", error)
 
 
-def _tell(listener: weakref.ref[Communication], call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
+def _read_outputs(listener: weakref.ref[Communication], call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
     communication = listener()
     if communication is not None:
         communication.outputs_there(call, outputs)

@@ -1,4 +1,4 @@
-"""How the weights of an attention are spread, without ever holding them all."""
+"""Computes features of attention, weight matrices and routers in MindSpore."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from monitor.recording.features.reading import Norms, Routing, Similarity, Sprea
 from monitor.stats.mindspore.arithmetic import Arithmetic, Array, computing
 
 KEYS: Final = 1024
-"""Most keys of a block."""
+"""Keys of a block, at most."""
 
 OUT_OF_SIGHT: Final = -1e4
-"""A score so far below the greatest has the weight 0, in float64 too; unlike -Inf it can be multiplied by 0."""
+"""A score this far below the greatest has weight 0, in float64 too. Unlike -Inf it can be multiplied by 0."""
 
 AS_COMPUTED: Final = (0, 1, 2, 3)
 
 
 class Scores(NamedTuple):
-    """What the weights of an attention are made of: softmax(query @ key^T * scale), where query i sees the keys up to i.
+    """The factors of an attention's weights: softmax(query @ key^T * scale), where query i sees the keys up to i.
 
     Attributes:
-        query: Shape ``(batch, heads, sequence, size)``, in that order if ``places`` does not say another.
-        key: The same of the key heads: head i has key head ``i // (heads // key heads)``.
-        places: The dimensions in which batch, heads, sequence and size stand. They stay there until somebody reads: a view
-            made of a tensor of the user's is an operation that training would see.
+        query: Shape ``(batch, heads, sequence, size)``, unless ``places`` says another order.
+        key: The same for the key heads: head i has key head ``i // (heads // key heads)``.
+        places: The dimensions of batch, heads, sequence and size. Tensors are permuted only when they are read: a view of the
+            user's tensor is an operation that training would see.
     """
 
     query: Tensor
@@ -41,14 +41,13 @@ class Scores(NamedTuple):
 
 
 def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
-    """Entropy and greatest of the attention weights of a sample of heads and rows of the batch; 0 for all.
+    """Entropy and maximum of the attention weights, for a sample of heads and rows of the batch; 0 for all.
 
-    The softmax is formed block by block, as online softmax does it, in float32 at least, and summed in float64 on the host:
-    what is in memory does not grow with the square of the sequence. NaN or Inf in a query or key of the sample makes both
-    sums NaN.
+    The softmax is computed block by block, as online softmax does it, in float32 at least. It is summed in float64 on the host.
+    So memory does not grow with the square of the sequence. NaN or Inf in a query or key of the sample makes both sums NaN.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation of training has failed.
     """
     with computing() as on:
         sample = _sampled(on, scores, heads, rows)
@@ -61,9 +60,9 @@ def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
 
 
 class _Sample(NamedTuple):
-    """Shapes (rows, heads, sequence, size), of which ``key`` has one head for ``of_each`` of the query's.
+    """Shapes (rows, heads, sequence, size). ``key`` has one head for every ``of_each`` heads of the query.
 
-    A batch of one goes with all rows of the other.
+    If one side has a batch of one, it is used with all rows of the other.
     """
 
     query: Array
@@ -73,7 +72,7 @@ class _Sample(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some heads of one row of the batch: ``query`` of shape (1, heads, sequence, size), and which head of ``key`` each has."""
+    """Some heads of one row of the batch: ``query`` of shape (1, heads, sequence, size), and the ``key`` head of each."""
 
     query: Array
     key: Array
@@ -88,8 +87,8 @@ class _Sums(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Of some queries, over the keys so far: the greatest score, Σ e^(score - greatest), and the same sum of it times the
-    difference in the exponent. Shape (1, heads, queries, 1).
+    """Running sums over the keys so far, for some queries, shape (1, heads, queries, 1): the greatest score, Σ e^(score -
+    greatest), and that sum weighted by (score - greatest).
     """
 
     greatest: Array
@@ -106,7 +105,7 @@ def _sampled(on: Arithmetic, scores: Scores, heads: int, rows: int) -> _Sample:
 
 
 def _parts(on: Arithmetic, sample: _Sample) -> Iterator[_Part]:
-    """As many heads at a time as make a block, of one row of the batch after the other."""
+    """Split a sample into blocks: one row of the batch after the other, with as many heads as fit into a block."""
     heads, queries = sample.query.shape[1:3]
     width = min(sample.key.shape[2], KEYS)
     at_once = max(1, min(queries, on.block // width))
@@ -120,7 +119,7 @@ def _parts(on: Arithmetic, sample: _Sample) -> Iterator[_Part]:
 
 
 def _with_queries(on: Arithmetic, part: _Part, first: int, so_far: _Sums) -> _Sums:
-    """With those from ``first`` on, as many as make a block."""
+    """Add the queries from ``first`` on, as many as fit into a block."""
     length = min(part.queries_at_once, part.query.shape[2] - first)
     query = on.floats(on.part(part.query, 2, first, length)) * part.scale
     unusable = on.sum(query * 0.0)  # 0, or NaN
@@ -137,7 +136,7 @@ def _with_queries(on: Arithmetic, part: _Part, first: int, so_far: _Sums) -> _Su
 
 
 def _with_scores(on: Arithmetic, scores: Array, so_far: _Running | None) -> _Running:
-    """With scores of shape (1, heads, queries, keys)."""
+    """Add scores of shape (1, heads, queries, keys)."""
     greatest = on.amax(scores, -1)
     if so_far is not None:
         greatest = on.maximum(so_far.greatest, greatest)
@@ -152,7 +151,7 @@ def _with_scores(on: Arithmetic, scores: Array, so_far: _Running | None) -> _Run
 
 
 def _causal(on: Arithmetic, scores: Array, query: int, key: int) -> Array:
-    """The scores from this query and this key on, with -Inf where a key comes after its query."""
+    """Scores whose first query and key have these positions, with -Inf where a key comes after its query."""
     queries, keys = scores.shape[-2:]
     if key + keys - 1 <= query:
         return scores
@@ -160,16 +159,16 @@ def _causal(on: Arithmetic, scores: Array, query: int, key: int) -> Array:
     return on.where(places > on.column(rows), -math.inf, scores)
 
 
-# --- Matrices read in blocks of rows: their norms, and how alike their rows are.
+# --- Matrices, read in blocks of rows: their norms, and the similarity of their rows.
 
 
 def norms_of(matrix: Tensor) -> Norms:
     """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN.
 
-    On a device squares are float32: the Frobenius norm is known between 1e-19 and 1e19.
+    On a device squares are float32: the Frobenius norm is accurate between 1e-19 and 1e19.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation of training has failed.
     """
     if 0 in matrix.shape:
         return Norms(0.0, 0.0, CERTAIN)
@@ -181,7 +180,7 @@ def norms_of(matrix: Tensor) -> Norms:
 
 
 def _lanczos(work: _Scaled) -> tuple[float, float]:
-    """The largest eigenvalue of A = W^T W, scaled, and of how many matrices the row is: products until it is certain."""
+    """The largest eigenvalue of A = W^T W, scaled, and its certainty: multiplies until the value is certain."""
     found, vector = Tridiagonal(work.columns), krylov.start(work.columns)
     basis = vector[None]
     while work.finite:
@@ -194,10 +193,10 @@ def _lanczos(work: _Scaled) -> tuple[float, float]:
 
 
 def _lanczos_unread(work: _Scaled) -> tuple[Array, Array]:
-    """As ``_lanczos``, by a fixed number of products."""
+    """``_lanczos`` with a fixed number of products, which reads no value from the device."""
     on, products = work.on, min(UNREAD, work.columns)
     vector = on.constant(krylov.start(work.columns))
-    basis: Array = 0.0  # it has all of its rows from the first on: operations on a new shape are prepared anew
+    basis: Array = 0.0  # full size from the start: a new shape would make MindSpore prepare its operations again
     diagonal, beside = list[Array](), list[Array]()
     for product in range(products):
         basis = on.column(on.constant(np.eye(products)[product])) * vector + basis
@@ -215,10 +214,10 @@ def _lanczos_unread(work: _Scaled) -> tuple[Array, Array]:
 
 
 def _beyond(on: Arithmetic, space: Array, last: Array, vector: Array) -> tuple[Array, Array, Array, Array]:
-    """Take away from a vector what lies along the rows of ``space``, of which ``last`` is the last, twice.
+    """Subtract, twice, a vector's projection onto the rows of ``space``, of which ``last`` is the last.
 
     Returns:
-        The part along the last of them, the length after the first time, what is left, and its length.
+        The component along ``last``, the length after the first subtraction, the remainder, and its length.
     """
     rest = vector - on.matmul(on.matmul(space, vector), space)
     before = _norm(on, rest)
@@ -233,10 +232,10 @@ def _tridiagonal(on: Arithmetic, diagonal: Array, beside: Array) -> Array:
 
 
 def _growth(on: Arithmetic, projected: Array, beyond: Array, largest: Array) -> Array:
-    """As ``Tridiagonal`` evaluates its polynomial, from a corner of the resolvent, ``Σ_j (T / s)^j``, whose terms are positive.
+    """Evaluate the polynomial of ``Tridiagonal`` from a corner of the resolvent, ``Σ_j (T / s)^j``, whose terms are positive.
 
     Returns:
-        ``s / p(s)`` for s, the largest eigenvalue that is allowed.
+        ``s / p(s)`` for s, the largest allowed eigenvalue.
     """
     size = projected.shape[0]
     power = projected / on.where(largest > 0, largest * krylov.ALLOWED, 1.0)
@@ -254,10 +253,10 @@ def _norm(on: Arithmetic, vector: Array) -> Array:
 
 
 def _largest_eigenvector(on: Arithmetic, projected: Array) -> Array:
-    """Of a small symmetric matrix without negative eigenvalues, by squaring it: that waits for no device.
+    """The eigenvector of a small symmetric matrix without negative eigenvalues, by squaring it. Waits for no device.
 
-    All columns of the power are multiples of the eigenvector by then. That one is taken which has the greatest number on the
-    diagonal, and of several the first.
+    All columns of the power are then multiples of the eigenvector. The column with the greatest diagonal element is taken, or
+    the first of several.
     """
     size = projected.shape[0]
     identity, up_to_here = on.constant(np.eye(size)), on.constant(np.tri(size))
@@ -275,12 +274,12 @@ def _largest_eigenvector(on: Arithmetic, projected: Array) -> Array:
 
 
 class _Scaled:
-    """A matrix times a number that brings its greatest magnitude near 1, so that no product and no square of an element
-    overflows, or vanishes beside the others.
+    """A matrix scaled so that its greatest magnitude is near 1. Then no product and no square of an element overflows, or
+    vanishes beside the others.
 
     Attributes:
-        finite: Whether all elements are.
-        back: What undoes the scaling.
+        finite: Whether all elements are finite.
+        back: The factor that undoes the scaling.
     """
 
     def __init__(self, on: Arithmetic, matrix: Array, shape: Sequence[int]) -> None:
@@ -293,7 +292,7 @@ class _Scaled:
         self.back, self._by = _scale_seen(float(greatest)) if on.may_look else _scale_unseen(on, greatest)
 
     def times(self, vector: Array) -> Array:
-        """``W^T W v``, of the matrix as it is scaled."""
+        """``W^T W v`` of the scaled matrix."""
         result: Array = 0.0
         for block in self._blocks():
             scaled = self._scaled(block)
@@ -301,7 +300,7 @@ class _Scaled:
         return result
 
     def sum_of_squares(self) -> Array:
-        """Of the matrix as it is."""
+        """The sum of squares of the unscaled matrix."""
         total: Array = 0.0
         for block in self._blocks():
             scaled = self._scaled(block)
@@ -317,7 +316,7 @@ class _Scaled:
 
 
 def _scale_seen(greatest: float) -> tuple[float, float | None]:
-    """A power of two, which rounds nothing; none where nothing can go wrong without."""
+    """A power of two, which causes no rounding; no scale if nothing can overflow without one."""
     exponent = math.frexp(greatest)[1] if math.isfinite(greatest) else 0
     if abs(exponent) <= FARTHEST // 6:
         return 1.0, None
@@ -326,7 +325,7 @@ def _scale_seen(greatest: float) -> tuple[float, float | None]:
 
 
 def _scale_unseen(on: Arithmetic, greatest: Array) -> tuple[Array, Array]:
-    """The greatest magnitude itself, within what has a normal reciprocal in float32: that may round in the last digit."""
+    """The greatest magnitude, limited to numbers with a normal reciprocal in float32. It may round in the last digit."""
     within = on.where(greatest < 2.0**FARTHEST, on.at_least(greatest, 2.0**-FARTHEST), 2.0**FARTHEST)
     back = on.where(greatest > 0, within, 1.0)
     return back, 1.0 / back
@@ -335,10 +334,10 @@ def _scale_unseen(on: Arithmetic, greatest: Array) -> tuple[Array, Array]:
 def similarity_of_rows(matrix: Tensor) -> Similarity:
     """The sum of the cosines of all pairs of rows, from Σ_ij cos_ij = |Σ_i row_i / |row_i||².
 
-    A row of zeros has no direction and counts as similar to none. Of NaN or Inf, the sum is NaN.
+    A row of zeros has no direction and counts as similar to none. With NaN or Inf, the sum is NaN.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation of training has failed.
     """
     rows = matrix.shape[0]
     with computing() as on:
@@ -354,20 +353,20 @@ def similarity_of_rows(matrix: Tensor) -> Similarity:
         return Similarity(rows * (rows - 1), on.number(on.sum(total * total) - directed))
 
 
-# --- How sure a router is of its experts.
+# --- The entropy of a router.
 
 DTYPES: Final = {"fp32": ms.float32, "fp64": ms.float64}
-"""As Megatron's and MindSpeed's configurations name them."""
+"""The names in the configurations of Megatron and MindSpeed."""
 
 CAST_TO: Final = {"FP16": ms.float16, "BF16": ms.bfloat16, "FP32": ms.float32}
-"""As ``Cell.to_float`` leaves them."""
+"""The names that ``Cell.to_float`` sets."""
 
 
 def entropy_of(logits: Tensor) -> Routing:
-    """Of logits of any shape whose last dimension is the experts.
+    """The entropy of logits of any shape whose last dimension is the experts.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation of training has failed.
     """
     with computing() as on:
         total: Array = 0.0
@@ -377,15 +376,15 @@ def entropy_of(logits: Tensor) -> Routing:
 
 
 def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> Routing:
-    """Of the logits ``tokens @ weight^T + bias``, formed as the router does: of numbers rounded to ``dtype``, some tokens at a
-    time.
+    """The entropy of the logits ``tokens @ weight^T + bias``, computed as in the router from numbers rounded to ``dtype``. It
+    reads some tokens at a time.
 
     Args:
-        tokens: Last dimension the hidden size.
+        tokens: The last dimension is the hidden size.
         weight: Shape ``(experts, hidden size)``.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation of training has failed.
     """
     with computing() as on:
         transposed = on.swapped(on.rounded(on.of(weight), dtype))
@@ -399,7 +398,7 @@ def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any
 
 
 def dtype_of_routing(cell: nn.Cell, tokens: Tensor, weight: Tensor) -> Any:
-    """The precision in which a router forms its logits: as its configuration or ``to_float`` says, or what it is given has."""
+    """The precision of a router's logits: from its configuration or ``to_float``, otherwise from its inputs."""
     said = DTYPES.get(str(getattr(getattr(cell, "config", None), "moe_router_dtype", None)))
     if said is not None:
         return said
@@ -416,7 +415,7 @@ def _tokens(on: Arithmetic, x: Tensor) -> Iterator[Array]:
 
 
 def _entropies(on: Arithmetic, logits: Array) -> Array:
-    """Shape (tokens, 1). An expert that a token cannot go to has a logit of -Inf and the share 0."""
+    """Shape (tokens, 1). An expert that a token cannot reach has a logit of -Inf and the share 0."""
     below = on.at_least(logits - on.amax(logits, -1), OUT_OF_SIGHT)
     weights = on.exp(below)
     total = on.sum(weights, -1)

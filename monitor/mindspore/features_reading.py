@@ -1,4 +1,4 @@
-"""What MindSpore brings to features: see ``monitor.recording.features.reading``."""
+"""MindSpore's implementation of ``monitor.recording.features.reading``: finds the tensors that features are computed from."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from monitor.recording.parameter_series import NamedParameter
 from monitor.series import Placement
 from monitor.stats.mindspore.tensors import has_data
 
-# --- Where the numbers of a feature are: in what a cell is called with, in its weight.
+# --- Find a feature's tensors in a cell's arguments and weights.
 
 FLOATS: Final = frozenset({ms.float64, ms.float32, ms.float16, ms.bfloat16})
 
 
 def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -> Scores | None:
-    """Q and K where a cell is called with them, as a core attention is; None if it is not.
+    """Q and K from the arguments of a core attention; None if the arguments have no such tensors.
 
     Args:
-        order: In which batch, heads, sequence and size stand, such as ``s,b,h,d``.
+        order: The order of the dimensions batch, heads, sequence and size, such as ``s,b,h,d``.
 
     Raises:
-        MisfitError: They are there, and cannot be read as such.
+        MisfitError: The tensors have unusable shapes, types or contents.
     """
     query, key = queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
@@ -56,27 +56,27 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
 
 
 def matrix_of(cell: nn.Cell) -> Tensor | None:
-    """``weight`` or ``wg`` of a cell, which may be a layer that has it. Nothing of the cell's own is run to find it."""
+    """``weight`` or ``wg`` of a cell, or the weight of a layer with one of these names. Runs no code of the cell."""
     for name in MATRIX_NAMES:
-        value = _lying(cell, name)
+        value = _attribute(cell, name)
         if isinstance(value, nn.Cell):
-            value = _lying(value, "weight")
+            value = _attribute(value, "weight")
         if isinstance(value, Tensor):
             return value
     return None
 
 
 def bias_of(cell: nn.Cell, experts: int) -> Tensor | None:
-    """What is added to logits; None where there is none."""
-    bias = _lying(cell, "bias")
+    """The bias that is added to logits; None if there is none."""
+    bias = _attribute(cell, "bias")
     return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
 
 
 def local_matrix(weight: Tensor | None) -> Tensor:
-    """The part of a weight that this rank has, which may be all of it.
+    """The part of a weight on this rank, which may be the whole weight.
 
     Raises:
-        MisfitError: It is no matrix, or holds no numbers yet.
+        MisfitError: The weight is no matrix, or has no data yet.
     """
     if weight is None or not has_data(weight):
         raise MisfitError(NOT_2D)
@@ -86,7 +86,7 @@ def local_matrix(weight: Tensor | None) -> Tensor:
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Tensor | None:
-    """What a router is to route: its first tensor of the hidden size."""
+    """The input of a router: its first tensor whose last dimension is the hidden size."""
     for value in (*args, first_named(kwargs, TOKENS, Tensor)):
         if isinstance(value, Tensor) and len(value.shape) > 1 and value.shape[-1] == hidden and _is_floating_point(value):
             return whole_rows(value)
@@ -94,7 +94,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> 
 
 
 def whole_rows(x: Tensor) -> Tensor | None:
-    """A tensor that holds numbers: in MindSpore's dynamic graph none is cut over ranks unseen. None of any other."""
+    """The tensor itself, since the dynamic graph shards no tensor invisibly; None if it has no data."""
     return x if has_data(x) else None
 
 
@@ -102,7 +102,7 @@ def _is_floating_point(x: Tensor) -> bool:
     return x.dtype in FLOATS
 
 
-def _lying(cell: nn.Cell, name: str) -> Any:
+def _attribute(cell: nn.Cell, name: str) -> Any:
     return next((found for place in _places(cell) if (found := place.get(name)) is not None), None)
 
 
@@ -135,42 +135,42 @@ __all__ = [
 
 
 def unseen() -> AbstractContextManager[object]:
-    """Nobody looks on."""
+    """A context without effect: no dispatcher observes MindSpore's operations."""
     return nullcontext()
 
 
 def beneath() -> AbstractContextManager[object]:
-    """Whatever is computed sees to that itself: on the host there is nothing to see to."""
+    """A context without effect: computation on the host needs none."""
     return nullcontext()
 
 
 def is_floating_point(x: Any) -> bool:
-    """Whether it is a tensor, and of floating-point numbers."""
+    """Whether ``x`` is a tensor of floating-point numbers."""
     return isinstance(x, Tensor) and x.dtype in FLOATS
 
 
 def embeds(cell: nn.Cell) -> bool:
-    """Whether the weight of a cell is a table."""
+    """Whether the cell's weight is an embedding table."""
     return isinstance(cell, nn.Embedding | nn.EmbeddingLookup | mint.nn.Embedding)
 
 
 def is_linear(cell: nn.Cell) -> bool:
-    """Whether what a cell returns is a product with its weight, and nothing else."""
+    """Whether a cell returns the product with its weight, and applies nothing else."""
     return isinstance(cell, mint.nn.Linear) or (isinstance(cell, nn.Dense) and cell.activation is None)
 
 
 def unwrapped(cell: nn.Cell) -> nn.Cell:
-    """Nothing wraps cells here."""
+    """The cell itself: MindSpore wraps no cells."""
     return cell
 
 
 def searching(cell: nn.Cell) -> None:
-    """What a cell calls is not shown to anybody."""
+    """Nothing to prepare: the inner calls of a cell cannot be searched."""
     del cell
 
 
 def weight_placement(framework: Any, rank: int, parameter: NamedParameter, seen: Any) -> Placement:
-    """How a weight relates to what other ranks find: as it does between forwards."""
+    """The placement of a weight during a forward, which is the same as between forwards."""
     del rank, seen
     found: Placement = framework.placement("param_origin", parameter)
     return found

@@ -1,7 +1,7 @@
-"""What the Adams of MindSpore make of their moments. They differ from each other, and from the paper.
+"""Gradients, weights and moments of a MindSpore model, and the update rules of MindSpore's Adam optimizers.
 
-With the moments of the step that was just made, ``m`` and ``v``, and what their bias is corrected by, ``a = 1 - beta1 ** step``
-and ``b = 1 - beta2 ** step``, a weight goes down by the learning rate times
+The Adams differ from each other and from the paper. Let ``m`` and ``v`` be the moments after the step. Their bias corrections
+are ``a = 1 - beta1 ** step`` and ``b = 1 - beta2 ** step``. Then a weight decreases by the learning rate times
 
     AdamW of mindspore.experimental:                      (m / a) / (sqrt(v / b) + eps)     as in the paper
     Adam, LazyAdam, AdamOffload; Adam of experimental:    sqrt(b) / a * m / (sqrt(v) + eps)
@@ -19,8 +19,8 @@ from mindspore.common import _no_grad
 from mindspore.experimental import optim
 
 from monitor.failures import Failures
-from monitor.mindspore.optimizer_state import State, optimizers_in
-from monitor.mindspore.optimizer_steps import OptimizerSteps
+from monitor.mindspore.optimizer_state import OptimizerState, optimizers_in
+from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 from monitor.recording.backend import StepListener
 from monitor.series import LOCAL, Placement
 
@@ -28,19 +28,19 @@ Correction: TypeAlias = float | Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """What the step of a parameter was computed from. The update is, before the learning rate and weight decay,
+class MindSporeMoments:
+    """The terms of a parameter's step. The update is, before the learning rate and weight decay,
 
         (mean / mean_correction) / (sqrt(square / square_correction) + eps)
 
-    or, where ``eps_on_root``, with ``eps / sqrt(square_correction)`` in the place of ``eps``.
+    or, if ``eps_on_root``, with ``eps / sqrt(square_correction)`` in place of ``eps``.
 
     Attributes:
         mean: The first moment.
-        square: The second moment, or the greatest that it has been.
-        mean_correction: What ``mean`` is divided by: a tensor of one element, float32, as the optimizer computes it.
-        square_correction: The same of ``square``.
-        eps_on_root: Whether ``eps`` is added to the root of ``square`` before that is corrected.
+        square: The second moment, or its maximum so far.
+        mean_correction: The divisor of ``mean``: a tensor of one element, float32, as the optimizer computes it.
+        square_correction: The divisor of ``square``, likewise.
+        eps_on_root: Whether ``eps`` is added to the root of ``square`` before the root is corrected.
     """
 
     mean: Parameter
@@ -52,12 +52,12 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """What one Adam does.
+class AdamRule:
+    """The update rule of one Adam.
 
     Attributes:
-        corrections: Of both moments, after a step, from the optimizer and the hyperparameters of a group.
-        eps_on_root: See ``Moments``.
+        corrections: Computes both corrections after a step, from the optimizer and the hyperparameters of a group.
+        eps_on_root: See ``MindSporeMoments``.
     """
 
     corrections: Callable[[nn.Cell, Mapping[str, Any]], tuple[Correction, Correction]]
@@ -65,25 +65,25 @@ class Rule:
 
 
 class Adams:
-    """Tells of one optimizer's steps, if it is an Adam.
+    """Reports the steps of one optimizer, if it is an Adam.
 
     Attributes:
-        rule: None if it is none of those that are known here.
+        rule: None if the optimizer is no known Adam.
     """
 
-    def __init__(self, state: State) -> None:
-        """Take an optimizer before training begins: this may wait."""
+    def __init__(self, state: OptimizerState) -> None:
+        """Inspect an optimizer before training begins: this may wait."""
         self._state = state
         self._optimizer = state.optimizer
-        # With Nesterov's look ahead a step is made of more than moments.
+        # Nesterov's look-ahead makes a step of more than the moments.
         ahead = getattr(self._optimizer, "use_nesterov", False)
-        self.rule: Rule | None = None if ahead else next((r for of, r in RULES if isinstance(self._optimizer, of)), None)
+        self.rule: AdamRule | None = None if ahead else next((r for of, r in RULES if isinstance(self._optimizer, of)), None)
         eps = getattr(self._optimizer, "eps", None)
-        # Of experimental ones it is in the groups.
+        # The experimental optimizers keep eps in their groups.
         self._eps = float(eps.asnumpy().item()) if self.rule is not None and isinstance(eps, Tensor) else None
 
-    def of(self, parameter: Parameter) -> Moments | None:
-        """After a step: what it was computed from. Nothing here waits."""
+    def of(self, parameter: Parameter) -> MindSporeMoments | None:
+        """The terms of the parameter's latest step. Does not wait."""
         place = self._state.place(parameter)
         if place is None or self.rule is None:
             return None
@@ -95,7 +95,7 @@ class Adams:
         with _no_grad():
             of_mean, of_square = self.rule.corrections(self._optimizer, group)
         eps = float(group["eps"]) if self._eps is None else self._eps
-        return Moments(mean, square, of_mean, of_square, eps, self.rule.eps_on_root)
+        return MindSporeMoments(mean, square, of_mean, of_square, eps, self.rule.eps_on_root)
 
 
 def _none(_optimizer: nn.Cell, _group: Mapping[str, Any]) -> tuple[Correction, Correction]:
@@ -113,180 +113,180 @@ def _by_steps(optimizer: nn.Cell, group: Mapping[str, Any]) -> tuple[Correction,
 
 
 def _classes(*names: str) -> tuple[type, ...]:
-    """Of those classes of ``mindspore.nn`` the ones that this version has."""
+    """The classes with these names that this version's ``mindspore.nn`` has."""
     return tuple(getattr(nn, name) for name in names if hasattr(nn, name))
 
 
 RULES: Final = (
-    (_classes("Adam", "LazyAdam", "AdamOffload"), Rule(_by_powers, eps_on_root=True)),
-    (_classes("AdamWeightDecay"), Rule(_none, eps_on_root=True)),
-    ((optim.Adam,), Rule(_by_steps, eps_on_root=True)),
-    ((optim.AdamW,), Rule(_by_steps, eps_on_root=False)),
+    (_classes("Adam", "LazyAdam", "AdamOffload"), AdamRule(_by_powers, eps_on_root=True)),
+    (_classes("AdamWeightDecay"), AdamRule(_none, eps_on_root=True)),
+    ((optim.Adam,), AdamRule(_by_steps, eps_on_root=True)),
+    ((optim.AdamW,), AdamRule(_by_steps, eps_on_root=False)),
 )
 
-# --- Where gradients, weights and moments of a parameter are, and what other ranks hold of them: MindSpore's answers.
+# --- The gradients, weights and moments of parameters, and their placements.
 
 SCALED: Final = "the optimizer divides by its loss_scale: grad_unreduced, grad_reduced and actv_grad are multiplied by it"
 
 
-class Holding(Protocol):
-    """What knows of a watched parameter."""
+class ParameterHolder(Protocol):
+    """An object with a parameter."""
 
     @property
     def tensor(self) -> Parameter: ...
 
 
-class Stepped:
-    """One optimizer, and what it was handed in the step in progress.
+class SteppedOptimizer:
+    """One optimizer, and the gradients of the step in progress.
 
     Attributes:
         optimizer: The cell that users call.
-        state: Where it keeps what it knows of a parameter.
-        adams: What it makes of its moments, if it is an Adam.
-        has_stepped: Whether its moments are those of a step.
-        gradients: What it was handed, from its call to the end of its step.
+        state: Finds the optimizer's state of a parameter.
+        adams: Its update rule, if it is an Adam.
+        has_stepped: Whether its moments are the result of a step, which may have been made before a checkpoint.
+        gradients: The gradients that the optimizer was given, from its call to the end of its step.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
-        """Take an optimizer before training begins: this may wait."""
+        """Inspect an optimizer before training begins: this may wait."""
         self.optimizer = optimizer
-        self.state = State(optimizer)
+        self.state = OptimizerState(optimizer)
         self.adams = Adams(self.state)
         self.has_stepped = self.state.has_stepped()
         self.gradients: Sequence[Tensor | None] = ()
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
-        """The optimizer was called with these."""
-        self.state.look()
+        """The optimizer was called with these gradients."""
+        self.state.refresh()
         self.gradients = gradients
 
     def end_step(self) -> None:
-        """Forget the gradients of the step."""
+        """Drop the gradients of the step."""
         self.gradients = ()
         self.has_stepped = True
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
-        """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""
+        """The gradient that the optimizer was given in the step in progress; None if it was given none."""
         place = self.state.place(parameter)
         return None if place is None or place >= len(self.gradients) else self.gradients[place]
 
 
-class Framework:
+class MindSporeFramework:
     """MindSpore's cells and optimizers.
 
-    Every answer concerns this rank alone: no collective is issued, and nothing waits for a device.
+    Every answer concerns this rank alone: it issues no collective and waits for no device.
 
     Attributes:
-        name: As messages and the manifest have it.
+        name: The name in messages and in the manifest.
         chunks: The model as given to ``set_monitor``.
-        optimizers: What the user calls with the gradients.
-        unusable_state: What was found of their state that is no moment of one parameter, in sentences.
-        stepped: The optimizers, each with what is known of it, by its id.
+        optimizers: The cells that the user calls with gradients.
+        unusable_state: Sentences about optimizer state that is no moment of one parameter.
+        stepped: The optimizers and their state, by id.
     """
 
     name = "mindspore"
 
     def __init__(self, chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> None:
-        """Take a model and its optimizers, as the user passed them, before training begins: this may wait.
+        """Inspect a model and its optimizers, as the user passed them, before training begins: this may wait.
 
         Args:
-            main_grad: Whether the user says that gradients are kept in ``main_grad``. Optimizers of MindSpore are handed them
-                wherever they are kept, so it makes no difference.
+            main_grad: Whether the user states that gradients are kept in ``main_grad``. It has no effect: optimizers of
+                MindSpore are given their gradients, wherever these are kept.
 
         Raises:
-            TypeError: An optimizer is none.
+            TypeError: An object passed as an optimizer is none.
         """
         del main_grad
         self.chunks = chunks
         self.optimizers = optimizers_in(optimizer)
         self.unusable_state: Sequence[str] = ()
-        self.stepped = {id(one): Stepped(one) for one in self.optimizers}
+        self.stepped = {id(one): SteppedOptimizer(one) for one in self.optimizers}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
-        """The groups of this rank that show in the model, by role: none."""
+        """The groups of this rank that the model shows, by role: none."""
         return {}
 
     def notes(self) -> Mapping[str, str]:
-        """What a reader of the numbers must know, for the manifest; by kind where it concerns one."""
+        """Notes for readers of the manifest; by kind if a note concerns one kind."""
         found = [one.state for one in self.stepped.values()]
         scales = {getattr(one.optimizer, "loss_scale", 1.0) for one in found} - {1.0}
         notes = {kind: said for one in found for kind, said in one.notes().items()}
         return notes | ({"loss_scale": f"{', '.join(map(str, sorted(scales)))}: {SCALED}"} if scales else {})
 
-    def placement(self, kind: str, parameter: Holding) -> Placement:
-        """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
+    def placement(self, kind: str, parameter: ParameterHolder) -> Placement:
+        """The relation of this rank's record of a parameter to other ranks', apart from the user's groups."""
         del kind, parameter
         return LOCAL
 
-    def completed(self, kind: str, parameter: Holding, placed: Placement) -> Placement:
-        """``placed``, with the replicas that the model shows beside: none."""
+    def completed(self, kind: str, parameter: ParameterHolder, placed: Placement) -> Placement:
+        """``placed`` with the replicas that the model shows: none."""
         del kind, parameter
         return placed
 
     def aggregates(self, root: nn.Cell) -> bool:
-        """Whether local gradients are replaced by aggregated ones: no, whoever aggregates makes new ones."""
+        """Whether aggregation overwrites local gradients: no, in MindSpore it creates new tensors."""
         del root
         return False
 
     def held(self, optimizer: Any) -> Collection[int]:
-        """The ids of the parameters that an optimizer steps: the same object as long as they are the same."""
+        """The ids of the parameters that an optimizer steps. The object is the same until the parameters change."""
         return self.stepped[id(optimizer)].state.places
 
     @property
     def handed(self) -> Sequence[Tensor | None]:
-        """What the optimizer was handed that is about to step, in the order of its parameters."""
+        """The gradients that the calling optimizer was given, in the order of its parameters."""
         return [one for stepped in self.stepped.values() for one in stepped.gradients]
 
-    def reduced(self, parameter: Holding) -> Tensor | None:
-        """The gradient that the optimizer was handed in the step in progress; None where it was handed none."""
+    def reduced(self, parameter: ParameterHolder) -> Tensor | None:
+        """The gradient that the optimizer was given in the step in progress; None if it was given none."""
         found = self._of(parameter)
         return None if found is None else found.gradient(parameter.tensor)
 
-    def weight(self, parameter: Holding) -> Tensor | None:
+    def weight(self, parameter: ParameterHolder) -> Tensor | None:
         """The weight that the optimizer steps."""
         return parameter.tensor
 
-    def moment(self, kind: str, parameter: Holding, optimizer: Any = None) -> Tensor | None:
-        """What this rank holds of a moment. Before the first step of a fresh optimizer it is full of zeros that are none."""
+    def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
+        """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
         found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
         return found.state.moment(kind, parameter.tensor) if found is not None and found.has_stepped else None
 
-    def keeps(self, kind: str, parameter: Holding) -> bool:
-        """Whether the optimizer has such a moment of a parameter, be it of no step yet."""
+    def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
+        """Whether the optimizer has such a moment of a parameter, even before its first step."""
         found = self._of(parameter)
         return found is not None and found.state.moment(kind, parameter.tensor) is not None
 
-    def maximizes(self, parameter: Holding) -> bool:
+    def maximizes(self, parameter: ParameterHolder) -> bool:
         """Whether the optimizer steps up along the gradient."""
         found = self._of(parameter)
         place = None if found is None else found.state.place(parameter.tensor)
         return found is not None and place is not None and bool(found.state.group(place).get("maximize"))
 
     def is_adam(self, optimizer: Any) -> bool:
-        """Whether ``adam_of`` knows the optimizer's rule."""
+        """Whether ``adam_of`` knows the optimizer's update rule."""
         return self.stepped[id(optimizer)].adams.rule is not None
 
-    def adam_of(self, parameter: Holding) -> Moments | None:
-        """After a step: what the step of the parameter was computed from; None where that cannot be told."""
+    def adam_of(self, parameter: ParameterHolder) -> MindSporeMoments | None:
+        """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
         return None if found is None else found.adams.of(parameter.tensor)
 
-    def steps(self, listener: StepListener, failures: Failures) -> OptimizerSteps:
-        """Tell ``listener`` of every step from now on."""
-        return OptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures)
+    def steps(self, listener: StepListener, failures: Failures) -> MindSporeOptimizerSteps:
+        """Report every step to ``listener`` from now on."""
+        return MindSporeOptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures)
 
-    def _of(self, parameter: Holding) -> Stepped | None:
+    def _of(self, parameter: ParameterHolder) -> SteppedOptimizer | None:
         """The first optimizer that steps a parameter."""
         return next((one for one in self.stepped.values() if one.state.place(parameter.tensor) is not None), None)
 
 
-# --- Which framework a model and its optimizer belong to.
+# --- The framework of a model and its optimizer.
 
 
-def framework_of(chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> Framework:
-    """What keeps the gradients, weights and moments of a model.
+def framework_of(chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> MindSporeFramework:
+    """MindSpore's adapter of a model and its optimizers.
 
     Raises:
-        TypeError: The optimizer is none.
+        TypeError: An object passed as an optimizer is none.
     """
-    return Framework(chunks, optimizer, main_grad=main_grad)
+    return MindSporeFramework(chunks, optimizer, main_grad=main_grad)

@@ -1,8 +1,8 @@
-"""Weight gradients, before and after the data-parallel ranks aggregate them.
+"""Records weight gradients, before and after the data-parallel ranks aggregate them.
 
-MindSpore keeps no gradient with a parameter. A backward hands each parameter's gradient to whoever called it, which is where it
-is read unreduced; the loop adds the micro-batches' up, has them reduced, and hands them to the optimizer, which is where they
-are read reduced.
+MindSpore keeps no gradient with a parameter. A backward returns each parameter's gradient to its caller: there it is read
+unreduced. The loop sums the gradients of micro-batches, reduces them, and passes them to the optimizer: there they are read
+reduced.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Final
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.mindspore import tensors
-from monitor.mindspore.frameworks import Framework
+from monitor.mindspore.frameworks import MindSporeFramework
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
-from monitor.mindspore.reductions import Reductions
+from monitor.mindspore.reductions import MindSporeReductions
 from monitor.recording import gradients
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset, SeriesOf
 from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
 
 NOT_SUMMED: Final = (
-    "each backward hands out a gradient of its own, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "
-    "of each micro-batch, and without it none where a step has several"
+    "each backward returns its own gradient, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "
+    "of each micro-batch; without it, steps with several micro-batches have no row"
 )
 
 
@@ -38,13 +38,13 @@ class GradientCollector(gradients.GradientCollector):
         clock: Clock,
         failures: Failures,
         series_of: SeriesOf,
-        framework: Framework,
+        framework: MindSporeFramework,
         ownership: Ownership,
         note: Callable[[str, str], None],
         *,
         each_micro_step: bool,
     ) -> None:
-        self._framework: Framework = framework
+        self._framework: MindSporeFramework = framework
         super().__init__(
             parameters,
             recorder,
@@ -57,7 +57,7 @@ class GradientCollector(gradients.GradientCollector):
             tensors,
             each_micro_step=each_micro_step,
         )
-        self._reductions = Reductions(ownership, failures)
+        self._reductions = MindSporeReductions(ownership, failures)
         self.hook_thawed()
 
     def begin_step(self) -> None:
@@ -70,19 +70,19 @@ class GradientCollector(gradients.GradientCollector):
         self._reductions.remove()
 
     def forward_begins(self, root: Any) -> None:
-        """What reduces is called after the backward."""
+        """Nothing to do: MindSpore reduces after the backward."""
 
     def forward_ends(self) -> None:
-        """As it begins."""
+        """Nothing to do, as in ``forward_begins``."""
 
     def may_be_unscaled(self) -> None:
-        """Loss scales are divided out by whoever calls the optimizer, before this is told of anything."""
+        """Nothing to do: the loop removes a loss scale before it calls the optimizer, so gradients arrive unscaled."""
 
     def are_still_scaled(self) -> None:
-        """No optimizer of MindSpore scales by itself without the hooks around it seeing the gradients it is given."""
+        """Nothing to do: no MindSpore optimizer unscales gradients before the hooks see them."""
 
     def before_step(self, held: ParameterSubset) -> None:
-        """Read what the optimizer is given."""
+        """Read the gradients that the optimizer is given."""
         self._reductions.begin_reading(self._framework.handed, self._waiting(held))
         self._read_reduced(held)
         if self._not_reduced:
@@ -95,7 +95,7 @@ class GradientCollector(gradients.GradientCollector):
         self._reductions.end_turn()
 
     def _waiting(self, held: ParameterSubset) -> list[tuple[int, ...]]:
-        """The shapes of the gradients that optimizers are still to be handed which step later."""
+        """The shapes of gradients of optimizers that have not stepped yet."""
         if held is None:
             return []
         later = (one for one in self._reduced.parameters if one not in held and one not in self._stepped)
@@ -109,10 +109,10 @@ class GradientCollector(gradients.GradientCollector):
         return on_gradient(parameter.tensor, read)
 
     def _found(self, parameter: NamedParameter, told: Any) -> None:
-        """A backward hands out what it has found for a parameter."""
+        """Record a gradient that a backward returns."""
         if self._recorder.active:
             self._reductions.arrived()
-        of_no_step = parameter in self._stepped  # but of the next one, whose reductions are followed
+        of_no_step = parameter in self._stepped  # it belongs to the next step, whose reductions are observed
         if not self._recorder.active or of_no_step or (self._clock.micro_steps > 1 and not self._each_micro_step):
             return
         self._unreduced.record(parameter, told, self._micro_step(parameter))

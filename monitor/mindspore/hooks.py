@@ -1,9 +1,9 @@
-"""Hooks of cells and tensors that a compiler may come by.
+"""Hooks of cells and tensors that may run into MindSpore's compiler.
 
-Where a whole step is compiled, which nobody can see beforehand, the compiler takes the code of every hook inside for a part of
-the model, and most Python ends training there. But it calls hooks without the keyword arguments of the cell. So these are asked
-for first, in words that it understands, and it never comes to the rest: compiled calls are not observed. Hooks of tensors, of
-parameters and of what is handed to a compiled cell, are called alike by both: there a comment tells the compiler where to go.
+If a user compiles a whole step, the compiler treats the code of every hook in it as a part of the model. Most Python code
+would end training there, and this cannot be foreseen. But the compiler calls cell hooks without keyword arguments. So each hook
+tests these first, in code that the compiler can compile, and returns. Compiled calls are not recorded. Hooks of tensors (of
+parameters, and of arguments of a compiled cell) are called alike in both cases. There a comment marks the compiler's branch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from monitor.failures import LOGGER
 from monitor.recording.protocols import Removable
 
 _COMPILED: Final = False
-"""As everybody sees it but the compiler, which takes the word of a comment for it."""
+"""False in Python. The compiler reads True from a comment at its use."""
 
 
 def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *, compiled: bool = False) -> Removable:
     """Call ``work(cell, args, kwargs)`` before each call from Python. It must not raise.
 
     Args:
-        compiled: No difference: nothing of ours is in what is compiled.
+        compiled: No effect: compiled code contains no hooks of the monitor.
     """
     del compiled
 
     def hook(cell: nn.Cell, args: Any, kwargs: Any = None) -> Any:
         if kwargs is None:
-            return _tell_of_compiling()
+            return _warn_of_compiling()
         return _discard(work(cell, args, kwargs))
 
     handle: Removable = cell.register_forward_pre_hook(hook, with_kwargs=True)
@@ -45,8 +45,8 @@ def after_forward(
     """Call ``work(cell, args, kwargs, result)`` after each call from Python that did not raise. It must not raise.
 
     Args:
-        always: No difference: whoever begins the next forward finds out that the last one has raised.
-        compiled: No difference: nothing of ours is in what is compiled.
+        always: No effect: the beginning of the next forward shows that the last one has raised.
+        compiled: No effect: compiled code contains no hooks of the monitor.
     """
     del always, compiled
 
@@ -60,7 +60,7 @@ def after_forward(
 
 
 def on_gradient(x: Tensor, read: Callable[[Any], object]) -> Removable:
-    """Call ``read(gradient)`` when a backward that is not compiled comes to a tensor. It must not raise."""
+    """Call ``read(gradient)`` when a backward that is not compiled reaches a tensor. It must not raise."""
 
     def hook(gradient: Any) -> Any:
         if _COMPILED:  # @jit.cond: True
@@ -72,31 +72,31 @@ def on_gradient(x: Tensor, read: Callable[[Any], object]) -> Removable:
 
 
 def takes_hooks(cell: nn.Cell) -> bool:
-    """Whether both hooks of a cell are called, and change nothing.
+    """Whether a cell calls both hooks, and computes the same with them.
 
-    One with a backward of its own (``bprop``) has none after its call. One whose saved tensors somebody packs is called in
-    another way where there are hooks, and then they are packed where they were not before.
+    A cell with its own backward (``bprop``) calls no hook after its forward. A cell whose saved tensors are packed is
+    called differently with hooks, and would then pack more tensors.
     """
     return not getattr(cell, "has_bprop", False) and getattr(cell, "_saved_tensors_pack_hook", None) is None
 
 
 @constexpr(check=False)  # type: ignore[untyped-decorator]
-def _tell_of_compiling() -> None:
-    """The compiler computes what is constant, in Python, when it comes to it."""
-    _say_once()
+def _warn_of_compiling() -> None:
+    """The compiler runs this in Python, since it evaluates constants when it compiles."""
+    _warn_once()
 
 
 @cache
-def _say_once() -> None:
-    said = "What calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
-    LOGGER.warning("%s: such calls have no rows. Take @jit off what is to be recorded.", said)
+def _warn_once() -> None:
+    said = "Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
+    LOGGER.warning("%s: such calls have no rows. Remove @jit from code that is to be recorded.", said)
 
 
 def _discard(_: object) -> None:
-    """A hook that returned something would replace what the cell is given, or gives."""
+    """Return None: the return value of a hook would replace the cell's arguments or result."""
 
 
-# --- Whether MindSpore compiles what is called, wherever a version keeps the answer.
+# --- Whether MindSpore is tracing. The function has moved between versions.
 
 __all__ = ["jit_context"]
 
@@ -105,7 +105,7 @@ try:
 except ImportError:  # before 2.9
     try:
         from mindspore.common.jit_context import jit_context
-    except ImportError:  # where nothing is traced
+    except ImportError:  # versions that trace nothing
 
         def jit_context() -> Any:
             """None: nothing is being traced."""

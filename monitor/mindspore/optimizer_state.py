@@ -1,4 +1,4 @@
-"""What counts as an optimizer, and which ones do the work inside others."""
+"""Finds the optimizers that a user passes, and the moments that they keep of each parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from monitor.stats.mindspore.tensors import has_data, on_host
 
 
 def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
-    """The optimizers that users call, in sequences, dictionaries and containers, in order, each once.
+    """The optimizers that users call, found in sequences, dictionaries and containers, in order and without duplicates.
 
     Raises:
-        TypeError: Something in it is no optimizer, or there is none.
+        TypeError: An object is no optimizer, or there is none at all.
     """
 
     def checked(one: Any, called: str) -> nn.Cell:
@@ -30,13 +30,13 @@ def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
 
 
 def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:
-    """The optimizer that does the work inside any number of others, which keep what they wrap in ``opt`` or ``optimizer``.
+    """The optimizer inside any number of wrappers, which keep the wrapped one in ``opt`` or ``optimizer``.
 
     Args:
-        called: What a message calls it.
+        called: Its name in messages.
 
     Raises:
-        TypeError: It is no optimizer.
+        TypeError: The object is no optimizer.
     """
     inner = optimizer
     for _ in range(MAX_WRAPPERS):
@@ -52,20 +52,20 @@ def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:
 
 
 def is_optimizer(cell: Any) -> bool:
-    """A tuple of parameters is what all of them have, of whatever module they are; a model has none."""
+    """Whether it is an optimizer: a cell with a tuple ``parameters``, whatever its module. A model has none."""
     return isinstance(cell, nn.Cell) and isinstance(getattr(cell, "parameters", None), tuple)
 
 
 def is_a(optimizer: nn.Cell, *names: str) -> bool:
-    """Whether one of these is the name of the optimizer's class, or of one that it is made from."""
+    """Whether the optimizer's class, or one of its base classes, has one of these names."""
     return any(base.__name__ in names for base in type(optimizer).__mro__)
 
 
-# --- State of optimizers whose class is not known here: parameters that were cloned from those of the model.
+# --- State of optimizers of unknown classes: parameters that were cloned from those of the model.
 #
-# ``parameters.clone(prefix="moment1")`` makes of ``a.weight`` a parameter ``moment1.a.weight``, and people keep the
-# tuple under any name. So state is found by the names of its members, and which moment it is by the prefix and the name
-# of the attribute. Where these do not make it certain it is none.
+# ``parameters.clone(prefix="moment1")`` clones ``a.weight`` as ``moment1.a.weight``. Optimizers keep the tuple of clones under
+# any attribute. So state is found by the names of its members. The prefix and the attribute tell which moment it is. State is
+# ignored if they are ambiguous.
 
 ROLES: Final[Mapping[str, frozenset[str]]] = {
     "exp_avg": frozenset(
@@ -81,26 +81,26 @@ ROLES: Final[Mapping[str, frozenset[str]]] = {
     ),
     "max_exp_avg_sq": frozenset({"max_exp_avg_sq", "max_exp_avg_sqs", "v_hat", "vhat"}),
 }  # fmt: skip
-"""Names and prefixes that are certain, by kind."""
+"""Unambiguous attributes and prefixes, by kind."""
 
 PAIR: Final = ("m", "v")
-"""Names that are certain beside each other: of the first moment and of the second."""
+"""Names that are unambiguous if both exist: the first and the second moment."""
 
 OF_MOMENTUM: Final = frozenset({"accum", "moment", "moments"})
-"""Names that mean the momentum where the optimizer has one, and squares elsewhere."""
+"""Names of the momentum if the optimizer has one, and of squares otherwise."""
 
 MOST_NAMES: Final = 3
-"""That a sentence lists."""
+"""Names that a sentence lists, at most."""
 
 
 @dataclass(frozen=True, eq=False)
 class Clones:
-    """One tuple, or list, of parameters that were cloned.
+    """One tuple or list of cloned parameters.
 
     Attributes:
-        attribute: Where the optimizer keeps it.
-        prefix: Of the names of its members.
-        members: By the name of the parameter that each was cloned from.
+        attribute: The attribute of the optimizer that holds it.
+        prefix: The prefix of its members' names.
+        members: The clones by the name of their original parameter.
     """
 
     attribute: str
@@ -108,25 +108,25 @@ class Clones:
     members: Mapping[str, Parameter]
 
     def of(self, parameter: Parameter) -> Parameter | None:
-        """What was cloned from a parameter, if it can be a moment of it."""
+        """The clone of a parameter, if it can be a moment of it."""
         found = self.members.get(parameter.name)
         return found if found is not None and fits(found, parameter) else None
 
 
 def fits(state: Parameter, parameter: Parameter) -> bool:
-    """Whether state of a parameter has an element for each of its elements, and numbers in them."""
+    """Whether the state has the shape of its parameter, and the same sort of numbers."""
     return bool(state.shape == parameter.shape) and is_floating_point(state) == is_floating_point(parameter)
 
 
 def clones_in(optimizer: nn.Cell) -> list[Clones]:
-    """All that an optimizer keeps, in the order in which it was made."""
+    """All clones that an optimizer keeps, in order of creation."""
     names = {one.name for one in optimizer.parameters}
     found = (_clones(attribute, kept, names) for attribute, kept in vars(optimizer).items() if _are_parameters(kept))
     return [one for one in found if one is not None]
 
 
 def roles_of(clones: Sequence[Clones], *, has_momentum: bool) -> dict[str, Clones]:
-    """Which of them is which moment. What could be two of them, or of which there are two, is none."""
+    """Map each moment to its clones. Clones that fit two moments, and moments with two candidates, are left out."""
     names = {name for one in clones for name in _names(one)}
     found: dict[str, list[Clones]] = {}
     for one in clones:
@@ -136,8 +136,8 @@ def roles_of(clones: Sequence[Clones], *, has_momentum: bool) -> dict[str, Clone
     return {role: some[0] for role, some in found.items() if len(some) == 1}
 
 
-def told(clones: Sequence[Clones]) -> str:
-    """A list of them for people; empty if there is none."""
+def listing(clones: Sequence[Clones]) -> str:
+    """The clones as a text for messages; empty if there are none."""
     listed = [f"{one.attribute!r} (prefix {one.prefix!r})" for one in clones]
     return ", ".join(listed[:MOST_NAMES]) + (", …" if len(listed) > MOST_NAMES else "")
 
@@ -147,7 +147,7 @@ def _are_parameters(kept: Any) -> bool:
 
 
 def _clones(attribute: str, kept: Sequence[Parameter], names: set[str]) -> Clones | None:
-    """None for what was not cloned from parameters of these names, each with the same prefix."""
+    """The clones in ``kept``; None unless all are cloned from parameters of these names, with one prefix."""
     split = [_split(one.name, names) for one in kept]
     prefixes = {prefix for prefix, _ in split}
     if len(prefixes) != 1 or "" in prefixes:
@@ -156,7 +156,7 @@ def _clones(attribute: str, kept: Sequence[Parameter], names: set[str]) -> Clone
 
 
 def _split(name: str, names: set[str]) -> tuple[str, str]:
-    """The prefix of a clone, and the name of what it was cloned from; an empty prefix where it was not."""
+    """The prefix of a clone and the name of its original parameter; an empty prefix if it is no clone."""
     for place in (at for at, character in enumerate(name) if character == "."):
         if name[place + 1 :] in names:
             return name[:place], name[place + 1 :]
@@ -175,18 +175,18 @@ def _roles(name: str, names: set[str], *, has_momentum: bool) -> Iterator[str]:
         yield "exp_avg"
 
 
-# --- Where MindSpore's optimizers keep what they know of a parameter.
+# --- The state that MindSpore's optimizers keep of a parameter.
 #
-# Each kind of state is an attribute, a tuple in the order of ``optimizer.parameters``. Of MindSpore's own classes the
-# attribute tells which kind it is. The names of its members tell nothing there: prefixes differ, and a user's parameter
-# may be called ``moment1``. In other classes state is looked for by these names first (``clones``).
+# Each kind of state is a tuple attribute, in the order of ``optimizer.parameters``. In MindSpore's own classes the attribute
+# tells its kind. The names of its members do not: prefixes differ, and a user's parameter may be called ``moment1``. In other
+# classes, state is first searched by these names (``Clones``).
 
 STATE_NAMES: Final = {
     "exp_avg": ("exp_avg", "moment1", "moments1"),
     "exp_avg_sq": ("exp_avg_sq", "moment2", "moments2"),
     "max_exp_avg_sq": ("max_exp_avg_sq", "vhat"),
 }
-"""What optimizers call the state behind each kind."""
+"""The attributes that hold each kind of state."""
 
 MOMENTUM_NAMES: Final = {
     "Momentum": "moments",
@@ -196,66 +196,70 @@ MOMENTUM_NAMES: Final = {
     "RMSProp": "moment",
     "RMSprop": "moment",
 }
-"""What classes that step along a momentum call it: it counts as ``exp_avg``. Elsewhere these are names of other things."""
+"""The attribute of the momentum in classes that step along one: it counts as ``exp_avg``. Other classes use these names
+otherwise.
+"""
 
 
-UNKNOWN: Final = "missing: it is not certain which moment the optimizer keeps in {kept}"
-UNLIKE: Final = "missing where the optimizer's state is not of the parameter's shape, or holds no numbers with decimals: {kept}"
+UNKNOWN: Final = "missing: it is unclear which moment the optimizer keeps in {kept}"
+UNLIKE: Final = (
+    "missing where the optimizer's state does not have the parameter's shape, or holds no floating-point numbers: {kept}"
+)
 
 
-class State:
+class OptimizerState:
     """The state of one optimizer.
 
     Attributes:
-        optimizer: The innermost, which has it.
+        optimizer: The innermost optimizer, which holds the state.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
-        """Take an optimizer before training begins: this may wait."""
+        """Inspect an optimizer before training begins: this may wait."""
         self.optimizer = innermost(optimizer)
         self._momentum = _number(getattr(self.optimizer, "momentum", None))
         self._names = next((name for known, name in MOMENTUM_NAMES.items() if is_a(self.optimizer, known)), None)
-        self._is_mindspores = _is_mindspores(self.optimizer)
+        self._is_mindspore_class = _is_mindspore_class(self.optimizer)
         self._clones: Sequence[Clones] = ()
         self._roles: Mapping[str, Clones] = {}
         self._known: Any = None
-        self.look()
+        self.refresh()
         self._places: dict[int, int] = {}
 
     def moment(self, kind: str, parameter: Parameter) -> Parameter | None:
-        """The moment of a parameter; None where there is none, or it is not used and stays what it was made of."""
+        """The moment of a parameter; None if there is none, or if it is unused and keeps its initial value."""
         place = self.place(parameter)
         if place is None or not self._steps_here(place) or not self._uses(kind, self.group(place)):
             return None
         if kind in self._roles:
             return self._roles[kind].of(parameter)
         names = (self._names,) if kind == "exp_avg" and self._names is not None else STATE_NAMES[kind]
-        cloned = {one.attribute for one in self._clones}  # of which it is known that they are no such moment
+        cloned = {one.attribute for one in self._clones}  # these are known to be other state
         for name in names:
             kept = None if name in cloned else getattr(self.optimizer, name, None)
-            # Where a moment is not used, or is kept in factors, something small stands in its place.
+            # An unused or factored moment has a small placeholder here.
             if isinstance(kept, tuple) and self._is_place_in(kept, place) and fits(kept[place], parameter):
                 found: Parameter = kept[place]
                 return found
         return None
 
-    def look(self) -> None:
-        """See what the optimizer keeps by now. Classes of MindSpore's have made it when they were made."""
-        if not self._is_mindspores:
+    def refresh(self) -> None:
+        """Find the current state again. MindSpore's own classes create theirs once, in the constructor."""
+        if not self._is_mindspore_class:
             self._clones = clones_in(self.optimizer)
             self._roles = roles_of(self._clones, has_momentum=self._momentum is not None)
 
     def notes(self) -> Mapping[str, str]:
-        """Why there are no moments, or not of all parameters, by kind. Of classes that are known there is nothing to say."""
+        """By kind: why moments are missing, or missing for some parameters. Empty for known classes."""
         clones, parameters = self._clones, self.optimizer.parameters
         unlike = [one for one in self._roles.values() if any(one.of(p) is None for p in parameters if p.name in one.members)]
         if unlike:
-            return {"exp_avg": UNLIKE.format(kept=told(unlike))}
+            return {"exp_avg": UNLIKE.format(kept=listing(unlike))}
         has_any = any(self.moment(kind, p) is not None for kind in STATE_NAMES for p in parameters)
-        return {} if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=told(clones))}
+        return {} if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=listing(clones))}
 
     def has_stepped(self) -> bool:
-        """Whether a moment is other than what every optimizer begins with, which is 0. Waits."""
+        """Whether a moment differs from 0, the initial value in every optimizer. Waits."""
         names = {self._names or "", *(name for names in STATE_NAMES.values() for name in names)}
         kept = (getattr(self.optimizer, name, None) for name in names)
         known = [every for every in kept if isinstance(every, tuple)]
@@ -264,47 +268,47 @@ class State:
 
     @property
     def places(self) -> Mapping[int, int]:
-        """Where each parameter is among those of the optimizer, by its id: the same object until the optimizer has others."""
+        """The index of each parameter in the optimizer, by its id. The object is the same until the parameters change."""
         if self.optimizer.parameters is not self._known:
             self._known = self.optimizer.parameters
             self._places = {id(one): place for place, one in enumerate(self._known)}
         return self._places
 
     def place(self, parameter: Parameter) -> int | None:
-        """Where a parameter is among those of the optimizer; None if it is not stepped."""
+        """The index of a parameter in the optimizer; None if it is not stepped."""
         return self.places.get(id(parameter))
 
     def group(self, place: int) -> Mapping[str, Any]:
-        """The hyperparameters of the parameter in a place; empty where the optimizer has the same for all of them."""
+        """The hyperparameters of the parameter at an index; empty if the optimizer has no groups."""
         groups = getattr(self.optimizer, "param_groups", ())
         ends = getattr(self.optimizer, "group_start_id", (0,))[1:]
         found: Mapping[str, Any] = next((group for group, end in zip(groups, ends, strict=False) if place < end), {})
         return found
 
     def _is_place_in(self, kept: Sequence[Parameter], place: int) -> bool:
-        """Whether a tuple has its members in the places of their parameters: of other classes it may be of some of them."""
-        return place < len(kept) and (self._is_mindspores or len(kept) == len(self.optimizer.parameters))
+        """Whether a tuple has one member for each parameter. In other classes it may cover only some of them."""
+        return place < len(kept) and (self._is_mindspore_class or len(kept) == len(self.optimizer.parameters))
 
     def _steps_here(self, place: int) -> bool:
-        """Ranks may share the work: then each steps some of the parameters."""
+        """Whether this rank steps the parameter: ranks may share the work."""
         here = getattr(self.optimizer, "optim_filter", None)
         return here is None or bool(here[place])
 
     def _uses(self, kind: str, group: Mapping[str, Any]) -> bool:
         if kind == "exp_avg_sq":
-            return not is_a(self.optimizer, "AdaMax")  # whose second moment is another norm
+            return not is_a(self.optimizer, "AdaMax")  # its second moment is another norm
         if kind == "max_exp_avg_sq":
             if kind in self._roles:
                 return True
-            # Adam of mindspore.experimental makes it, and does not use it.
+            # Adam of mindspore.experimental creates it without using it.
             return bool(group.get("amsgrad")) and is_a(self.optimizer, "AdamW") if group else hasattr(self.optimizer, "vhat")
         if self._names is not None:
             return bool(group.get("momentum", self._momentum) != 0)
         return getattr(self.optimizer, "use_first_moment", True) is not False
 
 
-def _is_mindspores(optimizer: nn.Cell) -> bool:
-    """Whether it is, or is made from, an optimizer of MindSpore's that has a rule of its own."""
+def _is_mindspore_class(optimizer: nn.Cell) -> bool:
+    """Whether the class is, or inherits from, a MindSpore optimizer with its own update rule."""
     return any(
         base.__module__.startswith("mindspore.") and base.__name__ not in ("Optimizer", "Cell") and issubclass(base, nn.Cell)
         for base in type(optimizer).__mro__

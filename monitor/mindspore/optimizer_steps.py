@@ -1,7 +1,7 @@
-"""When optimizers step: the hooks of their cells, which are called once for each step and handed the gradients.
+"""Observes optimizer steps through hooks on the optimizers' cells, which run once a step and receive the gradients.
 
-A step that loss scaling skips is a call that is not made, and one that was compiled as a whole calls no hook: of these there is
-no word here, and whoever counts forwards knows. The class of an optimizer is left as it is: its ``construct`` may be compiled.
+A step skipped by loss scaling makes no call, and a step compiled as a whole calls no hook. Neither is reported here; the count
+of forwards shows them. The class of an optimizer is not changed, since its ``construct`` may be compiled.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from monitor.recording.backend import StepListener
 from monitor.recording.protocols import HookSet
 
 
-class Given(Protocol):
-    """Takes what an optimizer is given."""
+class GradientReceiver(Protocol):
+    """Receives the gradients that an optimizer is given."""
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
-        """The optimizer was called with these.
+        """The optimizer was called with these gradients.
 
         Args:
-            gradients: In the order of ``optimizer.parameters``; None in the place of what is no tensor.
+            gradients: In the order of ``optimizer.parameters``; None for a gradient that is no tensor.
         """
 
     def end_step(self) -> None:
-        """Let go of them."""
+        """The step has ended: drop the gradients."""
 
 
-class OptimizerSteps:
-    """Tells a listener of the steps of optimizers.
+class MindSporeOptimizerSteps:
+    """Reports the steps of optimizers to a listener.
 
     Attributes:
-        optimizers: The cells that users call: the outermost, where one is inside another.
+        optimizers: The cells that users call: the outermost of nested optimizers.
     """
 
     evaluating = False
 
-    def __init__(self, optimizers: Sequence[tuple[nn.Cell, Given]], listener: StepListener, failures: Failures) -> None:
+    def __init__(
+        self, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]], listener: StepListener, failures: Failures
+    ) -> None:
         self.optimizers = tuple(optimizer for optimizer, _ in optimizers)
         self._listener = listener
         self._guarded = failures.guarded
@@ -54,13 +56,13 @@ class OptimizerSteps:
     def remove(self) -> None:
         self._hooks.remove()
 
-    def _before(self, given: Given, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passed = (*args, *kwargs.values())
         given.begin_step(_tensors(passed[0] if passed else ()))
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
 
-    def _after(self, given: Given, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
+    def _after(self, given: GradientReceiver, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
         try:
             self._listener.after_step(optimizer)
         finally:
@@ -68,6 +70,6 @@ class OptimizerSteps:
 
 
 def _tensors(gradients: Any) -> tuple[Tensor | None, ...]:
-    """One tensor may stand for a tuple of one."""
+    """The gradients as a tuple. A single tensor counts as a tuple of one."""
     every = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
     return tuple(one if isinstance(one, Tensor) else None for one in every)

@@ -1,4 +1,4 @@
-"""What MindSpore's communication, or the launcher's environment, says of this process."""
+"""Rank, world size, groups and store of this process, from MindSpore's communication or the launcher's environment."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from monitor.failures import LOGGER
 from monitor.recording.run import ProcessTopology
 
 ADDRESS: Final = "MONITOR_STORE"
-"""Names the place where ranks meet, ``HOST:PORT``, to a job whose launcher names none."""
+"""The environment variable with the ranks' meeting point, ``HOST:PORT``, if the launcher sets none."""
 
 LOOPBACK: Final = ("127.", "::1", "localhost")
 
 
 def is_settled() -> bool:
-    """Whether rank and world size are final. A launcher that announced several processes means communication to come.
+    """Whether rank and world size are final. They are not while a launcher has announced several processes without
+    communication.
 
-    The scheduler, which runs the same script until it initialises communication and no further, is never settled.
+    The scheduler runs the same script only until communication is initialised, so it is never settled.
     """
     return initialized() or _announced_size() <= 1
 
@@ -35,18 +36,19 @@ def initialized() -> bool:
 
 
 def has_others() -> bool:
-    """Whether there are other ranks, which may add to what this one has computed."""
+    """Whether there are other ranks, which may contribute to this rank's results."""
     return initialized() and int(communication.get_group_size()) > 1
 
 
 def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> ProcessTopology:
-    """Where this process stands now. From the first call after communication was initialised on, one process of the job serves
-    its store.
+    """The current rank, world size, groups and store of this process. After communication is initialised, one process of the
+    job serves the store.
 
     Args:
-        found: Ranks of groups that show in the model, by role.
-        chunks: How many parts of the model this rank trains.
-        groups: Names of communication groups that were passed, by role, None where there is none. They come first.
+        found: Returns the ranks of groups that the model shows, by role.
+        chunks: The number of parts of the model that this rank trains.
+        groups: Names of the communication groups that the user passed, by role, or None. They override groups found in the
+            model.
     """
     if not initialized():
         return replace(_announced(), chunks=chunks)
@@ -56,13 +58,13 @@ def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int =
 
 
 def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
-    """The global ranks of a communication group; None where there is none that this rank belongs to.
+    """The global ranks of a communication group; None if there is no group, or this rank does not belong to it.
 
     Args:
-        group: Its name. ``new_group`` returns an empty one to ranks that do not belong to the group.
+        group: Its name. ``new_group`` returns an empty name on ranks that do not belong to the group.
 
     Raises:
-        TypeError: It is no name.
+        TypeError: ``group`` is no text.
         ValueError: This rank belongs to no group of that name.
     """
     if group is None or group == "":
@@ -78,18 +80,18 @@ def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
 
 
 def versions() -> dict[str, str]:
-    """Of MindSpore, for the manifest."""
+    """The version of MindSpore, for the manifest."""
     return {"mindspore": str(mindspore.__version__)}
 
 
 def _announced() -> ProcessTopology:
-    """As the environment has it. A rank that its world has no room for was meant for another process, or for nothing."""
+    """Rank and world size from the environment. A rank outside the world size was meant for another process and is ignored."""
     rank, world_size = _number("RANK_ID", 0), max(1, _announced_size())
     return ProcessTopology(rank if 0 <= rank < world_size else 0, world_size)
 
 
 def _announced_size() -> int:
-    """``msrun`` sets both, ``mpirun`` (through MindSpore) and rank tables the first, a dynamic cluster by hand the second."""
+    """``msrun`` sets both; ``mpirun`` (through MindSpore) and rank tables set the first, manual clusters the second."""
     return _number("RANK_SIZE", _number("MS_WORKER_NUM", 1))
 
 
@@ -101,10 +103,10 @@ def _number(variable: str, default: int) -> int:
 
 
 def _store(rank: int, world_size: int) -> Any:
-    """MindSpore's own ``TCPStore`` cannot be used: it compares nothing, and holds the interpreter lock while it waits.
+    """The job's store. MindSpore's ``TCPStore`` is unusable: it has no compare, and holds the interpreter lock while it waits.
 
-    One process on the host of the meeting point serves: the first there, which need not be rank 0 where MindSpore has numbered
-    the hosts itself.
+    One process on the meeting point's host serves the store: the first process there. It need not be rank 0, since MindSpore
+    may number the hosts itself.
     """
     if world_size == 1:
         return None
@@ -112,27 +114,27 @@ def _store(rank: int, world_size: int) -> Any:
     if rendezvous is None:
         return None
     if rendezvous.host.startswith(LOOPBACK) and communication.get_local_rank_size() < world_size:
-        _say_once(f"ranks on several hosts cannot meet at {rendezvous}, which every host has for itself")
+        _warn_once(f"ranks on several hosts cannot meet at {rendezvous}, which is a local address on each host")
         return None
     return STORES.at(rendezvous, rank, serves=communication.get_local_rank() == 0)
 
 
 def _rendezvous(world_size: int) -> Rendezvous | None:
-    """Where the launcher, or the user, lets ranks meet."""
+    """The meeting point of the ranks, from the user or the launcher."""
     address, host, port = os.environ.get(ADDRESS), os.environ.get("MS_SCHED_HOST"), _number("MS_SCHED_PORT", 0)
     if address:
         try:
             return Rendezvous.at(address, world_size)
         except ValueError as error:
-            _say_once(f"{ADDRESS}={error}")
+            _warn_once(f"{ADDRESS}={error}")
             return None
     if host and port:
         return Rendezvous.beside(host, port, world_size)
-    _say_once("the launcher has set no MS_SCHED_HOST and MS_SCHED_PORT")
+    _warn_once("the launcher has set no MS_SCHED_HOST and MS_SCHED_PORT")
     return None
 
 
 @cache
-def _say_once(why: str) -> None:
-    said = "The ranks cannot agree on one name of the job, nor on changes of the configuration"
+def _warn_once(why: str) -> None:
+    said = "The ranks cannot agree on a common run name or on changes of the configuration"
     LOGGER.warning("%s: %s. Set %s=HOST:PORT, the same on all ranks.", said, why, ADDRESS)

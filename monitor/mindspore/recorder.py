@@ -1,7 +1,7 @@
-"""From a tensor of MindSpore to its row.
+"""Writes a tensor of MindSpore into its row.
 
-On a CPU pages are in host memory, which tensors share with numpy: reading one waits for the operation that makes it, as the
-next use of its values would. On a device nothing waits: a page there keeps what the kernel made of each tensor.
+On a CPU, pages are in host memory, which tensors share with numpy. Reading a tensor waits for the operation that computes it,
+as its next use would. On a device nothing waits: a page there stores the kernel's results.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ DEVICE: Final = "device"
 
 
 class Recorder(recorder.Recorder):
-    """The one path that every hook on tensors of MindSpore takes.
+    """The path of every recorded tensor of MindSpore to its row.
 
-    No tensor is taken for an alias of another: nothing tells whether it was changed in place since it was read.
+    A tensor is never treated as an alias of another, since in-place changes between two readings cannot be detected.
     """
 
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
         super().__init__(series, eps, magnitudes=magnitudes)
-        # Asking a tensor where it is would wait for MindSpore to have made it.
+        # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
         self._take_eps(eps)
 
     def _take_eps(self, eps: float) -> None:
         self.host = HostKernel(eps)
-        self._there = DeviceKernel(eps) if self.device == DEVICE else None
+        self._device_kernel = DeviceKernel(eps) if self.device == DEVICE else None
 
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
 
     def _forget_step(self) -> None:
-        """Nothing is remembered of a step."""
+        """Nothing to do: no state of a step is kept."""
 
     def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         del aliases
         if not has_data(x):
             return
-        elements = on_host(x) if self.device == HOST else None  # which waits, and is not to do so with the lock
+        elements = on_host(x) if self.device == HOST else None  # waits, which must happen without the lock
         with self.lock:
             slot, offset = self._slot(watched, self.device, micro_step)
             if self._magnitudes and elements is not None and (counts := count_magnitudes(x)) is not None:
@@ -65,7 +65,7 @@ class Recorder(recorder.Recorder):
                 self.table.note(slot.row + offset, self.layout(x))
 
     def _reduce(self, x: Any, elements: Raw | None, page: Page, local_row: int) -> bool:
-        """As ``reduce``, of a tensor whose elements are known if they are on the host."""
+        """``reduce``, with the elements of a tensor on the host, if they were read."""
         if elements is None or not isinstance(page.memory, HostPage):
             return self.reduce(x, page, local_row)
         return self.host.reduce_array(elements, page.memory.numbers, local_row)
@@ -84,7 +84,7 @@ class Recorder(recorder.Recorder):
     ) -> None:
         if not has_data(x):
             return
-        numbers = {column: _settled(one) for column, one in numbers.items()} if self.device == HOST else numbers
+        numbers = {column: _on_host_number(one) for column, one in numbers.items()} if self.device == HOST else numbers
         with self.lock, beneath():
             slot, offset = self._slot(watched, self.device, micro_step)
             if histogram is not None:
@@ -97,10 +97,10 @@ class Recorder(recorder.Recorder):
         if isinstance(memory, HostPage):
             return self.host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, DevicePage)
-        assert self._there is not None
-        # Beneath, float64 would become float32.
+        assert self._device_kernel is not None
+        # ``beneath`` would convert float64 to float32.
         with computing() if x.dtype == ms.float64 else beneath():
-            rows = self._there.reduce(x)
+            rows = self._device_kernel.reduce(x)
         if rows is not None:
             memory.write(local_row, rows, combined)
         return rows is not None
@@ -109,12 +109,12 @@ class Recorder(recorder.Recorder):
         return self.table.layout_of(tuple(x.shape), dtype_name(x.dtype))
 
 
-def _settled(number: Any) -> float:
+def _on_host_number(number: Any) -> float:
     return float(on_host(number).reshape(-1)[0]) if isinstance(number, Tensor) else number
 
 
 def _write_numbers(page: PageMemory, row: int, numbers: Mapping[int, Any]) -> None:
-    """Write a row, 0 in the columns that are not among ``numbers``. Does not wait for tensors on a device."""
+    """Write a row, with 0 in columns that ``numbers`` lacks. Does not wait for tensors on a device."""
     fixed = {column: one for column, one in numbers.items() if not isinstance(one, Tensor)}
     read = partial(_row, {WRITES: 1.0, **fixed}, [column for column in numbers if column not in fixed])
     if isinstance(page, HostPage):
@@ -134,7 +134,7 @@ def _row(fixed: Mapping[int, float], columns: Sequence[int], numbers: Raw) -> Fl
 
 
 def _write_histogram(page: PageMemory, row: int, counts: Raw | Tensor) -> None:
-    """Write the bins of a row, 0 in those beyond ``counts``."""
+    """Write the bins of a row, with 0 in bins beyond ``counts``."""
     if isinstance(page, HostPage):
         page.numbers[row] = 0.0
         page.numbers[row, : len(counts)] = counts

@@ -1,10 +1,10 @@
-"""Whether the gradients that an optimizer is handed are reduced: seen between the last backward and the optimizer's call.
+"""Detects whether the gradients that an optimizer is given are reduced, from the calls between the last backward and the step.
 
-MindSpore's functions make new tensors, so that nothing leads from what a collective gave to what the optimizer is handed. What
-shows is that there was a sum over ranks for each gradient: of its shape, after the last backward. ``DistributedGradReducer`` is
-compiled; that it was called with as many gradients as the optimizer has shows, too. Sums of other things (averaged weights,
-squares) may have the shape of a gradient. So on the host a gradient also has to be a multiple of what such a sum gave. On a
-device that would wait, and the shape has to do.
+MindSpore's functions create new tensors, so no link leads from a collective's result to the optimizer's gradients. Visible is
+that after the last backward there was a sum over ranks for each gradient's shape. ``DistributedGradReducer`` is compiled;
+visible is that it was called with as many gradients as the optimizer has. Sums of other tensors (averaged weights, squares) may
+have the same shape. So on the host a gradient also has to be a multiple of the result of such a sum. On a device this check
+would wait, so the shape has to suffice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspore import Tensor, communication, nn
 
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
-from monitor.mindspore.collective_operators import INTERCEPTION, CollectiveListener, Handle, Kernel, Operator
+from monitor.mindspore.collective_operators import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener, MindSporeOperator
 from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Ranks
@@ -30,13 +30,13 @@ from monitor.stats.partials import Floats
 
 SUMS: Final = frozenset({"all_reduce"})
 ROUNDING: Final = 1e-3
-"""By how much, against its norm, a gradient may differ from a multiple of a sum: of a float16 that was divided."""
+"""The relative difference, against its norm, that a gradient may have to a multiple of a sum: a divided float16 is rounded."""
 
 Shape = tuple[int, ...]
 
 
 class _InheritedPatch(CallPatch):
-    """Of a method that a class inherits: it has one of its own as long as somebody listens."""
+    """Patches a method that a class inherits: the class has its own attribute only while there are listeners."""
 
     def _now(self) -> Any:
         return getattr(self.owner, self.name)
@@ -48,20 +48,20 @@ class _InheritedPatch(CallPatch):
 
 
 REDUCER_CALLED: Final = _InheritedPatch(nn.DistributedGradReducer, "__call__")
-"""Not its ``construct``, which compilers read."""
+"""Patches ``__call__`` and not ``construct``, which compilers read."""
 
 
 class _ReducerListener(CallListener):
-    def __init__(self, told: Callable[[Any, Any], object]) -> None:
-        self._told = told
+    def __init__(self, callback: Callable[[Any, Any], object]) -> None:
+        self._callback = callback
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del patch, kwargs
-        self._told(args[0], result)
+        self._callback(args[0], result)
 
 
-class Reductions(CollectiveListener):
-    """Listens where there are other ranks that gradients have to be summed over, and nowhere else."""
+class MindSporeReductions(MindSporeCollectiveListener):
+    """Listens for reductions of gradients, if there are other ranks to sum over."""
 
     def __init__(self, ownership: Ownership, failures: Failures) -> None:
         self._ownership = ownership
@@ -85,15 +85,15 @@ class Reductions(CollectiveListener):
             REDUCER_CALLED.add(self._reducer_listener)
 
     def arrived(self) -> None:
-        """A backward has handed out a gradient: what was summed before is of another micro-batch."""
+        """A backward has returned a gradient: earlier sums belong to another micro-batch."""
         self._wanted = True
         self._forget()
 
     def begin_reading(self, gradients: Sequence[Tensor | None], waiting: Sequence[Shape] = ()) -> None:
-        """The optimizer is handed these.
+        """The optimizer is given these gradients.
 
         Args:
-            waiting: The shapes of gradients that other optimizers are still to be handed: sums may be of those.
+            waiting: The shapes of gradients that other optimizers will be given later: sums may belong to those.
         """
         self._wanted = False
         self._is_whole = not has_others() or self._reaches_all([])
@@ -103,31 +103,31 @@ class Reductions(CollectiveListener):
         later = Counter(waiting)
         self._reduced = {shape: self._covers(shape, count + later[shape], gradients) for shape, count in shapes.items()}
         for sums in self._sums.values():
-            sums -= shapes  # which serve no later optimizer
+            sums -= shapes  # later optimizers cannot use these sums
 
     def end_turn(self) -> None:
         """An optimizer has stepped, and others have not: their gradients may be reduced now."""
         self._wanted = True
 
     def is_reduced(self, gradient: Tensor | None) -> bool:
-        """Whether each gradient of this one's shape is a sum over all ranks that it has to be summed over."""
+        """Whether each gradient of this shape was summed over all ranks that share its parameter."""
         if gradient is None or self._is_whole:
             return gradient is not None
         shape = tuple(gradient.shape)
         return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient, shape))
 
     def remove(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         if self._listening:
             self._listening = False
             INTERCEPTION.remove(self)
             REDUCER_CALLED.remove(self._reducer_listener)
 
-    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: MindSporeOperator, args: Sequence[Any]) -> bool:
         del args
         return self._wanted and operator.name in SUMS
 
-    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         try:
             if not _adds(operator, args):
                 return
@@ -139,7 +139,7 @@ class Reductions(CollectiveListener):
         if handle is None:
             self._summed(ranks, given)
         else:
-            handle.tell(partial(self._summed, ranks, given))
+            handle.on_wait(partial(self._summed, ranks, given))
 
     def _reducer_called(self, reducer: Any, result: Any) -> None:
         shapes = tuple(tuple(one.shape) for one in result) if self._wanted and isinstance(result, (tuple, list)) else ()
@@ -152,27 +152,27 @@ class Reductions(CollectiveListener):
         self._keep(given)
 
     def _keep(self, given: Iterable[Tensor]) -> None:
-        """Until the optimizer has been called, to be compared with what it is handed."""
+        """Keep results until the optimizer was called, to compare them with its gradients."""
         for one in given if self._compares else ():
             self._given.setdefault(tuple(one.shape), []).append(one)
 
     def _stems_from_a_sum(self, gradient: Tensor, shape: Shape) -> bool:
-        """Whether a gradient is a multiple of what a sum gave: the sum, its mean, either of them clipped or unscaled."""
+        """Whether a gradient is a multiple of a sum's result: the sum, its mean, or one of them clipped or unscaled."""
         handed, ranks = _elements(gradient), int(communication.get_group_size())
         given = map(_elements, self._given.get(shape, ()))
-        if handed.size == 1:  # which is a multiple of any number: the sum, or its mean
+        if handed.size == 1:  # one element is a multiple of any other: require the sum or its mean
             return any(np.isclose(handed, [one[0], one[0] / ranks], ROUNDING, 0, equal_nan=True).any() for one in given)
         return any(_is_multiple(handed, one) for one in given)
 
     def _covers(self, shape: Shape, count: int, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all ``count`` gradients of a shape were summed over groups that leave no rank out."""
+        """Whether all ``count`` gradients of a shape were summed over groups that together cover all ranks."""
         handed = tuple(tuple(one.shape) for one in gradients if one is not None)
         groups = [ranks for ranks, sums in self._sums.items() if sums[shape] >= count]
         groups += [ranks for ranks, shapes in self._reducers if shapes == handed]
         return self._reaches_all(groups)
 
     def _reaches_all(self, groups: Sequence[Ranks]) -> bool:
-        """Whether no rank that shares the parameters is left out by ``groups``; of none, whether no other rank does."""
+        """Whether ``groups`` reach every rank that shares the parameters; for none, whether no other rank shares them."""
         rank, world_size = int(communication.get_rank()), int(communication.get_group_size())
         return reaches(self._ownership, rank, world_size, groups)
 
@@ -187,7 +187,7 @@ def _elements(x: Tensor) -> Floats:
 
 
 def _is_multiple(x: Floats, of: Floats) -> bool:
-    """Whether ``x`` is ``of`` times a number. What is not finite has to be so in the same places."""
+    """Whether ``x`` is ``of`` times a number. Non-finite elements must be at the same positions."""
     finite = np.isfinite(x) & np.isfinite(of)
     if not np.array_equal(np.isfinite(x), np.isfinite(of)):
         return False
@@ -198,7 +198,7 @@ def _is_multiple(x: Floats, of: Floats) -> bool:
     return bool(np.linalg.norm(x - (float(x @ of) / square) * of) <= ROUNDING * np.linalg.norm(x))
 
 
-def _adds(operator: Operator, args: Sequence[Any]) -> bool:
+def _adds(operator: MindSporeOperator, args: Sequence[Any]) -> bool:
     if isinstance(operator, Kernel):
         return str(args[operator.places["op_type"]]).lower() in ("sum", "avg")
     return str(getattr(args[0], "op", "")).lower() == "sum"

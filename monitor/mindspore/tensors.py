@@ -1,4 +1,4 @@
-"""What is to be known of tensors of MindSpore before they are read."""
+"""Properties of MindSpore tensors that are known without reading them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from monitor.series import LOCAL, Placement
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """What is computed inside is recorded by no graph."""
+    """A context whose operations no graph records."""
     with _no_grad():
         yield
 
 
 def layout_of(x: Any) -> None:
-    """Tensors of the dynamic graph know nothing of other ranks."""
+    """None: tensors of the dynamic graph have no layout over ranks."""
     del x
 
 
 def placement_of(x: Any) -> Placement | None:
-    """None: tensors of the dynamic graph know nothing of other ranks."""
+    """None: tensors of the dynamic graph have no layout over ranks."""
     del x
     return None
 
 
 def activation_placement(x: Any) -> Placement:
-    """Every rank writes its own."""
+    """Local: every rank writes its own activations."""
     del x
     return LOCAL
 
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """As rows have it: ``mindspore.float32``."""
+    """The name in rows, such as ``mindspore.float32``."""
     return f"mindspore.{str(dtype).lower()}"
 
 

@@ -1,4 +1,4 @@
-"""``TrainerMon``: what users of MindSpore attach."""
+"""``TrainerMon`` for MindSpore."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainerMon(trainer_mon.TrainerMon):
         tp_group: Any = None,
         start_iteration: int = 0,
     ) -> None:
-        """Deprecated: ``set_monitor``. Without an optimizer, that of ``set_wrapped_optimizer`` is taken."""
+        """Deprecated alias of ``set_monitor``. The default optimizer is that of ``set_wrapped_optimizer``."""
         warnings.warn("monitor_gnorm_with_ad is now set_monitor.", DeprecationWarning, stacklevel=2)
         chosen = self._wrapped_optimizer if optimizer is None else optimizer
         self.set_monitor(model, grad_acc_steps, chosen, dp_group, tp_group, start_iteration)

@@ -1,4 +1,4 @@
-"""Which collectors of updates a configuration asks for."""
+"""Collectors of weight updates for MindSpore."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from mindspore import Tensor
 
 from monitor.mindspore.features_reading import is_floating_point
-from monitor.mindspore.frameworks import Moments
+from monitor.mindspore.frameworks import MindSporeMoments
 from monitor.recording import updates
 from monitor.recording.optimizer_turns import OptimizerTurn
 from monitor.recording.parameter_series import ComputedRow, NamedParameter
@@ -20,13 +20,13 @@ from monitor.stats.mindspore.tensors import has_data
 from monitor.stats.mindspore.updates import Kept, Signed, adam_vectors, agreement, kept, squares_of_update
 from monitor.stats.partials import COUNT, SUM
 
-# --- ``ur_distribution``: what Adam makes of its moments, as histograms.
+# --- ``ur_distribution``: Adam's updates and moment ratios, as histograms.
 #
-# The update as the optimizer applies it, before the learning rate, and the ratio of the moments, corrected for their
-# bias where the optimizer corrects it. See ``monitor.mindspore.frameworks`` for what each of MindSpore's Adams does.
+# The update is taken as the optimizer applies it, before the learning rate. The ratio is that of the moments, with bias
+# correction if the optimizer applies it. See ``monitor.mindspore.frameworks`` for the rules of MindSpore's Adams.
 
 
-class AdamCollector(UpdateCollector):
+class MindSporeAdamCollector(UpdateCollector):
     """``adam_update`` and ``adam_ratio``."""
 
     def __init__(self, watched: ParameterContext, eps: float) -> None:
@@ -39,8 +39,8 @@ class AdamCollector(UpdateCollector):
     def after_step(self, stepping: OptimizerTurn) -> None:
         if not self._framework.is_adam(stepping.optimizer):
             name = type(stepping.optimizer).__name__
-            said = f"ur_distribution records what Adam makes of its moments, and {name} is no Adam"
-            self._failures.warn("ur_distribution", f"{said} that is known here: no rows.")
+            said = f"ur_distribution records the updates of Adam, and {name} is no known Adam"
+            self._failures.warn("ur_distribution", f"{said}: there are no rows.")
             return
         counted: dict[NamedParameter, ComputedRow] = {}
 
@@ -56,7 +56,7 @@ class AdamCollector(UpdateCollector):
         self._update.record_computed(update, stepping.held)
         self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
 
-    def _vectors(self, moments: Moments) -> tuple[Signed, Signed]:
+    def _vectors(self, moments: MindSporeMoments) -> tuple[Signed, Signed]:
         return adam_vectors(
             moments.mean,
             moments.square,
@@ -68,17 +68,18 @@ class AdamCollector(UpdateCollector):
         )
 
 
-def _computed(vector: Signed, moments: Moments) -> ComputedRow:
+def _computed(vector: Signed, moments: MindSporeMoments) -> ComputedRow:
     return ComputedRow(vector.numbers(), moments.mean, vector.histogram())
 
 
-# --- ``mg_direction``: how much of a gradient points where the momentum does.
+# --- ``mg_direction``: the fraction of gradient elements whose sign equals the momentum's.
 
 
-class DirectionCollector(UpdateCollector):
+class MindSporeDirectionCollector(UpdateCollector):
     """Compares the gradient that the optimizer is given with the momentum before the step.
 
-    In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
+    The first step of an optimizer has no momentum before it. Afterwards the momentum is a multiple of the gradient, so they
+    agree.
     """
 
     def __init__(self, watched: ParameterContext) -> None:
@@ -107,11 +108,11 @@ class DirectionCollector(UpdateCollector):
         return ComputedRow({COUNT: float(gradient.size), SUM: agreeing}, gradient)
 
 
-# --- ``update_ratio`` of weights of MindSpore.
+# --- ``update_ratio`` of weights.
 
 
 class RatioCollector(updates.RatioCollector):
-    """On the host the copy is an array, on a device a tensor."""
+    """Copies a weight as an array on the host, and as a tensor on a device."""
 
     def _usable(self, weight: Tensor) -> Tensor | None:
         return weight if is_floating_point(weight) and has_data(weight) and weight.size else None
@@ -123,4 +124,4 @@ class RatioCollector(updates.RatioCollector):
         return squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
 
 
-new_updates = partial(wanted, ratio=RatioCollector, direction=DirectionCollector, adam=AdamCollector)
+new_updates = partial(wanted, ratio=RatioCollector, direction=MindSporeDirectionCollector, adam=MindSporeAdamCollector)

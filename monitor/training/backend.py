@@ -1,4 +1,4 @@
-"""What a framework's room brings to training metrics."""
+"""The adapter interface that a framework implements for training metrics."""
 
 from __future__ import annotations
 
@@ -9,44 +9,41 @@ from typing import Any, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.recording.run import ProcessTopology
 from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.step import Number, Tokens
 
 
 class Routers(Protocol):
-    """Watches the routers of a model."""
+    """Counts what the routers of a model choose."""
 
     def step(self) -> dict[str, Tokens]:
-        """What went to each expert since this was last called, by router. Waits for nothing."""
+        """The tokens that went to each expert since the last call, by router. Does not wait for a device."""
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
 
 
 class GradientScale(Protocol):
-    """Watches by what an optimizer divides its gradients inside its own step."""
+    """Observes the factor by which an optimizer divides its gradients inside its own step."""
 
     def take(self) -> Number | None:
-        """In its last step, since this was last called; None where gradients are as they are."""
+        """The factor of the latest step since the last call; None if the optimizer did not scale. Does not wait."""
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop observing."""
 
 
-class Backend(Protocol):
-    """A framework. ``monitor.pytorch.training.backend`` and ``monitor.mindspore.training_backend`` are modules that have these
-    names.
-    """
+class MetricsBackend(Protocol):
+    """A framework. The modules ``monitor.pytorch.training.backend`` and ``monitor.mindspore.training.backend`` implement it."""
 
     def monitor_of(self, config: MonitorConfig, base: Path) -> TrainerMon:
         """The framework's tensor monitor, which records to ``base``."""
 
     def place(self) -> ProcessTopology:
-        """Where this process stands."""
+        """The rank, world size and groups of this process."""
 
     def kept(self, x: Any) -> Number:
-        """A number that stays what it is now, whatever training does to ``x``. Waits for nothing.
+        """A snapshot of a number, which later changes of ``x`` do not affect. Does not wait for a device.
 
         Args:
             x: A number, or a tensor of one element.
@@ -58,21 +55,21 @@ class Backend(Protocol):
     def trainable_names(self, model: Any) -> list[str]: ...
 
     def learning_rate(self, optimizer: Any) -> Number | None:
-        """Of the first group of parameters, as the next step will use it; None where it cannot be told without waiting."""
+        """The learning rate of the first parameter group in the next step; None if only the device knows it."""
 
     def routers(self, model: Any, names: Iterable[str], failures: Failures) -> Routers:
-        """Watch the routers that are known, and the modules of these names.
+        """Observe the recognised routers, and the modules of these names.
 
         Raises:
-            ValueError: There is no module of one of these names.
+            ValueError: The model has no module of one of these names.
         """
 
     def gradient_scale(self, optimizer: Any, failures: Failures) -> GradientScale | None:
-        """Watch an optimizer; None where it never scales."""
+        """Observe an optimizer; None if it never scales gradients."""
 
     def counting_flops(self, model: Any) -> AbstractContextManager[Callable[[], float]]:
-        """Counts while it is entered, and tells how many.
+        """A context that counts floating point operations; it yields a function that returns the count.
 
         Raises:
-            NoCounterError: The framework has no counter, or none that this model bears.
+            NoCounterError: The framework has no counter, or its counter cannot handle this model.
         """

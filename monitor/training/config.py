@@ -1,4 +1,4 @@
-"""The sections of a training YAML that are about metrics: every field, its default and its bounds."""
+"""The configuration of training metrics: the sections of a training YAML, their fields and how the file is read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Destinations = Annotated[
     BeforeValidator(_destinations),
     WithJsonSchema({"type": "string or list", "allowed": _ALLOWED}),
 ]
-"""Where a metric is shown; nowhere where it is empty."""
+"""The destinations of a metric. Empty: the metric is not shown."""
 
 Directory = Annotated[str, AfterValidator(_text), Field(json_schema_extra={"allowed": "a path"})]
 
@@ -54,8 +54,8 @@ def _or_default(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-class _Strict(BaseModel):
-    """Values are taken as they are written. An integer serves where a float is asked for."""
+class _MetricsSection(BaseModel):
+    """Types are checked strictly, except that an integer is accepted as a float."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -67,7 +67,7 @@ class _Strict(BaseModel):
     )
 
 
-class MonitorSection(_Strict):
+class MonitorSection(_MetricsSection):
     """``monitor_config``: what ``TrainingStateMonitor`` shows."""
 
     monitor_on: bool = False
@@ -100,7 +100,7 @@ class MonitorSection(_Strict):
     """Print the names of all trainable parameters when the first step begins, and end the run when it ends."""
 
 
-class TensorBoardSection(_Strict):
+class TensorBoardSection(_MetricsSection):
     """``tensorboard``: the files of events."""
 
     tensorboard_dir: Directory
@@ -115,22 +115,22 @@ class TensorBoardSection(_Strict):
     """Whether `expert_load` is caught, and shown there and in the log."""
 
 
-class LossMonitor(_Strict):
+class LossMonitor(_MetricsSection):
     """``MFLossMonitor``: what is shown of the run as a whole."""
 
     per_print_times: Positive = 1
     """Every so many steps."""
 
 
-class StateMonitor(_Strict):
-    """``TrainingStateMonitor``: there by itself where ``monitor_on`` is true."""
+class StateMonitor(_MetricsSection):
+    """``TrainingStateMonitor``: implied by ``monitor_on: true``."""
 
 
-class BiasBalance(_Strict):
-    """``TopkBiasBalanceCallback``: the load of experts. They are not balanced: a monitor changes nothing."""
+class BiasBalance(_MetricsSection):
+    """``TopkBiasBalanceCallback``: shows the load of experts. It does not balance them: a monitor changes nothing."""
 
 
-class Callbacks(_Strict):
+class Callbacks(_MetricsSection):
     """The entries of ``callbacks`` that are about metrics."""
 
     MFLossMonitor: LossMonitor | None = None
@@ -141,8 +141,8 @@ class Callbacks(_Strict):
     """The load of experts."""
 
 
-class TrainingConfig(_Strict):
-    """All that a training YAML says of metrics.
+class TrainingConfig(_MetricsSection):
+    """The metrics configuration of a training YAML.
 
     Attributes:
         document: The YAML file as it was read, with the defaults of these sections, for TensorBoard's page of texts.
@@ -158,34 +158,34 @@ class TrainingConfig(_Strict):
     """The whole file."""
 
     def shown(self, wanted: Collection[str]) -> frozenset[str]:
-        """Where a metric goes. Without a section ``tensorboard`` the log takes its place."""
+        """The destinations of a metric. Without a ``tensorboard`` section, the log replaces TensorBoard."""
         if self.tensorboard is None and TENSORBOARD in wanted:
             wanted = {*wanted, LOG} - {TENSORBOARD}
         return frozenset(wanted)
 
     def wants(self, field: str) -> frozenset[str]:
-        """Where the metric of a field ``*_format`` goes: nowhere where the monitor is off."""
+        """The destinations of a field ``*_format``; none if ``monitor_on`` is false."""
         section = self.monitor_config
         return self.shown(getattr(section, field)) if section.monitor_on else frozenset()
 
     @property
     def baseline(self) -> float:
-        """``throughput_baseline``; NaN where the metric is not wanted."""
+        """``throughput_baseline``; NaN if it is not set or ``monitor_on`` is false."""
         section = self.monitor_config
         wanted = section.throughput_baseline if section.monitor_on else None
         return math.nan if wanted is None else wanted
 
     @property
     def shows_expert_load(self) -> bool:
-        """Whether the load of experts is caught at all."""
+        """Whether the load of experts is recorded."""
         return self.tensorboard is not None and self.tensorboard.log_expert_load_to_tensorboard
 
 
-# --- A YAML file as plain values, with the line of each, and as strict as a configuration is read.
+# --- Parse a YAML file into plain values, with the line of each value.
 
 
 class YamlError(ValueError):
-    """The text is not YAML, or not that of a configuration. Says the line where that is known."""
+    """The text is not valid YAML, or not valid as a configuration. The message names the line where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class YamlDocument:
     """A parsed file.
 
     Attributes:
-        value: What it holds, as PyYAML's safe loader gives it.
+        value: The parsed values, as PyYAML's safe loader returns them.
         lines: The line of every name and list element, by its path.
     """
 
@@ -205,7 +205,7 @@ def parse(text: str) -> YamlDocument:
     """Parse a file that holds one document.
 
     Raises:
-        YamlError: It does not, it has a tag that only another program can read, or a name stands twice in a mapping.
+        YamlError: The text does not hold one document, a tag is unknown, or a mapping has a key twice.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -213,7 +213,7 @@ def parse(text: str) -> YamlDocument:
         lines = {} if node is None else dict(_lines(node, (), frozenset()))
         return YamlDocument(None if node is None else loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
-        raise YamlError(_told(error)) from None
+        raise YamlError(_message(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise YamlError(str(error) or "nested too deeply") from None
     finally:
@@ -237,7 +237,7 @@ def _members(node: yaml.Node) -> Iterator[tuple[str | int, yaml.Node, yaml.Node]
         for key, value in node.value:
             name = str(key.value)
             if name in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise YamlError(f'line {_line(key)}: "{name}" stands twice in the same mapping')
+                raise YamlError(f'line {_line(key)}: "{name}" appears twice in the same mapping')
             seen.add(name)
             yield name, key, value
 
@@ -246,22 +246,22 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _told(error: yaml.MarkedYAMLError) -> str:
+def _message(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     return f"{where}{error.problem or error.context}"
 
 
-# --- Fields that MindSpore Transformers has in these sections, and training metrics have no use for.
+# --- Fields of MindSpore Transformers in these sections that have no effect on training metrics.
 #
-# Source: its page about monitoring (1.6 to 1.9) and the arguments of its callbacks, which a training YAML may set. A
-# name that is in neither is a typo, and an error.
+# Source: its page about monitoring (1.6 to 1.9) and the arguments of its callbacks, which a training YAML may set.
+# A name that is in neither is a typo, and an error.
 
 _OF_RUNS: Final = (
     *("origin_epochs", "dataset_size", "initial_epoch", "initial_step", "global_batch_size"),
     *("micro_batch_num", "check_for_nan_in_loss_and_grad"),
 )
-"""What its trainer hands to both of its monitors."""
+"""Arguments that its trainer passes to both of its monitors."""
 
 OF_SECTIONS: Final[dict[Path, tuple[str, ...]]] = {
     ("monitor_config",): (
@@ -286,35 +286,35 @@ OF_SECTIONS: Final[dict[Path, tuple[str, ...]]] = {
 
 UNUSED: Final[frozenset[Path]] = frozenset((*section, name) for section, names in OF_SECTIONS.items() for name in names)
 
-# --- From a training YAML to a ``TrainingConfig``, or to one clear message that says why not.
+# --- Read a training YAML into a ``TrainingConfig``, or raise one error that lists every problem.
 
 SECTIONS: Final = ("monitor_config", "tensorboard", "callbacks")
 CALLBACKS: Final = tuple(Callbacks.model_fields)
 
 
 def load_training_config(path: str | os.PathLike[str]) -> TrainingConfig:
-    """Read a training YAML. What it says of other things than metrics is left to others.
+    """Read a training YAML. Sections that are not about metrics are ignored.
 
-    Fields of MindSpore Transformers that have no effect here are left out with a warning.
+    Fields of MindSpore Transformers that have no effect here are ignored, with a warning.
 
     Args:
         path: A leading ``~`` is the home directory.
 
     Raises:
-        ConfigError: The file cannot be read, is not YAML, or asks for what is not allowed.
+        ConfigError: The file cannot be read, is not YAML, or has a value that is not allowed.
     """
     name = os.path.expanduser(os.fsdecode(path))
     return training_config_in(name, decoded(name, content_of(name, "a YAML file")))
 
 
 def training_config_in(name: str, text: str) -> TrainingConfig:
-    """The configuration that ``text`` spells.
+    """Parse and validate the text of a training YAML.
 
     Args:
-        name: Of the file that it was read from, for the messages.
+        name: The name of the file that the text was read from, for the messages.
 
     Raises:
-        ConfigError: As ``load_training_config``, except that the file was read.
+        ConfigError: The text is not YAML, or has a value that is not allowed.
     """
     try:
         document = parse(text)
@@ -342,13 +342,13 @@ def _validated(name: str, document: YamlDocument) -> TrainingConfig:
 
 
 def _with_defaults(config: TrainingConfig) -> dict[str, Any]:
-    """The sections that are ours."""
+    """The sections of training metrics, with their defaults filled in."""
     sections = {"monitor_config": config.monitor_config, "tensorboard": config.tensorboard}
     return {name: section.model_dump(mode="json") for name, section in sections.items() if section is not None}
 
 
 def _sections(document: YamlDocument) -> tuple[dict[str, Any], dict[Path, int], list[str]]:
-    """What is ours of a file: the sections, with callbacks by their type; the lines; what is wrong beside."""
+    """The metrics sections of a file (callbacks by their type), the line of each field, and problems found on the way."""
     value, lines = document.value, dict(document.lines)
     problems = [problem for key in value if (problem := _misspelled(key, value, lines)) is not None]
     sections = {key: value[key] for key in SECTIONS if key in value}
@@ -365,13 +365,13 @@ def _sections(document: YamlDocument) -> tuple[dict[str, Any], dict[Path, int], 
 
 
 def _misspelled(key: Any, value: Mapping[Any, Any], lines: Mapping[Path, int]) -> str | None:
-    """A section whose name nearly is one of ours, which is missing: others have sections of their own."""
+    """A message if a key looks like a misspelled section that is missing. Other unknown keys belong to other programs."""
     near = None if key in SECTIONS else nearest(str(key), [one for one in SECTIONS if one not in value])
     return None if near is None or near[0] != str(key)[:1] else f"{_at(lines.get((str(key),)))}{key}: did you mean `{near}`?"
 
 
 def _by_type(callbacks: list[Any], lines: dict[Path, int]) -> tuple[dict[str, Any], list[str]]:
-    """The callbacks that are about metrics, by type, and what is wrong. ``lines`` learns where their fields are."""
+    """The callbacks that are about metrics, by type, and the problems found. Adds the lines of their fields to ``lines``."""
     found: dict[str, Any] = {}
     problems = []
     for index, one in enumerate(callbacks):
@@ -379,7 +379,7 @@ def _by_type(callbacks: list[Any], lines: dict[Path, int]) -> tuple[dict[str, An
         if kind not in CALLBACKS:
             problems += _unknown_type(kind, lines.get(("callbacks", index)))
         elif kind in found:
-            problems.append(f"{_at(lines.get(('callbacks', index)))}callbacks: {kind} stands there twice")
+            problems.append(f"{_at(lines.get(('callbacks', index)))}callbacks: {kind} appears twice")
         else:
             found[kind] = {key: value for key, value in one.items() if key != "type"}
             at = ("callbacks", index)
@@ -388,12 +388,12 @@ def _by_type(callbacks: list[Any], lines: dict[Path, int]) -> tuple[dict[str, An
 
 
 def _at(line: int | None) -> str:
-    """Where it stands; nothing of what a merge key has brought from elsewhere."""
+    """The prefix that names a line; empty for a key that a merge key (``<<``) has brought in."""
     return "" if line is None else f"line {line}: "
 
 
 def _unknown_type(kind: object, line: int | None) -> list[str]:
-    """Another program's callback is its business, one that nearly is ours a mistake."""
+    """Ignore a callback of another program; report one that is nearly a known name."""
     if not isinstance(kind, str):
         return [f"{_at(line)}callbacks: each item needs a `type`, such as `MFLossMonitor`"]
     by_lower = {one.lower(): one for one in CALLBACKS}

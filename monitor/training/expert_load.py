@@ -1,7 +1,7 @@
-"""How many tokens went to each expert, and what share that is.
+"""Token counts and load of each expert.
 
-Shares of ranks cannot be averaged: with 3 of 4 tokens at expert 0 on one rank and 0 of 12 on another, its share is 3/16 and not
-3/8. So every rank keeps its counts, which add up.
+Loads of ranks cannot be averaged. If expert 0 gets 3 of 4 tokens on one rank and 0 of 12 on another, its load is 3/16 and not
+3/8. So every rank stores its counts, which can be added.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ FILE: Final = "expert_counts.jsonl"
 ON_BOARD: Final = frozenset({TENSORBOARD})
 
 Counts = Mapping[str, Sequence[int]]
-"""Of each router, by name: how many tokens went to each expert. A token that goes to two experts counts for both."""
+"""By router: the number of tokens that went to each expert. A token that goes to two experts counts for both."""
 
 ByStep = dict[int, tuple[int, dict[str, list[int]]]]
-"""Of each step, how many ranks the job had, and the counts of one of them."""
+"""By step: the world size and the counts of one rank."""
 
 
 class ExpertCounts:
-    """Keeps the counts of one rank in ``expert_counts.jsonl``, a line a step: ``{"step": 3, "world": 2, "tokens": …}``,
-    where ``world`` is how many ranks there are and ``tokens`` has the counts of each router, ``{"h.0.gate": [4, 0]}``.
+    """Appends the counts of one rank to ``expert_counts.jsonl``, a line a step: ``{"step": 3, "world": 2, "tokens": …}``.
+    ``world`` is the number of ranks; ``tokens`` has the counts of each router, ``{"h.0.gate": [4, 0]}``.
 
-    The file is added to, never emptied: a line of a step makes earlier lines of this step and of later ones void.
+    The file is never truncated: a line of a step invalidates earlier lines of this step and of later ones.
 
     Raises:
         OSError: The file cannot be written.
@@ -41,7 +41,7 @@ class ExpertCounts:
         self._file: TextIO | None = None
 
     def read(self, facts: StepFacts) -> dict[str, list[int]]:
-        """The counts of a step, waited for and kept."""
+        """Wait for the counts of a step and append them to the file."""
         tokens = {name: [int(count) for count in count_of()] for name, count_of in facts.tokens.items()}
         if self._file is None:
             self._file = self._opened()
@@ -49,7 +49,7 @@ class ExpertCounts:
         return tokens
 
     def _opened(self) -> TextIO:
-        """The file, behind its last line: one that a killed process left unfinished is ended."""
+        """Open the file for appending. Ends a last line that a killed process left unfinished."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
         file = self._path.open("a", encoding="utf-8", buffering=1)
@@ -57,14 +57,14 @@ class ExpertCounts:
         return file
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
 
 def load(counts: Sequence[int]) -> list[float]:
-    """The share of each expert; they sum to 1. Without a token there is none."""
+    """The share of each expert; they sum to 1. Empty if there are no tokens."""
     total = sum(counts)
     return [count / total for count in counts] if total else []
 
@@ -79,9 +79,10 @@ def load_scalars(step: int, tokens: Counts) -> list[Scalar]:
 
 
 def combined(dump_path: Path) -> dict[int, dict[str, list[int]]]:
-    """The counts of all ranks of the job that has last written to ``dump_path``, added up, by step and router.
+    """The summed counts of all ranks of the job that wrote last to ``dump_path``, by step and router.
 
-    Steps that a rank does not have are left out: what others have of them is not the whole. Of a job that was resumed all steps
+    A step is left out if a rank lacks it: the sum would be incomplete. All steps of a resumed job count, even if it had another
+    number of ranks before.
     count, also where it had another number of ranks before.
     """
     known: dict[int, ByStep] = {}
@@ -99,13 +100,13 @@ def combined(dump_path: Path) -> dict[int, dict[str, list[int]]]:
 
 
 def _counts_of(dump_path: Path, rank: int) -> ByStep:
-    """What a rank has of each step. A line that is not whole is left out."""
+    """The counts of a rank by step. Incomplete lines are skipped."""
     path = dump_path / f"rank_{rank}" / FILE
     found: ByStep = {}
     for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
         if (one := _read(line)) is not None:
             step, world, tokens = one
-            if found and step <= next(reversed(found)):  # the job has begun anew, at this step
+            if found and step <= next(reversed(found)):  # the job was restarted at this step
                 found = {earlier: counts for earlier, counts in found.items() if earlier < step}
             found[step] = world, tokens
     return found

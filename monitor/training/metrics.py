@@ -1,4 +1,4 @@
-"""``TrainingMetrics``: what a training loop, or a callback of a framework's trainer, tells of its steps."""
+"""``TrainingMetrics``: the object through which a training loop, or a callback of a trainer, reports its steps."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from monitor.failures import LOGGER, Failures
 from monitor.recording.protocols import RunEnded
 from monitor.recording.run import ProcessTopology
 from monitor.recording.trainer_mon import TrainerMon
-from monitor.training.backend import Backend, GradientScale, Routers
+from monitor.training.backend import GradientScale, MetricsBackend, Routers
 from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
-from monitor.training.norms import Whose
+from monitor.training.norms import GradNormSource
 from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import Reporting, Writing
+from monitor.training.reporting import MetricsWriter, Reporting
 from monitor.training.scalars import MEASURED, FlopCount, Given
 from monitor.training.step import ATTRIBUTES, Number, Step, StepFacts
 from monitor.training.tensor_monitor import NormRecording
 
-# --- What ``TrainingMetrics`` may be given, checked before anything is attached; what a step is told, as it can be used.
+# --- Check arguments before anything is attached, and values of a step before they are used.
 
 
 def count(name: str, value: Any, least: int) -> int:
-    """An integer of any kind (numpy's too), as a plain one.
+    """Convert an integer of any type (numpy's too) to ``int``.
 
     Raises:
-        TypeError: It is none.
-        ValueError: It is below ``least``.
+        TypeError: The value is not an integer.
+        ValueError: The value is below ``least``.
     """
     if not _is_integer(value):
         raise TypeError(f"{name} is {value!r} and must be an integer.")
@@ -50,8 +50,8 @@ def flops(value: Any) -> Given:
     """Floating point operations of a step: a number, ``"measure"`` or None.
 
     Raises:
-        TypeError: It is no number, and no word that is known.
-        ValueError: It is not above 0, or not finite.
+        TypeError: The value is neither a number nor ``"measure"``.
+        ValueError: The number is not above 0, or not finite.
     """
     if value is None:
         return None
@@ -65,16 +65,16 @@ def flops(value: Any) -> Given:
     return number
 
 
-def weakly(name: str, x: Any) -> Callable[[], Any]:
-    """A reference that does not let it live on; of several optimizers one of each, in a list until one of them is gone.
+def weak_reference(name: str, x: Any) -> Callable[[], Any]:
+    """A function that returns ``x`` as long as it lives elsewhere. For several optimizers it returns a list, until one is gone.
 
     Raises:
-        TypeError: It can be no model and no optimizer.
+        TypeError: ``x`` has a type that no model and no optimizer has.
     """
     if x is None:
         return nothing
     if isinstance(x, (list, tuple, Mapping)):
-        each = [weakly(name, one) for one in (x.values() if isinstance(x, Mapping) else x)]
+        each = [weak_reference(name, one) for one in (x.values() if isinstance(x, Mapping) else x)]
         return partial(_all_of, each)
     try:
         return weakref.ref(x)
@@ -88,17 +88,17 @@ def _all_of(references: Sequence[Callable[[], Any]]) -> list[Any] | None:
 
 
 def nothing() -> None:
-    """In place of what there is not."""
+    """The reference in place of a missing model or optimizer."""
 
 
 def batch_size(value: Any, failures: Failures) -> int | None:
-    """Samples of a step; None where it says nothing that they could be, which is said once. Waits for no device."""
+    """Samples of a step; None and one warning if the value is no valid batch size. Does not wait for a device."""
     if value is None:
         return None
     if _is_integer(value) and value > 0:
         return int(value)
     said = f"batch_size is {value!r}" if isinstance(value, int | float | str) else f"batch_size is a {type(value).__name__}"
-    failures.warn("batch_size", f"{said} and must be an integer above 0: the samples of steps are not known.")
+    failures.warn("batch_size", f"{said} and must be an integer above 0: the number of samples is unknown from here on.")
     return None
 
 
@@ -117,36 +117,37 @@ class TrainingMetrics:
     ...     with metrics.step(batch_size=64) as step:
     ...         step.loss = train_one_step(batch)
 
-    Once it is there no failure of its own reaches training: it is said once and counted. What is left at the end is written
-    when the interpreter exits, at the latest.
+    After it is created, its failures never reach training: each is logged once and counted. Remaining metrics are written when
+    the interpreter exits, at the latest.
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
-        model: Whose norms are shown; none are without one, or without its optimizer. May be attached later (``attach``).
+        model: The model whose norms are shown; without it, or without its optimizer, there are none. May be attached later
+            (``attach``).
         grad_acc_steps: Micro-batches a step.
-        start_step: How many steps earlier runs have made, and ``samples`` how many samples they have seen.
-        total_steps: How many there are going to be, for the log. 0: not known.
-        model_flops: Floating point operations of this rank's model in a step; ``"measure"`` has the framework count them in the
+        start_step: The number of steps of earlier runs; ``samples``: the number of samples they have seen.
+        total_steps: The planned number of steps, for the log. 0: not known.
+        model_flops: Floating point operations of this rank's model in a step. ``"measure"``: the framework counts them in the
             first step.
-        routers: Names of modules that choose experts, beside those that are recognised.
-        gradients_are_global: Whether every rank's optimizer is given the whole gradient, where the model does not show it:
-            ``grad-norm`` is then read there.
-        grad_norm_is_told: Whether ``grad_norm`` of each step will be set, and need not be read from gradients.
-        monitor: A ``TrainerMon`` that records the model already: norms are read from its rows, and only what it records can be
-            shown. Without one, what is needed is recorded to ``dump_path``.
+        routers: Names of modules that choose experts, in addition to those that are recognised.
+        gradients_are_global: Whether every rank's optimizer is given the whole gradient, if the model does not show it:
+            ``grad-norm`` is then read from these gradients.
+        grad_norm_is_told: Whether the loop sets ``grad_norm`` of each step, so that it need not be read from gradients.
+        monitor: A ``TrainerMon`` that already records the model: norms are read from its rows, and only norms that it records
+            are shown. Without it, a monitor records what is needed to ``dump_path``.
 
     Attributes:
-        steps: How many have ended, those of earlier runs included.
+        steps: The number of steps that have ended, including those of earlier runs.
         world_size: Ranks of the job, once there is a model.
 
     Raises:
         ConfigError: The configuration cannot be used.
         OutputError: ``dump_path`` or ``tensorboard_dir`` cannot be written.
-        TypeError: An argument is not what it should be.
-        ValueError: There is no module of a name in ``routers``, or a number is out of range.
+        TypeError: An argument has the wrong type.
+        ValueError: A name in ``routers`` is no module, or a number is out of range.
     """
 
-    _backend: ClassVar[Backend]
+    _backend: ClassVar[MetricsBackend]
 
     def __init__(
         self,
@@ -170,16 +171,16 @@ class TrainingMetrics:
         self._samples: int | None = count("samples", samples, 0)
         self._total = count("total_steps", total_steps, 0)
         self._router_names = tuple(routers)
-        self._told = grad_norm_is_told
+        self._grad_norm_is_told = grad_norm_is_told
         self._routers: Routers | None = None
-        self._writing: Writing | None = None
+        self._writing: MetricsWriter | None = None
         self._model: Callable[[], Any] = nothing
         self._optimizer: Callable[[], Any] = nothing
         self._scale: GradientScale | None = None
         self._began: float | None = None
         self._failures = Failures()
-        whose = Whose(gradients_are_global, grad_norm_is_told)
-        self._recording = NormRecording(self.config, monitor, micro_steps, whose, self._failures)
+        source = GradNormSource(gradients_are_global, grad_norm_is_told)
+        self._recording = NormRecording(self.config, monitor, micro_steps, source, self._failures)
         self._flops = FlopCount(flops(model_flops), self._backend.counting_flops, self._failures)
         self.world_size = 1
         self._closed = False
@@ -187,14 +188,14 @@ class TrainingMetrics:
             self.attach(model, optimizer)
 
     def attach(self, model: Any, optimizer: Any = None) -> None:
-        """Take the model and its optimizer, when communication between ranks is there, and begin. Once.
+        """Attach a model and its optimizer, and begin. Call it once, after communication between ranks is initialised.
 
         Raises:
-            RuntimeError: It has been done before.
+            RuntimeError: A model is attached already.
         """
         if self._writing is not None:
-            raise RuntimeError("These TrainingMetrics have their model already. Make new ones.")
-        self._model, self._optimizer = weakly("model", model), weakly("optimizer", optimizer)
+            raise RuntimeError("These TrainingMetrics have a model already. Create new ones for another model.")
+        self._model, self._optimizer = weak_reference("model", model), weak_reference("optimizer", optimizer)
         place = self._backend.place()
         self._failures.rank, self.world_size = place.rank, place.world_size
         if self.config.shows_expert_load and model is not None:
@@ -202,7 +203,7 @@ class TrainingMetrics:
         try:
             self._attach(model, optimizer, place)
         except BaseException:
-            self.close()  # nothing stays attached of what was refused
+            self.close()  # a refused model keeps no hooks
             raise
 
     def _attach(self, model: Any, optimizer: Any, place: ProcessTopology) -> None:
@@ -215,7 +216,7 @@ class TrainingMetrics:
         if self.config.callbacks.TopkBiasBalanceCallback is not None and place.rank == 0:
             LOGGER.info("TopkBiasBalanceCallback: the load of experts is shown and not balanced; a monitor changes nothing.")
 
-    def _begin(self, rank: int, world_size: int) -> Writing:
+    def _begin(self, rank: int, world_size: int) -> MetricsWriter:
         board = self.config.tensorboard
         events = None
         if board is not None:
@@ -224,8 +225,10 @@ class TrainingMetrics:
             events = EventWriter(directory, board.tensorboard_queue_size)
         counts = ExpertCounts(self._dump_path / f"rank_{rank}", world_size) if self.config.shows_expert_load else None
         log = LogWriter(rank, self._total)
-        reporting = Reporting(self.config, world_size, log, events, counts, self._failures, grad_norm_is_told=self._told)
-        writing = Writing(reporting, self._failures)
+        reporting = Reporting(
+            self.config, world_size, log, events, counts, self._failures, grad_norm_is_told=self._grad_norm_is_told
+        )
+        writing = MetricsWriter(reporting, self._failures)
         if events is not None:
             writing.texts(texts(self.config))
         return writing
@@ -239,7 +242,7 @@ class TrainingMetrics:
 
     @contextmanager
     def step(self, batch_size: int | None = None) -> Iterator[Step]:
-        """One step of a training loop, its optimizer's step included. One that raises is not shown.
+        """One step of a training loop, including the optimizer's step. A step that raises is not shown.
 
         Args:
             batch_size: Samples of all ranks together.
@@ -254,16 +257,16 @@ class TrainingMetrics:
         self.end_step(step)
 
     def count_flops(self) -> None:
-        """For callbacks: what computes in the step begins, if that is counted. Has to be followed by ``stop_counting``."""
+        """For callbacks: start counting floating point operations, if they are counted. ``stop_counting`` has to follow."""
         self._failures.guarded("counting floating point operations", self._flops.begin)(self._model())
 
     def stop_counting(self, *, failed: bool = False) -> None:
-        """What computes has returned, or has failed. Any number of times; ``end_step`` calls it, at the latest."""
-        stop = self._flops.give_up if failed else self._flops.pause
+        """Stop counting, after the computation has returned or failed. May be repeated; ``end_step`` calls it at the latest."""
+        stop = self._flops.discard if failed else self._flops.pause
         self._failures.guarded("counting floating point operations", stop)()
 
     def begin_step(self, batch_size: int | None = None) -> Step:
-        """What ``step`` does at its beginning, for callbacks: they say themselves what is counted (``count_flops``)."""
+        """The beginning of ``step``, for callbacks. They mark themselves what is counted (``count_flops``)."""
         if self._writing is None and not self._closed:
             self.attach(None)
         self._failures.guarded("listing trainable parameters", self._list_names)()
@@ -284,7 +287,7 @@ class TrainingMetrics:
         return section.monitor_on and section.print_struct
 
     def end_step(self, step: Step) -> None:
-        """What ``step`` does at its end, for callbacks.
+        """The end of ``step``, for callbacks.
 
         Raises:
             RunEnded: ``print_struct`` ends the run after its first step.
@@ -307,7 +310,7 @@ class TrainingMetrics:
         self._recording.realign(self.steps)
         if self._writing is None or self._closed:
             return
-        self._say_what_is_unknown(step)
+        self._warn_of_unknown_attributes(step)
         losses = step.local_losses or ([] if step.loss is None else [step.loss])
         self._writing.facts(
             StepFacts(
@@ -330,32 +333,33 @@ class TrainingMetrics:
         )
 
     def _kept(self, name: str, x: Any) -> Number | None:
-        """A number that stays what it is; None where it is none, which is said of each that a step is told."""
+        """A snapshot of a number; None, and a warning once for each name, if it is no number."""
         return x if x is None or callable(x) else self._failures.guarded(f"reading {name} of a step", self._backend.kept)(x)
 
-    def _say_what_is_unknown(self, step: Step) -> None:
+    def _warn_of_unknown_attributes(self, step: Step) -> None:
         for name in step.unknown:
             known = ", ".join(ATTRIBUTES)
-            self._failures.warn(f"attribute {name} of a step", f"A step has no {name!r}, which is not shown. It has {known}.")
+            said = f"A step has no attribute {name!r}, which is not shown. It has {known}."
+            self._failures.warn(f"attribute {name} of a step", said)
 
     def warn_once(self, said: str) -> None:
-        """For callbacks: say what is not shown, and why, the first time that it is so."""
+        """For callbacks: warn once that something is not shown, and why."""
         self._failures.warn(said, said)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Whether within ``seconds`` all that is known of steps so far was written."""
+        """Write everything that is known of the steps so far; returns whether that was done within ``seconds``."""
         return self._writing is None or self._writing.flush(seconds)
 
     def close(self) -> None:
-        """Write what is left. Any number of times."""
+        """Write what is left and detach. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
         guarded = self._failures.guarded
         if self._routers is not None:
-            guarded("letting go of routers", self._routers.remove)()
+            guarded("removing the hooks of routers", self._routers.remove)()
         if self._scale is not None:
-            guarded("letting go of the optimizer", self._scale.remove)()
+            guarded("removing the hooks of the optimizer", self._scale.remove)()
         guarded("closing the recording", self._recording.close)()
         if self._writing is not None:
             guarded("closing training metrics", self._writing.close)()

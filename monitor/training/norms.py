@@ -1,4 +1,4 @@
-"""Norms of a step, out of the rows that the tensor monitor has measured anyway."""
+"""Norms of a step, read from rows that the tensor monitor has recorded."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ REDUCED: Final = "grad_reduced"
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 WEIGHT: Final = "param_updated"
 
-OF_SOME: Final = "grad-norm and weight_norm are not shown: some parameters are stepped by no optimizer that was passed."
+NOT_ALL_PARAMETERS: Final = (
+    "grad-norm and weight_norm are not shown: the optimizers that were passed do not step all parameters."
+)
 NOT_WHOLE: Final = "weight_norm is not shown: this rank has only parts of the weights."
 
 
 def unscaled(norms: StepNorms, loss_scale: float | None, gradient_scale: float | None) -> StepNorms:
-    """Norms as they are without the scales that training knows of.
+    """Divide norms by the scales that the training loop reports.
 
     Args:
-        loss_scale: What the loss was multiplied by; a recording that knows it itself has divided by it already.
-        gradient_scale: What the gradients that the optimizer was given are multiplied by.
+        loss_scale: The factor on the loss. Ignored if the recording knows it and has divided by it already.
+        gradient_scale: The factor on the gradients that the optimizer was given.
     """
     local = (loss_scale if norms.loss_scale is None else None) or 1.0
     return replace(
@@ -44,8 +46,8 @@ def unscaled(norms: StepNorms, loss_scale: float | None, gradient_scale: float |
     )
 
 
-class Takes(Protocol):
-    """Takes the norms of a step; from any thread."""
+class NormReceiver(Protocol):
+    """Receives the norms of a step, from any thread."""
 
     def norms(self, step: int, norms: StepNorms | None) -> None: ...
 
@@ -53,13 +55,13 @@ class Takes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
-    """Who knows the norm of the whole gradient.
+class GradNormSource:
+    """Where the norm of the whole gradient comes from.
 
     Attributes:
-        gradients_are_global: Whether somebody vouches that the optimizer is given the whole gradient on every rank. Otherwise
-            it must show in the placement of each of them.
-        grad_norm_is_told: Whether ``grad-norm`` comes from somewhere else.
+        gradients_are_global: Whether the user states that every rank's optimizer is given the whole gradient. Otherwise the
+            placement of each gradient must show it.
+        grad_norm_is_told: Whether the loop sets ``grad_norm``, so that gradients need not be read.
     """
 
     gradients_are_global: bool = False
@@ -67,44 +69,44 @@ class Whose:
 
 
 class NormReader:
-    """A watcher of a recording: reads the norms of each step from its rows, on the recording's own writer thread.
+    """Listens to a recording: reads the norms of each step from its rows, on the recording's own writer thread.
 
     Args:
-        world: Ranks of the job.
-        of_all: Whether the rows of a step are of all parameters that are trained.
+        world: The number of ranks of the job.
+        of_all: Returns whether the rows of a step cover all trained parameters.
     """
 
     def __init__(
         self,
         series: SeriesTable,
         world: int,
-        takes: Takes,
+        receiver: NormReceiver,
         failures: Failures,
-        whose: Whose,
+        source: GradNormSource,
         of_all: Callable[[], bool] = lambda: True,
     ) -> None:
         self._series = series
         self._world = world
-        self._takes = takes
+        self._receiver = receiver
         self._failures = failures
-        self._whose = whose
+        self._source = source
         self._of_all = of_all
 
     def look(self, rows: StepRows) -> None:
-        """Look at a step."""
-        self._takes.norms(rows.step, self._norms(rows))
+        """Read the norms of a step."""
+        self._receiver.norms(rows.step, self._norms(rows))
 
     def dropped(self, step: int, reason: str) -> None:
         """The step is lost."""
         del reason
-        self._takes.norms(step, None)
+        self._receiver.norms(step, None)
 
     def save(self) -> None:
-        """Nothing to do: nothing is kept here."""
+        """Nothing to save: the reader has no state."""
 
     def close(self) -> None:
         """The recording has ended."""
-        self._takes.no_more_norms()
+        self._receiver.no_more_norms()
 
     def _norms(self, rows: StepRows) -> StepNorms:
         known = self._loss_scale(rows)
@@ -119,7 +121,7 @@ class NormReader:
             self._by_name(self._whole_steps(rows, FIRST)),
             self._by_name(self._whole_steps(rows, SECOND)),
             self._weight(weights),
-            _total(reduced) if here and whole and not self._whose.grad_norm_is_told else None,
+            _total(reduced) if here and whole and not self._source.grad_norm_is_told else None,
             here,
             known,
             rows.status == "skipped",
@@ -127,22 +129,22 @@ class NormReader:
 
     def _is_whole(self) -> bool:
         if not (whole := self._of_all()):
-            self._failures.warn("norms of some parameters", OF_SOME)
+            self._failures.warn("norms of some parameters", NOT_ALL_PARAMETERS)
         return whole
 
     def _is_here(self, reduced: KindRows | None, local: KindRows | None, rows: StepRows) -> bool:
-        """Whether this rank has the whole gradient; so it is said, too, of a step that nobody gave a gradient."""
+        """Whether this rank has the whole gradient. True for a step without gradients too, so that it causes no warning."""
         if reduced is None:
             return local is None or rows.status == "skipped"
-        return self._whose.gradients_are_global or all(map(self._everywhere, self._places(reduced)))
+        return self._source.gradients_are_global or all(map(self._everywhere, self._places(reduced)))
 
     def _whole_steps(self, rows: StepRows, kind: str) -> KindRows | None:
-        """The rows of a kind, if they are of the step as a whole: gradients of micro-batches do not tell that of the step."""
+        """The rows of a kind, if they are of the whole step: gradients of single micro-batches do not give the step's norm."""
         found = rows.kinds.get(kind)
         return found if found is not None and len(found) and (found.micro_step == NO_MICRO_STEP).all() else None
 
     def _loss_scale(self, rows: StepRows) -> float | None:
-        """What local gradients are multiplied by, if they are."""
+        """The loss scale that the recording knows; None if it knows none."""
         other = rows.kinds.get("other")
         names = [] if other is None else [self._series[index].name for index in other.series.tolist()]
         if other is None or "loss_scale" not in names:
@@ -170,7 +172,7 @@ class NormReader:
         return [self._series.placement(self._series[index]) for index in rows.series.tolist()]
 
     def _everywhere(self, placement: Placement) -> bool:
-        """Whether every rank of the job holds the same."""
+        """Whether every rank of the job holds the same tensor."""
         alike = {*placement.replicas, *placement.unclaimed}
         return _whole(placement) and not placement.assumed and (self._world == 1 or len(alike) == self._world)
 
@@ -192,7 +194,7 @@ def _total(rows: KindRows | None, scale: float = 1.0) -> float | None:
     return float(values[0]) / scale
 
 
-# --- What the tensor monitor has to record, so that the norms of training metrics can be read from its rows.
+# --- The configuration that makes the tensor monitor record the norms that training metrics need.
 
 
 def norms_of_state(config: TrainingConfig) -> bool:
@@ -202,10 +204,10 @@ def norms_of_state(config: TrainingConfig) -> bool:
 
 
 def recorded(config: TrainingConfig, *, grad_norm_is_told: bool) -> MonitorConfig | None:
-    """The tensor monitor's configuration; None where no norm is wanted, and always while ``monitor_on`` is false.
+    """The tensor monitor's configuration; None if no norm is wanted, and always while ``monitor_on`` is false.
 
     Args:
-        grad_norm_is_told: Whether ``grad-norm`` comes from whoever clips gradients.
+        grad_norm_is_told: Whether the loop sets ``grad_norm``.
     """
     run, state = config.callbacks.MFLossMonitor, config.monitor_config
     local = bool(config.wants("local_norm_format") or config.wants("device_local_norm_format"))
@@ -222,7 +224,7 @@ def recorded(config: TrainingConfig, *, grad_norm_is_told: bool) -> MonitorConfi
         wg_distribution=local or grad_norm,
         mv_distribution=moments,
         param_distribution=weights,
-        # Steps that are shown are counted from 1, those that are recorded from 0.
+        # Shown steps are counted from 1, recorded steps from 0.
         start_step=every - 1,
         step_interval=every,
     )

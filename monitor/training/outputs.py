@@ -1,4 +1,4 @@
-"""Training metrics in TensorBoard: scalars and texts in a file of events that grows."""
+"""Where training metrics are shown: event files for TensorBoard, and the log."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ AGAINST_SAMPLES: Final = "-vs-samples"
 
 
 class EventWriter:
-    """Writes ``events.out.tfevents.…`` into a directory, which is made with the first event. Every run has a file of its own.
+    """Writes ``events.out.tfevents.…`` into a directory, which is created with the first event. Every run has its own file.
 
-    Not marked as a restart: TensorBoard would take that for steps and samples alike, and hide what was shown against samples.
+    The file is not marked as a restart: TensorBoard would apply that to steps and samples alike, and hide scalars shown against
+    samples.
 
     Args:
-        directory: Of the rank.
-        queue_size: How many events are held before they are written.
+        directory: The directory of the rank.
+        queue_size: The number of events that are buffered before they are written.
 
     Raises:
-        OSError: from every method, if the disk does not allow what was asked. Events that could not be written are lost, those
-            in the file stay whole, and the next ones are tried.
+        OSError: From every method, if the disk refuses an operation. Events that could not be written are lost. Events in the
+        file stay intact, and later events are written.
     """
 
     def __init__(self, directory: Path, queue_size: int) -> None:
@@ -50,7 +51,7 @@ class EventWriter:
         self._file: GrowingFile | None = None
 
     def scalars(self, scalars: Sequence[Scalar]) -> None:
-        """Add numbers, each against its step and, where it says so, against samples."""
+        """Add numbers, each against its step and, if it has ``samples``, against samples too."""
         now = time.time()
         against = [(one.samples, one.tag + AGAINST_SAMPLES, one.value) for one in scalars if one.samples is not None]
         steps = [(one.x, one.tag, one.value) for one in scalars]
@@ -70,7 +71,7 @@ class EventWriter:
             self._hold(Event(wall_time=time.time(), step=0, summary=summary))
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the buffered events."""
         held, self._held = self._held, []
         if not held:
             return
@@ -84,7 +85,7 @@ class EventWriter:
         file.keep()
 
     def close(self) -> None:
-        """Write what is held and let go of the file."""
+        """Write the buffered events and close the file."""
         try:
             self.flush()
         finally:
@@ -109,7 +110,7 @@ def _x(one: tuple[int, str, float]) -> int:
     return one[0]
 
 
-# --- Training metrics in the log: one line a step for the run, and one for each metric of its state.
+# --- Training metrics in the log: one line a step for the run, and one for each metric of the training state.
 
 UNITS: Final = {
     "iteration-time": " s",
@@ -117,17 +118,17 @@ UNITS: Final = {
     "model-flops-throughput-per-npu": " TFLOPS",
 }
 JUDGED: Final = ("loss", "grad-norm", "device_local_norm", "weight_norm", "device_accum_local_loss")
-"""What is said to be not finite, where it is."""
+"""Metrics that are reported when they are not finite."""
 MOST_NAMED: Final = 3
 MOST_SHARES: Final = 16
-"""Experts of a router whose shares all stand in a line; of more, the least and the greatest do."""
+"""Up to so many experts of a router, a line lists all shares; for more, only the least and the greatest."""
 
 
 class LogWriter:
     """Writes to the monitor's logger.
 
     Args:
-        total: How many steps there are going to be; 0 where that is not known.
+        total: The planned number of steps; 0 if it is not known.
     """
 
     def __init__(self, rank: int, total: int = 0) -> None:
@@ -136,10 +137,10 @@ class LogWriter:
         self._since: dict[str, int] = {}
 
     def run(self, step: int, scalars: Sequence[Scalar], since_last: float, reasons: Iterable[str] = ()) -> None:
-        """One line of a step.
+        """Log one line for a step.
 
         Args:
-            since_last: Seconds since the step before has ended.
+            since_last: Seconds since the previous step ended.
             reasons: Why numbers are not finite; the line is then a warning.
         """
         shown = ", ".join(f"{one.tag} {_shown(one.value)}{UNITS.get(one.tag, '')}" for one in scalars)
@@ -149,30 +150,30 @@ class LogWriter:
         LOGGER.log(level, "[rank %d] step %d%s: %s; %.3g s since the last step%s", self._rank, step, of, shown, since_last, why)
 
     def state(self, scalars: Sequence[Scalar]) -> None:
-        """A line for each metric, with the parameters that it is of."""
+        """Log a line for each metric, with its parameters."""
         for (metric, x), group in groupby(scalars, key=lambda one: (one.metric, one.x)):
             LOGGER.info("[rank %d] step %d: %s", self._rank, x, _joined(metric, list(group)))
 
     def load(self, step: int, tokens: Counts) -> None:
-        """One line with the shares of experts, by router."""
-        told = [f"{name} {_shares(load(counts))}" for name, counts in tokens.items() if sum(counts)]
-        if told:
-            LOGGER.info("[rank %d] step %d: expert_load %s", self._rank, step, "; ".join(told))
+        """Log one line with the shares of experts, by router."""
+        parts = [f"{name} {_shares(load(counts))}" for name, counts in tokens.items() if sum(counts)]
+        if parts:
+            LOGGER.info("[rank %d] step %d: expert_load %s", self._rank, step, "; ".join(parts))
 
     def reasons(self, step: int, scalars: Sequence[Scalar], local: Mapping[str, float], *, skipped: bool) -> list[str]:
-        """What is not finite, since when, and where it is first seen.
+        """Which metrics are not finite, since which step, and which gradients are affected first.
 
         Args:
             local: Norms of gradients, by parameter.
         """
         wrong = {one.tag: one.value for one in scalars if one.tag in JUDGED and not math.isfinite(one.value)}
-        fine = {one.tag for one in scalars if one.tag not in wrong}  # what is not shown in this step says nothing
+        fine = {one.tag for one in scalars if one.tag not in wrong}  # a metric that is not shown in this step keeps its state
         self._since = {tag: since for tag, since in self._since.items() if tag not in fine}
         self._since.update({tag: step for tag in wrong if tag not in self._since})
         said = [f"{tag} is {_shown(value)}, since step {self._since[tag]}" for tag, value in wrong.items()]
         if said and (poisoned := [name for name, norm in local.items() if not math.isfinite(norm)]):
             more = f" and {len(poisoned) - MOST_NAMED} more" if len(poisoned) > MOST_NAMED else ""
-            said.append(f"not finite are the gradients of {', '.join(poisoned[:MOST_NAMED])}{more}")
+            said.append(f"these gradients are not finite: {', '.join(poisoned[:MOST_NAMED])}{more}")
         return [*said, "the optimizer skipped the step"] if skipped else said
 
 
@@ -217,16 +218,16 @@ DEPENDS: Final[Mapping[str, str]] = {
     **dict.fromkeys(_EVALUATION, "do_eval"),
     "lr_scale_factor": "lr_scale",
 }
-"""Keys that say something only where another one is shown and is neither false nor empty."""
+"""Keys that matter only if another key is shown and is neither false nor empty."""
 
 DEPENDS_ON_FALSE: Final[Mapping[str, str]] = {"data_skip_steps": "ignore_data_skip"}
-"""Keys that say something only where another one is shown and is false."""
+"""Keys that matter only if another key is shown and is false."""
 
 
 def texts(config: TrainingConfig) -> dict[str, str]:
-    """By tag."""
+    """The texts by tag."""
     document: dict[str, Any] = {str(key): value for key, value in config.document.items()}
-    return {key: _spelled(value) for key, value in document.items() if _is_shown(key, document)}
+    return {key: _markdown(value) for key, value in document.items() if _is_shown(key, document)}
 
 
 def _is_shown(key: str, document: Mapping[str, Any]) -> bool:
@@ -239,8 +240,8 @@ def _is_shown(key: str, document: Mapping[str, Any]) -> bool:
     return True
 
 
-def _spelled(value: Any) -> str:
-    """As Markdown, which TensorBoard's page shows: mappings and lists as the block of YAML that they are."""
+def _markdown(value: Any) -> str:
+    """Markdown, as TensorBoard shows it: mappings and lists become a block of YAML."""
     if isinstance(value, dict | list):
         block: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
         return f"```\n{block}```"

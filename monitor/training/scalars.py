@@ -1,4 +1,4 @@
-"""From what is known of a step to the scalars that are shown of it, and where."""
+"""Computes the scalars of a step and their destinations from its facts and norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from monitor.failures import Failures
 from monitor.training.config import DESTINATIONS, LOG, TrainingConfig
 from monitor.training.step import Number, StepFacts, StepNorms, read
 
-# --- How fast training goes, in the units that users know.
+# --- Throughput, in the units that users know.
 
 SECONDS_PER_DAY: Final = 86_400
 BILLION: Final = 1e9
@@ -21,12 +21,12 @@ TERA: Final = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the steps since rates were last asked for.
+    """Rates over the steps since the last call of ``rates``.
 
     Attributes:
-        iteration_time: Seconds a step, the time between steps included.
-        throughput: Samples a second and device; None where nobody said how many samples there are.
-        model_tflops: 10^12 floating point operations of the model a second, on this device; None where they are not known.
+        iteration_time: Seconds a step, including the time between steps.
+        throughput: Samples a second and device; None if the number of samples is unknown.
+        model_tflops: 10^12 floating point operations of the model a second, on this device; None if they are unknown.
         samples_per_day: 10^9 samples a day, on all devices.
     """
 
@@ -36,11 +36,11 @@ class Rates:
     samples_per_day: float | None = None
 
 
-class Pace:
-    """Adds up steps until somebody asks how fast they were.
+class ThroughputMeter:
+    """Accumulates steps and computes their rates on request.
 
     Args:
-        devices: How many share the samples.
+        devices: The number of devices that share the samples.
     """
 
     def __init__(self, devices: int) -> None:
@@ -52,18 +52,18 @@ class Pace:
         self._steps, self._samples, self._flops, self._unknown = 0, 0, 0.0, False
 
     def begin(self, at: float) -> None:
-        """The first step began, in the seconds in which ends are told. Later calls say nothing."""
+        """The first step began, on the same clock as the ends of steps. Later calls have no effect."""
         self._last = at if self._last is None else self._last
 
     def add(self, samples: int | None, flops: float | None) -> None:
-        """A step has ended."""
+        """Add a step that has ended."""
         self._steps += 1
         self._unknown |= samples is None
         self._samples += samples or 0
         self._flops += flops or 0.0
 
     def rates(self, now: float) -> Rates:
-        """Of the steps added since this was last called, the last of which ended ``now``."""
+        """Rates of the steps added since the last call. The latest of them ended at ``now``."""
         seconds, self._last = now - (now if self._last is None else self._last), now
         steps, samples, flops, unknown = self._steps, self._samples, self._flops, self._unknown
         self._forget()
@@ -82,10 +82,10 @@ class Scalar:
     """One number.
 
     Attributes:
-        tag: The metric's name, and behind a slash what it is of, if it has several.
-        x: The step that it is of, counted from 1.
+        tag: The metric's name, followed by a slash and its object if it has several.
+        x: The step, counted from 1.
         where: Its destinations.
-        samples: How many had been seen by then, where it is shown against those as well.
+        samples: The number of samples seen so far, if the scalar is shown against samples too.
     """
 
     tag: str
@@ -100,7 +100,7 @@ class Scalar:
 
 
 class RunScalars:
-    """The metrics of the run as a whole, ``MFLossMonitor``'s. Those that have no value are left out."""
+    """The metrics of the run as a whole (``MFLossMonitor``). Metrics without a value are left out."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
@@ -110,7 +110,7 @@ class RunScalars:
         self._timers = self._everywhere if board and board.log_timers_to_tensorboard else frozenset({LOG})
 
     def of(self, facts: StepFacts, norms: StepNorms | None, rates: Rates) -> list[Scalar]:
-        """Those of one step."""
+        """The scalars of one step."""
         read_from_rows = norms or StepNorms(facts.step)
         grad_norm = read_from_rows.gradient if facts.grad_norm is None else facts.grad_norm
         loss_scale = read_from_rows.loss_scale if facts.loss_scale is None else facts.loss_scale
@@ -134,7 +134,7 @@ class RunScalars:
 
 
 class StateScalars:
-    """The metrics of ``monitor_config``, ``TrainingStateMonitor``'s. Those that have no value are left out."""
+    """The metrics of ``monitor_config`` (``TrainingStateMonitor``). Metrics without a value are left out."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
@@ -144,14 +144,14 @@ class StateScalars:
         self._chosen_names: dict[str, bool] = {}
 
     def chooses(self, name: str) -> bool:
-        """Whether ``target`` asks for a parameter."""
+        """Whether ``target`` selects a parameter."""
         chosen = self._chosen_names.get(name)
         if chosen is None:
             chosen = self._chosen_names[name] = any(pattern.search(name) for pattern in self._patterns) != self._invert
         return chosen
 
     def of(self, facts: StepFacts, norms: StepNorms | None, throughput: float | None) -> list[Scalar]:
-        """Those of one step."""
+        """The scalars of one step."""
         found = [*self._losses(facts), *self._linearity(facts, throughput)]
         return found if norms is None else [*found, *self._norms(facts.step, norms)]
 
@@ -175,7 +175,7 @@ class StateScalars:
         state = self._config.wants("optimizer_state_format")
         yield from self._chosen("local_norm", norms.local, step, self._config.wants("local_norm_format"))
         yield from _one("device_local_norm", norms.device_local, step, self._config.wants("device_local_norm_format"))
-        # They are read before the optimizer steps: what they are is what the step before has left.
+        # They are read before the optimizer steps, so they belong to the previous step.
         yield from self._chosen("adam_m_norm", norms.first_moments, step - 1, state)
         yield from self._chosen("adam_v_norm", norms.second_moments, step - 1, state)
         yield from _one("weight_norm", norms.weight, step, self._config.wants("weight_state_format"))
@@ -191,7 +191,7 @@ def _one(metric: str, value: float | None, x: int, where: frozenset[str]) -> Ite
         yield Scalar(metric, value, x, where)
 
 
-# --- How many floating point operations a step of this rank's model takes: given, or counted once.
+# --- Floating point operations that a step of this rank's model takes: given, or counted once.
 
 MEASURED: Final = "measure"
 Given = float | Literal["measure"] | None
@@ -200,24 +200,24 @@ NOTHING_COUNTED: Final = "No floating point operations were counted in the first
 
 
 class NoCounterError(Exception):
-    """The floating point operations of this model cannot be counted. Says why, and what to do."""
+    """The floating point operations of this model cannot be counted. The message says why, and what to do."""
 
 
 Counter = Callable[[Any], AbstractContextManager[Callable[[], float]]]
 
 
 class FlopCount:
-    """Counts in the first step that is told of, if the number was not given.
+    """Counts the operations of the first step, if the number was not given.
 
     Attributes:
-        per_step: None while it is not known.
+        per_step: None while the number is not known.
 
     Args:
         given: The number; ``"measure"`` to count; None for neither.
-        counter: Makes, for a model, what counts while it is entered.
+        counter: Creates, for a model, a context that counts while it is entered.
 
     Raises:
-        NoCounterError: ``counter`` raises it where it has nothing that counts.
+        NoCounterError: From ``counter``, if the framework cannot count.
     """
 
     def __init__(self, given: Given, counter: Counter, failures: Failures) -> None:
@@ -230,7 +230,7 @@ class FlopCount:
         self._so_far = 0.0
 
     def begin(self, model: Any) -> None:
-        """What is to be counted begins: a step, or a part of the first one."""
+        """Start counting: at the beginning of the first step, or of a part of it."""
         if not self._wanted or self._counted is not None:
             return
         try:
@@ -240,19 +240,19 @@ class FlopCount:
             self._failures.warn("flops", str(error))
 
     def pause(self) -> None:
-        """It has returned, or has raised. Any number of times."""
+        """Stop counting, after the computation has returned or raised. May be repeated."""
         counted, self._counted = self._counted, None
         self._entered.close()
         if counted is not None:
             self._so_far += counted()
 
-    def give_up(self) -> None:
-        """What was counted has raised: it is not that of a step, and the next step is counted."""
+    def discard(self) -> None:
+        """The computation has raised: discard its count, and count the next step."""
         self.pause()
         self._so_far = 0.0
 
     def end(self) -> None:
-        """The step has done its work. Any number of times."""
+        """The step has ended: keep its count. May be repeated."""
         self.pause()
         if not self._wanted:
             return

@@ -1,4 +1,4 @@
-"""What a training loop tells of one step."""
+"""The data of one training step: what the loop reports, what was read from its tensors, and how both are joined."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# --- Numbers that a step reports, some of which a device has yet to compute.
+# --- Numbers that a step reports. A device may still have to compute them.
 
 Number = float | Callable[[], float]
-"""A number, or what waits for it: called once, by the writer's thread, never by training's."""
+"""A number, or a function that waits for it: called once, by the writer's thread, never by the training thread."""
 
 
 def read(number: Number) -> float:
-    """The number, waited for."""
+    """The number; waits for it if a device still computes it."""
     return number if isinstance(number, int | float) else number()
 
 
 ATTRIBUTES: Final = ("loss", "grad_norm", "loss_scale", "learning_rate", "batch_size")
-"""What a loop may set."""
+"""The attributes that a loop may set."""
 
 
 class Step:
-    """One step, as a training loop tells of it. Tensors have one element and may be on a device: nobody waits for them here.
+    """One step, as a training loop reports it. Its tensors have one element and may be on a device; nothing here waits for
+    them.
 
-    It forgets what it was told when it has ended, and keeps no tensor.
+    Its values are dropped when the step has ended, so that no tensor stays alive.
 
     Attributes:
         loss: As training reports it.
-        grad_norm: What ``clip_grad_norm_`` has returned, or who else knows the norm of the whole gradient.
-        loss_scale: What the loss was multiplied by.
-        learning_rate: That of the optimizer's first group when the step began, unless it is set.
+        grad_norm: The result of ``clip_grad_norm_``, or the norm of the whole gradient from elsewhere.
+        loss_scale: The factor that the loss was multiplied by.
+        learning_rate: Defaults to the learning rate of the optimizer's first group when the step began.
         batch_size: Samples of all ranks together.
     """
 
@@ -46,43 +47,43 @@ class Step:
 
     @property
     def unknown(self) -> list[str]:
-        """What was set that a step does not have."""
+        """Attributes that were set on the step and that a step does not have."""
         return sorted(vars(self).keys() - {*ATTRIBUTES, "local_losses", "_kept"})
 
     def local_loss(self, loss: Any) -> None:
-        """Add the loss of one micro-batch of this rank, as its backward begins from it. Without any, ``loss`` is taken."""
+        """Add the loss of one micro-batch of this rank, from which its backward starts. Without any, ``loss`` is used."""
         self.local_losses.append(loss if self._kept is None else self._kept(loss))
 
     def forget(self) -> None:
-        """It has ended: what its tensors were computed from is not to live on."""
+        """The step has ended: drop the tensors, so that their graph is freed."""
         self.loss = self.grad_norm = self.loss_scale = self.learning_rate = None
         self.local_losses = []
 
 
-# --- What is known of a step: what the training loop tells, and what was read of its tensors.
+# --- The facts of a step: what the training loop reports, and what was read from the recording.
 
 Tokens = Callable[[], Sequence[int]]
-"""How many tokens went to each expert; waits for the device when it is called."""
+"""The number of tokens that went to each expert; the call waits for the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the training thread says of a step when it ends.
+    """The facts that the training thread reports when a step ends.
 
     Attributes:
-        step: How many steps have ended, this one included.
-        samples: Of all ranks together, in all steps so far; None where nobody said how many there are.
+        step: The number of steps that have ended, this one included.
+        samples: Of all ranks together, in all steps so far; None if a batch size is unknown.
         batch_size: Of all ranks together, in this step.
-        ended: Seconds of a clock that only goes forward.
+        ended: In seconds of a monotonic clock.
         loss: As training reports it for the step.
-        grad_norm: Of all gradients over all ranks, before they were clipped, where somebody computed it.
-        local_losses: Of this rank, one a micro-step.
-        measured: The step of the recording that belongs to it; None where none was recorded.
+        grad_norm: Norm of the whole gradient over all ranks, before clipping, if the loop has set it.
+        local_losses: The losses of this rank, one a micro-step.
+        measured: The recorded step that belongs to it; None if no step was recorded.
         flops: Floating point operations of this rank's model in the step.
-        tokens: Of each router, by name, what of this rank went to each expert.
+        tokens: By router: the tokens of this rank that went to each expert.
         began: When the first step began, in the seconds of ``ended``.
-        local_gradients_note: Why local gradients of the recording are not those of all micro-batches of a step, if so.
-        gradient_scale: What the gradients that the optimizer was given are multiplied by, where it divides by it itself.
+        local_gradients_note: Why the recorded local gradients do not cover all micro-batches of the step; None if they do.
+        gradient_scale: The factor on the gradients that the optimizer was given, if the optimizer divides by it.
     """
 
     step: int
@@ -104,18 +105,18 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepNorms:
-    """What a recording has of a step. What could not be read right is absent.
+    """Norms that were read from the recording of a step. A norm that could not be read correctly is absent.
 
     Attributes:
-        step: Of the recording, counted from 0.
+        step: The number of the recorded step, counted from 0.
         local: Norm of each parameter's gradient on this rank, before ranks aggregate them.
-        device_local: Of all of them as one vector.
-        first_moments: Norm of each parameter's first moment, as the step before has left it.
+        device_local: Norm of all of these gradients as one vector.
+        first_moments: Norm of each parameter's first moment, after the previous step.
         second_moments: The same for the second.
-        weight: Of all weights as one vector, as this step has left them.
-        gradient: Of all gradients as one vector, over all ranks, as the optimizer was given them.
-        gradient_is_here: Whether it shows that this rank has the whole gradient.
-        loss_scale: What the loss was multiplied by, if it was.
+        weight: Norm of all weights as one vector, after this step.
+        gradient: Norm of all gradients as one vector, over all ranks, as the optimizer was given them.
+        gradient_is_here: Whether this rank is known to have the whole gradient.
+        loss_scale: The factor that the loss was multiplied by, if any.
         skipped: Whether the optimizer skipped the step.
     """
 
@@ -131,18 +132,18 @@ class StepNorms:
     skipped: bool = False
 
 
-# --- The two halves of a step, which come from two threads: what the loop told, and what was read of its tensors.
+# --- Join the two halves of a step, which come from two threads: the loop's facts and the recording's norms.
 
 MOST_WAITING: Final = 64
-"""Steps that wait for their norms. A writer that is so far behind has dropped some."""
+"""Steps that may wait for their norms. If more are waiting, the recording's writer has dropped some."""
 
 Whole = Callable[[StepFacts, StepNorms | None], None]
 
 
-class Joining:
-    """Hands on each step's facts in their order, with the norms that belong to them as soon as those are there.
+class StepJoiner:
+    """Passes on the facts of each step in order, together with its norms as soon as these are there.
 
-    Norms come in the order of their steps, so whoever waits for those of an earlier step waits in vain.
+    Norms arrive in the order of their steps. So norms of a later step show that those of an earlier step are lost.
 
     Args:
         whole: Called with the facts of a step, and its norms if it has any.
@@ -155,31 +156,31 @@ class Joining:
         self._newest = -1
 
     def facts(self, facts: StepFacts) -> None:
-        """The training loop has told of a step."""
+        """Add the facts of a step."""
         self._waiting.append(facts)
         self._settle()
 
     def norms(self, step: int, norms: StepNorms | None) -> None:
-        """A step of the recording was read; None where it is lost."""
+        """Add the norms of a recorded step; None if the step is lost."""
         self._norms[step] = norms
         self._newest = max(self._newest, step)
-        while len(self._norms) > MOST_WAITING:  # of a loop that tells nothing
+        while len(self._norms) > MOST_WAITING:  # the loop reports no facts
             del self._norms[next(iter(self._norms))]
         self._settle()
 
-    def rest(self) -> None:
-        """No more norms will come."""
+    def pass_on_all(self) -> None:
+        """Pass on all waiting steps: no more norms will come."""
         while self._waiting:
-            self._hand_on(self._waiting.popleft())
+            self._pass_on(self._waiting.popleft())
 
     def _settle(self) -> None:
         while self._waiting and (len(self._waiting) > MOST_WAITING or self._is_whole(self._waiting[0])):
-            self._hand_on(self._waiting.popleft())
+            self._pass_on(self._waiting.popleft())
 
     def _is_whole(self, facts: StepFacts) -> bool:
         return facts.measured is None or facts.measured in self._norms or facts.measured < self._newest
 
-    def _hand_on(self, facts: StepFacts) -> None:
+    def _pass_on(self, facts: StepFacts) -> None:
         norms = None if facts.measured is None else self._norms.get(facts.measured)
         if facts.measured is not None:
             self._norms = {step: one for step, one in self._norms.items() if step > facts.measured}

@@ -1,4 +1,4 @@
-"""The tensor monitor whose rows norms are read from: the user's own, or one that is made for training metrics."""
+"""Connects training metrics to the tensor monitor whose rows hold their norms: the user's own, or a new one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
 from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.config import TrainingConfig
-from monitor.training.norms import NormReader, Whose, norms_of_state, recorded
-from monitor.training.reporting import Writing
+from monitor.training.norms import GradNormSource, NormReader, norms_of_state, recorded
+from monitor.training.reporting import MetricsWriter
 
 LISTENER: Final = "the training metrics"
 FLUSH_SECONDS: Final = 30.0
 
 NO_OPTIMIZER: Final = "Norms that training metrics ask for are not shown: they need the model and its optimizer."
 NOT_RECORDED: Final = (
-    "No gradient is recorded, since monitor_config.monitor_on is false: grad-norm is shown of steps whose grad_norm is set."
+    "No gradient is recorded, since monitor_config.monitor_on is false: "
+    "grad-norm is shown only for steps whose grad_norm is set."
 )
 NOT_SET: Final = "Norms that training metrics ask for are not shown: the monitor that was passed has not set"
 
@@ -27,20 +28,20 @@ FIELDS: Final = ("wg_distribution", "mv_distribution", "param_distribution")
 
 
 class NormRecording:
-    """Records what norms need, and tells which step of the recording belongs to a step of training.
+    """Records what the norms need, and tells which recorded step belongs to a training step.
 
     Args:
-        monitor: The user's own, which is left as it is; None to have one made.
-        micro_steps: Of a step.
+        monitor: The user's monitor, which is not changed; None to create one.
+        micro_steps: Micro-batches a step.
     """
 
     def __init__(
-        self, config: TrainingConfig, monitor: TrainerMon | None, micro_steps: int, whose: Whose, failures: Failures
+        self, config: TrainingConfig, monitor: TrainerMon | None, micro_steps: int, source: GradNormSource, failures: Failures
     ) -> None:
         self._config = config
-        self._monitor, self._is_ours = monitor, monitor is None
+        self._monitor, self._owns_monitor = monitor, monitor is None
         self._micro_steps = micro_steps
-        self._whose = whose
+        self._source = source
         self._failures = failures
         self._measured: int | None = None
 
@@ -50,55 +51,55 @@ class NormRecording:
         optimizer: Any,
         begun: int,
         make: Callable[[MonitorConfig], TrainerMon],
-        writing: Writing,
+        writing: MetricsWriter,
         world_size: int,
     ) -> None:
-        """Have norms handed over to ``writing`` from now on.
+        """Send norms to ``writing`` from now on.
 
         Args:
-            begun: How many steps there have been.
-            make: Makes a monitor that records what a configuration says.
+            begun: The number of steps that have begun before.
+            make: Creates a monitor from a configuration.
         """
-        wanted = recorded(self._config, grad_norm_is_told=self._whose.grad_norm_is_told)
+        wanted = recorded(self._config, grad_norm_is_told=self._source.grad_norm_is_told)
         if self._monitor is None:
             if wanted is None or optimizer is None:
-                self._say_that_there_are_none(optimizer)
+                self._warn_of_no_norms(optimizer)
                 return
             self._monitor = make(wanted)
-        whose, failures = self._whose, self._failures
+        source, failures = self._source, self._failures
         writing.expect_norms()
         of_all = partial(_of_all, weakref.ref(self._monitor))  # the writer must not keep the monitor, and the model with it
-        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, whose, of_all))
-        if self._is_ours:
+        self._monitor.listen(LISTENER, lambda series: NormReader(series, world_size, writing, failures, source, of_all))
+        if self._owns_monitor:
             self._monitor.set_monitor(model, self._micro_steps, optimizer, start_iteration=begun)
         elif wanted is not None:
-            self._say_what_is_missing(wanted, self._monitor.config)
+            self._warn_of_missing_fields(wanted, self._monitor.config)
 
-    def _say_that_there_are_none(self, optimizer: Any) -> None:
+    def _warn_of_no_norms(self, optimizer: Any) -> None:
         if norms_of_state(self._config):
             self._failures.warn("no optimizer", NO_OPTIMIZER)
-        elif optimizer is not None and self._config.callbacks.MFLossMonitor is not None and not self._whose.grad_norm_is_told:
+        elif optimizer is not None and self._config.callbacks.MFLossMonitor is not None and not self._source.grad_norm_is_told:
             LOGGER.info(NOT_RECORDED)
 
-    def _say_what_is_missing(self, wanted: MonitorConfig, there: MonitorConfig) -> None:
-        """Of a monitor that records what its own configuration asks for."""
+    def _warn_of_missing_fields(self, wanted: MonitorConfig, there: MonitorConfig) -> None:
+        """Warn of fields that the user's monitor does not record and the norms need."""
         if missing := [field for field in FIELDS if getattr(wanted, field) and not getattr(there, field)]:
             self._failures.warn("not recorded", f"{NOT_SET} {', '.join(missing)}.")
 
     def realign(self, ended: int) -> None:
-        """A step in which the optimizer was left out is one of training, too: the recording is to go on with the next.
+        """Advance the recording by a step in which the optimizer was not called, so that both keep counting alike.
 
         Args:
-            ended: How many steps of training have.
+            ended: The number of training steps that have ended.
         """
-        if self._monitor is None or not self._is_ours:
+        if self._monitor is None or not self._owns_monitor:
             return
         for _ in range(self._micro_steps):
             if self._monitor.step < ended:
                 self._monitor.batch_ended()
 
     def measured(self) -> int | None:
-        """The step that was recorded since this was last asked; None if none was."""
+        """The step that was recorded since the last call; None if no step was recorded."""
         last = None if self._monitor is None else self._monitor.last_collected
         if last == self._measured:
             return None
@@ -107,20 +108,20 @@ class NormRecording:
 
     @property
     def local_gradients_note(self) -> str | None:
-        """Why local gradients are not those of all micro-batches of a step; None where they are."""
+        """Why the recorded local gradients do not cover all micro-batches of a step; None if they do."""
         return None if self._monitor is None else self._monitor.local_gradients_note
 
     def close(self) -> None:
-        """End what is ours. Of another's monitor, norms of the last steps are still on their way."""
+        """Close the monitor that was created here; flush the user's, whose last norms may still be on their way."""
         if self._monitor is None:
             return
-        if self._is_ours:
+        if self._owns_monitor:
             self._monitor.close()
         else:
             self._monitor.flush(FLUSH_SECONDS)
 
 
 def _of_all(monitor: weakref.ref[TrainerMon]) -> bool:
-    """Whether every parameter that is trained is stepped by an optimizer that was passed, as far as a step has shown."""
+    """Whether the passed optimizers step every trained parameter, as far as the steps so far have shown."""
     alive = monitor()
     return alive is None or alive.knows_every_optimizer

@@ -58,7 +58,7 @@ def test_a_lone_number_is_a_list_of_itself() -> None:
         ({"levle": "L1"}, "levle: unknown field, did you mean `level`?"),
         ({"step": [-1]}, '-1 is neither a number from 0 on nor a range like "4-6"'),
         ({"step": ["6-4"]}, '"6-4" is neither a number from 0 on nor a range like "4-6"'),
-        ({"statistics": {"scope": ["a"]}}, "expected [] or two names, where to begin and where to end, both included"),
+        ({"statistics": {"scope": ["a"]}}, "expected [] or two names: where to begin and where to end, both included"),
         ({"statistics": {"data_mode": ["gradients"]}}, '"gradients" is not allowed'),
         ({"statistics": {"summary_mod": "md5"}}, "statistics.summary_mod: unknown field, did you mean `summary_mode`?"),
         ({"async_dmp": False}, "async_dmp: unknown field"),

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from monitor.dump.config import Chosen, Selection
+from monitor.dump.config import CallSelection, TaskSection
 
 
-def selection(**fields: Any) -> Selection:
-    return Selection(Chosen.model_validate(fields))
+def selection(**fields: Any) -> CallSelection:
+    return CallSelection(TaskSection.model_validate(fields))
 
 
-def calls_within(chosen: Selection, *names: str) -> list[str]:
+def calls_within(chosen: CallSelection, *names: str) -> list[str]:
     """Which of calls that follow each other lie in the scope."""
     found = []
     for name in names:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from monitor.dump.backend import DumpFailures
 from monitor.dump.files import FILE, Damage, Records, read
-from monitor.dump.values import Leaf
-from monitor.dump.writer import DATA, MOST_BYTES, Entry, Writer
+from monitor.dump.values import TensorLeaf
+from monitor.dump.writer import DATA, MOST_BYTES, DumpEntry, DumpWriter
 from monitor.failures import EarlierFailure
 
 DESCRIBED = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2]}
@@ -53,12 +53,12 @@ class Place:
         self.directory = directory
         self.failures = DumpFailures()
         self.failures.directory = directory
-        self.writer = Writer(self.failures)
+        self.writer = DumpWriter(self.failures)
         self.records = Records(directory / FILE)
 
-    def entry(self, name: str, copy: Any = None) -> Entry:
-        leaf = Leaf(DESCRIBED, None, copy, f"{name}.npy" if copy else None)
-        return Entry(self.records, self.directory, {"entry": name, "content": [leaf]})
+    def entry(self, name: str, copy: Any = None) -> DumpEntry:
+        leaf = TensorLeaf(DESCRIBED, None, copy, f"{name}.npy" if copy else None)
+        return DumpEntry(self.records, self.directory, {"entry": name, "content": [leaf]})
 
     def written(self) -> list[str]:
         self.writer.drain()

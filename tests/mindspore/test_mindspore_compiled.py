@@ -73,7 +73,7 @@ def compiled_losses(net: nn.Cell, optimizer: nn.Cell) -> list[bytes]:
 def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows_and_that_is_said_once(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hooks._say_once.cache_clear()
+    hooks._warn_once.cache_clear()
     plain = Net()
     expected = compiled_losses(plain, nn.Adam(plain.trainable_params(), 0.01))
     net = Net()
@@ -82,7 +82,7 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows
         assert compiled_losses(net, optimizer) == expected
     assert list(output.directory().glob("*.csv")) == []
     (said,) = warnings_in(caplog)
-    assert said.startswith("What calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
+    assert said.startswith("Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
 
 
 def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> None:

@@ -73,13 +73,13 @@ def test_the_default_mode_is_not_refused() -> None:
 def test_cells_inside_compiled_ones_take_no_hooks_and_are_told_of() -> None:
     found = observable(Partly())
     assert [name for name, _ in found.cells] == ["", "block", "lone", "plain"]
-    assert found.told() == "Cells inside 'block' are compiled (@jit) and have no rows: take @jit off to record them."
+    assert found.warning() == "Cells inside 'block' are compiled (@jit) and have no rows: take @jit off to record them."
 
 
 def test_of_compiled_cells_in_each_other_the_outermost_is_named() -> None:
     found = observable(Around())
     assert [name for name, _ in found.cells] == [""]
-    assert found.told().startswith("Cells inside the model are compiled")
+    assert found.warning().startswith("Cells inside the model are compiled")
 
 
 def test_a_cell_used_inside_a_compiled_one_and_outside_takes_no_hook() -> None:
@@ -92,7 +92,7 @@ def test_a_plain_model_hides_nothing() -> None:
     net = Net()
     found = observable(net)
     assert list(found.cells) == list(net.cells_and_names())
-    assert found.told() == ""
+    assert found.warning() == ""
 
 
 def test_compiled_cells_are_recognized_by_their_class_and_by_themselves() -> None:

@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from training import OPTIMIZERS, STEPS, Net, array, grouped, inputs, train
 
 from monitor.failures import Failures
-from monitor.mindspore.optimizer_steps import OptimizerSteps
+from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 
 
 class Listener:
@@ -43,7 +43,7 @@ def outcome(name: str, groups: bool, hooked: bool) -> tuple[list[bytes], Listene
     net, listener = Net(), Listener()
     optimizer = OPTIMIZERS[name](grouped(net) if groups else net.trainable_params())
     if hooked:
-        OptimizerSteps([(optimizer, listener)], listener, Failures())
+        MindSporeOptimizerSteps([(optimizer, listener)], listener, Failures())
     losses = train(net, optimizer)
     return [x.tobytes() for x in (*losses, *map(array, net.trainable_params()))], listener
 
@@ -60,7 +60,7 @@ def test_an_optimizer_that_is_listened_to_trains_to_the_same_bits(name: str, gro
 def test_the_gradients_are_those_that_were_passed_in_the_order_of_the_optimizer_s_parameters() -> None:
     net, listener = Net(), Listener()
     optimizer = nn.SGD(grouped(net), 0.1)
-    OptimizerSteps([(optimizer, listener)], listener, Failures())
+    MindSporeOptimizerSteps([(optimizer, listener)], listener, Failures())
     _, gradients = ms.value_and_grad(net, None, optimizer.parameters)(inputs(0))
     expected = [g.asnumpy().copy() for g in gradients]
     optimizer(gradients)
@@ -72,7 +72,7 @@ def test_the_gradients_are_those_that_were_passed_in_the_order_of_the_optimizer_
 def test_a_cell_that_trains_calls_the_optimizer_once_a_step() -> None:
     net, listener = Net(), Listener()
     optimizer = nn.Adam(net.trainable_params())
-    OptimizerSteps([(optimizer, listener)], listener, Failures())
+    MindSporeOptimizerSteps([(optimizer, listener)], listener, Failures())
     step = nn.TrainOneStepCell(net, optimizer)
     for number in range(STEPS):
         step(inputs(number))
@@ -82,7 +82,7 @@ def test_a_cell_that_trains_calls_the_optimizer_once_a_step() -> None:
 def test_a_step_that_loss_scaling_skips_is_no_step() -> None:
     net, listener = Net(), Listener()
     optimizer = nn.SGD(net.trainable_params(), 0.1)
-    OptimizerSteps([(optimizer, listener)], listener, Failures())
+    MindSporeOptimizerSteps([(optimizer, listener)], listener, Failures())
     scaler = ms.amp.DynamicLossScaler(scale_value=2.0, scale_factor=2, scale_window=10)
     for finite in (True, False, True):
         _, gradients = ms.value_and_grad(net, None, optimizer.parameters)(inputs(0))
@@ -95,7 +95,7 @@ def test_a_step_that_loss_scaling_skips_is_no_step() -> None:
 def test_after_it_is_removed_nobody_is_told() -> None:
     net, listener = Net(), Listener()
     optimizer = nn.Adam(net.trainable_params())
-    steps = OptimizerSteps([(optimizer, listener)], listener, Failures())
+    steps = MindSporeOptimizerSteps([(optimizer, listener)], listener, Failures())
     steps.remove()
     steps.remove()
     train(net, optimizer)
@@ -110,7 +110,7 @@ def test_a_listener_that_fails_neither_ends_training_nor_hides_what_follows(capl
     net, listener = Net(), Failing()
     optimizer = nn.Adam(net.trainable_params())
     failures = Failures()
-    OptimizerSteps([(optimizer, listener)], listener, failures)
+    MindSporeOptimizerSteps([(optimizer, listener)], listener, failures)
     with caplog.at_level(logging.WARNING, "monitor"):
         train(net, optimizer)
     assert listener.told == ["ready", "after"] * STEPS

@@ -108,4 +108,4 @@ def test_the_update_of_what_is_no_adam_is_not_made_up(output: Output, caplog: py
         "update_ratio": 4 * STEPS,
     }
     (said,) = warnings_in(caplog)
-    assert "SGD is no Adam" in said
+    assert "SGD is no known Adam" in said

@@ -186,10 +186,10 @@ def test_the_whole_document_is_kept() -> None:
         ("callbacks: 3\n", "callbacks: 3 is not allowed: expected a list, each item with a `type`"),
         (
             "callbacks:\n  - type: MFLossMonitor\n  - type: MFLossMonitor\n",
-            "line 3: callbacks: MFLossMonitor stands there twice",
+            "line 3: callbacks: MFLossMonitor appears twice",
         ),
         ("seed: 1\nmonitor_confg: {}\n", "line 2: monitor_confg: did you mean `monitor_config`?"),
-        ("seed: 1\nseed: 2\n", 'line 2: "seed" stands twice in the same mapping'),
+        ("seed: 1\nseed: 2\n", 'line 2: "seed" appears twice in the same mapping'),
         ("seed: [1\n", "line 2, column 1: expected ',' or ']', but got '<stream end>'"),
         ("- 1\n", "expected a mapping of sections, found [1]"),
         (

@@ -16,9 +16,9 @@ from monitor.training.config import TrainingConfig, training_config_in
 from monitor.training.expert_load import ExpertCounts, combined, load
 from monitor.training.norms import recorded
 from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import Reporting, Writing
-from monitor.training.scalars import Pace, Rates, RunScalars, Scalar, StateScalars
-from monitor.training.step import MOST_WAITING, Joining, StepFacts, StepNorms
+from monitor.training.reporting import MetricsWriter, Reporting
+from monitor.training.scalars import Rates, RunScalars, Scalar, StateScalars, ThroughputMeter
+from monitor.training.step import MOST_WAITING, StepFacts, StepJoiner, StepNorms
 
 BOARD = "tensorboard: {tensorboard_dir: tb, log_loss_scale_to_tensorboard: true, log_timers_to_tensorboard: true}\n"
 BOTH = frozenset({"log", "tensorboard"})
@@ -38,7 +38,7 @@ def facts(step: int = 3, **more: object) -> StepFacts:
 
 class TestPace:
     def test_rates_are_of_the_steps_since_they_were_last_asked_for(self) -> None:
-        pace = Pace(devices=4)
+        pace = ThroughputMeter(devices=4)
         pace.begin(10.0)
         pace.add(8, 1e12)
         pace.add(8, 1e12)
@@ -47,7 +47,7 @@ class TestPace:
         assert pace.rates(15.0) == Rates(1.0, 8 / 1.0 / 4, None, 8 * 86_400 / 1e9)
 
     def test_a_step_of_unknown_size_leaves_no_throughput(self) -> None:
-        pace = Pace(1)
+        pace = ThroughputMeter(1)
         pace.begin(0.0)
         pace.add(8, None)
         pace.add(None, None)
@@ -55,9 +55,9 @@ class TestPace:
 
 
 class TestJoining:
-    def joined(self) -> tuple[Joining, list[tuple[int, int | None]]]:
+    def joined(self) -> tuple[StepJoiner, list[tuple[int, int | None]]]:
         whole: list[tuple[int, int | None]] = []
-        return Joining(lambda facts, norms: whole.append((facts.step, None if norms is None else norms.step))), whole
+        return StepJoiner(lambda facts, norms: whole.append((facts.step, None if norms is None else norms.step))), whole
 
     def test_facts_wait_for_their_norms(self) -> None:
         joining, whole = self.joined()
@@ -92,7 +92,7 @@ class TestJoining:
         for step in range(MOST_WAITING + 2):
             joining.facts(facts(step, measured=step))
         assert whole == [(0, None), (1, None)]
-        joining.rest()
+        joining.pass_on_all()
         assert len(whole) == MOST_WAITING + 2
 
 
@@ -294,7 +294,7 @@ class TestLog:
         assert record.levelno == logging.WARNING
         assert record.getMessage() == (
             "[rank 0] step 4: loss nan, grad-norm 1; 0.5 s since the last step; loss is nan, since step 3; "
-            "not finite are the gradients of b"
+            "these gradients are not finite: b"
         )
 
     def test_since_when_is_not_forgotten_in_steps_that_do_not_show_it(self) -> None:
@@ -373,9 +373,9 @@ class TestExpertLoad:
 
 
 class TestWriting:
-    def writing(self, directory: Path, failures: Failures) -> Writing:
+    def writing(self, directory: Path, failures: Failures) -> MetricsWriter:
         reporting = Reporting(config(), 1, LogWriter(0), EventWriter(directory, 1), None, failures)
-        return Writing(reporting, failures)
+        return MetricsWriter(reporting, failures)
 
     def test_numbers_are_read_by_a_thread_of_its_own(self, tmp_path: Path) -> None:
         writing, read_by = self.writing(tmp_path, Failures()), []

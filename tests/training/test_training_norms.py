@@ -12,7 +12,7 @@ from monitor.series import LOCAL, NO_MICRO_STEP, Placement, Series, SeriesTable,
 from monitor.stats.host.array_kernel import NumpyKernel
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows, StepRows
-from monitor.training.norms import NOT_WHOLE, NormReader, Whose
+from monitor.training.norms import NOT_WHOLE, GradNormSource, NormReader
 from monitor.training.step import StepNorms
 
 ARRAYS = {"a": np.array([3.0, 0.0]), "b": np.array([4.0])}
@@ -42,13 +42,13 @@ def read(
     scale: float | None = None,
     world: int = 1,
     failures: Failures | None = None,
-    **whose: bool,
+    **source: bool,
 ) -> StepNorms:
     series, taken = SeriesTable(), Taken()
     kinds = {kind: rows_of(series, kind, placement, arrays, micro_step)}
     if scale is not None:
         kinds["other"] = rows_of(series, "other", LOCAL, {"loss_scale": np.array([scale])}, NO_MICRO_STEP)
-    reader = NormReader(series, world, taken, failures or Failures(), Whose(**whose))
+    reader = NormReader(series, world, taken, failures or Failures(), GradNormSource(**source))
     reader.look(StepRows(7, ("norm",), kinds, []))
     norms = taken.by_step[7]
     assert norms is not None
@@ -99,7 +99,7 @@ def test_a_name_has_no_wrapper_in_front() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "world", "whose", "expected"),
+    ("placement", "world", "source", "expected"),
     [
         (LOCAL, 1, {}, 5.0),
         (EVERYWHERE, 2, {}, 5.0),
@@ -113,9 +113,9 @@ def test_a_name_has_no_wrapper_in_front() -> None:
     ids=["alone", "replicas", "some-replicas", "unknown", "vouched-for", "told", "cut", "term"],
 )
 def test_the_norm_of_the_whole_gradient_is_read_where_this_rank_has_it(
-    placement: Placement, world: int, whose: dict[str, bool], expected: float | None
+    placement: Placement, world: int, source: dict[str, bool], expected: float | None
 ) -> None:
-    assert read("grad_reduced", placement, world=world, **whose).gradient == expected
+    assert read("grad_reduced", placement, world=world, **source).gradient == expected
 
 
 @pytest.mark.parametrize(("placement", "is_here"), [(EVERYWHERE, True), (CUT, False)], ids=["replicas", "cut"])
@@ -137,5 +137,5 @@ def test_that_weights_are_not_whole_is_said_once(caplog: pytest.LogCaptureFixtur
 
 def test_a_step_that_was_dropped_has_none() -> None:
     taken = Taken()
-    NormReader(SeriesTable(), 1, taken, Failures(), Whose()).dropped(3, "queue full")
+    NormReader(SeriesTable(), 1, taken, Failures(), GradNormSource()).dropped(3, "queue full")
     assert taken.by_step == {3: None}

@@ -162,7 +162,7 @@ class TestSteps:
                 for _ in range(2):
                     with metrics.step():
                         pass
-        assert caplog.text.count("has no norms: the tensor monitor has not recorded it") == 1
+        assert caplog.text.count("has no norms: the tensor monitor has not recorded this step") == 1
 
     def test_time_before_the_first_step_belongs_to_none(self, yaml: Any, shown: Any) -> None:
         with TrainingMetrics(yaml()) as metrics:

@@ -1,7 +1,8 @@
-"""Calls of MindSpore's functions, methods and primitives, as they happen.
+"""Intercepts calls of MindSpore's functions, methods and primitives.
 
-There is no hook for them, so attributes of modules and classes are replaced while the dump runs, and put back exactly: one that
-a class had inherited is taken away again. What is compiled meets none of it: it is told apart by its context.
+MindSpore has no hook for them. So attributes of modules and classes are replaced while the dump runs, and restored exactly: a
+replacement of an inherited attribute is deleted. Compiled code does not use the replacements; tracing is detected by its
+context.
 """
 
 from __future__ import annotations
@@ -28,46 +29,46 @@ PLACES: Final = {
     "MintDistributed": distributed,
     "Distributed": comm_func,
 }
-"""Where names of a prefix are looked up."""
+"""The modules and classes in which the names of a prefix are looked up."""
 
 PRIMITIVE: Final = "Primitive"
 
 Function = Callable[..., Any]
 Named = Callable[[Sequence[Any]], tuple[str, str] | None]
-"""Prefix and name of a call, given its arguments; None if it is not to be told."""
+"""Prefix and name of a call, given its arguments; None to ignore the call."""
 
 
 class Patch:
-    """What stands in the place of one attribute.
+    """The replacement of one attribute.
 
     Args:
-        owner: The module or class where callers look it up.
-        first: The first argument to tell of.
+        owner: The module or class in which callers look it up.
+        first: The index of the first argument to report.
     """
 
     def __init__(self, owner: Any, name: str, named: Named, listener: ApiListener, first: int = 0) -> None:
         self._owner, self._name = owner, name
         self._was_its_own = name in vars(owner)
         self._original: Function = vars(owner)[name] if self._was_its_own else getattr(owner, name)
-        self._ours = _telling(self._original, named, listener, first)
+        self._ours = _intercepting(self._original, named, listener, first)
 
     def install(self) -> None:
         setattr(self._owner, self._name, self._ours)
 
     def remove(self) -> None:
         if vars(self._owner).get(self._name) is not self._ours:
-            return  # somebody has patched it since: ours stays in the chain, and has nobody to tell
+            return  # others have patched it since: this patch stays in their chain, muted
         if self._was_its_own:
             setattr(self._owner, self._name, self._original)
         else:
             delattr(self._owner, self._name)
 
 
-class Interception:
-    """Everything that sees calls of APIs.
+class MindSporeApiInterception:
+    """All patches that intercept API calls.
 
     Args:
-        primitives_of: Models whose cells' primitives are seen, too.
+        primitives_of: Models whose primitives are intercepted too.
     """
 
     def __init__(self, listener: ApiListener, api_list: str | None, primitives_of: Sequence[nn.Cell]) -> None:
@@ -100,7 +101,7 @@ class Interception:
             self._patches[key].install()
 
     def restore(self, module: Any, api: str) -> None:
-        """What the list has goes on being seen, under the prefix that it has there."""
+        """An API of the list stays intercepted, under its prefix there."""
         key = id(module), api
         self._custom.pop(key, None)
         patch = None if key in self._listed else self._patches.pop(key, None)
@@ -108,7 +109,7 @@ class Interception:
             patch.remove()
 
     def _patch(self, owner: Any, name: str, prefix: str) -> Patch:
-        """A prefix that a user has named goes before that of the list."""
+        """A patch of an API. A prefix that the user has registered overrides that of the list."""
         key = id(owner), name
         return Patch(owner, name, lambda _: (self._custom.get(key, prefix), name), self._listener)
 
@@ -118,7 +119,7 @@ class Interception:
 
 
 class _Muted:
-    """A listener that is told nothing any more where a patch could not be taken out of a chain."""
+    """A listener that can be muted, for patches that could not be removed from a chain of patches."""
 
     def __init__(self, listener: ApiListener) -> None:
         self._listener = listener
@@ -137,7 +138,7 @@ class _Muted:
         self._listener.warn(cause, message)
 
 
-def _telling(original: Function, named: Named, listener: ApiListener, first: int) -> Function:
+def _intercepting(original: Function, named: Named, listener: ApiListener, first: int) -> Function:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         called = None if jit_context() is not None else named(args)
@@ -156,7 +157,7 @@ def _telling(original: Function, named: Named, listener: ApiListener, first: int
 
 
 def _found(listed: Mapping[str, Sequence[str]]) -> Iterable[tuple[Any, str, str]]:
-    """The functions of the list, as far as this version of MindSpore has them."""
+    """The functions of the list that this version of MindSpore has."""
     for prefix, owner in PLACES.items():
         for name in listed.get(prefix, ()):
             if callable(getattr(owner, name, None)):
@@ -164,7 +165,7 @@ def _found(listed: Mapping[str, Sequence[str]]) -> Iterable[tuple[Any, str, str]
 
 
 def _primitives(models: Sequence[nn.Cell]) -> dict[int, tuple[Primitive, str]]:
-    """The primitives of all cells by their ids, each with the name of its attribute and class: ``conv2d.Conv2D``."""
+    """The primitives of all cells by their ids, each with its attribute and class: ``conv2d.Conv2D``."""
     return {
         id(value): (value, f"{attribute}.{type(value).__name__}")
         for model in models

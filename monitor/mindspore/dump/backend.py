@@ -1,4 +1,4 @@
-"""What MindSpore brings to the precision dump: see ``monitor.dump.backend``."""
+"""MindSpore's implementation of the precision dump's adapter interface ``monitor.dump.backend``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mindspore import Tensor, communication, mint, nn, ops
 from numpy.typing import NDArray
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
-from monitor.dump.values import Leaf, Reading
+from monitor.dump.values import KernelResult, TensorLeaf
 from monitor.failures import EarlierFailure, Failures
 from monitor.mindspore import calls
 from monitor.mindspore.calls import ENGINE, observable
-from monitor.mindspore.dump.apis import Interception
+from monitor.mindspore.dump.apis import MindSporeApiInterception
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.process_group import initialized
 from monitor.mindspore.tensors import TENSOR_PATHS, computing
@@ -30,47 +30,46 @@ from monitor.stats.mindspore.kernels import DeviceKernel, combined
 from monitor.stats.mindspore.tensors import beneath, has_data, on_host
 from monitor.stats.partials import Floats
 
-# --- Tensors of MindSpore as a dump keeps them.
+# --- Read tensors for a dump.
 #
-# On a host memory is shared with numpy: a tensor is reduced where it is caught, which waits for the operation that
-# makes it, and copied if its elements are wanted. On a device the kernel's rows stay there until the writer asks for
-# them.
+# On a host, tensors share memory with numpy. A tensor is reduced when it is read, which waits for the operation that computes
+# it, and copied if its elements are needed. On a device, the kernel's rows stay there until the writer needs them.
 
 EPS: Final = 0.0
-"""No element is counted as small."""
+"""No element counts as small."""
 
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class Reader:
-    """Reads tensors, each whenever it is met: nothing tells whether one was changed in place since."""
+class MindSporeTensorReader:
+    """Reads a tensor each time it appears, since in-place changes between two readings cannot be detected."""
 
     def __init__(self, *, checksums: bool) -> None:
         self._checksums = checksums
         self._kernel = NumpyKernel(EPS)
-        self._there = None if on_the_host() else DeviceKernel(EPS)
+        self._device_kernel = None if on_the_host() else DeviceKernel(EPS)
 
-    def leaf(self, x: Tensor, file: str | None) -> Leaf:
+    def leaf(self, x: Tensor, file: str | None) -> TensorLeaf:
         described, readable = _described(x)
         if not readable:
-            return Leaf(described, None, None, None)
+            return TensorLeaf(described, None, None, None)
         wanted = file is not None or self._checksums
-        array = on_host(x) if wanted or self._there is None else None
+        array = on_host(x) if wanted or self._device_kernel is None else None
         copy = _Copied(array) if wanted and array is not None else None
-        return Leaf(described, self._reading(x, array), copy, file)
+        return TensorLeaf(described, self._reading(x, array), copy, file)
 
-    def _reading(self, x: Tensor, array: Raw | None) -> Reading | None:
+    def _reading(self, x: Tensor, array: Raw | None) -> KernelResult | None:
         if array is not None:
             return _HostRow(self._kernel.reduce(array)) if is_readable(array) else None
-        assert self._there is not None
-        # Beneath, float64 would become float32.
+        assert self._device_kernel is not None
+        # ``beneath`` would convert float64 to float32.
         with computing() if x.dtype == ms.float64 else beneath():
-            rows = self._there.reduce(x)
+            rows = self._device_kernel.reduce(x)
         return None if rows is None else _DeviceRow(rows)
 
 
 def _described(x: Tensor) -> tuple[dict[str, Any], bool]:
-    """And whether there is something to read. Asking may wait, and be told of an error of training's."""
+    """The description, and whether the tensor has elements. Asking may wait, and raise an earlier error of training."""
     try:
         return {"type": "mindspore.Tensor", "dtype": str(x.dtype), "shape": list(x.shape)}, has_data(x)
     except Exception as error:
@@ -78,7 +77,7 @@ def _described(x: Tensor) -> tuple[dict[str, Any], bool]:
 
 
 class _HostRow:
-    """What the host's kernel has found."""
+    """The result of the host's kernel."""
 
     __slots__ = ("_row",)
 
@@ -91,7 +90,7 @@ class _HostRow:
 
 
 class _DeviceRow:
-    """What the device's kernel will have found."""
+    """The future result of the device's kernel."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -101,7 +100,7 @@ class _DeviceRow:
 
 
 class _Copied:
-    """A copy in host memory: an optimizer writes where the tensor stands."""
+    """A copy in host memory, since an optimizer overwrites the tensor in place."""
 
     def __init__(self, array: Raw) -> None:
         self.dtype = array.dtype.name if array.dtype.kind == "V" else None
@@ -142,12 +141,12 @@ leaves = TENSOR_PATHS
 graph: Graph = calls
 
 
-def new_reader(*, checksums: bool) -> Reader:
-    return Reader(checksums=checksums)
+def new_reader(*, checksums: bool) -> MindSporeTensorReader:
+    return MindSporeTensorReader(checksums=checksums)
 
 
-def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> Interception:
-    return Interception(listener, api_list, primitives_of)
+def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> MindSporeApiInterception:
+    return MindSporeApiInterception(listener, api_list, primitives_of)
 
 
 def models_of(model: Any) -> Sequence[Any]:
@@ -164,7 +163,7 @@ def modules_of(model: nn.Cell, failures: Failures) -> Iterable[tuple[str, nn.Cel
 
 
 def parameters_of(module: nn.Cell) -> Iterable[tuple[str, Tensor]]:
-    """By the names of their attributes: their own names have those of the cells around them in front, or anything else."""
+    """The parameters by attribute. Their own names may include those of enclosing cells, or be arbitrary."""
     own = {name: one for name, one in module._params.items() if one is not None}
     return own.items()
 
@@ -177,7 +176,7 @@ def on_parameter(parameter: Any, take: Callable[[Any], None]) -> Removable | Non
 
 
 def being_called() -> Sequence[int]:
-    """As the frames of this thread's stack have it."""
+    """The cells on this thread's stack."""
     found: list[int] = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -192,7 +191,7 @@ def backward_pass() -> int:
 
 
 def rank() -> int | None:
-    """Communication's word, before it is initialised the launcher's."""
+    """The rank from communication; before it is initialised, from the launcher."""
     if initialized():
         return int(communication.get_rank())
     announced = os.environ.get("RANK_ID", "")
@@ -201,28 +200,28 @@ def rank() -> int | None:
 
 def refuse(level: str) -> None:
     if ms.get_context("mode") == ms.GRAPH_MODE:
-        what = f"level {level} cannot be recorded in GRAPH_MODE, whose dumps need an Ascend device"
-        raise ValueError(f"{what}: call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first.")
+        what = f"level {level} cannot be recorded in GRAPH_MODE: dumps of that mode need an Ascend device"
+        raise ValueError(f"{what}. Call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first.")
 
 
 def traced() -> bool:
-    """What compiles cells calls no hooks."""
+    """False: compiled cells call no hooks."""
     return False
 
 
-# --- Randomness fixed, so that two runs can be compared.
+# --- Fixed randomness, so that two runs can be compared.
 
 
 def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> None:
-    """Seed every generator: of Python, numpy and MindSpore.
+    """Seed the generators of Python, numpy and MindSpore.
 
     Args:
-        mode: Whether to have MindSpore compute deterministically, communication included. Slower.
-        rm_dropout: Whether dropout drops nothing from now on: in cells and primitives that are made afterwards, and in every
-            call of a function of MindSpore's.
+        mode: Whether MindSpore computes deterministically, communication included. This is slower.
+        rm_dropout: Whether to disable dropout from now on: in cells and primitives created later, and in every call of
+            MindSpore's functions.
 
     Raises:
-        ValueError: ``seed`` is no whole number from 0 to 2^32 - 1, which is as many as numpy takes.
+        ValueError: ``seed`` is no whole number from 0 to 2^32 - 1, numpy's limit.
     """
     seed_python(seed)
     ms.set_seed(seed)
@@ -231,7 +230,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
         ms.set_context(deterministic="ON")
         os.environ["HCCL_DETERMINISTIC"] = "true"
     if rm_dropout:
-        _let_nothing_drop()
+        _disable_dropout()
 
 
 CELLS: Final = tuple(
@@ -250,21 +249,21 @@ FUNCTIONS: Final = (
 )
 
 
-def _let_nothing_drop() -> None:
+def _disable_dropout() -> None:
     for kind in CELLS:
-        _make_with(kind, p=0.0)
+        _fix_probability(kind, p=0.0)
     for kind in PRIMITIVES:
-        _make_with(kind, keep_prob=1.0)
+        _fix_probability(kind, keep_prob=1.0)
     for place, name in FUNCTIONS:
         function = getattr(place, name, None)
         if function is not None and not getattr(function, "drops_nothing", False):
-            replacement = _called_without(function)
+            replacement = _identity_in_place_of(function)
             for known in {name, function.__name__}:
                 replace_everywhere("mindspore", known, function, replacement)
 
 
-def _make_with(kind: type, **probability: float) -> None:
-    """From now on objects of a class are made with this probability."""
+def _fix_probability(kind: type, **probability: float) -> None:
+    """Create objects of a class with this probability from now on."""
     if getattr(kind.__init__, "drops_nothing", False):  # type: ignore[misc]
         return
     original = kind.__init__  # type: ignore[misc]
@@ -276,8 +275,8 @@ def _make_with(kind: type, **probability: float) -> None:
     kind.__init__ = without  # type: ignore[misc]
 
 
-def _called_without(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a function that drops gives when it drops nothing: what it was given."""
+def _identity_in_place_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns its input, in place of a dropout function."""
 
     def without(input: Any, *_: Any, **__: Any) -> Any:  # noqa: A002  # the argument's name is MindSpore's
         return input

@@ -1,4 +1,4 @@
-"""MindSpore's side of training metrics: see ``monitor.training.backend.Backend``."""
+"""MindSpore's implementation of the training metrics' adapter interface ``monitor.training.backend.MetricsBackend``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from monitor.stats.mindspore.tensors import on_host
 from monitor.training.scalars import NoCounterError
 from monitor.training.step import Number, Tokens
 
-# --- By what an optimizer divides its gradients inside its step: the loss scale that it was made with.
+# --- The factor by which an optimizer divides its gradients inside its step: the constant loss scale.
 
 
-class GradientScale:
-    """See ``monitor.training.backend.GradientScale``: it never changes."""
+class MindSporeGradientScale:
+    """See ``monitor.training.backend.GradientScale``. The factor never changes."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -36,17 +36,16 @@ class GradientScale:
         return self._scale
 
     def remove(self) -> None:
-        """Nothing was watched."""
+        """Nothing to remove."""
 
 
-# --- Tensors that are read later, by another thread.
+# --- Tensors that another thread reads later.
 #
-# An operation makes a new tensor, so what a step has computed stays what it is. A parameter is what changes, and is
-# copied.
+# Operations create new tensors, so a computed tensor keeps its value. Parameters are overwritten, and so they are copied.
 
 
 def kept(x: Any) -> Number:
-    """See ``Backend.kept``. A tensor is waited for by whoever calls what is returned: here everything that reads it waits."""
+    """See ``MetricsBackend.kept``. The returned function waits for the tensor, since in MindSpore every reading waits."""
     if isinstance(x, int | float):
         return float(x)
     if isinstance(x, Tensor) and x.size == 1:
@@ -54,41 +53,41 @@ def kept(x: Any) -> Number:
         return lambda: float(on_host(still).reshape(()).item())
     if not isinstance(x, Tensor) and hasattr(x, "item"):
         return float(x.item())
-    raise TypeError(f"expected a number or a tensor of one element, got {_told(x)}")
+    raise TypeError(f"expected a number or a tensor of one element, got {_description(x)}")
 
 
-def _told(x: Any) -> str:
+def _description(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-# --- Routers of mixtures of experts: what each token is sent to, counted when the step has ended.
+# --- Routers of mixtures of experts: their choices are counted after the step has ended.
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num")
 CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
 INTEGERS: Final = (mindspore.int32, mindspore.int64)
 
-Chosen = tuple[Tensor, int]
-"""What a call of a router has chosen, and of how many experts; as a map, booleans."""
+ChosenExperts = tuple[Tensor, int]
+"""The result of a router's call, indices or a boolean map, and the number of experts."""
 
 
 class NotARouterError(Exception):
-    """What a cell returns does not say which experts were chosen."""
+    """The result of a cell does not show which experts were chosen."""
 
 
-class Routers:
-    """Keeps, of every training call of a router, what it has chosen, until the step ends.
+class MindSporeRouters:
+    """Keeps the choices of a router in every training call until the step ends.
 
     Args:
-        names: Of cells. What they return has to have in it the numbers of the chosen experts (integers), or for each token
-            which experts are chosen (booleans, experts last).
+        names: The names of cells. Their results must contain the indices of the chosen experts (integers), or for each token a
+            boolean map of the experts (experts last).
 
     Raises:
-        ValueError: There is no cell of one of these names.
+        ValueError: The model has no cell of one of these names.
     """
 
     def __init__(self, model: nn.Cell, names: Iterable[str], failures: Failures) -> None:
         self._hooks = HookSet()
-        self._chosen: dict[str, list[Chosen]] = {}
+        self._chosen: dict[str, list[ChosenExperts]] = {}
         cells = {name: cell for name, cell in model.cells_and_names() if name in set(names)}
         if missing := set(names) - set(cells):
             raise ValueError(f"routers: there is no cell {', '.join(map(repr, sorted(missing)))} in the model")
@@ -109,11 +108,11 @@ class Routers:
             self._chosen.setdefault(name, []).append(chosen_in(cell, result))
 
 
-def chosen_in(cell: nn.Cell, result: Any) -> Chosen:
-    """What a router has chosen.
+def chosen_in(cell: nn.Cell, result: Any) -> ChosenExperts:
+    """The choices of a router's call.
 
     Raises:
-        NotARouterError: It does not say.
+        NotARouterError: The result does not show them.
     """
     found = [one for one in _tensors(result) if one.ndim > 0]
     maps = [one for one in found if one.dtype == mindspore.bool_]
@@ -126,18 +125,20 @@ def chosen_in(cell: nn.Cell, result: Any) -> Chosen:
     if not indices or not experts:
         raise NotARouterError("it does not return the numbers of the chosen experts")
     top = next((value for name in CHOSEN_NAMES if isinstance(value := getattr(cell, name, None), int)), None)
-    return _the_chosen(indices, top), experts
+    return _fitting_indices(indices, top), experts
 
 
-def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
-    """Of several, the one that has as many numbers for each token as the router chooses."""
+def _fitting_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
+    """The tensor with as many indices for each token as the router chooses, if there are several."""
     fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
     if len(fitting) != 1:
-        raise NotARouterError("it returns several tensors of integers, and which are the chosen experts does not show")
+        raise NotARouterError(
+            "it returns several tensors of integers, and it is unclear which of them holds the chosen experts"
+        )
     return fitting[0]
 
 
-def _counted(calls: Sequence[Chosen]) -> list[int]:
+def _counted(calls: Sequence[ChosenExperts]) -> list[int]:
     counts: NDArray[np.int64] = np.sum([_of_call(on_host(chosen), experts) for chosen, experts in calls], axis=0)
     return [int(count) for count in counts]
 
@@ -146,7 +147,7 @@ def _of_call(chosen: Any, experts: int) -> NDArray[np.int64]:
     if chosen.dtype == np.bool_:
         by_token: NDArray[np.int64] = chosen.reshape(-1, experts).sum(0)
         return by_token
-    # Of those that there are: a token that is dropped has another number.
+    # Only valid indices: a dropped token has another number.
     return np.bincount(chosen[(chosen >= 0) & (chosen < experts)], minlength=experts)
 
 
@@ -168,8 +169,8 @@ def trainable_names(model: Any) -> list[str]:
 
 
 def learning_rate(optimizer: Any) -> Number | None:
-    """Of the first group of the first optimizer. That of a schedule is computed for the step to come, as the optimizer is going
-    to do itself.
+    """The learning rate of the first group of the first optimizer. A schedule's rate for the next step is computed as the
+    optimizer computes it.
     """
     if isinstance(optimizer, list):
         optimizer = optimizer[0] if optimizer else None
@@ -180,18 +181,18 @@ def learning_rate(optimizer: Any) -> Number | None:
     return None if first is None else kept(first)
 
 
-def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
-    """An optimizer that is told a loss scale divides by it in every step."""
+def gradient_scale(optimizer: Any, failures: Failures) -> MindSporeGradientScale | None:
+    """The constant scale of an optimizer that was created with ``loss_scale``; None if it does not scale."""
     del failures
     scale = float(getattr(optimizer, "loss_scale", 1.0))
-    return None if scale == 1.0 else GradientScale(scale)
+    return None if scale == 1.0 else MindSporeGradientScale(scale)
 
 
-def routers(model: Any, names: Iterable[str], failures: Failures) -> Routers:
-    return Routers(model, names, failures)
+def routers(model: Any, names: Iterable[str], failures: Failures) -> MindSporeRouters:
+    return MindSporeRouters(model, names, failures)
 
 
 def counting_flops(model: Any) -> AbstractContextManager[Callable[[], float]]:
-    """MindSpore has no counter."""
+    """Raises ``NoCounterError``: MindSpore cannot count operations."""
     del model
     raise NoCounterError("MindSpore counts no floating point operations: pass model_flops as a number.")

@@ -1,4 +1,4 @@
-"""Training metrics where ``mindspore.train.Model`` trains, under the names that users of MindSpore Transformers know."""
+"""Training metrics as callbacks of ``mindspore.train.Model``, with the names that MindSpore Transformers uses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
 
     >>> model.train(epochs, dataset, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
 
-    ``loss`` is this rank's, as the network that ``Model`` trains returns it; where that returns more, it is the first. A cell
-    that trains by itself may stand in place of network and optimizer, which are then taken from it.
+    ``loss`` is this rank's loss, as the network returns it, or the first of several results. A cell that trains by itself may
+    replace network and optimizer, which are then taken from it.
 
     Args:
-        config: The training YAML: its path, or what ``load_training_config`` made of it.
-        batch_size: Samples of all ranks in a step. Otherwise the rows of its batches, times the ranks;
-            unknown where the tensors of a batch differ in their first dimension.
+        config: The training YAML: its path, or the result of ``load_training_config``.
+        batch_size: Samples of all ranks in a step. Default: the rows of a batch times the ranks. Unknown if the tensors of a
+            batch differ in their first dimension.
         options: See ``TrainingMetrics``.
 
     Attributes:
@@ -47,16 +47,16 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         self.metrics: TrainingMetrics | None = None
 
     def _part_of(self, config: TrainingConfig) -> TrainingConfig:
-        """What of it is shown here."""
+        """The part of the configuration that this callback shows."""
         return config
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Let go of a training before, which has failed."""
+        """Close the metrics of an earlier training, which failed."""
         self.on_train_end(run_context)
         self.metrics = self._step = None
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Attach to the network and the optimizer that ``Model`` was given: before the first epoch its number is not known."""
+        """Attach to the network and the optimizer of ``Model``. The epoch number is first known here."""
         if self.metrics is not None:
             return
         training = run_context.original_args()
@@ -71,19 +71,19 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
             "start_step": earlier,
             "samples": earlier * (self._batch_size or self._nominal(training) or 0),
             "total_steps": earlier + steps * epochs,
-            # The cell that trains has a reducer: what comes out of it is the same on all ranks.
+            # The training cell has a reducer, whose results are the same on all ranks.
             "gradients_are_global": bool(getattr(training.train_network, "reducer_flag", False)),
         }
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """A step begins. What its loss is multiplied by is known now, and at its end that of the next step."""
+        """Begin a step. Its loss scale is read now, since at its end it is already that of the next step."""
         if self.metrics is not None:
             training = run_context.original_args()
             self._step = self.metrics.begin_step(self._samples(training))
             self._step.loss_scale = _scale_of(training)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """It has ended."""
+        """End the step."""
         step, self._step = self._step, None
         if step is None or self.metrics is None:
             return
@@ -96,13 +96,13 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         if self._batch_size is not None:
             return self._batch_size
         element = getattr(training, "train_dataset_element", None)
-        if element is None:  # the device takes batches by itself
+        if element is None:  # the device fetches batches by itself
             return self._nominal(training)
         rows = {int(one.shape[0]) for one in element if isinstance(one, Tensor) and one.ndim}
         return rows.pop() * place().world_size if len(rows) == 1 else None
 
     def _nominal(self, training: Any) -> int | None:
-        """Of a batch that is whole."""
+        """The samples of a full batch."""
         rows = training.train_dataset.get_batch_size()
         return None if rows is None else int(rows) * place().world_size
 
@@ -114,7 +114,7 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
 
 
 class MFLossMonitor(TrainingMetricsCallback):
-    """The metrics of the run as a whole, and no others: for a list of callbacks that has ``TrainingStateMonitor`` as well."""
+    """Shows only the metrics of the whole run: for callback lists that have ``TrainingStateMonitor`` as well."""
 
     def _part_of(self, config: TrainingConfig) -> TrainingConfig:
         section = MonitorSection(dump_path=config.monitor_config.dump_path)
@@ -123,14 +123,14 @@ class MFLossMonitor(TrainingMetricsCallback):
 
 
 class TrainingStateMonitor(TrainingMetricsCallback):
-    """The metrics of ``monitor_config``, and no others."""
+    """Shows only the metrics of ``monitor_config``."""
 
     def _part_of(self, config: TrainingConfig) -> TrainingConfig:
         return config.model_copy(update={"callbacks": Callbacks(), "tensorboard": _without_experts(config), "document": {}})
 
 
 class TopkBiasBalanceCallback(TrainingMetricsCallback):
-    """The load of experts, and nothing else. It is not balanced: a monitor changes nothing.
+    """Shows only the load of experts. It does not balance them: a monitor changes nothing.
 
     Args:
         options: Among them ``routers``, the names of the cells that choose experts.
@@ -150,7 +150,7 @@ def _trained_by(training: Any) -> tuple[Any, Any]:
 
 
 def _scale_of(training: Any) -> Number | None:
-    """What the loss of the next step is going to be multiplied by. One that is fixed is told to the optimizer."""
+    """The scale of the next step's loss. A fixed scale is known to the optimizer."""
     if (changing := getattr(training.train_network, "scale_sense", None)) is not None:
         return kept(changing)
     scale = float(getattr(_trained_by(training)[1], "loss_scale", 1.0))

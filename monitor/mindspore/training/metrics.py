@@ -1,4 +1,4 @@
-"""``TrainingMetrics``: what users of MindSpore make in their loop."""
+"""``TrainingMetrics`` for MindSpore."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from monitor.mindspore.training import backend
 from monitor.training import metrics
-from monitor.training.backend import Backend
+from monitor.training.backend import MetricsBackend
 
 
 class TrainingMetrics(metrics.TrainingMetrics):
     __doc__ = metrics.TrainingMetrics.__doc__
 
-    _backend: ClassVar[Backend] = backend
+    _backend: ClassVar[MetricsBackend] = backend

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
-from monitor.dump.values import Copy, Leaf, Reading
+from monitor.dump.values import Copy, KernelResult, TensorLeaf
 from monitor.failures import Failures
 from monitor.pytorch import calls
 from monitor.pytorch.dump.apis import TorchApiInterception, traced
@@ -54,20 +54,22 @@ class TorchReader:
         self._checksums = checksums
         self._kernel = HostKernel(EPS)
 
-    def leaf(self, x: Tensor, file: str | None) -> Leaf:
+    def leaf(self, x: Tensor, file: str | None) -> TensorLeaf:
         if _is_transformed(x):
-            return Leaf(_described(x), None, None, None)
+            return TensorLeaf(_described(x), None, None, None)
         with unseen():
             if file is None and not self._checksums and is_plain(x):
-                return Leaf(_described(x), _TorchHostRow(self._kernel.reduce(x)), None, None)  # the fast path of most tensors
+                return TensorLeaf(
+                    _described(x), _TorchHostRow(self._kernel.reduce(x)), None, None
+                )  # the fast path of most tensors
         with beneath():
             local = local_shard(x)
             if local is None or local.is_meta or not has_memory(local):
-                return Leaf(_described(x), None, None, None)
+                return TensorLeaf(_described(x), None, None, None)
             copy = _copied(local) if file is not None or self._checksums else None
-            return Leaf(_described(x), self._read(local), copy, file)
+            return TensorLeaf(_described(x), self._read(local), copy, file)
 
-    def _read(self, local: Tensor) -> Reading | None:
+    def _read(self, local: Tensor) -> KernelResult | None:
         if local.device.type == "cpu":
             row = self._kernel.reduce(local)
             return None if row is None else _TorchHostRow(row)

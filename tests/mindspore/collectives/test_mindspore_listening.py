@@ -112,7 +112,7 @@ def test_without_a_process_group_that_is_said_and_nothing_else_changes(
 def test_a_handle_tells_once_after_the_wait_and_passes_everything_else_on() -> None:
     runtime, told = RuntimeHandle(), []  # type: RuntimeHandle, list[int]
     handle = Handle(runtime)
-    handle.tell(lambda: told.append(runtime.waits))
+    handle.on_wait(lambda: told.append(runtime.waits))
     handle.wait()
     handle.wait()
     assert (told, runtime.waits, handle.get_comm_handle_ptr_str()) == ([1], 2, "0x1")
@@ -123,6 +123,6 @@ def test_what_telling_raises_reaches_whoever_waits() -> None:
         raise RuntimeError("of training's")
 
     handle = Handle(RuntimeHandle())
-    handle.tell(fail)
+    handle.on_wait(fail)
     with pytest.raises(RuntimeError, match="of training's"):
         handle.wait()

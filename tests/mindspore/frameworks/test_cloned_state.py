@@ -11,7 +11,7 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, dtype, nn, ops
 from training import Net
 
-from monitor.mindspore.frameworks import Framework, framework_of
+from monitor.mindspore.frameworks import MindSporeFramework, framework_of
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 Keep = Callable[[nn.Cell], None]
@@ -47,7 +47,7 @@ def all_of(*keeps: Keep) -> Keep:
     return keep
 
 
-def watched(keep: Keep, **hyperparameters: float) -> tuple[Framework, list[Named]]:
+def watched(keep: Keep, **hyperparameters: float) -> tuple[MindSporeFramework, list[Named]]:
     """As after a step."""
     net = Net()
     framework = framework_of([net], Own(net.trainable_params(), keep, **hyperparameters), main_grad=False)
@@ -55,7 +55,7 @@ def watched(keep: Keep, **hyperparameters: float) -> tuple[Framework, list[Named
     return framework, [Named(p) for p in net.trainable_params()]
 
 
-def names_of(framework: Framework, parameter: Named) -> dict[str, str]:
+def names_of(framework: MindSporeFramework, parameter: Named) -> dict[str, str]:
     found = {kind: framework.moment(kind, parameter) for kind in KINDS}
     return {kind: one.name for kind, one in found.items() if one is not None}
 
@@ -99,7 +99,7 @@ def test_the_momentum_of_an_optimizer_that_has_one_may_have_the_names_that_squar
 def test_what_may_be_another_moment_is_none_and_the_manifest_says_so(keep: Keep) -> None:
     framework, parameters = watched(keep)
     assert [names_of(framework, one) for one in parameters] == [{}] * 4
-    assert framework.notes()["exp_avg"].startswith("missing: it is not certain which moment the optimizer keeps in '")
+    assert framework.notes()["exp_avg"].startswith("missing: it is unclear which moment the optimizer keeps in '")
 
 
 def some_backwards(optimizer: nn.Cell) -> None:
@@ -141,7 +141,7 @@ def test_a_list_of_parameters_serves_as_a_tuple_does() -> None:
 def test_state_that_is_not_the_parameter_s_has_no_row_and_the_manifest_says_so(keep: Keep, missing: list[int]) -> None:
     framework, parameters = watched(keep)
     assert [place for place, one in enumerate(parameters) if not names_of(framework, one)] == missing
-    assert framework.notes()["exp_avg"].startswith("missing where the optimizer's state is not of the parameter's shape")
+    assert framework.notes()["exp_avg"].startswith("missing where the optimizer's state does not have the parameter's shape")
 
 
 def test_state_of_the_user_s_own_is_no_moment_before_the_first_step_unless_it_was_loaded() -> None:

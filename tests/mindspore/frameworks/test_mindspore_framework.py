@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 from training import OPTIMIZERS, Net, array, grouped, train
 
-from monitor.mindspore.frameworks import Framework, Moments, framework_of
+from monitor.mindspore.frameworks import MindSporeFramework, MindSporeMoments, framework_of
 from monitor.series import LOCAL
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -23,14 +23,14 @@ class Named:
     tensor: Parameter
 
 
-def watched(net: Net, optimizer: nn.Cell) -> tuple[Framework, list[Named]]:
+def watched(net: Net, optimizer: nn.Cell) -> tuple[MindSporeFramework, list[Named]]:
     """As after a step."""
     framework = framework_of([net], optimizer, main_grad=False)
     framework.stepped[id(optimizer)].end_step()
     return framework, [Named(p) for p in net.trainable_params()]
 
 
-def kinds_of(framework: Framework, parameter: Named) -> dict[str, str]:
+def kinds_of(framework: MindSporeFramework, parameter: Named) -> dict[str, str]:
     found = {kind: framework.moment(kind, parameter) for kind in KINDS}
     return {kind: one.name.removesuffix(parameter.tensor.name) for kind, one in found.items() if one is not None}
 
@@ -157,8 +157,8 @@ def wide(x: float | Tensor) -> np.ndarray:
     return np.asarray(x if isinstance(x, float) else x.asnumpy(), WIDE)
 
 
-def update(moments: Moments) -> np.ndarray:
-    """As ``Moments`` says that it is computed."""
+def update(moments: MindSporeMoments) -> np.ndarray:
+    """As ``MindSporeMoments`` says that it is computed."""
     a, b = wide(moments.mean_correction), wide(moments.square_correction)
     eps = moments.eps / np.sqrt(b) if moments.eps_on_root else moments.eps
     return wide(moments.mean) / a / (np.sqrt(wide(moments.square) / b) + eps)
@@ -188,9 +188,9 @@ def test_another_adam_s_rule_is_told_apart_by_that_test(wrong: str) -> None:
     train(net, optimizer, steps=1)
     m = framework.adam_of(parameters[0])
     changed = (
-        Moments(m.mean, m.square, m.mean_correction, m.square_correction, m.eps, eps_on_root=True)
+        MindSporeMoments(m.mean, m.square, m.mean_correction, m.square_correction, m.eps, eps_on_root=True)
         if wrong == "eps_on_root"
-        else Moments(m.mean, m.square, 1.0, 1.0, m.eps, eps_on_root=False)
+        else MindSporeMoments(m.mean, m.square, 1.0, 1.0, m.eps, eps_on_root=False)
     )
     assert np.abs((weight - array(net.a.weight)) / 0.01 - update(changed)).max() > 1e-3
 

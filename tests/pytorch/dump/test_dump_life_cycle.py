@@ -365,14 +365,14 @@ def test_a_choice_that_chooses_nothing_is_told_of(tmp_path: Path, chosen: dict[s
     debugger.start()
     F.relu(torch.ones(1))
     debugger.step()
-    assert "have chosen none of the calls of this step" in said_beside(tmp_path / "out")
+    assert "select none of the calls of this step" in said_beside(tmp_path / "out")
 
 
 def test_a_model_without_modules_below_it_is_told_of(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
     debugger.start(nn.ReLU())
     debugger.step()
-    assert "no module has been found below the model, which is itself not dumped" in said_beside(tmp_path)
+    assert "no module was found below the model, and the model itself is not dumped" in said_beside(tmp_path)
 
 
 def test_a_place_that_cannot_be_written_to_is_told_of_and_training_goes_on(
