@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Final
 
 from monitor.anomalies.events import message
-from monitor.anomalies.scanner import Finding, Findings, Group, earliest, time_of
+from monitor.anomalies.scanner import FindingGroup, RuleFinding, StepFindings, earliest, time_of
 from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 from monitor.terminal import plain
@@ -45,7 +45,7 @@ class _Cause:
     first: int = 0
     last: int = 0
 
-    def pass_over(self, step: int, count: int) -> None:
+    def hide(self, step: int, count: int) -> None:
         self.first, self.last = (self.first if self.silent else step), step
         self.silent += count
 
@@ -65,9 +65,9 @@ class Alerts:
         self._ranking = _ranking(where)
         self._causes: dict[tuple[str, str], _Cause] = {}
 
-    def judged(self, findings: Findings) -> None:
-        """See ``Listener``."""
-        by_cause: dict[tuple[str, str], list[Group]] = defaultdict(list)
+    def judged(self, findings: StepFindings) -> None:
+        """See ``FindingListener``."""
+        by_cause: dict[tuple[str, str], list[FindingGroup]] = defaultdict(list)
         for group in findings.groups:
             by_cause[group.cause].append(group)
         begun = [cause for cause in by_cause if cause not in self._causes or self._past(self._causes[cause])]
@@ -85,19 +85,19 @@ class Alerts:
         """Tell what was passed over in windows that are past."""
         for name, cause in self._causes.items():
             if self._past(cause):
-                self._make_up_for(name, cause)
+                self._report_hidden(name, cause)
 
     def close(self) -> None:
         """Tell all that was passed over."""
         for name, cause in self._causes.items():
-            self._make_up_for(name, cause)
+            self._report_hidden(name, cause)
 
-    def _shown(self, name: tuple[str, str], groups: list[Group]) -> list[Finding]:
+    def _shown(self, name: tuple[str, str], groups: list[FindingGroup]) -> list[RuleFinding]:
         """Those of a cause that may be said now."""
         cause = self._causes.get(name)
         if cause is None or self._past(cause):
             if cause is not None:
-                self._make_up_for(name, cause)
+                self._report_hidden(name, cause)
             cause = self._causes[name] = _Cause(self._clock())
         shown = earliest(groups, cause.left, self._series)
         cause.left -= len(shown)
@@ -106,20 +106,20 @@ class Alerts:
     def _rest(self, name: tuple[str, str], step: int, count: int, *, said: bool) -> None:
         """In the step in which lines run out their number is said; of the steps after it in the window, at its end."""
         if count and said:
-            self._say(f"… and {count:,} more of {_spelled(name)} in step {step}, not shown.{self._see}")
+            self._say(f"… and {count:,} more of {_cause_text(name)} in step {step}, not shown.{self._see}")
         elif count:
-            self._causes[name].pass_over(step, count)
+            self._causes[name].hide(step, count)
 
-    def _make_up_for(self, name: tuple[str, str], cause: _Cause) -> None:
+    def _report_hidden(self, name: tuple[str, str], cause: _Cause) -> None:
         if cause.silent:
             steps = f"step {cause.first}" if cause.first == cause.last else f"steps {cause.first} to {cause.last}"
-            self._say(f"{cause.silent:,} more of {_spelled(name)} in {steps}, not shown.{self._see}")
+            self._say(f"{cause.silent:,} more of {_cause_text(name)} in {steps}, not shown.{self._see}")
             cause.silent = 0
 
     def _past(self, cause: _Cause) -> bool:
         return self._clock() - cause.begun >= WINDOW_S
 
-    def _line(self, step: int, finding: Finding) -> str:
+    def _line(self, step: int, finding: RuleFinding) -> str:
         return message(finding.signal, self._series[finding.series].tag(self._rank, finding.micro_step), step)
 
     def _say(self, line: str) -> None:
@@ -135,7 +135,7 @@ def _ranking(where: Path | None) -> str:
     return f" It may come from another tensor or rank. To find the first: {RANKING} {shlex.quote(str(where.parent))}"
 
 
-def _spelled(cause: tuple[str, str]) -> str:
+def _cause_text(cause: tuple[str, str]) -> str:
     rule, op = cause
     return f"{rule} ({op})"
 
@@ -153,8 +153,8 @@ class Alarm:
     def __init__(self, ring: weakref.WeakMethod[Callable[[], object]]) -> None:
         self._ring = ring
 
-    def judged(self, findings: Findings) -> None:
-        """See ``Listener``."""
+    def judged(self, findings: StepFindings) -> None:
+        """See ``FindingListener``."""
         if findings.groups and (ring := self._ring()) is not None:
             ring()
 

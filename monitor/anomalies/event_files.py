@@ -13,8 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, events_file, judged_file, message
-from monitor.anomalies.scanner import Finding, Findings, earliest
+from monitor.anomalies.events import EVENTS_FOLDER, Event, ScanSummary, events_file, judged_file, message
+from monitor.anomalies.scanner import RuleFinding, StepFindings, earliest
 from monitor.coordinator.manifest import RankFacts
 from monitor.coordinator.manifest_format import SCHEMA_VERSION, PipelineRecord, StepsRecord
 from monitor.coordinator.output import write_whole
@@ -28,7 +28,7 @@ MOST_OF_A_STEP: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EventEntry:
     """An event as it stands in the file.
 
     Attributes:
@@ -41,7 +41,7 @@ class Entry:
     content: bytes
 
 
-class Kept:
+class EventBuffer:
     """The first events of each step, and of as many steps as there is room for.
 
     The bound on those of a step is halved whenever all of them would be more than ``most``. So a stream of harmless events does
@@ -54,16 +54,16 @@ class Kept:
     def __init__(self, most: int = MOST, most_of_a_step: int = MOST_OF_A_STEP) -> None:
         self.most_of_a_step = most_of_a_step
         self._most = most
-        self._steps: dict[int, Sequence[Entry]] = {}
+        self._steps: dict[int, Sequence[EventEntry]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[EventEntry]:
         return (entry for entries in self._steps.values() for entry in entries)
 
-    def add(self, step: int, entries: Sequence[Entry]) -> None:
+    def add(self, step: int, entries: Sequence[EventEntry]) -> None:
         """Take in a step's events in call order; those of a step that came before are replaced."""
         self._count -= len(self._steps.pop(step, ()))
         if not entries:
@@ -76,7 +76,7 @@ class Kept:
         if self._count > self._most:
             self._count -= len(self._steps.pop(step))
 
-    def _put(self, step: int, entries: Sequence[Entry]) -> None:
+    def _put(self, step: int, entries: Sequence[EventEntry]) -> None:
         self._count -= len(self._steps.get(step, ()))
         self._steps[step] = entries[: self.most_of_a_step]
         self._count += len(self._steps[step])
@@ -111,17 +111,17 @@ class EventFiles:
         self.folder = base / EVENTS_FOLDER / f"rank{facts.rank}"
         self._events, self._judged = self.folder / events_file(facts.recording), self.folder / judged_file(facts.recording)
         self._directory, self._facts, self._clock, self._pid = directory, facts, clock, os.getpid()
-        self._spelling = _Spelling(facts, series)
+        self._formatter = _EventFormatter(facts, series)
         self._host: Final = socket.gethostname()
-        self._kept = {False: Kept(), True: Kept()}
+        self._kept = {False: EventBuffer(), True: EventBuffer()}
         self._found: Counter[str] = Counter()
         self._steps, self._not_judged = StepRanges(), StepsByCause()
         self._rows = 0
         self._changed = self._more_events = self._closed = False
         self._not_before = -float("inf")
 
-    def judged(self, findings: Findings) -> None:
-        """See ``Listener``.
+    def judged(self, findings: StepFindings) -> None:
+        """See ``FindingListener``.
 
         Raises:
             OSError: A file could not be written. It is tried again.
@@ -136,7 +136,7 @@ class EventFiles:
             self.save()
 
     def not_judged(self, step: int, reason: str) -> None:
-        """See ``Listener``."""
+        """See ``FindingListener``."""
         self._not_judged.add(step, reason)
         self._changed = True
 
@@ -174,21 +174,21 @@ class EventFiles:
         write_whole(self._judged, self._record().model_dump_json().encode() + b"\n", durable=self._closed)
         self._changed = False
 
-    def _keep(self, findings: Findings) -> None:
+    def _keep(self, findings: StepFindings) -> None:
         """Of a flood no more than is kept is ever made."""
         self._found += findings.by_rule()
-        chosen: list[Finding] = []
+        chosen: list[RuleFinding] = []
         for nonfinite, kept in self._kept.items():
             groups = [group for group in findings.groups if group.fired.nonfinite == nonfinite]
-            chosen += earliest(groups, kept.most_of_a_step, self._spelling.series)
+            chosen += earliest(groups, kept.most_of_a_step, self._formatter.series)
         chosen.sort(key=attrgetter("call_id"))
-        entries = list(self._spelling.entries(findings.step, chosen))
+        entries = list(self._formatter.entries(findings.step, chosen))
         for nonfinite, kept in self._kept.items():
             kept.add(findings.step, [entry for entry, one in zip(entries, chosen, strict=True) if one.nonfinite == nonfinite])
 
-    def _record(self) -> Judged:
+    def _record(self) -> ScanSummary:
         kept = Counter(entry.rule for one in self._kept.values() for entry in one)
-        return Judged(
+        return ScanSummary(
             schema_version=SCHEMA_VERSION,
             job_id=self._facts.identity.job_id,
             rank=self._facts.rank,
@@ -205,13 +205,13 @@ class EventFiles:
         )
 
 
-class OnlyEnd:
+class EndOnlyListener:
     """A listener in place of event files whose rules were taken away: what it hears of is not theirs, but the end is."""
 
     def __init__(self, files: EventFiles) -> None:
         self._files = files
 
-    def judged(self, findings: Findings) -> None:
+    def judged(self, findings: StepFindings) -> None:
         """By no rule."""
 
     def not_judged(self, step: int, reason: str) -> None:
@@ -226,15 +226,15 @@ class OnlyEnd:
         self._files.close()
 
 
-class _Spelling:
-    """Findings as entries of ``anomaly.json``."""
+class _EventFormatter:
+    """StepFindings as entries of ``anomaly.json``."""
 
     def __init__(self, facts: RankFacts, series: SeriesTable) -> None:
         pipeline = PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks)
         self._rank, self.series = facts.rank, series
         self._stage, self._mates = (pipeline.stage, pipeline.ranks) if pipeline else (0, (facts.rank,))
 
-    def entries(self, step: int, findings: list[Finding]) -> Iterator[Entry]:
+    def entries(self, step: int, findings: list[RuleFinding]) -> Iterator[EventEntry]:
         """Those of a step, in call order. Of one tensor the second and later ones bear their statistic in their key."""
         keys: set[str] = set()
         for place, finding in enumerate(findings):
@@ -242,9 +242,9 @@ class _Spelling:
             key = f"{event.key}_{finding.signal.op}" if event.key in keys else event.key
             keys.add(key)
             content = f"{json.dumps(key)}: {event.model_dump_json()}"
-            yield Entry((step, place), finding.signal.rule, content.encode())
+            yield EventEntry((step, place), finding.signal.rule, content.encode())
 
-    def _event(self, step: int, finding: Finding) -> Event:
+    def _event(self, step: int, finding: RuleFinding) -> Event:
         series = self.series[finding.series]
         tag = series.tag(self._rank, finding.micro_step)
         return Event(

@@ -7,7 +7,7 @@ from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field
 
-from monitor.coordinator.manifest_format import Natural, Record, StepsRecord
+from monitor.coordinator.manifest_format import Natural, StepsRecord, StrictRecord
 from monitor.series import NO_MICRO_STEP, Series
 
 MicroStep = Annotated[int, Field(ge=NO_MICRO_STEP)]
@@ -36,7 +36,7 @@ class Signal(NamedTuple):
     mean: float | None = None
 
 
-class Event(Record):
+class Event(StrictRecord):
     """One entry of ``anomaly.json``. Its fields, and no others, are read by scripts of users.
 
     Attributes:
@@ -110,7 +110,7 @@ JUDGED_LIMIT: Final = 16 * 2**20
 """Bytes."""
 
 
-class Judged(Record):
+class ScanSummary(StrictRecord):
     """What one recording of one rank has judged.
 
     Attributes:
@@ -119,7 +119,7 @@ class Judged(Record):
         host: Where the rank ran.
         events: How many stand in the file.
         not_kept: How many more there were, beyond the bound, by rule.
-        steps: Judged.
+        steps: ScanSummary.
         rows: How many rows were judged in these steps; None in files of earlier versions.
         trained: The first and the last step of the training that was watched, collected or not; None before the end of the run.
         not_judged: Steps that no rule saw, by reason.

@@ -10,7 +10,7 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.scanner import Columns, Fired, Flags, Rule
+from monitor.anomalies.scanner import AlertRule, Fired, Flags, KindColumns
 from monitor.stats.ops import derive
 from monitor.stats.partials import COUNT, EXPONENT, MAX, MIN, NANS, SUM, SUMSQ, Floats, Partials
 
@@ -28,8 +28,8 @@ class AnomalyNan:
     def __init__(self, threshold: float | None = None) -> None:
         self._threshold: Final = threshold
 
-    def judge(self, columns: Columns, _state: Floats, /) -> Iterator[Fired]:
-        """See ``Rule``."""
+    def judge(self, columns: KindColumns, _state: Floats, /) -> Iterator[Fired]:
+        """See ``AlertRule``."""
         bad = columns.nonfinite
         if bad is not None:
             nans = columns.partials.columns[NANS] > 0
@@ -38,7 +38,7 @@ class AnomalyNan:
         if self._threshold is not None:
             yield from self._too_large(columns, self._threshold)
 
-    def _too_large(self, columns: Columns, threshold: float) -> Iterator[Fired]:
+    def _too_large(self, columns: KindColumns, threshold: float) -> Iterator[Fired]:
         """Extremes are over the finite elements, and of none of them -Inf at most."""
         low, high = columns.partials.columns[MIN], columns.partials.columns[MAX]
         if not len(low) or (high.max() <= threshold and low.min() >= -threshold):
@@ -109,8 +109,8 @@ class AnomalyTurbulence:
         self._work = np.empty((3, len(OPS), BLOCK))
         self._above = np.empty((len(OPS), BLOCK), np.bool_)
 
-    def judge(self, columns: Columns, state: Floats, /) -> Iterator[Fired]:
-        """See ``Rule``."""
+    def judge(self, columns: KindColumns, state: Floats, /) -> Iterator[Fired]:
+        """See ``AlertRule``."""
         found: dict[str, list[_Deviants]] = defaultdict(list)
         with np.errstate(all="ignore"):
             for begin in range(0, len(columns.partials), BLOCK):
@@ -122,7 +122,7 @@ class AnomalyTurbulence:
                 rows, means = (np.concatenate(parts) for parts in zip(*found[op], strict=True))
                 yield Fired(op, rows, means)
 
-    def _judge(self, columns: Columns, state: Floats, begin: int, found: dict[str, list[_Deviants]]) -> None:
+    def _judge(self, columns: KindColumns, state: Floats, begin: int, found: dict[str, list[_Deviants]]) -> None:
         """One block of rows, from ``begin`` on. In place: to allocate would take as long as to compute."""
         block = slice(begin, begin + BLOCK)
         known, partials = state[:, block], columns.partials.columns[:, block]
@@ -194,7 +194,7 @@ def _any(flags: Flags | None, block: slice) -> bool:
     return flags is not None and bool(flags[block].any())
 
 
-RULES: Final[Mapping[str, Callable[..., Rule]]] = MappingProxyType(
+RULES: Final[Mapping[str, Callable[..., AlertRule]]] = MappingProxyType(
     {rule.name: rule for rule in (AnomalyTurbulence, AnomalyNan)}
 )
 """Each is made of the fields of ``args``, by name; their types and bounds are the configuration's."""

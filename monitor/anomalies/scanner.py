@@ -26,7 +26,7 @@ MOST_ABSENT: Final = 200_000
 """Rows that a step lacks are remembered up to this number, or twice as many as it has: names may be new in every step."""
 
 
-class Aligned:
+class RowStates:
     """Numbers for the (series, micro-step) of a kind that were seen, in columns.
 
     Those of the rows seen last stand in front, in the order of these rows, the others behind them, those seen longest ago
@@ -75,7 +75,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Columns:
+class KindColumns:
     """The rows of one kind in one step, as rules see them."""
 
     partials: Partials
@@ -109,7 +109,7 @@ class Fired:
         return Fired(self.op, self.rows[chosen], means, self.nonfinite)
 
 
-class Rule(Protocol):
+class AlertRule(Protocol):
     """An alert rule. What it remembers of each row lies outside, in ``state``, so that one object judges every kind.
 
     Attributes:
@@ -120,7 +120,7 @@ class Rule(Protocol):
     name: ClassVar[str]
     fields: ClassVar[int]
 
-    def judge(self, columns: Columns, state: Floats, /) -> Iterable[Fired]:
+    def judge(self, columns: KindColumns, state: Floats, /) -> Iterable[Fired]:
         """What it fires on. At most once on a row of a tensor that holds a NaN or an Inf.
 
         Args:
@@ -131,7 +131,7 @@ class Rule(Protocol):
 # --- What the rules fired on in one step: columns, of which only what is shown or kept becomes events.
 
 
-class Finding(NamedTuple):
+class RuleFinding(NamedTuple):
     """One statistic of one row that a rule fired on.
 
     Attributes:
@@ -146,7 +146,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FindingGroup:
     """What one rule saw of one statistic in the rows of one kind, which stand in call order."""
 
     rule: str
@@ -159,10 +159,10 @@ class Group:
 
     @property
     def cause(self) -> tuple[str, str]:
-        """Rule and statistic."""
+        """AlertRule and statistic."""
         return self.rule, self.fired.op
 
-    def first(self, most: int, table: SeriesTable) -> Iterator[Finding]:
+    def first(self, most: int, table: SeriesTable) -> Iterator[RuleFinding]:
         """In the order of the step: see ``time_of``."""
         fired, order = self.fired, self._order(table)[:most]
         rows = fired.rows[order]
@@ -170,7 +170,7 @@ class Group:
         columns = (column[rows].tolist() for column in (self.rows.call_id, self.rows.series, self.rows.micro_step))
         means = [None] * len(rows) if fired.means is None else fired.means[order].tolist()
         for call_id, series, micro_step, value, mean in zip(*columns, values.tolist(), means, strict=True):
-            yield Finding(call_id, series, micro_step, Signal(self.rule, fired.op, value, mean), fired.nonfinite)
+            yield RuleFinding(call_id, series, micro_step, Signal(self.rule, fired.op, value, mean), fired.nonfinite)
 
     def _order(self, table: SeriesTable) -> NDArray[np.intp]:
         """Replicas are of several kinds, the weights that the step began with among them."""
@@ -182,7 +182,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class StepFindings:
     """Of one step. The findings of a row are those of the first rule that fired on it: one for each statistic.
 
     Attributes:
@@ -190,7 +190,7 @@ class Findings:
     """
 
     step: int
-    groups: tuple[Group, ...]
+    groups: tuple[FindingGroup, ...]
     rows: int
 
     def __len__(self) -> int:
@@ -204,13 +204,13 @@ class Findings:
         return counts
 
 
-def earliest(groups: Iterable[Group], most: int, series: SeriesTable) -> list[Finding]:
+def earliest(groups: Iterable[FindingGroup], most: int, series: SeriesTable) -> list[RuleFinding]:
     """The first in the order of the step; of one row in the order of the groups."""
     in_order = heapq.merge(*(group.first(most, series) for group in groups), key=partial(time_of, series=series))
     return list(islice(in_order, most))
 
 
-def time_of(finding: Finding, series: SeriesTable) -> tuple[bool, int]:
+def time_of(finding: RuleFinding, series: SeriesTable) -> tuple[bool, int]:
     """By which the findings of a step stand in the order in which they happened.
 
     The weights that a step begins with are measured at its end, when the optimizer steps: forward has used them before.
@@ -223,10 +223,10 @@ def _began_with(series: Series) -> bool:
     return kind == "param_origin"
 
 
-class Listener(Protocol):
+class FindingListener(Protocol):
     """Who is told what the rules found."""
 
-    def judged(self, findings: Findings) -> None:
+    def judged(self, findings: StepFindings) -> None:
         """Every rule has judged the step, whether or not one fired."""
 
     def not_judged(self, step: int, reason: str) -> None:
@@ -247,10 +247,10 @@ class Scanner:
         listeners: Told in this order. One that fails keeps none of the others from being told.
     """
 
-    def __init__(self, rules: Sequence[Rule], listeners: Sequence[Listener]) -> None:
+    def __init__(self, rules: Sequence[AlertRule], listeners: Sequence[FindingListener]) -> None:
         self._rules = tuple(rules)
         self._listeners = tuple(listeners)
-        self._known: dict[str, Aligned] = defaultdict(lambda: Aligned(sum(rule.fields for rule in self._rules)))
+        self._known: dict[str, RowStates] = defaultdict(lambda: RowStates(sum(rule.fields for rule in self._rules)))
 
     def look(self, rows: StepRows) -> None:
         """Judge the step."""
@@ -260,22 +260,22 @@ class Scanner:
         except Exception as error:
             self.dropped(rows.step, f"the rules failed: {error!r}")
             raise
-        findings = Findings(rows.step, groups, sum(map(len, judged.values())))
-        self._tell(lambda listener: listener.judged(findings))
+        findings = StepFindings(rows.step, groups, sum(map(len, judged.values())))
+        self._notify(lambda listener: listener.judged(findings))
 
     def dropped(self, step: int, reason: str) -> None:
         """The step was lost before it could be looked at."""
-        self._tell(lambda listener: listener.not_judged(step, reason))
+        self._notify(lambda listener: listener.not_judged(step, reason))
 
     def save(self) -> None:
         """Make visible what was found. Like all of these, it raises the first of the listeners' errors once all were told."""
-        self._tell(lambda listener: listener.save())
+        self._notify(lambda listener: listener.save())
 
     def close(self) -> None:
         """The run has ended."""
-        self._tell(lambda listener: listener.close())
+        self._notify(lambda listener: listener.close())
 
-    def _tell(self, call: Callable[[Listener], None]) -> None:
+    def _notify(self, call: Callable[[FindingListener], None]) -> None:
         errors: list[Exception] = []
         for listener in self._listeners:
             try:
@@ -285,14 +285,14 @@ class Scanner:
         if errors:
             raise errors[0]
 
-    def _groups(self, kind: str, rows: KindRows) -> Iterator[Group]:
-        columns, known = Columns(rows.partials), self._known[kind].with_rows(rows)
+    def _groups(self, kind: str, rows: KindRows) -> Iterator[FindingGroup]:
+        columns, known = KindColumns(rows.partials), self._known[kind].with_rows(rows)
         claims, begin = _Claims(len(rows)), 0
         for rule in self._rules:
             state = known[begin : begin + rule.fields]
             begin += rule.fields
             for fired in claims.of(list(rule.judge(columns, state))):
-                yield Group(rule.name, kind, rows, fired)
+                yield FindingGroup(rule.name, kind, rows, fired)
 
 
 class _Claims:

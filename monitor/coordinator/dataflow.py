@@ -112,7 +112,7 @@ class Spot(NamedTuple):
     call_id: int
 
 
-class Place(NamedTuple):
+class RankPass(NamedTuple):
     """A pass on a rank."""
 
     rank: int
@@ -245,7 +245,7 @@ class PipelineOrder:
         last = spot.kind == "grad_unreduced" and spot.micro_step == NO_MICRO_STEP
         return last and not self._ranks[spot.rank].passes
 
-    def _pass_of(self, spot: Spot) -> Place | None:
+    def _pass_of(self, spot: Spot) -> RankPass | None:
         """The pass that a row belongs to. One that stands for all micro-batches: combined activations stand where the first of
         them stood, and a local gradient is complete when the last backward is.
         """
@@ -257,7 +257,7 @@ class PipelineOrder:
             if not own:
                 return None
             micro_step = own[-1] if spot.kind == "grad_unreduced" else own[0]
-        place = Place(spot.rank, Pass(forward, spot.vpp_stage, micro_step))
+        place = RankPass(spot.rank, Pass(forward, spot.vpp_stage, micro_step))
         return place if place in self._passes else None
 
 
@@ -272,7 +272,7 @@ class _Passes:
         turns: How many turns there are.
     """
 
-    def __init__(self, ranks: Mapping[int, RankPasses], also: Iterable[tuple[Place, Place]] = ()) -> None:
+    def __init__(self, ranks: Mapping[int, RankPasses], also: Iterable[tuple[RankPass, RankPass]] = ()) -> None:
         """``also``: pairs of which the first is known to precede the second."""
         count = 1 + max((one.micro_step for member in ranks.values() for one in member.passes), default=0)
         self._chains = [chain for rank, member in ranks.items() for chain in _chains(rank, member, count)]
@@ -289,21 +289,21 @@ class _Passes:
         self._settle(leads_to)
         self.turns = 1 + max(self._turn, default=-1)
 
-    def __contains__(self, place: Place) -> bool:
+    def __contains__(self, place: RankPass) -> bool:
         return place in self._at
 
     def micro_steps(self, rank: int, forward: bool, chunk: int) -> Sequence[int]:
         """In the order in which the rank took them through the chunk."""
         return self._own.get((rank, forward, chunk), ())
 
-    def turn(self, place: Place) -> int:
+    def turn(self, place: RankPass) -> int:
         return self._turn[self._number[place]]
 
-    def precedes(self, first: Place, second: Place) -> bool:
+    def precedes(self, first: RankPass, second: RankPass) -> bool:
         chain, position = self._at[first]
         return bool(position < self._before[self._number[second], chain])
 
-    def _settle(self, leads_to: Mapping[Place, Sequence[Place]]) -> None:
+    def _settle(self, leads_to: Mapping[RankPass, Sequence[RankPass]]) -> None:
         """Go through all passes, each after those that precede it."""
         missing = dict.fromkeys(self._at, 0)
         for place in itertools.chain.from_iterable((*leads_to.values(), *(chain[1:] for chain in self._chains))):
@@ -319,37 +319,37 @@ class _Passes:
             stuck = next(place for place, number in missing.items() if number)
             raise ValueError(f"the passes of the ranks contradict each other, about {stuck.of} of rank {stuck.rank}")
 
-    def _following(self, place: Place, leads_to: Mapping[Place, Sequence[Place]]) -> Iterator[Place]:
+    def _following(self, place: RankPass, leads_to: Mapping[RankPass, Sequence[RankPass]]) -> Iterator[RankPass]:
         yield from leads_to.get(place, ())
         chain, position = self._at[place]
         yield from self._chains[chain][position + 1 : position + 2]
 
-    def _come_after(self, following: Place, place: Place) -> None:
+    def _come_after(self, following: RankPass, place: RankPass) -> None:
         (chain, position), before, after = self._at[place], self._number[place], self._number[following]
         np.maximum(self._before[after], self._before[before], out=self._before[after])
         self._before[after, chain] = max(self._before[after, chain], position + 1)
         self._turn[after] = max(self._turn[after], self._turn[before] + 1)
 
 
-def _chains(rank: int, member: RankPasses, micro_steps: int) -> list[list[Place]]:
+def _chains(rank: int, member: RankPasses, micro_steps: int) -> list[list[RankPass]]:
     """The passes of a rank in one chain; where they are not known, in one for each direction and chunk."""
     if member.passes:
-        return [[Place(rank, one) for one in member.passes]]
+        return [[RankPass(rank, one) for one in member.passes]]
     return [
-        [Place(rank, Pass(forward, chunk, micro_step)) for micro_step in range(micro_steps)]
+        [RankPass(rank, Pass(forward, chunk, micro_step)) for micro_step in range(micro_steps)]
         for forward in (True, False)
         for chunk in range(len(member.stages))
     ]
 
 
-def _leads_to(ranks: Mapping[int, RankPasses], known: Iterable[Place]) -> dict[Place, list[Place]]:
+def _leads_to(ranks: Mapping[int, RankPasses], known: Iterable[RankPass]) -> dict[RankPass, list[RankPass]]:
     """How a micro-batch goes: forward from stage to stage, and back. A stage that nobody knows of is stepped over."""
-    ways: dict[int, list[tuple[int, Place]]] = {}
+    ways: dict[int, list[tuple[int, RankPass]]] = {}
     for place in known:
         stage = ranks[place.rank].stages[place.of.vpp_stage]
         along = stage if place.of.forward else _FAR - stage
         ways.setdefault(place.of.micro_step, []).append((along, place))
-    found: dict[Place, list[Place]] = {}
+    found: dict[RankPass, list[RankPass]] = {}
     for way in ways.values():
         places = [place for _, place in sorted(way)]
         for place, following in itertools.pairwise(places):

@@ -96,7 +96,7 @@ LAUNCH: Final = "monitor/launch"
 _JOB_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class Store(Protocol):
+class IdentityStore(Protocol):
     """What is used of a torch store (``TCPStore``, ``FileStore``, ``HashStore``, ``PrefixStore``). ``clone`` is used too
     where there is one.
     """
@@ -130,20 +130,20 @@ class JobIdentity:
         """The same for all recordings of the launch, as far as it is known."""
         return replace(self, job_id=self.launch or self.job_id)
 
-    def spelled(self) -> str:
+    def serialized(self) -> str:
         return f"{self.job_id} {self.timestamp}"
 
     @classmethod
-    def parse(cls, spelled: str) -> JobIdentity:
+    def parse(cls, text: str) -> JobIdentity:
         """Raises ``ValueError`` for what is not an identity."""
-        job_id, _, timestamp = spelled.partition(" ")
+        job_id, _, timestamp = text.partition(" ")
         if not _JOB_ID.fullmatch(job_id):
-            raise ValueError(f"{spelled!r} is not the identity of a job")
+            raise ValueError(f"{text!r} is not the identity of a job")
         timestamp_fields(timestamp)
         return cls(job_id, timestamp)
 
 
-def agree(store: Store | None, name: str | int, failures: Failures, timeout_s: float = TIMEOUT_S) -> JobIdentity:
+def agree(store: IdentityStore | None, name: str | int, failures: Failures, timeout_s: float = TIMEOUT_S) -> JobIdentity:
     """The identity that all ranks of the job share.
 
     Args:
@@ -163,17 +163,19 @@ def agree(store: Store | None, name: str | int, failures: Failures, timeout_s: f
         return replace(proposal, agreed=False)
 
 
-def _first_proposals(store: Store, key: str, proposal: JobIdentity) -> JobIdentity:
+def _first_proposals(store: IdentityStore, key: str, proposal: JobIdentity) -> JobIdentity:
     """Of the recording, and of the launch."""
     connection = _own_connection(store)
-    launch, found = (JobIdentity.parse(connection.compare_set(one, "", proposal.spelled()).decode()) for one in (LAUNCH, key))
+    launch, found = (
+        JobIdentity.parse(connection.compare_set(one, "", proposal.serialized()).decode()) for one in (LAUNCH, key)
+    )
     return replace(found, launch=launch.job_id)
 
 
-def _own_connection(store: Store) -> Store:
+def _own_connection(store: IdentityStore) -> IdentityStore:
     """A clone where one can be had: a call that hangs on the job's own connection would block the training's calls on it."""
     try:
-        clone: Store = store.clone()  # type: ignore[attr-defined]
+        clone: IdentityStore = store.clone()  # type: ignore[attr-defined]
     except (AttributeError, NotImplementedError):
         return store
     return clone

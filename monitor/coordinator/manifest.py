@@ -27,11 +27,11 @@ from monitor.coordinator.manifest_format import (
     ConfigurationRecord,
     ManifestRecord,
     PipelineRecord,
+    RecordedModel,
     SeriesReference,
-    Watched,
     WatchedRecord,
 )
-from monitor.coordinator.output import Claim, write_whole
+from monitor.coordinator.output import DirectoryLock, write_whole
 from monitor.coordinator.resume import Earlier, Timeline
 from monitor.coordinator.series_file import Measured, SeriesFile
 from monitor.coordinator.step_ranges import StepRange
@@ -71,7 +71,7 @@ class RankFacts:
     formats: Sequence[str]
     chunks: int = 1
     recording: int = 0
-    watched: Watched | None = None
+    watched: RecordedModel | None = None
 
 
 class Manifest:
@@ -81,7 +81,7 @@ class Manifest:
 
     Args:
         earlier: What was recorded to ``directory`` before, to be carried on; None: nothing.
-        claim: What keeps others out of ``directory``; let go of when the manifest is closed.
+        lock: What keeps others out of ``directory``; let go of when the manifest is closed.
     """
 
     def __init__(
@@ -91,40 +91,40 @@ class Manifest:
         series: SeriesTable,
         failures: Failures,
         earlier: Earlier | None = None,
-        claim: Claim | None = None,
+        lock: DirectoryLock | None = None,
     ) -> None:
         self._directory = directory
         self._failures = failures
         self._pid = os.getpid()
         self._fixed = _fixed(facts)
         self._earlier = Earlier() if earlier is None else earlier
-        self._claim = claim
+        self._directory_lock = lock
         self._notes: dict[str, Note] = dict(self._earlier.notes)
-        self._recorded = _Recorded(series, self._earlier.timeline)
+        self._recorded = _RecordedSteps(series, self._earlier.timeline)
         self._configurations: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
         self._undecided_since: int | None = None
         self._closed = False
-        self._said_lost = False
+        self._warned_of_lost = False
         self._series_on_disk = ""
 
     def written(self, rows: StepRows) -> None:
         """Every sink has taken in the step."""
         self._recorded.add(rows)
-        self._say_what_was_lost()
+        self._warn_of_lost_steps()
 
     def dropped(self, step: int, reason: str) -> None:
         """No sink has the step."""
         self._recorded.drop(step, reason)
-        self._say_what_was_lost()
+        self._warn_of_lost_steps()
 
     def lost(self, step: int, sink: str, reason: str) -> None:
         """One sink does not have the step."""
         self._recorded.lose(step, sink, reason)
 
-    def _say_what_was_lost(self) -> None:
+    def _warn_of_lost_steps(self) -> None:
         lost = self._recorded.killed_before
-        if lost is not None and not self._said_lost:
-            self._said_lost = True
+        if lost is not None and not self._warned_of_lost:
+            self._warned_of_lost = True
             self._failures.warn("killed before", _not_written(lost))
 
     def flows(self, flow: Flow) -> None:
@@ -172,21 +172,21 @@ class Manifest:
         """
         self._closed = True
         self._save(durable=True)
-        if self._claim is not None:
-            self._claim.release()
+        if self._directory_lock is not None:
+            self._directory_lock.release()
 
     def _save(self, *, durable: bool) -> None:
         if os.getpid() != self._pid:
             return
-        told, table = self._recorded.copy()
-        content = self._record(told, table).spelled()
+        fields, table = self._recorded.copy()
+        content = self._record(fields, table).to_json()
         self._directory.mkdir(parents=True, exist_ok=True)
         if table is not None and not (self._directory / table.name).exists():
             write_whole(self._directory / table.name, table.content, durable=durable)
         write_whole(self._directory / MANIFEST_FILE, content, durable=durable)
-        self._let_go_of_the_table_before(table)
+        self._remove_previous_table(table)
 
-    def _let_go_of_the_table_before(self, table: SeriesFile | None) -> None:
+    def _remove_previous_table(self, table: SeriesFile | None) -> None:
         """Series are still being found in the first steps; only the last table is kept. No manifest points at the others."""
         if table is None or table.name == self._series_on_disk:
             return
@@ -195,10 +195,10 @@ class Manifest:
                 (self._directory / self._series_on_disk).unlink()
         self._series_on_disk = table.name
 
-    def _record(self, told: dict[str, Any], table: SeriesFile | None) -> ManifestRecord:
+    def _record(self, fields: dict[str, Any], table: SeriesFile | None) -> ManifestRecord:
         return ManifestRecord(
             **self._fixed,
-            **told,
+            **fields,
             saved=_now(),
             closed=self._closed,
             series=SeriesReference(file=table.name, count=table.count) if table else None,
@@ -214,7 +214,7 @@ class Manifest:
         return Counter(dict(self._failures.counts))
 
 
-class _Recorded:
+class _RecordedSteps:
     """What became of each step, and which series have been measured. Safe across threads."""
 
     def __init__(self, series: SeriesTable, timeline: Timeline) -> None:
@@ -246,7 +246,7 @@ class _Recorded:
     def copy(self) -> tuple[dict[str, Any], SeriesFile | None]:
         """Fields of the record as they are now, and the series table."""
         with self._lock:
-            return self._timeline.told(), self._measured.file()
+            return self._timeline.manifest_fields(), self._measured.file()
 
 
 def _fixed(facts: RankFacts) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from monitor.coordinator.step_ranges import StepRange, StepRanges
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class RecordedModel:
     """What a recording watches.
 
     Attributes:
@@ -50,9 +50,9 @@ class Recordings:
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
-    def begin(self, role: str, names: Iterable[str]) -> Watched:
+    def begin(self, role: str, names: Iterable[str]) -> RecordedModel:
         """One more recording."""
-        watched = Watched(role, _digest(names), self._begun[role], self._begun.total())
+        watched = RecordedModel(role, _digest(names), self._begun[role], self._begun.total())
         self._begun[role] += 1
         return watched
 
@@ -78,13 +78,13 @@ class ManifestError(Exception):
     """A manifest, or a file that it names, is missing, damaged or not one. The message says which file and what is wrong."""
 
 
-class Record(BaseModel):
+class StrictRecord(BaseModel):
     """Part of a file: strictly typed; fields that a later version added are passed over."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class RestRecord(Record):
+class RestRecord(StrictRecord):
     """Steps that are counted and not listed, between ``first`` and ``last``."""
 
     count: Positive
@@ -92,7 +92,7 @@ class RestRecord(Record):
     last: Natural
 
 
-class StepsRecord(Record):
+class StepsRecord(StrictRecord):
     """A set of steps: ``ranges`` of (first, last, interval) in ascending order, and a ``rest`` beyond the bound on ranges."""
 
     count: Natural
@@ -139,7 +139,7 @@ class StepsRecord(Record):
 NO_STEPS: Final = StepsRecord(count=0, ranges=())
 
 
-class RecordedSteps(Record):
+class RecordedSteps(StrictRecord):
     """Steps that every sink took in, and which of them the optimizer skipped or the end of the run cut short.
 
     Attributes:
@@ -153,7 +153,7 @@ class RecordedSteps(Record):
     abandoned: StepsRecord = NO_STEPS
 
 
-class PipelineRecord(Record):
+class PipelineRecord(StrictRecord):
     """Where a rank stands in its pipeline.
 
     Attributes:
@@ -176,26 +176,26 @@ class PipelineRecord(Record):
         return cls(ranks=tuple(ranks), stage=stage, stages=tuple(stage + chunk * len(ranks) for chunk in range(chunks)))
 
 
-class WatchedRecord(Record):
-    """``monitor.coordinator.manifest_format.Watched``."""
+class WatchedRecord(StrictRecord):
+    """``monitor.coordinator.manifest_format.RecordedModel``."""
 
     role: str
     names: str
     number: Natural
 
     @classmethod
-    def of(cls, watched: Watched) -> WatchedRecord:
+    def of(cls, watched: RecordedModel) -> WatchedRecord:
         return cls(role=watched.role, names=watched.names, number=watched.number)
 
 
-class SeriesReference(Record):
+class SeriesReference(StrictRecord):
     """The file beside the manifest that holds the series table."""
 
     file: Annotated[str, Field(pattern=r"^series-[0-9a-f]{16}\.json\.gz$")]
     count: Natural
 
 
-class ConfigurationRecord(Record):
+class ConfigurationRecord(StrictRecord):
     """A configuration that came into force on a rank.
 
     Attributes:
@@ -218,7 +218,7 @@ class ConfigurationRecord(Record):
     changed: str
 
 
-class EarlierRun(Record):
+class EarlierRun(StrictRecord):
     """A run that recorded to the same directory before.
 
     Attributes:
@@ -235,7 +235,7 @@ class EarlierRun(Record):
     series: SeriesReference | None
 
 
-class ManifestRecord(Record):
+class ManifestRecord(StrictRecord):
     """What one rank says of what it wrote.
 
     Attributes:
@@ -302,7 +302,7 @@ class ManifestRecord(Record):
             raise ValueError(f"rank {self.rank} is not one of {self.world_size}")
         return self
 
-    def spelled(self) -> bytes:
+    def to_json(self) -> bytes:
         """JSON with a line a field, for people who look into it with a pager."""
         fields = self.model_dump(mode="json")
         return (
@@ -345,7 +345,7 @@ def content_of(path: Path, limit: int, what: str) -> bytes:
     return content
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=StrictRecord)
 
 
 def parsed(record: type[R], content: bytes, path: Path) -> R:

@@ -118,7 +118,7 @@ NO_LOCKS_HERE: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system answers that has no locks."""
 
 
-class Claim:
+class DirectoryLock:
     """Held until ``release``, or until the process ends, however it ends. A process forked from it holds nothing.
 
     Attributes:
@@ -146,8 +146,8 @@ class Claim:
                 self._lock.release()
 
 
-def claim(directory: Path) -> Claim | None:
-    """Claim ``directory``, which must exist; None if another process, or another recording of this one, holds it.
+def lock_directory(directory: Path) -> DirectoryLock | None:
+    """DirectoryLock ``directory``, which must exist; None if another process, or another recording of this one, holds it.
 
     On a file system without locks nobody is kept out.
 
@@ -168,7 +168,7 @@ def claim(directory: Path) -> Claim | None:
     if before:
         with suppress(OSError):  # some locks touch their file, and it is to tell of that process until ``begin``
             os.utime(path, ns=(before, before))
-    return Claim(path, lock, before)
+    return DirectoryLock(path, lock, before)
 
 
 def _changed(path: Path) -> int:
@@ -194,7 +194,7 @@ _TAKEN: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 _NO_LOCKS_HERE: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def set_aside(base: Path, name: str, identity: JobIdentity, patience_s: float = PATIENCE_S) -> Path | None:
+def rotate_stale_output(base: Path, name: str, identity: JobIdentity, patience_s: float = PATIENCE_S) -> Path | None:
     """Rename ``base/name`` if an earlier run left it, once for the job.
 
     Args:
@@ -210,12 +210,12 @@ def set_aside(base: Path, name: str, identity: JobIdentity, patience_s: float = 
     """
     try:
         base.mkdir(parents=True, exist_ok=True)
-        return _set_aside(base, name, identity, time.monotonic() + patience_s)
+        return _rotate(base, name, identity, time.monotonic() + patience_s)
     except OSError as error:
         raise unusable(base / name, error) from error
 
 
-def _set_aside(base: Path, name: str, identity: JobIdentity, deadline: float) -> Path | None:
+def _rotate(base: Path, name: str, identity: JobIdentity, deadline: float) -> Path | None:
     """Look at the list before every attempt on the lock: of ten thousand ranks, few will ever need it."""
     jobs, lock = base / f".{name}.jobs", base / f".{name}.lock"
     while identity.job_id not in _entered(jobs):

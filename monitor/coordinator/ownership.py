@@ -68,7 +68,7 @@ class Ownership:
         """``placed``; of a parameter of which nothing is known the assumption that every rank of the job holds a replica."""
         if placed != LOCAL or kind not in SAME_AFTER_REDUCTION or self.staged or self.world_size < 2:
             return placed
-        return Placement(unclaimed=_everyone(self.world_size), assumed=True)
+        return Placement(unclaimed=_all_ranks(self.world_size), assumed=True)
 
     def writes(self, placement: Placement) -> bool:
         """Whether this rank writes a series: the first monitored one of those that could."""
@@ -82,7 +82,7 @@ class Ownership:
         return next((rank for rank in placement.replicas if not self.module_ranks or rank in self.module_ranks), None)
 
 
-def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | None:
+def no_rank_monitored(module_ranks: Collection[int], world_size: int) -> str | None:
     """What to warn of when ``module_ranks`` names no rank of the job; None where it names one, or is empty."""
     if not module_ranks or any(0 <= rank < world_size for rank in module_ranks):
         return None
@@ -93,7 +93,7 @@ def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | No
 
 
 @cache
-def _everyone(world_size: int) -> Ranks:
+def _all_ranks(world_size: int) -> Ranks:
     return tuple(range(world_size))
 
 

@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from monitor.coordinator.identity import RankDirectory
-from monitor.coordinator.manifest_format import MANIFEST_FILE, Watched
-from monitor.coordinator.output import Claim, claim, prepare, remove_drafts
-from monitor.coordinator.resume import Earlier, Span, directories, last_word, newest_step, preferred
+from monitor.coordinator.manifest_format import MANIFEST_FILE, RecordedModel
+from monitor.coordinator.output import DirectoryLock, lock_directory, prepare, remove_drafts
+from monitor.coordinator.resume import Earlier, Span, directories, last_manifest, newest_step, preferred
 from monitor.failures import LOGGER, Failures
 from monitor.sinks import RECOVERIES
 from monitor.sinks.recovery import put_in_order
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class ResolvedDirectory:
     """Where a rank records to.
 
     Attributes:
@@ -28,11 +28,11 @@ class Home:
     """
 
     directory: Path
-    claim: Claim | None
+    lock: DirectoryLock | None
     earlier: Earlier = field(default_factory=Earlier)
 
 
-def home(
+def resolve_rank_directory(
     base: Path,
     rank: int,
     timestamp: str,
@@ -40,8 +40,8 @@ def home(
     span: Sequence[str],
     formats: Sequence[str],
     failures: Failures,
-    watched: Watched | None = None,
-) -> Home:
+    watched: RecordedModel | None = None,
+) -> ResolvedDirectory:
     """Settle where ``rank`` records to. What keeps it from an earlier directory is said, and it begins a new one.
 
     Args:
@@ -59,18 +59,18 @@ def home(
     return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
 
 
-def _new(directory: Path, failures: Failures) -> Home:
+def _new(directory: Path, failures: Failures) -> ResolvedDirectory:
     prepare(directory)
     try:
-        return Home(directory, claim(directory))
+        return ResolvedDirectory(directory, lock_directory(directory))
     except OSError as error:
         failures.report("claiming the directory", error, "Another job that appends to it would not be kept out.")
-        return Home(directory, None)
+        return ResolvedDirectory(directory, None)
 
 
 def _taken_up(
     base: Path, rank: int, choose: Callable[[Sequence[Path]], Path], span: Span, formats: Sequence[str], failures: Failures
-) -> Home | None:
+) -> ResolvedDirectory | None:
     try:
         found = directories(base, rank, span)
         if not found:
@@ -80,14 +80,14 @@ def _taken_up(
         chosen = choose(found)
         if len(found) > 1:
             LOGGER.info("[rank %d] append_output: of %d directories in the range %s is taken.", rank, len(found), chosen.name)
-        return _claimed(chosen, rank, formats)
+        return _locked(chosen, rank, formats)
     except Exception as error:
         failures.report("going on in an earlier directory", error, "A new one is begun.")
         return None
 
 
-def _claimed(directory: Path, rank: int, formats: Sequence[str]) -> Home | None:
-    held = claim(directory)
+def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirectory | None:
+    held = lock_directory(directory)
     if held is None:
         said = "[rank %d] append_output: %s is being written by another process, or by this one. A new directory is begun."
         LOGGER.warning(said, rank, directory.name)
@@ -95,7 +95,7 @@ def _claimed(directory: Path, rank: int, formats: Sequence[str]) -> Home | None:
     try:
         earlier = _put_in_order(prepare(directory), rank, formats, held.before_ns)
         held.begin()
-        return Home(directory, held, earlier)
+        return ResolvedDirectory(directory, held, earlier)
     except BaseException:
         held.release()
         raise
@@ -103,7 +103,7 @@ def _claimed(directory: Path, rank: int, formats: Sequence[str]) -> Home | None:
 
 def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
     remove_drafts(directory)
-    record = last_word(directory)
+    record = last_manifest(directory)
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
     recoveries = {name: make() for name, make in RECOVERIES.items() if name in (*written, *formats)}

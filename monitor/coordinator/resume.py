@@ -16,9 +16,9 @@ from monitor.coordinator.manifest_format import (
     EarlierRun,
     ManifestError,
     ManifestRecord,
+    RecordedModel,
     RecordedSteps,
     StepsRecord,
-    Watched,
     WatchedRecord,
     read_manifest,
 )
@@ -69,7 +69,7 @@ def directories(base: Path, rank: int, span: Span) -> list[Path]:
     return [path for _, path in reversed(ordered)]
 
 
-def preferred(newest_first: Sequence[Path], recording: int, watched: Watched | None = None) -> Path:
+def preferred(newest_first: Sequence[Path], recording: int, watched: RecordedModel | None = None) -> Path:
     """The newest one of a recording that watched the same; where none did, the newest that holds the same of its process's
     recordings, and where none does, the newest.
 
@@ -87,7 +87,7 @@ def preferred(newest_first: Sequence[Path], recording: int, watched: Watched | N
     return next(iter(same), newest_first[0])
 
 
-def last_word(directory: Path) -> ManifestRecord | None:
+def last_manifest(directory: Path) -> ManifestRecord | None:
     """The manifest of the run that recorded here last; None if it left none. One that cannot be read is set aside.
 
     Raises:
@@ -214,7 +214,7 @@ class Timeline:
         self._reach(step)
         self._lost.setdefault(sink, StepsByCause()).add(step, reason)
 
-    def told(self) -> dict[str, Any]:
+    def manifest_fields(self) -> dict[str, Any]:
         """Fields of ``ManifestRecord``."""
         written, skipped, incomplete, abandoned = (
             StepsRecord.of(steps) for steps in (self._written, self._skipped, self._incomplete, self._abandoned)

@@ -29,7 +29,7 @@ from monitor.coordinator.manifest_format import (
     ManifestError,
     ManifestRecord,
     Natural,
-    Record,
+    StrictRecord,
     known_version,
     parsed,
 )
@@ -160,7 +160,7 @@ class Measured:
         number = dict(zip(ranks, numbers, strict=True))
         return {
             "groups": groups,
-            "placements": [_spelled(one, number) for one in placements],
+            "placements": [_placement_columns(one, number) for one in placements],
             "placement": [LOCAL_PLACEMENT if one is LOCAL else next(code) for one in each],
         }
 
@@ -169,7 +169,7 @@ def _groups_of(placement: Placement) -> tuple[Ranks, ...]:
     return (placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ())
 
 
-def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, object]:
+def _placement_columns(placement: Placement, number: Mapping[int, int]) -> dict[str, object]:
     """Its columns; ``number`` of a set of ranks, by the ``id`` of that."""
     shard = placement.shard
     cut = (
@@ -186,7 +186,7 @@ def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, objec
     }
 
 
-class ShardRecord(Record):
+class ShardRecord(StrictRecord):
     """``monitor.series.Shard``, its ranks by number."""
 
     ranks: Natural
@@ -195,7 +195,7 @@ class ShardRecord(Record):
     flat: bool
 
 
-class PlacementRecord(Record):
+class PlacementRecord(StrictRecord):
     """``monitor.series.Placement``, groups of ranks by number."""
 
     replicas: Natural
@@ -210,7 +210,7 @@ class PlacementRecord(Record):
         return Placement(groups[self.replicas], groups[self.unclaimed], shard, self.partial, assumed=self.assumed)
 
 
-class SeriesColumns(Record):
+class SeriesColumns(StrictRecord):
     """What a series file holds."""
 
     schema_version: int

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Self
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import is_dynamic
 from monitor.config.model import CcDistribution
-from monitor.coordinator.manifest_format import RECORDINGS, Watched
+from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
-from monitor.coordinator.ownership import Ownership, nobody_monitored
+from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.attachment_spec import Watch
 from monitor.recording.backend import Backend, Framework
@@ -174,7 +174,7 @@ class TrainerMon:
         elif watched is not None:
             self._begin(watch, groups, start, watched, watch_of)
 
-    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> Watched:
+    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> RecordedModel:
         find = self._failures.guarded("telling this model from others", role_of)
         role = find(framework, self._backend, *groups, self._process_group) or framework.name
         return RECORDINGS.begin(role, names_of(framework, self._backend))
@@ -205,7 +205,12 @@ class TrainerMon:
         return names
 
     def _begin(
-        self, watch: Watch, groups: tuple[Any, Any], start: int, watched: Watched, watch_of: Callable[[MonitorConfig], Watch]
+        self,
+        watch: Watch,
+        groups: tuple[Any, Any],
+        start: int,
+        watched: RecordedModel,
+        watch_of: Callable[[MonitorConfig], Watch],
     ) -> None:
         names = self._names(watch)
         dp_group, tp_group = groups
@@ -383,7 +388,7 @@ class TrainerMon:
         return Ownership(here.rank, here.world_size, module_ranks, dp, tp, pp, staged)
 
     def _say_if_nobody(self, ownership: Ownership) -> None:
-        warning = nobody_monitored(self._config.module_ranks, ownership.world_size)
+        warning = no_rank_monitored(self._config.module_ranks, ownership.world_size)
         if warning is not None and ownership.rank == 0:
             LOGGER.warning("%s", warning)
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from monitor.anomalies.ranking.job import Columns, Flags, Job, Member
+from monitor.anomalies.ranking.job import Columns, Flags, Member, RankedJob
 from monitor.coordinator.manifest_format import EarlierRun, ManifestRecord, StepsRecord
 from monitor.coordinator.resume import KILLED
 
@@ -61,12 +61,12 @@ def _found_in(member: Member, following: EarlierRun | ManifestRecord) -> str:
 MOST_STEPS: Final = 5_000_000
 """Of a run. Of more steps, which a damaged file may claim, the first are gone through."""
 
-Wanted = Callable[[Columns], Flags]
+StepFilter = Callable[[Columns], Flags]
 """Which of a column of steps are to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class UnjudgedSteps:
     """Steps of training that were not judged.
 
     Attributes:
@@ -96,7 +96,7 @@ class Coverage:
     steps: int
     ranks: tuple[int, ...]
     idle: tuple[int, ...]
-    gaps: tuple[Gap, ...]
+    gaps: tuple[UnjudgedSteps, ...]
 
     @property
     def is_empty(self) -> bool:
@@ -109,9 +109,9 @@ class Coverage:
         return not (self.is_empty or self.idle or self.gaps)
 
 
-def coverage_of(job: Job, wanted: Wanted | None) -> Coverage:
+def coverage_of(job: RankedJob, step_filter: StepFilter | None) -> Coverage:
     """What the ranks of a job have judged of the chosen steps; None: of all."""
-    chosen = {recording: _Chosen(*span, wanted) for recording, span in _spans(job.members).items()}
+    chosen = {recording: _Chosen(*span, step_filter) for recording, span in _spans(job.members).items()}
     found: dict[str, dict[int, Columns]] = defaultdict(dict)
     for one in job.members:
         for reason, steps in chosen[one.recording].left_by(one):
@@ -120,7 +120,7 @@ def coverage_of(job: Job, wanted: Wanted | None) -> Coverage:
     idle = {one.rank for one in job.members if one.events.judged.rows == 0}
     busy = {one.rank for one in job.members} - idle
     return Coverage(
-        sum(one or 0 for one in rows) if wanted is None and None not in rows else None,
+        sum(one or 0 for one in rows) if step_filter is None and None not in rows else None,
         sum(int(one.judged.sum()) for one in chosen.values()),
         tuple(sorted(busy)),
         tuple(sorted(idle)) if busy else (),
@@ -135,9 +135,9 @@ class _Chosen:
         judged: Which of the steps some rank has judged.
     """
 
-    def __init__(self, first: int, end: int, wanted: Wanted | None) -> None:
+    def __init__(self, first: int, end: int, step_filter: StepFilter | None) -> None:
         self._steps = np.arange(first, end)
-        self._chosen = np.ones(len(self._steps), np.bool_) if wanted is None else wanted(self._steps)
+        self._chosen = np.ones(len(self._steps), np.bool_) if step_filter is None else step_filter(self._steps)
         self._known: dict[object, list[tuple[str, Columns]]] = {}
         self.judged = np.zeros(len(self._steps), np.bool_)
 
@@ -235,7 +235,7 @@ def _if_any(reason: str, left: Flags) -> Iterator[tuple[str, Flags]]:
         yield reason, left
 
 
-def _gaps(found: Mapping[str, Mapping[int, Columns]]) -> Iterator[Gap]:
+def _gaps(found: Mapping[str, Mapping[int, Columns]]) -> Iterator[UnjudgedSteps]:
     for reason, by_rank in found.items():
         steps = np.unique(np.concatenate(list(by_rank.values())))
-        yield Gap(reason, tuple(sorted(by_rank)), len(steps), int(steps[0]), int(steps[-1]))
+        yield UnjudgedSteps(reason, tuple(sorted(by_rank)), len(steps), int(steps[0]), int(steps[-1]))

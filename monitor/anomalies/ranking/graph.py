@@ -55,14 +55,14 @@ class Subject:
 
     Attributes:
         series: A replica under the kind and name that it stands for.
-        spelled: As it stands in files.
+        recorded_as: As it stands in files.
         module: Which the tensor goes into or comes out of; of a parameter the one that has it.
         is_input: Whether the tensor, or the one that this is the gradient of, goes into the module.
         call: How many calls of the module the micro-step had before.
     """
 
     series: Series
-    spelled: Series
+    recorded_as: Series
     role: Role
     module: str
     is_input: bool = False
@@ -81,7 +81,7 @@ class Subject:
 
 def subject_of(series: Series) -> Subject:
     """Take a series apart. A name that no hook gives an activation is taken for one of the root."""
-    meant = stands_for(series)
+    meant = underlying_series(series)
     role = _ROLES.get(meant.kind, Role.OTHER)
     if meant.kind not in ACTIVATION_KINDS:
         return Subject(meant, series, role, meant.name.rpartition(".")[0])
@@ -91,7 +91,7 @@ def subject_of(series: Series) -> Subject:
     return Subject(meant, series, role, found["module"], found["slot"].startswith("input"), int(found["call"] or 0))
 
 
-def stands_for(series: Series) -> Series:
+def underlying_series(series: Series) -> Series:
     """The series itself; of a replica the one that another rank writes."""
     if series.kind != REPLICA_KIND:
         return series
@@ -128,7 +128,7 @@ class _Measured(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class SameTensor:
     """What a tensor was before it became an input.
 
     Attributes:
@@ -141,7 +141,7 @@ class Same:
 
 
 @dataclass(frozen=True, eq=False)
-class Wiring:
+class DataflowGraph:
     """The measured series of a rank in the order of their numbers, which for activations and their gradients is that in which
     they were first measured, and the flow between them.
 
@@ -161,13 +161,13 @@ class Wiring:
         """Series of the same kind that are known to feed this one; of the input of a module they are the same tensor."""
         return self._sources.get(self.numbers.get(series, NOT_MEASURED), ())
 
-    def same_as(self, series: Series) -> Same | None:
+    def same_as(self, series: Series) -> SameTensor | None:
         """What the input of a module was before; None where it was not seen before."""
         if series not in self._same:
             self._same[series] = self._found_same(series) if self.sources(series) else None
         return self._same[series]
 
-    def _found_same(self, series: Series) -> Same:
+    def _found_same(self, series: Series) -> SameTensor:
         found, waiting = {series}, [series]
         made: list[Subject] = []
         while waiting:
@@ -180,7 +180,7 @@ class Wiring:
                     waiting.append(source)
                 else:
                     made.append(subject)
-        return Same(tuple(found - {series}), tuple(made))
+        return SameTensor(tuple(found - {series}), tuple(made))
 
     def closure(self, subject: Subject) -> str | None:
         """The smallest module from whose measured entries, and from what happens within it, the tensor was made.
@@ -267,7 +267,7 @@ class Wiring:
         return sum(1 for other, _ in own if other < number)
 
     @cached_property
-    def _same(self) -> dict[Series, Same | None]:
+    def _same(self) -> dict[Series, SameTensor | None]:
         return {}
 
     @cached_property
@@ -342,14 +342,14 @@ def _is_within(one: Subject, other: Subject) -> bool:
     return one.is_entry == other.is_entry and one.module != other.module and other.module in one.around
 
 
-class Wirings:
-    """Reads the wiring of each rank once. Ranks of the same stage mostly have the same."""
+class DataflowGraphs:
+    """Reads the graph of each rank once. Ranks of the same stage mostly have the same."""
 
     def __init__(self) -> None:
-        self._by_content: dict[str, Wiring] = {}
-        self._alike: dict[tuple[object, ...], Wiring] = {}
+        self._by_content: dict[str, DataflowGraph] = {}
+        self._alike: dict[tuple[object, ...], DataflowGraph] = {}
 
-    def read(self, directory: Path, manifest: ManifestRecord) -> Wiring | None:
+    def read(self, directory: Path, manifest: ManifestRecord) -> DataflowGraph | None:
         """None where the rank has measured nothing.
 
         Raises:
@@ -368,7 +368,7 @@ class Wirings:
             self._by_content[path.name] = known
         return known
 
-    def _shared(self, columns: SeriesColumns) -> Wiring:
+    def _shared(self, columns: SeriesColumns) -> DataflowGraph:
         measured = tuple(number for number, layout in enumerate(columns.layout) if layout != NOT_MEASURED)
         flow = (columns.flow_from, columns.flow_to, columns.passes)
         sharded = _sharded(columns)
@@ -377,9 +377,9 @@ class Wirings:
         if known is None:
             every = zip(columns.kind, columns.vpp_stage, columns.name, strict=True)
             series = [Series(columns.kinds[kind], chunk, name) for kind, chunk, name in every]
-            numbers = {stands_for(series[number]): number for number in measured}
-            parts = frozenset(stands_for(series[number]) for number in sharded)
-            known = self._alike[key] = Wiring(numbers, columns.flow(), parts)
+            numbers = {underlying_series(series[number]): number for number in measured}
+            parts = frozenset(underlying_series(series[number]) for number in sharded)
+            known = self._alike[key] = DataflowGraph(numbers, columns.flow(), parts)
         return known
 
 

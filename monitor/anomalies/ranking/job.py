@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.event_files import MOST
-from monitor.anomalies.ranking.graph import Subject, Wiring, Wirings, subject_of
+from monitor.anomalies.ranking.graph import DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
 from monitor.coordinator.identity import RankDirectory
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
@@ -29,7 +29,7 @@ ONE_BY_ONE: Final = frozenset({"dp", "pp"})
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PipelineGroup:
     """A pipeline of one recording.
 
     Attributes:
@@ -47,13 +47,13 @@ class Member:
     Attributes:
         stage: Index of the rank in its pipeline group.
         manifest: Of the run that the events are of; None if there is none, or not one to be trusted.
-        wiring: None without a manifest.
+        graph: None without a manifest.
     """
 
     events: RecordingEvents
-    group: Group
+    group: PipelineGroup
     manifest: ManifestRecord | None = None
-    wiring: Wiring | None = None
+    graph: DataflowGraph | None = None
 
     @property
     def rank(self) -> int:
@@ -103,7 +103,7 @@ class Member:
 
 
 @dataclass
-class Job:
+class RankedJob:
     """All members, in the order of their ranks.
 
     Attributes:
@@ -126,7 +126,7 @@ class Job:
         number = self._by_rank.get((recording, rank))
         return None if number is None else self.members[number]
 
-    def at_place(self, group: Group, place: int) -> Member | None:
+    def at_place(self, group: PipelineGroup, place: int) -> Member | None:
         """The member that has the chunk at a place of the pipeline."""
         return self.member_of(group.recording, group.mates[place % len(group.mates)])
 
@@ -153,7 +153,7 @@ class Job:
                 yield other
 
 
-def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> Job:
+def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> RankedJob:
     """Put what was read beside the manifests that lie around ``folder``."""
     every = list(read)
     flaws = [one for one in every if isinstance(one, Flaw)]
@@ -161,7 +161,7 @@ def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> Job:
     matching = _Matching(found, flaws)
     judged = [one for one in every if isinstance(one, RecordingEvents)]
     members = [matching.member(one) for one in _of_one_job(judged, matching, flaws)]
-    job = Job(members, flaws, without_manifest=sorted({one.rank for one in members if one.wiring is None}))
+    job = RankedJob(members, flaws, without_manifest=sorted({one.rank for one in members if one.graph is None}))
     ranks, chosen = _ranks(members, found)
     known = {one.rank for one in members}
     job.missing = sorted(chosen - known - {one.rank for one in flaws})
@@ -185,7 +185,7 @@ def _of_one_job(events: Sequence[RecordingEvents], matching: _Matching, flaws: l
             yield one
         else:
             reason = f"is of job {one.judged.job_id}, most of the others of {most}: it was not ranked"
-            flaws.append(Flaw(one.files.rank, one.files.told, reason))
+            flaws.append(Flaw(one.files.rank, one.files.label, reason))
 
 
 class _Matching:
@@ -194,7 +194,7 @@ class _Matching:
     def __init__(self, found: Found, flaws: list[Flaw]) -> None:
         self._runs = {run.directory.name: run for runs in found.jobs.values() for run in runs}
         self._unreadable = {one.path: one.reason for one in found.set_aside}
-        self._wirings = Wirings()
+        self._wirings = DataflowGraphs()
         self._flaws = flaws
         self._numbers = dict(_numbered(found))
         self._launches = {run.manifest.job_id: run.manifest.launch for run in self._runs.values()}
@@ -214,14 +214,14 @@ class _Matching:
     def member(self, events: RecordingEvents) -> Member:
         mates = events.mates or (events.files.rank,)
         try:
-            manifest, wiring = self._wired(self._run(events), events)
+            manifest, graph = self._with_graph(self._run(events), events)
             pipeline = manifest.pipeline.ranks if manifest.pipeline else (manifest.rank,)
             if events.mates and pipeline != events.mates:
                 raise ManifestError(f"its pipeline group is {list(pipeline)}, that of the events {list(mates)}")
         except ManifestError as error:
-            self._flaws.append(Flaw(events.files.rank, events.files.told, f"has no manifest to go with it: {error}"))
-            return Member(events, Group(self._recording(events), mates))
-        return Member(events, Group(self._recording(events), pipeline), manifest, wiring)
+            self._flaws.append(Flaw(events.files.rank, events.files.label, f"has no manifest to go with it: {error}"))
+            return Member(events, PipelineGroup(self._recording(events), mates))
+        return Member(events, PipelineGroup(self._recording(events), pipeline), manifest, graph)
 
     def _recording(self, events: RecordingEvents) -> int:
         """That of its directory. If that is gone, the number that other ranks of the job have."""
@@ -231,7 +231,7 @@ class _Matching:
             return known if known is not None else next(iter(of_job))
         return max(self._numbers.values(), default=-1) + 1 + events.files.recording
 
-    def _wired(self, run: RankRun, events: RecordingEvents) -> tuple[ManifestRecord, Wiring | None]:
+    def _with_graph(self, run: RankRun, events: RecordingEvents) -> tuple[ManifestRecord, DataflowGraph | None]:
         """Read once more where a rank that still runs has moved on to another series file meanwhile."""
         manifest = _manifest(run, events)
         try:
@@ -304,7 +304,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
+class EventTable:
     """An entry an event, members after one another, each in the order of its file.
 
     Attributes:
@@ -328,7 +328,7 @@ class Evidence:
     mean: NDArray[np.float64]
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> Evidence:
+    def of(cls, members: Sequence[Member]) -> EventTable:
         """All events of these members."""
         series, ops, rules = _Numbers[Series](), _Numbers[str](), _Numbers[str]()
         every = [one.events for one in members]
@@ -396,7 +396,7 @@ class Evidence:
         return self._of_member(lambda one: one.recording)
 
     @cached_property
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Sequence[PipelineGroup]:
         return list(dict.fromkeys(one.group for one in self.members))
 
     @cached_property

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from monitor.anomalies.events import EVENTS_FOLDER, JUDGED_LIMIT, Event, Judged, events_file, judged_file
+from monitor.anomalies.events import EVENTS_FOLDER, JUDGED_LIMIT, Event, ScanSummary, events_file, judged_file
 from monitor.coordinator.manifest_format import ManifestError, content_of, known_version, parsed
 from monitor.merge.discovery import leads_out
 from monitor.merge.executors import engine, run_in_order
@@ -55,7 +55,7 @@ class RecordingFiles:
         return self.folder / events_file(self.recording)
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """How the file of events is called in what people read."""
         return f"{self.folder.name}/{self.events.name}"
 
@@ -76,7 +76,7 @@ class RecordingEvents:
     """
 
     files: RecordingFiles
-    judged: Judged
+    judged: ScanSummary
     mates: tuple[int, ...]
     step: Columns
     micro_step: Columns
@@ -148,7 +148,7 @@ def read(files: RecordingFiles) -> RecordingEvents | Flaw:
         judged = _judged(files)
         return _columns(files, judged, entries(files) if judged.events or files.events.exists() else {})
     except (ManifestError, OSError) as error:
-        return Flaw(files.rank, files.told, str(error))
+        return Flaw(files.rank, files.label, str(error))
 
 
 def entries(files: RecordingFiles) -> dict[str, Event]:
@@ -174,8 +174,8 @@ def _files_of_rank(folder: Path) -> Iterator[RecordingFiles]:
     yield from (RecordingFiles(folder, int(rank[1]), number) for number in numbers)
 
 
-def _judged(files: RecordingFiles) -> Judged:
-    judged = parsed(Judged, _content(files.judged, JUDGED_LIMIT), files.judged)
+def _judged(files: RecordingFiles) -> ScanSummary:
+    judged = parsed(ScanSummary, _content(files.judged, JUDGED_LIMIT), files.judged)
     try:
         known_version(judged.schema_version)
     except ValueError as error:
@@ -193,7 +193,7 @@ def _content(path: Path, limit: int) -> bytes:
     return content_of(path, limit, "such file")
 
 
-def _columns(files: RecordingFiles, judged: Judged, found: dict[str, Event]) -> RecordingEvents:
+def _columns(files: RecordingFiles, judged: ScanSummary, found: dict[str, Event]) -> RecordingEvents:
     every = list(found.values())
     mates = _mates(files, every)
     parts = _Parts()

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.ranking.graph import Role
-from monitor.anomalies.ranking.job import Columns, Evidence, Member
+from monitor.anomalies.ranking.job import Columns, EventTable, Member
 from monitor.anomalies.ranking.loading import MOST_CHUNKS
 from monitor.coordinator.dataflow import IN_BACKWARD, IN_FORWARD, Pass, PipelineOrder, RankPasses, Spot
 from monitor.series import NO_MICRO_STEP
@@ -49,19 +49,19 @@ class Order:
     position: Columns
 
 
-def order_of(evidence: Evidence) -> Order:
+def order_of(table: EventTable) -> Order:
     """Put all events in order."""
-    phase = np.array([_PHASE[Role(role)] for role in range(len(Role))])[evidence.role]
-    keys, unknown = _Keys(evidence), {}
-    for recording in np.unique(evidence.recording).tolist():
+    phase = np.array([_PHASE[Role(role)] for role in range(len(Role))])[table.role]
+    keys, unknown = _Keys(table), {}
+    for recording in np.unique(table.recording).tolist():
         try:
             keys.by_schedule(recording, phase)
         except ValueError as error:
             keys.by_micro_step(recording)
             if keys.matter(recording):
                 unknown[recording] = str(error)
-    last = (np.arange(len(evidence)), evidence.recording, evidence.rank, evidence.call_id)
-    events = np.lexsort((*last, *keys.columns[::-1], phase, evidence.step))
+    last = (np.arange(len(table)), table.recording, table.rank, table.call_id)
+    events = np.lexsort((*last, *keys.columns[::-1], phase, table.step))
     position = np.empty_like(events)
     position[events] = np.arange(len(events))
     return Order(events, unknown, position)
@@ -70,12 +70,12 @@ def order_of(evidence: Evidence) -> Order:
 class _Keys:
     """Three numbers an event by which those of a phase of a step stand in order."""
 
-    def __init__(self, evidence: Evidence) -> None:
-        self._evidence = evidence
-        self.columns: Columns = np.zeros((3, len(evidence)), np.int64)
+    def __init__(self, table: EventTable) -> None:
+        self._table = table
+        self.columns: Columns = np.zeros((3, len(table)), np.int64)
 
     def by_micro_step(self, recording: int) -> None:
-        of, columns = self._evidence, self.columns
+        of, columns = self._table, self.columns
         own = of.recording == recording
         forward = of.role <= Role.FORWARD
         columns[0, own] = np.where(of.micro_step == NO_MICRO_STEP, _LAST, of.micro_step)[own]
@@ -84,7 +84,7 @@ class _Keys:
 
     def by_schedule(self, recording: int, phase: Columns) -> None:
         """Raises ``ValueError`` where the schedule is not known: the message says of what rank."""
-        of = self._evidence
+        of = self._table
         own = np.flatnonzero((of.recording == recording) & (phase > 0))
         own = own[np.lexsort((of.call_id[own], of.member[own], of.step[own], of.group[own]))]
         begins = _changes(of.group[own], of.step[own], of.member[own], of.role[own], of.chunk[own], of.micro_step[own])
@@ -95,13 +95,13 @@ class _Keys:
 
     def matter(self, recording: int) -> bool:
         """Whether there are micro-batches of several ranks whose turns one would want to know."""
-        of = self._evidence
+        of = self._table
         several = np.array([len(group.mates) > 1 for group in of.groups])[of.group]
         return bool(((of.recording == recording) & several & (of.role <= Role.BACKWARD) & (of.micro_step >= 0)).any())
 
     def _turns(self, events: Columns) -> Columns:
         """Of events that stand by group and step."""
-        of, schedules = self._evidence, _Schedules(self._evidence.members)
+        of, schedules = self._table, _Schedules(self._table.members)
         turns = np.zeros(len(events), np.int64)
         begins = _changes(of.group[events], of.step[events])
         for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(events)], strict=True):
@@ -118,8 +118,8 @@ class _Schedules:
         self._known: dict[tuple[object, ...], PipelineOrder] = {}
         self._passes: dict[tuple[int, int, int], tuple[Pass, ...]] = {}
         for one in members:
-            if one.wiring is not None and one.wiring.passes:
-                self._passes.setdefault(_stage_of(one), one.wiring.passes)
+            if one.graph is not None and one.graph.passes:
+                self._passes.setdefault(_stage_of(one), one.graph.passes)
 
     def of(self, members: Sequence[Member]) -> PipelineOrder:
         """Of one pipeline, its ranks numbered by stage.
@@ -149,7 +149,7 @@ class _Schedules:
         return self._known[key]
 
     def _of_stage(self, member: Member | None, stage: tuple[int, int, int]) -> tuple[Pass, ...]:
-        own = member.wiring.passes if member is not None and member.wiring is not None else ()
+        own = member.graph.passes if member is not None and member.graph is not None else ()
         return own or self._passes.get(stage, ())
 
 
@@ -164,7 +164,7 @@ def _turns(order: PipelineOrder, spots: Sequence[Spot]) -> list[int]:
     return order.turns(spots)
 
 
-def _spots(of: Evidence, events: Columns) -> Iterator[Spot]:
+def _spots(of: EventTable, events: Columns) -> Iterator[Spot]:
     kinds = [of.subjects[number].series.kind for number in of.subject[events]]
     columns = (column[events].tolist() for column in (of.stage, of.chunk, of.micro_step, of.call_id))
     for stage, chunk, micro_step, call_id, kind in zip(*columns, kinds, strict=True):

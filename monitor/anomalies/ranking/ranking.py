@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from monitor.anomalies.events import Event
-from monitor.anomalies.ranking.coverage import Coverage, Wanted, coverage_of
+from monitor.anomalies.ranking.coverage import Coverage, StepFilter, coverage_of
 from monitor.anomalies.ranking.graph import Subject
-from monitor.anomalies.ranking.job import Evidence, Flags, Job, Member, job_of
+from monitor.anomalies.ranking.job import EventTable, Flags, Member, RankedJob, job_of
 from monitor.anomalies.ranking.loading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
-from monitor.anomalies.ranking.location import Span, span_of
+from monitor.anomalies.ranking.location import FaultLocation, location_of
 from monitor.anomalies.ranking.order import order_of
 from monitor.anomalies.ranking.origins import origins
 from monitor.anomalies.ranking.step_propagation import IN_PASSES
@@ -25,7 +25,7 @@ from monitor.coordinator.manifest_format import ManifestError
 # software.
 
 
-class Alone(NamedTuple):
+class LoneReplica(NamedTuple):
     """The only one of several ranks."""
 
     rank: int
@@ -35,35 +35,35 @@ class Alone(NamedTuple):
         return f"only on rank {self.rank} of its {self.of} data-parallel replicas"
 
 
-def alone(job: Job, evidence: Evidence, number: int) -> Alone | None:
+def alone(job: RankedJob, table: EventTable, number: int) -> LoneReplica | None:
     """None if other replicas have the event too, or too few of them can tell."""
-    having, of = _having(job, evidence, number)
-    return Alone(having[0], of) if of > 1 and len(having) == 1 else None
+    having, of = _having(job, table, number)
+    return LoneReplica(having[0], of) if of > 1 and len(having) == 1 else None
 
 
-def shared(job: Job, evidence: Evidence, number: int) -> int | None:
+def shared(job: RankedJob, table: EventTable, number: int) -> int | None:
     """How many replicas have the event, if all have it; None if some do not, or too few of them can tell."""
-    having, of = _having(job, evidence, number)
+    having, of = _having(job, table, number)
     return of if of > 1 and len(having) == of else None
 
 
-def _having(job: Job, evidence: Evidence, number: int) -> tuple[list[int], int]:
+def _having(job: RankedJob, table: EventTable, number: int) -> tuple[list[int], int]:
     """The ranks that have the event, and of how many. Those count that measure the tensor and have judged the step. Of a tensor
     in parts each rank holds another.
     """
-    of = evidence
+    of = table
     member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
-    if member.wiring is not None and subject.series in member.wiring.sharded:
+    if member.graph is not None and subject.series in member.graph.sharded:
         return [], 0
     others = [
         one
         for one in job.replicas(member)
-        if one is member or (one.has_judged_all(step) and one.wiring is not None and subject.series in one.wiring.numbers)
+        if one is member or (one.has_judged_all(step) and one.graph is not None and subject.series in one.graph.numbers)
     ]
-    return sorted({int(of.rank[one]) for one in _same(evidence, number, others)}), len(others)
+    return sorted({int(of.rank[one]) for one in _same(table, number, others)}), len(others)
 
 
-def _same(of: Evidence, number: int, members: list[Member]) -> list[int]:
+def _same(of: EventTable, number: int, members: list[Member]) -> list[int]:
     """Events of the same tensor, step and micro-step on these members."""
     same = (of.step == of.step[number]) & (of.micro_step == of.micro_step[number]) & (of.meant == of.meant[number])
     among = [index for index, one in enumerate(of.members) if any(one is other for other in members)]
@@ -90,9 +90,9 @@ class Surroundings(NamedTuple):
     steps: int
 
 
-def surroundings(job: Job, evidence: Evidence, number: int) -> Surroundings:
+def surroundings(job: RankedJob, table: EventTable, number: int) -> Surroundings:
     """Those of an event."""
-    of = evidence
+    of = table
     step, member = int(of.step[number]), of.members[of.member[number]]
     deviates: Flags = of.finite & np.isin(of.role, IN_PASSES)
     here = deviates & (of.step == step) & (of.recording == of.recording[number])
@@ -114,7 +114,7 @@ class Ranked:
     """An event, and what there is to say of it.
 
     Attributes:
-        span: Of an origin; None for what was propagated.
+        location: Of an origin; None for what was propagated.
         is_finite: Whether the tensor had neither NaN nor Inf in it.
         alone: Where no other data-parallel rank has it.
         mean: The running mean that the value was compared with.
@@ -131,15 +131,15 @@ class Ranked:
     rule: str
     value: float
     is_finite: bool
-    span: Span | None
-    alone: Alone | None
+    location: FaultLocation | None
+    alone: LoneReplica | None
     mean: float | None = None
     shared: int | None = None
     around: Surroundings | None = None
 
     @property
     def is_origin(self) -> bool:
-        return self.span is not None
+        return self.location is not None
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Ranking:
         unordered: Why the order of micro-batches is not known, by recording.
     """
 
-    job: Job
+    job: RankedJob
     ranked: Sequence[Ranked]
     first_origin: Ranked | None
     first_not_finite: Ranked | None
@@ -173,12 +173,12 @@ class Ranking:
         return not (self.events or job.flaws or job.missing) and ended and self.coverage.is_whole
 
 
-def ranking_of(folder: Path, most: int, wanted: Wanted | None = None) -> Ranking:
+def ranking_of(folder: Path, most: int, step_filter: StepFilter | None = None) -> Ranking:
     """Read, order and judge the events of all ranks.
 
     Args:
         most: How many to keep.
-        wanted: Which of a column of steps to list. The others still tell what these come from.
+        step_filter: Which of a column of steps to list. The others still tell what these come from.
 
     Raises:
         NothingReadError: there is nothing that could be read.
@@ -186,17 +186,17 @@ def ranking_of(folder: Path, most: int, wanted: Wanted | None = None) -> Ranking
     job = job_of(folder, read_all(files_in(folder)))
     if not job.members:
         raise NothingReadError("\n".join([f"no rank's events in {folder} can be read:", *map(_said, job.flaws[:10])]))
-    evidence = Evidence.of(job.members)
-    order = order_of(evidence)
-    are_origins = origins(job, evidence, order)
-    listed = order.events if wanted is None else order.events[wanted(evidence.step[order.events])]
+    table = EventTable.of(job.members)
+    order = order_of(table)
+    are_origins = origins(job, table, order)
+    listed = order.events if step_filter is None else order.events[step_filter(table.step[order.events])]
     first = listed[are_origins[listed]][:1].tolist()
-    not_finite = listed[~evidence.finite[listed]][:1].tolist()
+    not_finite = listed[~table.finite[listed]][:1].tolist()
     described = {
-        number: _described(job, evidence, number, is_origin=bool(are_origins[number]))
+        number: _described(job, table, number, is_origin=bool(are_origins[number]))
         for number in [*listed[:most].tolist(), *first, *not_finite]
     }
-    origin = replace(described[first[0]], around=surroundings(job, evidence, first[0])) if first else None
+    origin = replace(described[first[0]], around=surroundings(job, table, first[0])) if first else None
     return Ranking(
         job,
         [described[number] for number in listed[:most].tolist()],
@@ -204,13 +204,13 @@ def ranking_of(folder: Path, most: int, wanted: Wanted | None = None) -> Ranking
         described[not_finite[0]] if not_finite else None,
         len(listed),
         int(are_origins[listed].sum()),
-        len(np.unique(evidence.rank[listed])),
-        coverage_of(job, wanted),
+        len(np.unique(table.rank[listed])),
+        coverage_of(job, step_filter),
         order.unknown,
     )
 
 
-def _described(job: Job, of: Evidence, number: int, *, is_origin: bool) -> Ranked:
+def _described(job: RankedJob, of: EventTable, number: int, *, is_origin: bool) -> Ranked:
     member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
     return Ranked(
         member,
@@ -222,7 +222,7 @@ def _described(job: Job, of: Evidence, number: int, *, is_origin: bool) -> Ranke
         of.rules[of.rule[number]],
         float(of.value[number]),
         bool(of.finite[number]),
-        span_of(job, member, subject, step) if is_origin else None,
+        location_of(job, member, subject, step) if is_origin else None,
         alone(job, of, number),
         None if math.isnan(of.mean[number]) else float(of.mean[number]),
         shared(job, of, number),
@@ -244,7 +244,7 @@ def entries_of(ranked: Sequence[Ranked], flaws: list[Flaw]) -> dict[str, Event]:
                 files[own] = entries(own)
             except ManifestError as error:
                 files[own] = {}
-                flaws.append(Flaw(own.rank, own.told, f"has changed meanwhile: {error}"))
+                flaws.append(Flaw(own.rank, own.label, f"has changed meanwhile: {error}"))
         key, event = next(((key, event) for key, event in files[own].items() if _is(one, event)), ("", None))
         if event is not None:
             found[_free(key, found, own.recording)] = event
@@ -253,7 +253,7 @@ def entries_of(ranked: Sequence[Ranked], flaws: list[Flaw]) -> dict[str, Event]:
 
 def _is(one: Ranked, event: Event) -> bool:
     at = event.step, event.micro_step, event.call_id, event.tag_name
-    return at == (one.step, one.micro_step, one.call_id, one.subject.spelled.tag(one.member.rank, one.micro_step)) and (
+    return at == (one.step, one.micro_step, one.call_id, one.subject.recorded_as.tag(one.member.rank, one.micro_step)) and (
         event.signal.op == one.op
     )
 

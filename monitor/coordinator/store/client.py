@@ -8,7 +8,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
 
-from monitor.coordinator.store.protocol import Hello, ProtocolError, RefusedError, Rendezvous, receive, spell
+from monitor.coordinator.store.protocol import Hello, ProtocolError, RefusedError, Rendezvous, encode, receive
 
 FIRST_S: Final = 20.0
 """How long the store is looked for: it is there once the process that serves it comes to its first record. With the call that
@@ -87,7 +87,7 @@ def greet(host: str, port: int, hello: Hello, timeout_s: float = GREETING_S) -> 
     connection = socket.create_connection((host, port), timeout_s)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(spell(hello.spelled()))
+        connection.sendall(encode(hello.to_message()))
         reply = receive(connection, deadline)
         if "refused" in reply:
             raise RefusedError(str(reply["refused"]))
@@ -146,7 +146,7 @@ class StoreClient:
         if self._connection is None:
             self._connection = self._meeting.connect()
         self._connection.settimeout(ANSWER_S)
-        self._connection.sendall(spell(question))
+        self._connection.sendall(encode(question))
         return receive(self._connection, time.monotonic() + ANSWER_S)
 
     def _disconnect(self) -> None:

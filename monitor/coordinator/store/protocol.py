@@ -70,7 +70,7 @@ class Hello:
     rank: int
     process: str
 
-    def spelled(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         return {"hello": self.job, "rank": self.rank, "process": self.process}
 
     @classmethod
@@ -151,7 +151,7 @@ class ProtocolError(ConnectionError):
     """The other side speaks something else."""
 
 
-def spell(message: Mapping[str, Any]) -> bytes:
+def encode(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 

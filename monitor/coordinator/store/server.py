@@ -10,7 +10,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
-from monitor.coordinator.store.protocol import BLOCK, MOST_BYTES, Admission, Hello, LocalStore, ProtocolError, parse, spell
+from monitor.coordinator.store.protocol import BLOCK, MOST_BYTES, Admission, Hello, LocalStore, ProtocolError, encode, parse
 
 OPERATIONS: Final = ("check", "get", "add", "compare_set")
 BACKLOG: Final = 4_096
@@ -90,7 +90,7 @@ class StoreServer:
     def _hear(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
         try:
             for line in peer.lines():
-                peer.connection.sendall(spell(self._answer(peer, parse(line))))
+                peer.connection.sendall(encode(self._answer(peer, parse(line))))
         except Exception:  # it has ended, does not listen, or is a stranger who may send anything
             selector.unregister(peer.connection)
             self._peers.discard(peer)

@@ -58,7 +58,7 @@ class Stores:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     return None
-                _tell_occupant(rendezvous.host, port, hello)
+                _notify_occupant(rendezvous.host, port, hello)
                 continue
             held = LocalStore()
             self._servers.append(StoreServer(listener, held, hello))
@@ -95,7 +95,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _tell_occupant(host: str, port: int, hello: Hello) -> None:
+def _notify_occupant(host: str, port: int, hello: Hello) -> None:
     """If it is the store of a run before this one, it lets in no more ranks from now on."""
     try:
         connection, _ = greet(host, port, hello, OCCUPANT_S)

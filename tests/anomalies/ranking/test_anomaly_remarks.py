@@ -31,18 +31,18 @@ ALONE = "only on rank 1 of its 3 data-parallel replicas"
     ],
 )
 def test_the_span_of_an_origin(kind, name, span, tmp_path):
-    assert ranked(tmp_path, PlayedRank().fire(kind, name)).ranked[0].span.told == span
+    assert ranked(tmp_path, PlayedRank().fire(kind, name)).ranked[0].location.text == span
 
 
 def test_a_module_without_a_clean_series_in_it_is_spanned_by_its_inputs(tmp_path):
     rank = PlayedRank(without=["actv/a.x.output", "actv/a.y.output", "actv/a.y.input", "actv/a.x.input"])
     found = ranked(tmp_path, rank.fire("actv", "a.output"))
-    assert found.ranked[0].span.told == "inside a, between its input and its output"
+    assert found.ranked[0].location.text == "inside a, between its input and its output"
 
 
 def test_the_span_between_two_stages(tmp_path):
     first, second = pipeline()
-    assert ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].span.told == (
+    assert ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].location.text == (
         "between stage 0's output (rank 0) and stage 1's input (rank 1): the communication between the stages"
     )
 
@@ -50,8 +50,8 @@ def test_the_span_between_two_stages(tmp_path):
 def test_a_stage_of_which_the_one_before_is_missing_says_so(tmp_path):
     first, second = pipeline()
     first.judged = False
-    span = ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].span
-    assert span.told == "the first to show it on stage 1; what the stage before it handed over is not known"
+    span = ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].location
+    assert span.text == "the first to show it on stage 1; what the stage before it handed over is not known"
 
 
 def test_an_event_of_one_replica_is_marked(tmp_path):
@@ -205,7 +205,7 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
 )
 def test_nothing_that_is_not_recorded_is_called_clean(without, kind, name, span, said, tmp_path):
     found = ranked(tmp_path, PlayedRank(without=without).fire(kind, name))
-    assert found.ranked[0].span.told == span
+    assert found.ranked[0].location.text == span
     assert said in advice(found)
 
 
@@ -213,7 +213,7 @@ def test_a_gradient_that_a_rank_without_a_recording_may_have_brought_in_is_not_b
     one, other = replicas()
     other.judged = False
     found = ranked(tmp_path, one.fire("grad_reduced", "b.weight"), other)
-    assert found.ranked[0].span.told == (
+    assert found.ranked[0].location.text == (
         "in the backward of rank 1, whose own gradient is not known, or in the aggregation of gradients over ranks 0, 1"
     )
     assert "No rank had brought it in" not in advice(found)
@@ -222,7 +222,9 @@ def test_a_gradient_that_a_rank_without_a_recording_may_have_brought_in_is_not_b
 def test_of_very_many_ranks_that_aggregate_only_the_first_are_named(tmp_path):
     ranks = replicas(40)
     found = ranked(tmp_path, ranks[0].fire("grad_reduced", "b.weight"), *ranks[1:])
-    assert found.ranked[0].span.told == ("in the aggregation of gradients over ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 30 more")
+    assert found.ranked[0].location.text == (
+        "in the aggregation of gradients over ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 30 more"
+    )
 
 
 def test_gradients_that_were_clipped_together_are_said_to_be_so(tmp_path):
