@@ -1,4 +1,4 @@
-"""Alerts: a line for each event, but never so many that the log is nothing else."""
+"""Alerts: log one line per event, limited in number, and call the alarm that starts a closer look."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from monitor.series import SeriesTable
 from monitor.terminal import plain
 
 RANKING: Final = "trainermon rank-anomalies"
-"""The command that puts the events of all ranks in order."""
+"""The command that orders the events of all ranks."""
 
 LINES: Final = 10
 WINDOW_S: Final = 60.0
-"""Of each cause (a rule and a statistic) ``LINES`` lines are shown within this time, and of each step the earliest. The first
-line names the command that ranks.
+"""Within this time, at most ``LINES`` lines of each cause (a rule and a statistic) are shown, the earliest of each step. The
+first line names the ranking command.
 """
 
 
 @dataclass(slots=True)
 class _Cause:
-    """How much of a cause was said of late.
+    """The lines of a cause in the current window.
 
     Attributes:
         begun: When the window began.
-        left: Lines that may still be said in it.
-        silent: Events since that nothing was said of, in the steps from ``first`` to ``last``.
+        left: Lines that may still be logged in it.
+        silent: Number of events that were not logged, in the steps from ``first`` to ``last``.
     """
 
     begun: float
@@ -51,7 +51,7 @@ class _Cause:
 
 
 class Alerts:
-    """Says what the rules found, through the monitor's logger.
+    """Logs what the rules found, through the monitor's logger.
 
     Args:
         where: The directory of this rank's event files; None if events are not written.
@@ -79,21 +79,21 @@ class Alerts:
             self._rest(cause, findings.step, sum(map(len, groups)) - len(shown[cause]), said=bool(shown[cause]))
 
     def not_judged(self, step: int, reason: str) -> None:
-        """The manifest tells of these, and of some a warning."""
+        """Do nothing: the manifest lists these steps, and some cause a warning elsewhere."""
 
     def save(self) -> None:
-        """Tell what was passed over in windows that are past."""
+        """Log how many events were not shown, for windows that have ended."""
         for name, cause in self._causes.items():
             if self._past(cause):
                 self._report_hidden(name, cause)
 
     def close(self) -> None:
-        """Tell all that was passed over."""
+        """Log how many events were not shown."""
         for name, cause in self._causes.items():
             self._report_hidden(name, cause)
 
     def _shown(self, name: tuple[str, str], groups: list[FindingGroup]) -> list[RuleFinding]:
-        """Those of a cause that may be said now."""
+        """The findings of a cause that may be logged now."""
         cause = self._causes.get(name)
         if cause is None or self._past(cause):
             if cause is not None:
@@ -104,7 +104,7 @@ class Alerts:
         return shown
 
     def _rest(self, name: tuple[str, str], step: int, count: int, *, said: bool) -> None:
-        """In the step in which lines run out their number is said; of the steps after it in the window, at its end."""
+        """Log the number of hidden events: at once in the step that uses up the lines, later ones when the window ends."""
         if count and said:
             self._say(f"… and {count:,} more of {_cause_text(name)} in step {step}, not shown.{self._see}")
         elif count:
@@ -127,10 +127,10 @@ class Alerts:
 
 
 def _ranking(where: Path | None) -> str:
-    """How to find out which tensor of which rank was first. Most alerts are of what another tensor, or rank, has passed on."""
+    """How to find the first tensor and rank. Most alerts concern values that another tensor or rank passed on."""
     if where is None:
         return (
-            ' It may come from another tensor or rank: with "dump": true in "alert", trainermon rank-anomalies finds the first.'
+            ' It may come from another tensor or rank: set "dump": true in "alert"; trainermon rank-anomalies finds the first.'
         )
     return f" It may come from another tensor or rank. To find the first: {RANKING} {shlex.quote(str(where.parent))}"
 
@@ -140,7 +140,7 @@ def _cause_text(cause: tuple[str, str]) -> str:
     return f"{rule} ({op})"
 
 
-# --- The alarm: says that a rule has fired, to whoever then looks closer.
+# --- The alarm: reports to a callback that a rule has fired.
 
 
 class Alarm:
@@ -159,10 +159,10 @@ class Alarm:
             ring()
 
     def not_judged(self, step: int, reason: str) -> None:
-        """Of a step that nobody saw there is nothing to say."""
+        """Do nothing: no rule saw the step."""
 
     def save(self) -> None:
-        """There is nothing to keep."""
+        """Do nothing: the alarm keeps no state."""
 
     def close(self) -> None:
-        """Nor then."""
+        """Do nothing."""

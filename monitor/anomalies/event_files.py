@@ -1,4 +1,4 @@
-"""The event files of a rank: what fired, and beside it what was judged at all."""
+"""The event files of a rank: ``anomaly.json`` with the events, and ``judged.json`` with a summary of what was judged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from monitor.coordinator.output import write_whole
 from monitor.coordinator.step_ranges import StepRanges, StepsByCause
 from monitor.series import SeriesTable
 
-# --- Which events of a run of any length are kept, so that what broke first is among them.
+# --- Keeps a bounded number of events of a run of any length, the first fault among them.
 
 MOST: Final = 10_000
 MOST_OF_A_STEP: Final = 1_000
@@ -29,11 +29,11 @@ MOST_OF_A_STEP: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class EventEntry:
-    """An event as it stands in the file.
+    """An event, formatted for the file.
 
     Attributes:
-        place: Step, and place among the events of the step in call order.
-        content: Key and value.
+        place: Step, and index among the events of the step in call order.
+        content: Key and value, as JSON.
     """
 
     place: tuple[int, int]
@@ -42,13 +42,13 @@ class EventEntry:
 
 
 class EventBuffer:
-    """The first events of each step, and of as many steps as there is room for.
+    """The first events of each step, for as many steps as fit.
 
-    The bound on those of a step is halved whenever all of them would be more than ``most``. So a stream of harmless events does
-    not push out the one that comes after it, and of every step the earliest ones stay.
+    The bound per step is halved whenever there would be more than ``most`` events. So a stream of harmless events does not
+    displace a later one, and the earliest events of every step stay.
 
     Attributes:
-        most_of_a_step: The bound as it stands.
+        most_of_a_step: The current bound per step.
     """
 
     def __init__(self, most: int = MOST, most_of_a_step: int = MOST_OF_A_STEP) -> None:
@@ -64,7 +64,7 @@ class EventBuffer:
         return (entry for entries in self._steps.values() for entry in entries)
 
     def add(self, step: int, entries: Sequence[EventEntry]) -> None:
-        """Take in a step's events in call order; those of a step that came before are replaced."""
+        """Add a step's events in call order. Earlier events of the same step are replaced."""
         self._count -= len(self._steps.pop(step, ()))
         if not entries:
             return
@@ -83,16 +83,16 @@ class EventBuffer:
 
 
 SHARE: Final = 20
-"""After a write this many times its own duration passes before the next one that nobody asked for."""
+"""After a write, the next automatic write waits this many times the duration of the write."""
 
 PAUSE_S: Final = 1.0
-"""At the least, after a write that failed."""
+"""Shortest pause after a failed write."""
 
 
 class EventFiles:
     """Writes ``anomaly.json`` as soon as something fires, and ``judged.json`` with it and whenever the run is saved.
 
-    A reader finds each of them whole. ``judged.json`` is written second: after a kill it may lag behind. Without an event there
+    Each file is replaced atomically. ``judged.json`` is written second: after a kill it may lag behind. Without an event there
     is no ``anomaly.json``. A forked child writes nothing.
 
     Args:
@@ -100,7 +100,7 @@ class EventFiles:
         directory: Name of the rank's own directory.
 
     Attributes:
-        trained: The first and the last step of the training that was watched; None while it goes on. Any thread sets it.
+        trained: The first and the last step of the watched training; None while training runs. Any thread sets it.
     """
 
     trained: tuple[int, int] | None = None
@@ -124,14 +124,14 @@ class EventFiles:
         """See ``FindingListener``.
 
         Raises:
-            OSError: A file could not be written. It is tried again.
+            OSError: A file could not be written. The next call tries again.
         """
         self._changed = True
         if findings.groups:
             self._keep(findings)
             self._more_events = True
         self._rows += findings.rows
-        self._steps.add(findings.step)  # last: of a step that stands among those judged every event is there
+        self._steps.add(findings.step)  # last: a step listed as judged has all its events
         if self._more_events and self._clock() >= self._not_before:
             self.save()
 
@@ -141,10 +141,10 @@ class EventFiles:
         self._changed = True
 
     def save(self) -> None:
-        """Write what has changed.
+        """Write the files that have changed.
 
         Raises:
-            OSError: It could not be written; what stood there before still does.
+            OSError: A file could not be written; its earlier content is unchanged.
         """
         if not self._changed or os.getpid() != self._pid:
             return
@@ -175,7 +175,7 @@ class EventFiles:
         self._changed = False
 
     def _keep(self, findings: StepFindings) -> None:
-        """Of a flood no more than is kept is ever made."""
+        """Keep the earliest events. Only events that are kept are formatted, so a flood stays cheap."""
         self._found += findings.by_rule()
         chosen: list[RuleFinding] = []
         for nonfinite, kept in self._kept.items():
@@ -206,16 +206,16 @@ class EventFiles:
 
 
 class EndOnlyListener:
-    """A listener in place of event files whose rules were taken away: what it hears of is not theirs, but the end is."""
+    """A listener that replaces event files after their rules were switched off: it passes on only ``save`` and ``close``."""
 
     def __init__(self, files: EventFiles) -> None:
         self._files = files
 
     def judged(self, findings: StepFindings) -> None:
-        """By no rule."""
+        """Do nothing: the files' rules are off."""
 
     def not_judged(self, step: int, reason: str) -> None:
-        """Nor would it have been."""
+        """Do nothing: the files' rules are off."""
 
     def save(self) -> None:
         """See ``EventFiles``."""
@@ -227,7 +227,7 @@ class EndOnlyListener:
 
 
 class _EventFormatter:
-    """StepFindings as entries of ``anomaly.json``."""
+    """Formats findings as entries of ``anomaly.json``."""
 
     def __init__(self, facts: RankFacts, series: SeriesTable) -> None:
         pipeline = PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks)
@@ -235,7 +235,7 @@ class _EventFormatter:
         self._stage, self._mates = (pipeline.stage, pipeline.ranks) if pipeline else (0, (facts.rank,))
 
     def entries(self, step: int, findings: list[RuleFinding]) -> Iterator[EventEntry]:
-        """Those of a step, in call order. Of one tensor the second and later ones bear their statistic in their key."""
+        """The entries of a step, in call order. Further entries of one tensor have the statistic in their key."""
         keys: set[str] = set()
         for place, finding in enumerate(findings):
             event = self._event(step, finding)

@@ -1,4 +1,4 @@
-"""The scanner: has every rule judge every step, kind by kind, and hands on what fired."""
+"""The scanner: applies every rule to every step, kind by kind, and passes the findings to listeners."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from monitor.stats.ops import derive
 from monitor.stats.partials import NANS, NEGINFS, Floats, Partials
 from monitor.stats.rows import KindRows, StepRows
 
-# --- What rules remember of rows, kept aligned with the rows of the step at hand.
+# --- The rules' state of rows, aligned with the rows of the current step.
 
 MOST_ABSENT: Final = 200_000
-"""Rows that a step lacks are remembered up to this number, or twice as many as it has: names may be new in every step."""
+"""The state of absent rows is kept up to this number, or twice the rows of the step: names may be new in every step."""
 
 
 class RowStates:
-    """Numbers for the (series, micro-step) of a kind that were seen, in columns.
+    """The state of each seen (series, micro-step) of a kind, in columns.
 
-    Those of the rows seen last stand in front, in the order of these rows, the others behind them, those seen longest ago
-    last. A step with the same rows, as nearly all have, costs one comparison; one with others a rearrangement of everything.
+    The rows of the last step come first, in their order; absent rows follow, the longest absent last. A step with the same
+    rows as the last, the usual case, costs one comparison; a step with other rows rearranges all columns.
     """
 
     def __init__(self, fields: int) -> None:
@@ -39,7 +39,7 @@ class RowStates:
         self._present = 0
 
     def with_rows(self, rows: KindRows) -> Floats:
-        """The numbers of these rows, shape ``(fields, rows)``, to be changed in place; zeros where a row is new."""
+        """The state of these rows, shape ``(fields, rows)``, to be changed in place; zeros for new rows."""
         here = slice(0, self._present)
         if not (np.array_equal(rows.series, self._series[here]) and np.array_equal(rows.micro_step, self._micro_step[here])):
             self._rearrange(rows)
@@ -61,40 +61,40 @@ class RowStates:
 
 
 def _places(known: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each wanted key stands among those known; ``len(known)`` where it does not."""
-    order = np.argsort(known, kind="stable")  # call order is nearly sorted, which this makes use of
+    """The index of each wanted key among the known ones; ``len(known)`` if it is not known."""
+    order = np.argsort(known, kind="stable")  # fast, since call order is nearly sorted
     place = np.searchsorted(known, wanted, sorter=order)
     found = np.append(order, len(known))[place]
     found[np.append(known, -1)[found] != wanted] = len(known)
     return found
 
 
-# --- What a rule is given and what it answers: whole columns, never a row at a time.
+# --- Input and output of a rule: whole columns, never single rows.
 
 Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class KindColumns:
-    """The rows of one kind in one step, as rules see them."""
+    """The rows of one kind in one step: the input of rules."""
 
     partials: Partials
 
     @cached_property
     def nonfinite(self) -> Flags | None:
-        """Which rows are of tensors that hold a NaN or an Inf; None if no row is, as nearly always."""
+        """Which rows are of tensors that hold a NaN or an Inf; None if no row is, the usual case."""
         counts = self.partials.columns[NANS : NEGINFS + 1]
         return counts.any(axis=0) if counts.size and counts.max() > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """What a rule saw of one statistic.
+    """The rows that a rule fired on because of one statistic.
 
     Attributes:
         op: The statistic.
-        rows: On which the rule fired, ascending.
-        means: The running mean that each of their values was compared with; None for a rule that compares with none.
+        rows: Indices of the rows, ascending.
+        means: The running mean that each value was compared with; None for a rule without running means.
         nonfinite: Whether the rule fired because of a NaN or an Inf.
     """
 
@@ -104,31 +104,31 @@ class Fired:
     nonfinite: bool = False
 
     def among(self, chosen: Flags) -> Fired:
-        """Those on which ``chosen``, aligned with ``rows``, is true."""
+        """The rows for which ``chosen``, aligned with ``rows``, is true."""
         means = None if self.means is None else self.means[chosen]
         return Fired(self.op, self.rows[chosen], means, self.nonfinite)
 
 
 class AlertRule(Protocol):
-    """An alert rule. What it remembers of each row lies outside, in ``state``, so that one object judges every kind.
+    """An alert rule. The state of each row is outside, in ``state``, so that one object judges every kind.
 
     Attributes:
-        name: As the configuration spells it.
-        fields: How many numbers it remembers of a row.
+        name: Its name in the configuration.
+        fields: The number of state values per row.
     """
 
     name: ClassVar[str]
     fields: ClassVar[int]
 
     def judge(self, columns: KindColumns, state: Floats, /) -> Iterable[Fired]:
-        """What it fires on. At most once on a row of a tensor that holds a NaN or an Inf.
+        """Judge the rows. Fires at most once on a row of a tensor that holds a NaN or an Inf.
 
         Args:
-            state: Shape ``(fields, rows)``, aligned with the rows, changed in place; zeros where a row was never seen.
+            state: Shape ``(fields, rows)``, aligned with the rows, changed in place; zeros for new rows.
         """
 
 
-# --- What the rules fired on in one step: columns, of which only what is shown or kept becomes events.
+# --- The findings of one step, in columns. Only findings that are shown or kept become events.
 
 
 class RuleFinding(NamedTuple):
@@ -147,7 +147,7 @@ class RuleFinding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FindingGroup:
-    """What one rule saw of one statistic in the rows of one kind, which stand in call order."""
+    """The findings of one rule and one statistic in the rows of one kind, in call order."""
 
     rule: str
     kind: str
@@ -163,7 +163,7 @@ class FindingGroup:
         return self.rule, self.fired.op
 
     def first(self, most: int, table: SeriesTable) -> Iterator[RuleFinding]:
-        """In the order of the step: see ``time_of``."""
+        """The first ``most`` findings in the order of ``time_of``."""
         fired, order = self.fired, self._order(table)[:most]
         rows = fired.rows[order]
         values, _ = derive(fired.op, self.rows.partials.take(rows))
@@ -173,7 +173,7 @@ class FindingGroup:
             yield RuleFinding(call_id, series, micro_step, Signal(self.rule, fired.op, value, mean), fired.nonfinite)
 
     def _order(self, table: SeriesTable) -> NDArray[np.intp]:
-        """Replicas are of several kinds, the weights that the step began with among them."""
+        """The order of the rows. Replicas are of several kinds; weights that the step began with come first."""
         order = np.arange(len(self))
         if self.kind != REPLICA_KIND:
             return order
@@ -183,10 +183,10 @@ class FindingGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepFindings:
-    """Of one step. The findings of a row are those of the first rule that fired on it: one for each statistic.
+    """The findings of one step. Only the first rule that fires on a row counts; it has one finding for each statistic.
 
     Attributes:
-        rows: How many rows the rules judged.
+        rows: The number of rows that the rules judged.
     """
 
     step: int
@@ -197,7 +197,7 @@ class StepFindings:
         return sum(map(len, self.groups))
 
     def by_rule(self) -> Counter[str]:
-        """How many."""
+        """The number of findings of each rule."""
         counts: Counter[str] = Counter()
         for group in self.groups:
             counts[group.rule] += len(group)
@@ -205,15 +205,15 @@ class StepFindings:
 
 
 def earliest(groups: Iterable[FindingGroup], most: int, series: SeriesTable) -> list[RuleFinding]:
-    """The first in the order of the step; of one row in the order of the groups."""
+    """The first findings in the order of ``time_of``; those of one row in the order of the groups."""
     in_order = heapq.merge(*(group.first(most, series) for group in groups), key=partial(time_of, series=series))
     return list(islice(in_order, most))
 
 
 def time_of(finding: RuleFinding, series: SeriesTable) -> tuple[bool, int]:
-    """By which the findings of a step stand in the order in which they happened.
+    """A sort key that orders the findings of a step by time.
 
-    The weights that a step begins with are measured at its end, when the optimizer steps: forward has used them before.
+    The weights that a step begins with come first: they are measured when the optimizer steps, but forward used them before.
     """
     return not _began_with(series[finding.series]), finding.call_id
 
@@ -224,7 +224,7 @@ def _began_with(series: Series) -> bool:
 
 
 class FindingListener(Protocol):
-    """Who is told what the rules found."""
+    """Receives the findings of the rules."""
 
     def judged(self, findings: StepFindings) -> None:
         """Every rule has judged the step, whether or not one fired."""
@@ -233,18 +233,18 @@ class FindingListener(Protocol):
         """No rule will see the step."""
 
     def save(self) -> None:
-        """Make what was told so far visible."""
+        """Write out everything received so far."""
 
     def close(self) -> None:
         """The run has ended; nothing follows."""
 
 
 class Scanner:
-    """Looks at the rows of each step on the writer thread, all but those of features, which are no statistics of a tensor.
+    """Judges the rows of each step on the writer thread, except rows of features, which are not statistics of a tensor.
 
     Args:
-        rules: The most important first: the events of a row in a step are those of the first rule that fires on it.
-        listeners: Told in this order. One that fails keeps none of the others from being told.
+        rules: The most important first: only the first rule that fires on a row of a step counts.
+        listeners: Called in this order. If one fails, the others are still called.
     """
 
     def __init__(self, rules: Sequence[AlertRule], listeners: Sequence[FindingListener]) -> None:
@@ -264,11 +264,11 @@ class Scanner:
         self._notify(lambda listener: listener.judged(findings))
 
     def dropped(self, step: int, reason: str) -> None:
-        """The step was lost before it could be looked at."""
+        """The step was lost before the rules could judge it."""
         self._notify(lambda listener: listener.not_judged(step, reason))
 
     def save(self) -> None:
-        """Make visible what was found. Like all of these, it raises the first of the listeners' errors once all were told."""
+        """Have the listeners save. Like the other methods, raises the first listener error after calling all listeners."""
         self._notify(lambda listener: listener.save())
 
     def close(self) -> None:
@@ -296,14 +296,14 @@ class Scanner:
 
 
 class _Claims:
-    """Which rows an earlier rule has fired on. A later rule may still fire on the other rows of the step."""
+    """The rows that an earlier rule fired on. A later rule may still fire on the other rows of the step."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._claimed: Flags | None = None
 
     def of(self, fired: Sequence[Fired]) -> list[Fired]:
-        """What is left to a rule of what it fired on. Its rows are then claimed."""
+        """The findings of a rule on rows that no earlier rule fired on. Its rows are then claimed."""
         claimed = self._claimed
         left = [one if claimed is None else one.among(~claimed[one.rows]) for one in fired if len(one.rows)]
         left = [one for one in left if len(one.rows)]

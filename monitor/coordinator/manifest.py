@@ -1,7 +1,7 @@
-"""``Manifest``: what a rank has written, lost and noticed, gathered while it runs and saved whole beside its shards.
+"""``Manifest``: records what a rank has written, lost and noticed, and saves it as ``manifest.json`` beside its shards.
 
-Two sides meet in it: the training thread leaves notes, the writer thread records steps and saves. Notes take no lock, and the
-lock that keeps the steps is held only while numbers are changed or copied, never during I/O.
+The training thread leaves notes; the writer thread records steps and saves. Notes take no lock. The lock of the steps is held
+only while numbers are changed or copied, never during I/O.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ Note = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What is known of a rank when it begins to record, and does not change.
+    """The facts of a rank that are known when it begins to record, and do not change.
 
     Attributes:
         groups: Ranks of the groups that this rank belongs to, by role: ``{"dp": [0, 1]}``.
-        chunks: Of the model, on this rank.
+        chunks: Number of model chunks on this rank.
         recording: How many recordings the process had begun before this one.
-        watched: What it watches, as other ranks can tell it.
-        versions: Of what computes and what records: ``{"torch": "2.13.0"}``.
-        config: The configuration as used. What JSON cannot hold is spelled by ``str``.
+        watched: The recorded model, identified so that ranks can match their recordings.
+        versions: Versions of the framework and the monitor: ``{"torch": "2.13.0"}``.
+        config: The configuration as used. Values that JSON cannot hold are converted by ``str``.
     """
 
     identity: JobIdentity
@@ -75,13 +75,13 @@ class RankFacts:
 
 
 class Manifest:
-    """The journal of one rank. Only ``save`` and ``close`` raise (``OSError``); a forked child's are without effect.
+    """The journal of one rank. Only ``save`` and ``close`` raise (``OSError``); in a forked child they do nothing.
 
-    Its size is bounded by that of the configuration and the groups, not by the length of the run.
+    The size of the configuration and the groups bounds the manifest's size; the length of the run does not matter.
 
     Args:
-        earlier: What was recorded to ``directory`` before, to be carried on; None: nothing.
-        lock: What keeps others out of ``directory``; let go of when the manifest is closed.
+        earlier: What earlier runs recorded to ``directory``; None: nothing.
+        lock: The lock of ``directory``, released when the manifest is closed.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class Manifest:
             self._failures.warn("killed before", _not_written(lost))
 
     def flows(self, flow: Flow) -> None:
-        """How data ran through this rank in a step."""
+        """Add how data flowed through this rank in a step."""
         self._recorded.flows(flow)
         if flow.cut:
             self.note("flow", f"only the first {MOST_EDGES} edges between series are kept")
 
     def note(self, key: str, value: Note) -> None:
-        """Leave word of what the numbers do not say; a later note under the same key replaces it. Any thread; never waits."""
+        """Add a note on what the numbers do not show. It replaces an earlier one of this key. Any thread; never waits."""
         key = key[:MOST_CHARACTERS]
         if key not in self._notes and len(self._notes) >= MOST_NOTES:
             key, value = MORE_NOTES, True
@@ -142,31 +142,31 @@ class Manifest:
 
     @property
     def notes(self) -> Mapping[str, Note]:
-        """All that was left word of so far."""
+        """A copy of all notes so far."""
         return self._notes.copy()
 
     def also_in(self, formats: Sequence[str]) -> None:
-        """From now on it is recorded in these formats, too. Any thread; never waits."""
+        """Record in these formats as well from now on. Any thread; never waits."""
         self._fixed = {**self._fixed, "formats": tuple(dict.fromkeys((*self._fixed["formats"], *formats)))}
 
     def configured(self, record: ConfigurationRecord) -> None:
-        """Another configuration has come into force. Any thread; never waits."""
+        """A configuration has come into force. Any thread; never waits."""
         self._configurations.append(record)
 
     def undecided(self, since: int | None) -> None:
-        """From this step on it is not known what the other ranks have decided; None: it is known again."""
+        """From this step on, this rank does not know the decision of the others; None: it knows again."""
         self._undecided_since = since
 
     def save(self) -> None:
-        """Rewrite the files. They are replaced whole: a reader finds this state or the one before.
+        """Rewrite the files atomically: a reader finds this state or the one before.
 
         Raises:
-            OSError: they could not be written; the state before still stands.
+            OSError: they could not be written; the files still hold the state before.
         """
         self._save(durable=False)
 
     def close(self) -> None:
-        """Save for the last time, marked as ended cleanly, wait for the disk, and let others have the directory.
+        """Save for the last time, marked as ended cleanly, wait for the disk, and release the directory.
 
         Raises like ``save``.
         """
@@ -187,7 +187,7 @@ class Manifest:
         self._remove_previous_table(table)
 
     def _remove_previous_table(self, table: SeriesFile | None) -> None:
-        """Series are still being found in the first steps; only the last table is kept. No manifest points at the others."""
+        """Delete the table before: the first steps still add series, and no manifest points at earlier tables."""
         if table is None or table.name == self._series_on_disk:
             return
         if self._series_on_disk and self._series_on_disk not in self._earlier.series_files:
@@ -210,12 +210,12 @@ class Manifest:
         )
 
     def _counted(self) -> Counter[str]:
-        """``dict`` copies in one step, so that a failure reported meanwhile does no harm."""
+        """A copy of the failure counts. ``dict`` copies atomically, so that a concurrent report does no harm."""
         return Counter(dict(self._failures.counts))
 
 
 class _RecordedSteps:
-    """What became of each step, and which series have been measured. Safe across threads."""
+    """The outcome of each step, and the measured series. Safe across threads."""
 
     def __init__(self, series: SeriesTable, timeline: Timeline) -> None:
         self._lock = Lock()
@@ -244,7 +244,7 @@ class _RecordedSteps:
             self._timeline.lose(step, sink, reason)
 
     def copy(self) -> tuple[dict[str, Any], SeriesFile | None]:
-        """Fields of the record as they are now, and the series table."""
+        """The current fields of ``ManifestRecord`` for steps, and the series table."""
         with self._lock:
             return self._timeline.manifest_fields(), self._measured.file()
 
@@ -284,7 +284,7 @@ def _most_frequent(failures: Counter[str]) -> dict[str, int]:
 
 
 def _plain(value: Note) -> Note:
-    """As JSON holds it: text of bounded length, and NaN and Inf, for which it has no number, as text."""
+    """A value that JSON can hold: text of bounded length; NaN and Inf become text."""
     if isinstance(value, str):
         return value[:MOST_CHARACTERS]
     return value if math.isfinite(value) else str(value)

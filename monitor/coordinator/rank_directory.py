@@ -1,5 +1,6 @@
-"""The directory that a rank records to: a new one or, with ``append_output``, that of an earlier run, whose files are put in
-order before anything is added to them.
+"""Chooses the directory that a rank records to: a new one or, with ``append_output``, that of an earlier run.
+
+The files of the earlier run are recovered before anything is appended to them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from monitor.sinks.recovery import put_in_order
 
 @dataclass(frozen=True, slots=True)
 class ResolvedDirectory:
-    """Where a rank records to.
+    """The directory that a rank records to.
 
     Attributes:
-        claim: What keeps others out; None where it could not be had.
-        earlier: What was recorded there before.
+        lock: Excludes other processes; None if the directory could not be locked.
+        earlier: What earlier runs recorded there.
     """
 
     directory: Path
@@ -42,14 +43,14 @@ def resolve_rank_directory(
     failures: Failures,
     watched: RecordedModel | None = None,
 ) -> ResolvedDirectory:
-    """Settle where ``rank`` records to. What keeps it from an earlier directory is said, and it begins a new one.
+    """Choose the directory of ``rank``. If an earlier directory cannot be used, log why and make a new one.
 
     Args:
         timestamp: When the job began.
         recording: How many recordings this process has begun before.
-        span: ``append_output``: two timestamps, or none.
-        formats: What it is going to write.
-        watched: What it watches.
+        span: ``append_output``: two timestamps, or None.
+        formats: The formats to be written.
+        watched: The recorded model.
 
     Raises:
         OutputError: a new directory cannot be made or written.
@@ -64,7 +65,7 @@ def _new(directory: Path, failures: Failures) -> ResolvedDirectory:
     try:
         return ResolvedDirectory(directory, lock_directory(directory))
     except OSError as error:
-        failures.report("claiming the directory", error, "Another job that appends to it would not be kept out.")
+        failures.report("locking the directory", error, "Another job could append to it at the same time.")
         return ResolvedDirectory(directory, None)
 
 
@@ -74,22 +75,22 @@ def _taken_up(
     try:
         found = directories(base, rank, span)
         if not found:
-            said = "[rank %d] append_output: no directory of this rank is from %s to %s. A new one is begun."
+            said = "[rank %d] append_output: this rank has no directory from %s to %s. It begins a new one."
             LOGGER.warning(said, rank, *span)
             return None
         chosen = choose(found)
         if len(found) > 1:
-            LOGGER.info("[rank %d] append_output: of %d directories in the range %s is taken.", rank, len(found), chosen.name)
+            LOGGER.info("[rank %d] append_output: %d directories are in the range; using %s.", rank, len(found), chosen.name)
         return _locked(chosen, rank, formats)
     except Exception as error:
-        failures.report("going on in an earlier directory", error, "A new one is begun.")
+        failures.report("appending to an earlier directory", error, "This rank begins a new one.")
         return None
 
 
 def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirectory | None:
     held = lock_directory(directory)
     if held is None:
-        said = "[rank %d] append_output: %s is being written by another process, or by this one. A new directory is begun."
+        said = "[rank %d] append_output: another process, or this one, is writing %s. This rank begins a new directory."
         LOGGER.warning(said, rank, directory.name)
         return None
     try:
@@ -109,7 +110,7 @@ def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: 
     recoveries = {name: make() for name, make in RECOVERIES.items() if name in (*written, *formats)}
     found = put_in_order(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
     for path in found.aside:
-        LOGGER.warning("[rank %d] %s was left by a process that was killed and is damaged: it was set aside.", rank, path)
+        LOGGER.warning("[rank %d] a process that was killed left %s damaged. The file was set aside.", rank, path)
     earlier = Earlier.of(record)
     earlier.timeline.correct(found.ranges, found.held, found.cut)
     if record is not None and not record.closed:

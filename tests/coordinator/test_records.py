@@ -116,7 +116,7 @@ def test_a_missing_manifest_is_named(tmp_path):
 
 
 def test_a_directory_is_no_manifest(tmp_path):
-    with pytest.raises(ManifestError, match="cannot be read: this is no regular file"):
+    with pytest.raises(ManifestError, match="cannot be read: this is not a regular file"):
         read_manifest(tmp_path)
 
 

@@ -407,14 +407,14 @@ class TestHome:
         begun = self.settle(tmp_path, *WINTER)
         assert begun.directory.name.startswith("Mar01_00-00-00-rank0-")
         assert caplog.text.count("append_output") == 1
-        assert "no directory of this rank is from Dec31_23-00-00 to Jan01_01-00-00" in caplog.text
+        assert "this rank has no directory from Dec31_23-00-00 to Jan01_01-00-00" in caplog.text
         self.released(begun)
 
     def test_of_several_the_newest_is_taken_which_is_said(self, tmp_path, caplog):
         made(tmp_path, *(f"Jan01_00-00-0{second}-rank0-1a2b3c4d" for second in range(3)))
         taken = self.settle(tmp_path, *WINTER)
         assert taken.directory.name == "Jan01_00-00-02-rank0-1a2b3c4d"
-        assert "of 3 directories in the range Jan01_00-00-02-rank0-1a2b3c4d is taken" in caplog.text
+        assert "3 directories are in the range; using Jan01_00-00-02-rank0-1a2b3c4d" in caplog.text
         self.released(taken)
 
     def test_one_that_another_job_writes_to_is_left_to_it_which_is_said(self, tmp_path, caplog):
@@ -422,7 +422,7 @@ class TestHome:
         first, second = self.settle(tmp_path, *WINTER), self.settle(tmp_path, *WINTER)
         assert first.directory.name == "Jan01_00-00-00-rank0-1a2b3c4d"
         assert second.directory.name.startswith("Mar01_00-00-00-rank0-")
-        assert "Jan01_00-00-00-rank0-1a2b3c4d is being written by another process" in caplog.text
+        assert "is writing Jan01_00-00-00-rank0-1a2b3c4d" in caplog.text
         self.released(first, second)
 
     def test_one_that_cannot_be_put_in_order_is_let_go_of_and_nothing_is_raised(self, tmp_path):
@@ -431,7 +431,7 @@ class TestHome:
         failures = Failures()
         begun = self.settle(tmp_path, *WINTER, failures=failures)
         assert begun.directory.name.startswith("Mar01_00-00-00-rank0-")
-        assert dict(failures.counts) == {"going on in an earlier directory: IsADirectoryError EISDIR": 1}
+        assert dict(failures.counts) == {"appending to an earlier directory: IsADirectoryError EISDIR": 1}
         assert lock_directory(directory) is not None
         self.released(begun)
 

@@ -215,7 +215,7 @@ def test_a_rank_that_stops_answering_costs_the_others_at_most_the_bound_and_they
     other = Controller(str(path), watched, JobConnection(0, 2, make_store(), "job/"), Failures(), pace=pace, interval_s=0.01)
     silent.start(Noted())
     other.start(Noted())
-    silent._agreeing._agreement.poll = lambda: iter(())
+    silent._participant._agreement.poll = lambda: iter(())
     time.sleep(0.1)
     write(path, collect_times=2)
     waited, step = 0.0, 0
@@ -261,7 +261,7 @@ def test_a_rank_whose_store_hangs_waits_for_the_bound_and_knows_later_which_step
     cut_off = Controller(str(path), load_config(path), JobConnection(1, 2, connection, "job/"), Failures(), pace=pace)
     well.start(Noted())
     cut_off.start(told)
-    first, last = cut_off._agreeing._agreement, well._agreeing._agreement
+    first, last = cut_off._participant._agreement, well._participant._agreement
     acknowledge_first, acknowledge_last = first._acknowledge, last._acknowledge
 
     def acknowledge_and_be_cut_off(promised: int) -> Any:

@@ -23,14 +23,14 @@ from monitor.merge.atomic_output import MergeError
 from monitor.terminal import say
 
 WELL, NOT_WELL, NOTHING = 0, 1, 2
-"""Exit statuses: all was looked at and no rule has fired; a rule has, or something was not looked at; nothing was read."""
+"""Exit statuses: everything was judged and no rule fired; a rule fired, or something was not judged; nothing was read."""
 
 ANALYSIS_FILE: Final = "anomaly_analyse.json"
 
 _RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?(?::([1-9]\d{0,17}))?)?")
 
 _WIDTH: Final = 240
-"""Characters of a line where nobody says how wide the terminal is, or there is none."""
+"""Characters of a line if the terminal's width is unknown, or there is no terminal."""
 
 app = command_app()
 
@@ -111,7 +111,7 @@ def _output(folder: Path, given: Path | None) -> Path:
 
 
 def _chosen(text: str | None) -> StepFilter | None:
-    """Which of a column of steps are meant; None: all."""
+    """A filter for the steps of ``--step_list``; None: all steps."""
     listed = re.sub(r"\s", "", text or "")
     if listed.startswith("[") and listed.endswith("]"):
         listed = listed[1:-1]

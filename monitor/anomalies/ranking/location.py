@@ -1,4 +1,4 @@
-"""Where an origin lies: between the last series that was clean and this one, in the smallest module that holds both."""
+"""Locates an origin: between the last clean series and the event's, in the smallest module that contains both."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from monitor.anomalies.ranking.origins import notes_a_change
 from monitor.anomalies.ranking.step_propagation import stage_boundary
 from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, Series
 
-# --- How what people read is spelled.
+# --- Formatting helpers for messages.
 
 SHOWN: Final = 10
-"""Of one cause; more are counted."""
+"""At most so many ranks or files are listed; more are counted."""
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -26,16 +26,16 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def capitalized(said: str) -> str:
-    """With a capital first letter, the others as they are."""
+    """The text with a capital first letter."""
     return said[:1].upper() + said[1:]
 
 
 _MADE_OF: Final = {"gradients": GRADIENT_KINDS, "moments": MOMENT_KINDS, "the weight before": ("param_origin",)}
-"""A weight by the optimizer, and the kinds that show it."""
+"""The optimizer's inputs for a weight, and the kinds that record them."""
 
 
 class Cause(Enum):
-    """What an origin points at."""
+    """The part of training that an origin points at."""
 
     INSIDE = "inside a module"
     BETWEEN = "between modules"
@@ -56,14 +56,14 @@ class Cause(Enum):
 
 
 class FaultLocation(NamedTuple):
-    """What an origin points at, and that in words."""
+    """The part of training that an origin points at, and its description for people."""
 
     cause: Cause
     text: str
 
 
 def location_of(job: RankedJob, member: Member, subject: Subject, step: int) -> FaultLocation:
-    """The span of an event that is an origin."""
+    """The location of an event that is an origin."""
     graph = member.graph
     if graph is None:
         return FaultLocation(Cause.UNKNOWN, "the first event; its inputs are not known")
@@ -106,7 +106,7 @@ def _backward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Sub
 
 
 def _handed_over(member: Member, other: Member, subject: Subject, given: str, taken: str) -> FaultLocation:
-    """One that the root's own series do not show may also lie between the root and it."""
+    """A fault between stages. If the root's own series are not measured, it may also lie between the root and ``subject``."""
     there = f"stage {other.stage}'s {given} (rank {other.rank})"
     here = f"stage {member.stage}'s {taken}" if subject.module == ROOT else name_of(subject)
     return FaultLocation(Cause.STAGES, f"between {there} and {here} (rank {member.rank}): the communication between the stages")
@@ -118,7 +118,7 @@ def _not_shown(member: Member, side: str) -> FaultLocation:
 
 
 def _last_clean(graph: DataflowGraph, subject: Subject) -> Subject | None:
-    """The last series before this one, in the module from which it was made. Of an origin all of these are clean."""
+    """The last series before this one in the module that produced it. For an origin, all of these are clean."""
     same = graph.same_as(subject.series) if subject.role == Role.FORWARD and subject.is_input else None
     if same is not None and same.made:
         return same.made[0]
@@ -129,7 +129,7 @@ def _last_clean(graph: DataflowGraph, subject: Subject) -> Subject | None:
 
 
 def _within(clean: Subject, subject: Subject, own: str, of: str) -> FaultLocation:
-    """``own``: the smallest module that the tensor may have been made in."""
+    """A location inside or between modules. ``own`` is the smallest module that may have produced the tensor."""
     module = _holding(clean, own)
     inside = module == subject.module == own
     place = f"{'inside' if inside else 'in'} {module or 'the model'}"
@@ -138,12 +138,12 @@ def _within(clean: Subject, subject: Subject, own: str, of: str) -> FaultLocatio
 
 
 def _own_module(subject: Subject) -> str:
-    """What comes into a module was made in the one around it."""
+    """The module that produced the tensor: an entry of a module was made in the module around it."""
     return parent(subject.module) if subject.is_entry else subject.module
 
 
 def _holding(clean: Subject, module: str) -> str:
-    """The smallest module around this one that holds the clean tensor, too."""
+    """The smallest module around ``module`` that also contains the clean tensor."""
     while module not in clean.around:
         module = parent(module)
     return module
@@ -160,7 +160,7 @@ def _slot(subject: Subject) -> str:
 
 
 def name_of(subject: Subject) -> str:
-    """As people read it: of the root nothing but what it is."""
+    """The subject's name for people; for the root only its slot."""
     if subject.role in (Role.FORWARD, Role.BACKWARD) and subject.module == ROOT:
         return f"the model's {_slot(subject)}"
     return subject.series.name
@@ -217,7 +217,7 @@ def _shows_its_own(member: Member | None, subject: Subject, step: int) -> bool:
 
 
 def _not_recorded(graph: DataflowGraph, subject: Subject) -> str:
-    """Of what the optimizer makes a weight from."""
+    """The optimizer's inputs that were not recorded, as a text."""
     chunk, name = subject.series.vpp_stage, subject.series.name
     missing = [
         text for text, kinds in _MADE_OF.items() if not any(Series(kind, chunk, name) in graph.numbers for kind in kinds)

@@ -1,9 +1,9 @@
-"""In which order events happened, across ranks whose clocks say nothing.
+"""Orders events in time, across ranks whose clocks cannot be compared.
 
-Steps come one after another. Within a step stand the weights that it began with, then forwards and backwards, then what the
-optimizer is given, then what it has made. Forwards and backwards stand in the turns that the schedule gives them
-(``monitor.coordinator.dataflow``). Where the schedule is unknown they stand by micro-step, and in each from stage to stage and
-back: what needs the numbers of another event never stands before it then either, but micro-batches that took turns stand apart.
+Steps come one after another. A step has the weights that it began with, then forwards and backwards, then the optimizer's
+inputs, then its results. Forwards and backwards are in the turns of the schedule (``monitor.coordinator.dataflow``). If the
+schedule is unknown, they are ordered by micro-step, and in each from stage to stage and back. Then, too, no event comes before
+one that it depends on, but micro-batches that took turns are listed apart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Order:
 
     Attributes:
         events: Their numbers, the earliest first.
-        position: Of each event in ``events``.
+        position: The index of each event in ``events``.
         unknown: By recording, why its schedule is not known.
     """
 
@@ -68,7 +68,7 @@ def order_of(table: EventTable) -> Order:
 
 
 class _Keys:
-    """Three numbers an event by which those of a phase of a step stand in order."""
+    """Three sort keys per event, for events of one phase of a step."""
 
     def __init__(self, table: EventTable) -> None:
         self._table = table
@@ -83,7 +83,7 @@ class _Keys:
         columns[2, own] = np.where(forward, of.place, -of.place)[own]
 
     def by_schedule(self, recording: int, phase: Columns) -> None:
-        """Raises ``ValueError`` where the schedule is not known: the message says of what rank."""
+        """Raises ``ValueError`` if the schedule is not known: the message names the rank."""
         of = self._table
         own = np.flatnonzero((of.recording == recording) & (phase > 0))
         own = own[np.lexsort((of.call_id[own], of.member[own], of.step[own], of.group[own]))]
@@ -94,13 +94,13 @@ class _Keys:
         self.columns[1, own] = of.stage[own]
 
     def matter(self, recording: int) -> bool:
-        """Whether there are micro-batches of several ranks whose turns one would want to know."""
+        """Whether a recording has micro-batches on several ranks, so that their order matters."""
         of = self._table
         several = np.array([len(group.mates) > 1 for group in of.groups])[of.group]
         return bool(((of.recording == recording) & several & (of.role <= Role.BACKWARD) & (of.micro_step >= 0)).any())
 
     def _turns(self, events: Columns) -> Columns:
-        """Of events that stand by group and step."""
+        """The turns of events that are sorted by group and step."""
         of, schedules = self._table, _Schedules(self._table.members)
         turns = np.zeros(len(events), np.int64)
         begins = _changes(of.group[events], of.step[events])
@@ -111,7 +111,7 @@ class _Keys:
 
 
 class _Schedules:
-    """The order of passes of each pipeline. Pipelines of the same job mostly have the same."""
+    """The order of passes of each pipeline. Pipelines of a job usually share one order."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
@@ -122,15 +122,15 @@ class _Schedules:
                 self._passes.setdefault(_stage_of(one), one.graph.passes)
 
     def of(self, members: Sequence[Member]) -> PipelineOrder:
-        """Of one pipeline, its ranks numbered by stage.
+        """The order of one pipeline, its ranks numbered by stage.
 
-        A rank without a manifest has the passes of those of its stage in other pipelines: they run the same schedule.
+        A rank without a manifest gets the passes of its stage in other pipelines: they run the same schedule.
 
         Args:
-            members: Those of it with events.
+            members: Members of the pipeline with events.
 
         Raises:
-            ValueError: nobody knows their passes.
+            ValueError: their passes are unknown.
         """
         group = members[0].group
         size, own = len(group.mates), {one.stage: one for one in members}
@@ -138,7 +138,7 @@ class _Schedules:
         for stage in range(size):
             passes = self._of_stage(own.get(stage), (group.recording, size, stage))
             if not passes and stage in own:
-                raise ValueError(f"nobody knows in what order rank {own[stage].rank} took micro-batches")
+                raise ValueError(f"the order of micro-batches on rank {own[stage].rank} is not known")
             chunks = 1 + max((one.vpp_stage for one in passes), default=0)
             if chunks > MOST_CHUNKS:
                 raise ValueError(f"the manifest of stage {stage} has a pass of chunk {chunks - 1}")
@@ -160,7 +160,7 @@ def _stage_of(member: Member) -> tuple[int, int, int]:
 def _turns(order: PipelineOrder, spots: Sequence[Spot]) -> list[int]:
     for spot in spots:
         if spot.kind in IN_FORWARD | IN_BACKWARD and not order.knows(spot):
-            raise ValueError(f"nobody knows when stage {spot.rank} ran the pass that its {spot.kind} was measured in")
+            raise ValueError(f"it is not known when stage {spot.rank} ran the pass of its {spot.kind}")
     return order.turns(spots)
 
 
@@ -172,7 +172,7 @@ def _spots(of: EventTable, events: Columns) -> Iterator[Spot]:
 
 
 def _changes(*columns: Columns) -> NDArray[np.intp]:
-    """Where a row differs from the one before; the first does."""
+    """The indices of rows that differ from the row before; the first row counts as different."""
     if not len(columns[0]):
         return np.empty(0, np.intp)
     differs = np.ones(len(columns[0]), np.bool_)

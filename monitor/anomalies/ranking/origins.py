@@ -1,8 +1,7 @@
-"""Which events are origins: nothing that they depend on had fired before them.
+"""Finds the origins: events for which nothing that they depend on had fired before.
 
-Steps are gone through one after another, since weights and moments carry what happens over to the next one. Where it is not
-known what a number was made from, everything that may have gone into it counts: an origin that is none sends people to the
-wrong place.
+Steps are processed in order, since weights and moments carry faults over to the next step. If it is not known what a tensor
+was made from, everything that may have contributed counts: a false origin sends people to the wrong place.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from monitor.anomalies.ranking.step_propagation import (
 )
 from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
 
-# --- What the steps before have left behind in weights and moments.
+# --- The effect of earlier steps on weights and moments.
 
 CHANGED_NOTE: Final = "grad_reduced"
 CHANGED: Final = "changed in place"
-"""Where, and in which words, a manifest notes that gradients were clipped, or changed in another way, before they were read."""
+"""Key and words of the manifest's note that gradients were clipped, or changed in another way, before they were read."""
 
 _WEIGHTS: Final = ("param_origin", "param_updated")
 
@@ -41,7 +40,7 @@ Parameter = tuple[int, int, int, str]
 
 
 def notes_a_change(manifest: ManifestRecord | None) -> bool:
-    """Whether gradients were read after they had been changed together. The same note may say other things of gradients."""
+    """Whether gradients were read after they had been changed together. The same note may hold other remarks."""
     return manifest is not None and CHANGED in str(manifest.notes.get(CHANGED_NOTE, ""))
 
 
@@ -51,12 +50,12 @@ def _sets() -> defaultdict[Role, set[Parameter]]:
 
 @dataclass
 class StepEvents:
-    """What fired in a step.
+    """The events of a step.
 
     Attributes:
-        roles: Of all ranks of a recording.
-        parameters: Those of which a series of that role fired.
-        incomplete: Recordings of which not all events of the step are there.
+        roles: By recording, the roles of series that fired on any rank.
+        parameters: By role, the parameters with a series that fired.
+        incomplete: Recordings that lack some events of the step.
     """
 
     step: int
@@ -65,23 +64,23 @@ class StepEvents:
     incomplete: frozenset[int] = frozenset()
 
     def of(self, recording: int) -> StepEvents:
-        """That of one recording."""
+        """The events of one recording."""
         own = {role: {one for one in names if one[0] == recording} for role, names in self.parameters.items()}
         return StepEvents(self.step, {recording: self.roles.get(recording, set())}, defaultdict(set, own), self.incomplete)
 
     def carried_over(self, later: StepEvents) -> StepEvents:
-        """What is left of it after a step whose update was skipped."""
+        """The combined events after a later step whose update was skipped."""
         both = {role: self.parameters[role] | later.parameters[role] for role in {*self.parameters, *later.parameters}}
         return StepEvents(later.step, self.roles, defaultdict(set, both), self.incomplete)
 
 
 class EventHistory:
-    """Told of each step, one after another.
+    """The events of earlier steps, updated step by step.
 
     Attributes:
-        recordings: Of the job.
-        spoiled: Recordings whose moments have taken in a gradient that had fired.
-        moments: Those that have fired.
+        recordings: The recordings of the job.
+        spoiled: Recordings whose moments include a gradient that had fired.
+        moments: Parameters with moments that fired.
     """
 
     def __init__(self, job: RankedJob) -> None:
@@ -98,11 +97,11 @@ class EventHistory:
         self._last: dict[int, StepEvents] = {}
 
     def recordings_behind(self, step: int) -> frozenset[int]:
-        """Those of which some rank has not judged the step, or not yet: it may have had events."""
+        """Recordings with a rank that has not judged the step, or not yet: it may have had events."""
         return frozenset(one for one, every in self._judged.items() if not all(steps.holds(step) for steps in every))
 
     def begin(self, step: int) -> None:
-        """Forget what updates have come after."""
+        """Forget events that are older than the last update before ``step``."""
         self._last = {recording: one for recording, one in self._last.items() if not self._updated(recording, one.step, step)}
 
     def add(self, fired: StepEvents) -> None:
@@ -119,7 +118,7 @@ class EventHistory:
                     self.spoiled.add(recording)
 
     def last_update(self, recording: int) -> StepEvents | None:
-        """What fired in the step whose update the current one began with; None if nothing did."""
+        """The events of the step whose update the current step began with; None if there were none."""
         return self._last.get(recording)
 
     def doubtful(self, recording: int) -> bool:
@@ -128,7 +127,7 @@ class EventHistory:
         return last is not None and self.is_dirty(recording, last)
 
     def is_dirty(self, recording: int, fired: StepEvents) -> bool:
-        """Whether gradients that the optimizer was given had fired, as far as they are recorded."""
+        """Whether gradients that the optimizer received had fired, as far as they are recorded."""
         roles = fired.roles.get(recording, set())
         for kind, role in (("grad_reduced", Role.GRADIENT), ("grad_unreduced", Role.LOCAL_GRADIENT)):
             if self.recorded.anywhere(recording, kind) and recording not in fired.incomplete:
@@ -136,7 +135,7 @@ class EventHistory:
         return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *IN_PASSES})
 
     def weights(self, fired: StepEvents) -> Weights:
-        """What is known of the weights that a step began with in which ``fired`` fired."""
+        """The known state of the weights that the step of ``fired`` began with."""
         doubtful = frozenset(one for one in self.recordings if self.doubtful(one))
         unknown = {one for one in doubtful if one in fired.incomplete or one in self._last[one].incomplete}
         weights = Weights(frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful)
@@ -180,7 +179,7 @@ class _RecordedKinds:
 
 
 def origins(job: RankedJob, table: EventTable, order: Order) -> Flags:
-    """Which events are origins."""
+    """Flags: which events are origins."""
     found = np.zeros(len(table), np.bool_)
     history = EventHistory(job)
     if not len(table):
@@ -196,7 +195,7 @@ class _Step:
     """One step of the whole job.
 
     Args:
-        events: Of the step, in order.
+        events: Numbers of the step's events, in order.
     """
 
     def __init__(self, job: RankedJob, table: EventTable, history: EventHistory, step: int, events: Columns) -> None:
@@ -209,7 +208,7 @@ class _Step:
         self._parameters: dict[tuple[int, int], Parameter] = {}
 
     def origins(self) -> Iterator[int]:
-        """Numbers of the events that are."""
+        """Numbers of the events that are origins."""
         self._note_what_fired()
         yield from self._without_graph()
         yield from self._of_passes()
@@ -241,7 +240,7 @@ class _Step:
         return known
 
     def _without_graph(self) -> Iterator[int]:
-        """Of ranks without a manifest: the first event of the pipeline, in all its statistics."""
+        """The origins on ranks without a manifest: the first event of the pipeline, in all its statistics."""
         of, events = self._of, self._events
         _, first = np.unique(of.group[events], return_index=True)
         for number in events[first].tolist():
@@ -301,7 +300,7 @@ class _Step:
         return self._follows_another(number)
 
     def _gradient(self, graph: DataflowGraph, subject: Subject, parameter: Parameter) -> bool:
-        """It is aggregated over ranks: each of them may have brought it in."""
+        """Whether an aggregated gradient is explained: each rank of the aggregation may have contributed the fault."""
         recording, stage, chunk, _ = parameter
         roles, local = self._fired.roles[recording], self._fired.parameters[Role.LOCAL_GRADIENT]
         if self._history.recorded.changed_gradients(recording) or recording in self._fired.incomplete:
@@ -312,7 +311,7 @@ class _Step:
         return bool(roles & {*PASSES}) if module is None else module in self._modules[recording, stage, chunk]
 
     def _original_weight(self, parameter: Parameter) -> bool:
-        """It is what the last update has left."""
+        """Whether a weight at the beginning of the step is explained by the last update."""
         recording, stage, chunk, _ = parameter
         last = self._history.last_update(recording)
         if last is None:
@@ -323,7 +322,7 @@ class _Step:
         return not known and self._history.doubtful(recording)
 
     def _follows_another(self, number: int) -> bool:
-        """Whether anything has fired before on the rank."""
+        """Whether anything fired earlier on the rank."""
         of, events = self._of, self._events
         own = events[of.member[events] == of.member[number]]
         return bool((of.call_id[own] < of.call_id[number]).any())

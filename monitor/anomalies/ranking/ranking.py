@@ -1,4 +1,4 @@
-"""The events of a job in order, and of those that are shown where they come from."""
+"""Ranks the events of a job: reads, orders and judges them, and describes the earliest ones and their origins."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from monitor.anomalies.ranking.origins import origins
 from monitor.anomalies.ranking.step_propagation import IN_PASSES
 from monitor.coordinator.manifest_format import ManifestError
 
-# --- How many data-parallel ranks have an event: one alone has other data and another device, all share weights and
-# software.
+# --- How many data-parallel ranks have an event. One rank alone points at its data or device; all ranks at weights or
+# software, which they share.
 
 
 class LoneReplica(NamedTuple):
-    """The only one of several ranks."""
+    """The only one of several data-parallel ranks that has an event."""
 
     rank: int
     of: int
@@ -36,20 +36,21 @@ class LoneReplica(NamedTuple):
 
 
 def alone(job: RankedJob, table: EventTable, number: int) -> LoneReplica | None:
-    """None if other replicas have the event too, or too few of them can tell."""
+    """The only rank with the event; None if other replicas have it too, or too few of them judged it."""
     having, of = _having(job, table, number)
     return LoneReplica(having[0], of) if of > 1 and len(having) == 1 else None
 
 
 def shared(job: RankedJob, table: EventTable, number: int) -> int | None:
-    """How many replicas have the event, if all have it; None if some do not, or too few of them can tell."""
+    """The number of replicas, if all have the event; None if some do not, or too few of them judged it."""
     having, of = _having(job, table, number)
     return of if of > 1 and len(having) == of else None
 
 
 def _having(job: RankedJob, table: EventTable, number: int) -> tuple[list[int], int]:
-    """The ranks that have the event, and of how many. Those count that measure the tensor and have judged the step. Of a tensor
-    in parts each rank holds another.
+    """The ranks with the event, and the number of ranks that measure the tensor and have judged the step.
+
+    Of a sharded tensor each rank holds another part, so only the rank itself counts.
     """
     of = table
     member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
@@ -71,17 +72,17 @@ def _same(of: EventTable, number: int, members: list[Member]) -> list[int]:
     return found
 
 
-# --- What else fired in the step of an event: a deviation of many tensors on all ranks is another matter than that of one.
+# --- Other events in the step of an event. A deviation of many tensors on all ranks needs other advice than that of one.
 
 
 class Surroundings(NamedTuple):
-    """The deviations in the step of an event. What came after the aggregation of gradients does not count: all ranks share it.
+    """The deviations in the step of an event. Those after the aggregation of gradients do not count: all ranks share them.
 
     Attributes:
-        tensors: How many tensors deviate.
-        ranks: On how many ranks.
-        all_ranks: Whether that is every rank that can tell.
-        steps: In how many steps the tensor of the event deviates.
+        tensors: Number of deviating tensors.
+        ranks: Number of ranks with deviations.
+        all_ranks: Whether these are all ranks that judged the step.
+        steps: Number of steps in which the event's tensor deviates.
     """
 
     tensors: int
@@ -91,7 +92,7 @@ class Surroundings(NamedTuple):
 
 
 def surroundings(job: RankedJob, table: EventTable, number: int) -> Surroundings:
-    """Those of an event."""
+    """The surroundings of an event."""
     of = table
     step, member = int(of.step[number]), of.members[of.member[number]]
     deviates: Flags = of.finite & np.isin(of.role, IN_PASSES)
@@ -111,15 +112,15 @@ def surroundings(job: RankedJob, table: EventTable, number: int) -> Surroundings
 
 @dataclass(frozen=True)
 class Ranked:
-    """An event, and what there is to say of it.
+    """An event with its description.
 
     Attributes:
-        location: Of an origin; None for what was propagated.
-        is_finite: Whether the tensor had neither NaN nor Inf in it.
-        alone: Where no other data-parallel rank has it.
+        location: The location of an origin; None for a propagated event.
+        is_finite: Whether the tensor held neither NaN nor Inf.
+        alone: Set if no other data-parallel rank has the event.
         mean: The running mean that the value was compared with.
-        shared: How many data-parallel ranks there are, where all have it.
-        around: What else deviates in the step; of the first origin alone.
+        shared: The number of data-parallel ranks, if all have the event.
+        around: Other deviations in the step; only for the first origin.
     """
 
     member: Member
@@ -144,13 +145,13 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """What came of it.
+    """The result of the ranking.
 
     Attributes:
         ranked: The earliest events of the chosen steps, in order.
-        first_origin: The earliest of all chosen events that is an origin.
-        first_not_finite: The earliest of all chosen events that is of a tensor with a NaN or an Inf.
-        events: How many there are of the chosen steps; ``origins`` among them.
+        first_origin: The earliest origin among all chosen events.
+        first_not_finite: The earliest chosen event of a tensor with a NaN or an Inf.
+        events: Number of events in the chosen steps; ``origins``: number of origins among them.
         coverage: How much was judged.
         unordered: Why the order of micro-batches is not known, by recording.
     """
@@ -167,7 +168,7 @@ class Ranking:
 
     @property
     def is_well(self) -> bool:
-        """Whether no rule has fired, and everything was looked at."""
+        """Whether no rule fired, and everything was judged."""
         job = self.job
         ended = all(one.events.judged.closed for one in job.members)
         return not (self.events or job.flaws or job.missing) and ended and self.coverage.is_whole
@@ -177,11 +178,11 @@ def ranking_of(folder: Path, most: int, step_filter: StepFilter | None = None) -
     """Read, order and judge the events of all ranks.
 
     Args:
-        most: How many to keep.
-        step_filter: Which of a column of steps to list. The others still tell what these come from.
+        most: How many events to keep.
+        step_filter: Chooses the steps to list. Other steps still count as possible causes.
 
     Raises:
-        NothingReadError: there is nothing that could be read.
+        NothingReadError: no file could be read.
     """
     job = job_of(folder, read_all(files_in(folder)))
     if not job.members:
@@ -233,7 +234,7 @@ def entries_of(ranked: Sequence[Ranked], flaws: list[Flaw]) -> dict[str, Event]:
     """The entries of the files that were ranked, in this order.
 
     Args:
-        flaws: Takes in what has changed since it was read.
+        flaws: Files that have changed since they were read are appended.
     """
     files: dict[RecordingFiles, dict[str, Event]] = {}
     found: dict[str, Event] = {}
@@ -259,7 +260,7 @@ def _is(one: Ranked, event: Event) -> bool:
 
 
 def _free(key: str, taken: dict[str, Event], recording: int) -> str:
-    """Two recordings of a process may have the same key."""
+    """A key that is not taken: two recordings of a process may have the same key."""
     return f"{key}_recording_{recording}" if key in taken else key
 
 

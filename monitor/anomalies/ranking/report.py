@@ -1,4 +1,4 @@
-"""What the command prints: a table of the earliest events, what else there is to know, and what to look at next."""
+"""The printed report: a table of the earliest events, notes on coverage and order, and advice what to look at next."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.terminal import plain
 
 _ANY_WIDTH: Final = 10_000
-"""Of a console on which every line of a table fits."""
+"""Width of a console on which every line of a table fits."""
 
 _COUNTED: Final = {"nans": "NaN", "infs": "infinite"}
 
 
 def listing(ranking: Ranking, console: Console) -> RenderableType:
-    """The earliest events, in order: as a table, or where the console is too narrow for one, a few lines each."""
+    """The earliest events, in order: as a table or, on a narrow console, a few lines each."""
     wide = _table(ranking)
     whole = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), wide).maximum
     return wide if whole <= console.width else Text("\n".join(plain(line) for one in ranking.ranked for line in _lines(one)))
@@ -64,25 +64,25 @@ def _table(ranking: Ranking) -> Table:
             f"{one.value:.6g}{_mean(one)}",
         ]
         cells += [one.rule, _origin(one), remark(one)]
-        found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: what looks like markup in a name is none
+        found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: names must not be parsed as markup
     return found
 
 
 def tensor(one: Ranked) -> str:
-    """Its kind, chunk and name, as in a tag."""
+    """The tensor's kind, chunk and name, as in a tag."""
     series = one.subject.recorded_as
     return f"{series.kind} {series.vpp_stage}:{series.name}"
 
 
 def remark(one: Ranked) -> str:
-    """The span of an origin, and whether other replicas have it too."""
+    """The location of an origin, and whether it is on this replica only."""
     if one.location is None:
         return "on this replica only" if one.alone else ""
     return f"{one.location.text}; {one.alone}" if one.alone else one.location.text
 
 
 def counts(ranking: Ranking) -> str:
-    """How much there is, in a line."""
+    """The numbers of events, ranks and origins, in one line."""
     judged = [one.events.judged for one in ranking.job.members]
     not_kept = sum(sum(one.not_kept.values()) for one in judged)
     parts = [
@@ -95,7 +95,7 @@ def counts(ranking: Ranking) -> str:
 
 
 def notes(ranking: Ranking) -> Iterator[str]:
-    """What a reader must know of the order and of what is missing."""
+    """Notes on the order and on missing files, ranks and steps."""
     job = ranking.job
     if ranking.events:
         yield from _of_the_order(ranking)
@@ -164,7 +164,7 @@ def _steps_text(gap: UnjudgedSteps) -> str:
 
 
 def described_value(one: Ranked) -> str:
-    """What became of the statistic, in words."""
+    """The statistic's value, in words."""
     if one.op in _COUNTED:
         return f"{one.value:g} elements are {_COUNTED[one.op]}" if one.value > 1 else f"an element is {_COUNTED[one.op]}"
     return f"{one.op} is {one.value:.6g}{_mean(one)}"
@@ -201,13 +201,13 @@ _SHARED: Final = {
     Cause.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
     Cause.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward again on the CPU.",
 }
-"""Instead, where all replicas have the event: then it is no fault of one device."""
+"""Replaces the advice if all replicas have the event: then it is not the fault of one device."""
 
 _SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
-"""What a loss scale multiplies."""
+"""Roles that a loss scale multiplies."""
 
 _KEPT: Final = (Role.ORIGINAL_WEIGHT, Role.MOMENT, Role.UPDATED_WEIGHT)
-"""Replicas of these are updated with the same gradients: data of one rank cannot spoil one replica."""
+"""Roles whose replicas are updated with the same gradients: one rank's data cannot spoil one replica."""
 
 _NOUNS: Final = {
     Role.FORWARD: "",
@@ -224,8 +224,8 @@ def advice(ranking: Ranking) -> str:
     first = ranking.first_origin
     if first is None:
         return (
-            f"First came {_found(ranking.ranked[0])}, but it follows from something before, none of these is an origin: "
-            "rank the steps before, too."
+            f"First came {_found(ranking.ranked[0])}, but an earlier event caused it, and none of these is an origin: "
+            "rank earlier steps, too."
         )
     return " ".join([f"First came {_located(first)}.", *_next(first), *_not_finite(ranking, first)])
 
@@ -235,7 +235,7 @@ def _located(one: Ranked) -> str:
 
 
 def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
-    """A deviation may be a false alarm. A NaN is none."""
+    """The first NaN or Inf, if a deviation came first: a deviation may be a false alarm, a NaN is not."""
     other = ranking.first_not_finite
     if other is None or other is first or not first.is_finite:
         return []
@@ -284,7 +284,7 @@ def _next(one: Ranked) -> list[str]:
 
 
 def _since(one: Ranked) -> tuple[str, str]:
-    """When the weights changed that a step began with, and whether steps in between were not judged."""
+    """When the step's initial weights changed, and whether steps in between were not judged."""
     before = one.member.events.judged.steps.between(0, one.step - 1)
     if not before.ranges:
         return f"before step {one.step}", ""
@@ -295,7 +295,7 @@ def _since(one: Ranked) -> tuple[str, str]:
 
 
 def _deviation(one: Ranked, around: Surroundings) -> str:
-    """A deviation that is not known to be of one device."""
+    """Advice for a deviation that is not known to be of one device."""
     if around.tensors == 1:
         again = f" It deviates in {around.steps:,} steps." if around.steps > 1 else ""
         return (
@@ -310,7 +310,7 @@ def _deviation(one: Ranked, around: Surroundings) -> str:
 
 
 def _weights_unseen(one: Ranked) -> str:
-    """A step of the optimizer that was too large shows in weights first."""
+    """A remark if weights are not recorded: an optimizer step that is too large shows in weights first."""
     graph, subject = one.member.graph, one.subject
     chunk, module = subject.series.vpp_stage, subject.module
     if graph is None or not graph.has_weights(chunk, module) or graph.records_weights(chunk, module):
@@ -319,7 +319,7 @@ def _weights_unseen(one: Ranked) -> str:
 
 
 def _no_event(coverage: Coverage, *, whole: bool) -> str:
-    """What was looked at without a rule firing."""
+    """A summary of what was judged, if no rule fired."""
     if coverage.is_empty:
         return "Nothing was judged. No events does not mean healthy."
     on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
@@ -329,7 +329,7 @@ def _no_event(coverage: Coverage, *, whole: bool) -> str:
 
 
 def _because(one: Ranked) -> str:
-    """What is known of what goes into the module, its weights among it."""
+    """What is known of the module's inputs and weights."""
     graph, subject, chunk = one.member.graph, one.subject, one.subject.series.vpp_stage
     if graph is None or not graph.shows_entry(subject.role, chunk, subject.module):
         return ""

@@ -163,9 +163,9 @@ def test_a_store_that_came_up_in_place_of_ours_is_not_taken_for_it() -> None:
     with serving(port):
         with pytest.raises(ConnectionError):  # the old connection
             store.add("count", 1)
-        with pytest.raises(ConnectionError, match="replaced by another"):
+        with pytest.raises(ConnectionError, match="another process replaced its server"):
             store.add("count", 1)
-        with pytest.raises(ConnectionError, match="replaced by another"):
+        with pytest.raises(ConnectionError, match="another process replaced its server"):
             store.clone().add("count", 1)
 
 
@@ -269,5 +269,5 @@ def test_an_address_that_is_given_holds_for_one_port(address: str, host: str) ->
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1", "10.0.0.1:", ":29501", "host:0", "host:65536", "host:²", "host:port"])
 def test_what_is_no_address_is_named(address: str) -> None:
-    with pytest.raises(ValueError, match="is no address of a store: expected HOST:PORT"):
+    with pytest.raises(ValueError, match="is not the address of a store: expected HOST:PORT"):
         Rendezvous.at(address, 8)

@@ -199,4 +199,4 @@ def test_where_no_port_is_free_that_is_said(start: Start, port: int) -> None:
     for one in taken:
         one.close()
     assert (status, said) == (0, ["StoreClient"])
-    assert f"something else uses 127.0.0.1, ports {port + PORT_OFFSET} to {port + PORT_OFFSET + PORTS - 1}." in errors
+    assert f"another program uses 127.0.0.1, ports {port + PORT_OFFSET} to {port + PORT_OFFSET + PORTS - 1}." in errors
