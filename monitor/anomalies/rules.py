@@ -10,7 +10,7 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.scanner import AlertRule, Fired, Flags, KindColumns
+from monitor.anomalies.scanner import AnomalyRule, Fired, Flags, KindColumns
 from monitor.stats.ops import derive
 from monitor.stats.partials import COUNT, EXPONENT, MAX, MIN, NANS, SUM, SUMSQ, Floats, Partials
 
@@ -29,7 +29,7 @@ class AnomalyNan:
         self._threshold: Final = threshold
 
     def judge(self, columns: KindColumns, _state: Floats, /) -> Iterator[Fired]:
-        """See ``AlertRule``."""
+        """See ``AnomalyRule``."""
         bad = columns.nonfinite
         if bad is not None:
             nans = columns.partials.columns[NANS] > 0
@@ -107,7 +107,7 @@ class AnomalyTurbulence:
         self._above = np.empty((len(OPS), BLOCK), np.bool_)
 
     def judge(self, columns: KindColumns, state: Floats, /) -> Iterator[Fired]:
-        """See ``AlertRule``."""
+        """See ``AnomalyRule``."""
         found: dict[str, list[_Deviants]] = defaultdict(list)
         with np.errstate(all="ignore"):
             for begin in range(0, len(columns.partials), BLOCK):
@@ -191,7 +191,7 @@ def _any(flags: Flags | None, block: slice) -> bool:
     return flags is not None and bool(flags[block].any())
 
 
-RULES: Final[Mapping[str, Callable[..., AlertRule]]] = MappingProxyType(
+RULES: Final[Mapping[str, Callable[..., AnomalyRule]]] = MappingProxyType(
     {rule.name: rule for rule in (AnomalyTurbulence, AnomalyNan)}
 )
 """The arguments of each rule are the fields of ``args``, by name; the configuration checks their types and bounds."""

@@ -109,7 +109,7 @@ class Fired:
         return Fired(self.op, self.rows[chosen], means, self.nonfinite)
 
 
-class AlertRule(Protocol):
+class AnomalyRule(Protocol):
     """An alert rule. The state of each row is outside, in ``state``, so that one object judges every kind.
 
     Attributes:
@@ -159,7 +159,7 @@ class FindingGroup:
 
     @property
     def cause(self) -> tuple[str, str]:
-        """AlertRule and statistic."""
+        """Rule and statistic."""
         return self.rule, self.fired.op
 
     def first(self, most: int, table: SeriesTable) -> Iterator[RuleFinding]:
@@ -247,7 +247,7 @@ class Scanner:
         listeners: Called in this order. If one fails, the others are still called.
     """
 
-    def __init__(self, rules: Sequence[AlertRule], listeners: Sequence[FindingListener]) -> None:
+    def __init__(self, rules: Sequence[AnomalyRule], listeners: Sequence[FindingListener]) -> None:
         self._rules = tuple(rules)
         self._listeners = tuple(listeners)
         self._known: dict[str, RowStates] = defaultdict(lambda: RowStates(sum(rule.fields for rule in self._rules)))

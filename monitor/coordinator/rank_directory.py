@@ -56,7 +56,7 @@ def resolve_rank_directory(
         OutputError: a new directory cannot be made or written.
     """
     choose = partial(preferred, recording=recording, watched=watched)
-    taken = _taken_up(base, rank, choose, (span[0], span[1]), formats, failures) if span else None
+    taken = _reuse_earlier(base, rank, choose, (span[0], span[1]), formats, failures) if span else None
     return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
 
 
@@ -69,7 +69,7 @@ def _new(directory: Path, failures: Failures) -> ResolvedDirectory:
         return ResolvedDirectory(directory, None)
 
 
-def _taken_up(
+def _reuse_earlier(
     base: Path, rank: int, choose: Callable[[Sequence[Path]], Path], span: Span, formats: Sequence[str], failures: Failures
 ) -> ResolvedDirectory | None:
     try:
@@ -94,7 +94,7 @@ def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirec
         LOGGER.warning(said, rank, directory.name)
         return None
     try:
-        earlier = _put_in_order(prepare(directory), rank, formats, held.before_ns)
+        earlier = _recover_files(prepare(directory), rank, formats, held.before_ns)
         held.begin()
         return ResolvedDirectory(directory, held, earlier)
     except BaseException:
@@ -102,7 +102,7 @@ def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirec
         raise
 
 
-def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
+def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
     remove_drafts(directory)
     record = last_manifest(directory)
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0

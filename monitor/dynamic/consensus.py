@@ -200,7 +200,7 @@ class ConsensusProtocol(Generic[C]):
         start: Proposal,
         course: ConfigTimeline[C],
         boundary: StepBoundary[C],
-        wishes: ProposalQueue,
+        queue: ProposalQueue,
         horizon: StepLookahead,
         listener: ConsensusListener,
         now: Callable[[], float] = time.monotonic,
@@ -208,7 +208,7 @@ class ConsensusProtocol(Generic[C]):
         self.joined = False
         self.missing = 0
         self._rank, self._world, self._first_step, self._start = rank, world, first_step, start
-        self._course, self._boundary, self._wishes, self._horizon = course, boundary, wishes, horizon
+        self._course, self._boundary, self._queue, self._horizon = course, boundary, queue, horizon
         self._listener, self._now = listener, now
         self._slot = _Slot(1)
 
@@ -255,8 +255,8 @@ class ConsensusProtocol(Generic[C]):
         if slot.proposal is None:
             if (yield Check(slot.key("proposal"))):
                 slot.proposal = Proposal.parse((yield Get(slot.key("proposal"))))
-            elif (wish := self._wishes.due(self._now())) is not None and (yield from self._are_all_here()):
-                slot.proposal = Proposal.parse((yield CompareSet(slot.key("proposal"), "", wish.serialized())))
+            elif (pending := self._queue.due(self._now())) is not None and (yield from self._are_all_here()):
+                slot.proposal = Proposal.parse((yield CompareSet(slot.key("proposal"), "", pending.serialized())))
         return slot.proposal is not None
 
     def _are_all_here(self) -> StoreRoutine[bool]:
@@ -328,7 +328,7 @@ class ConsensusProtocol(Generic[C]):
             self._commit(int(decision.removeprefix(COMMIT)), proposal)
         else:
             self._boundary.decide()
-            if self._wishes.rejected(proposal, self._now(), for_good=decision != ABORT):
+            if self._queue.rejected(proposal, self._now(), for_good=decision != ABORT):
                 self._listener.rejected(proposal, decision.removeprefix(REFUSE))
         self._listener.settled()
 
@@ -336,7 +336,7 @@ class ConsensusProtocol(Generic[C]):
         assert self._slot.config is not None, "no rank commits before all have acknowledged, this one among them"
         (config,) = self._slot.config
         self._boundary.decide(self._course.after(self._slot.number, from_step, proposal, config))
-        self._wishes.accepted(proposal)
+        self._queue.accepted(proposal)
 
 
 class _Slot:

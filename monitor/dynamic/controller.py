@@ -99,7 +99,7 @@ class Controller:
         alone = job.store is None
         pace = pace or (PollingIntervals.alone() if alone else PollingIntervals.of(job.world, job.asked_per_second))
         self._boundary: StepBoundary[MonitorConfig] = StepBoundary(first_step, pace, self._wake)
-        self._wishes = ProposalQueue(retry_s=2 * pace.idle)
+        self._queue = ProposalQueue(retry_s=2 * pace.idle)
         horizon = StepLookahead(pace)
         agreement = ConsensusProtocol(
             job.rank,
@@ -108,7 +108,7 @@ class Controller:
             Proposal(FROM_START, job.rank, _fields(config)),
             ConfigTimeline(_fields(config), self._prepared),
             self._boundary,
-            self._wishes,
+            self._queue,
             horizon,
             self,
         )
@@ -194,7 +194,7 @@ class Controller:
     def started_differently(self) -> None:
         """See ``ConsensusListener``. The watching rank then proposes its own configuration, which is the file's latest."""
         if self._watching is not None:
-            self._wishes.ask(Proposal(FROM_FILE, self._rank, _fields(self._config)))
+            self._queue.ask(Proposal(FROM_FILE, self._rank, _fields(self._config)))
 
     def settled(self) -> None:
         """See ``ConsensusListener``. Also called when the wait for a decision timed out."""
@@ -254,7 +254,7 @@ class Controller:
         self._propose(Proposal(FROM_FILE, self._rank, _fields(config)))
 
     def _propose(self, proposal: Proposal) -> None:
-        self._wishes.ask(proposal)
+        self._queue.ask(proposal)
         self._participant.wake()
 
     def _wake(self) -> None:

@@ -121,31 +121,31 @@ class ProposalQueue:
     def __init__(self, retry_s: float) -> None:
         self._lock = Lock()
         self._retry_s = retry_s
-        self._wished: dict[str, _PendingProposal] = {}
+        self._pending: dict[str, _PendingProposal] = {}
 
     def ask(self, proposal: Proposal) -> None:
         with self._lock:
-            self._wished[proposal.origin] = _PendingProposal(proposal)
+            self._pending[proposal.origin] = _PendingProposal(proposal)
 
     def due(self, now: float) -> Proposal | None:
         """The next to propose. ``now`` is in seconds."""
         with self._lock:
-            return next((wish.proposal for wish in self._wished.values() if wish.not_before <= now), None)
+            return next((one.proposal for one in self._pending.values() if one.not_before <= now), None)
 
     def accepted(self, proposal: Proposal) -> None:
         """The ranks agreed on ``proposal``, of this rank or another."""
         with self._lock:
-            self._wished = {origin: wish for origin, wish in self._wished.items() if not wish.proposal.is_same_change(proposal)}
+            self._pending = {origin: one for origin, one in self._pending.items() if not one.proposal.is_same_change(proposal)}
 
     def rejected(self, proposal: Proposal, now: float, *, for_good: bool = False) -> bool:
         """``proposal`` was aborted or refused. Returns whether this rank drops its proposal instead of retrying it."""
         with self._lock:
-            wish = self._wished.get(proposal.origin)
-            if wish is None or wish.proposal != proposal:
+            pending = self._pending.get(proposal.origin)
+            if pending is None or pending.proposal != proposal:
                 return False
-            wish.attempts += 1
-            if not for_good and wish.attempts < MOST_ATTEMPTS:
-                wish.not_before = now + self._retry_s * 2 ** (wish.attempts - 1)
+            pending.attempts += 1
+            if not for_good and pending.attempts < MOST_ATTEMPTS:
+                pending.not_before = now + self._retry_s * 2 ** (pending.attempts - 1)
                 return False
-            del self._wished[proposal.origin]
+            del self._pending[proposal.origin]
             return True

@@ -46,7 +46,7 @@ class ModelRank:
     def __init__(self, world: World, rank: int, ahead: int, last_step: int, refuses: str, retry_s: float) -> None:
         self._world, self.rank, self._last_step, self._refuses = world, rank, last_step, refuses
         self.boundary: StepBoundary[str] = StepBoundary(0, PACE, lambda: None)
-        self.wishes = ProposalQueue(retry_s)
+        self.queue = ProposalQueue(retry_s)
         self.agreement = ConsensusProtocol(
             rank,
             world.size,
@@ -54,7 +54,7 @@ class ModelRank:
             Proposal(FROM_START, rank, {"name": "start"}),
             ConfigTimeline({"name": "start"}, self._prepare),
             self.boundary,
-            self.wishes,
+            self.queue,
             Ahead(ahead),
             self,
             now=lambda: 0.0,
@@ -153,7 +153,7 @@ class ModelRank:
             *(() if self._conversation is None else (self._operation, *self._position())),
             *(boundary.step, boundary.gate, boundary.promised, boundary.called_off, tuple(boundary._to_come)),
             *(slot.number, slot.horizon, slot.acknowledged, slot.complete, slot.proposal is None, self.agreement.joined),
-            tuple((wish.proposal.serialized(), wish.attempts) for wish in self.wishes._wished.values()),
+            tuple((one.proposal.serialized(), one.attempts) for one in self.queue._pending.values()),
         )
 
     def _position(self) -> Iterator[int]:
@@ -203,7 +203,7 @@ class World:
 
     def wish(self, rank: int, name: str, steps: int | None = None) -> None:
         origin, field = (FROM_FILE, "name") if steps is None else (FROM_ALERT, "detail")
-        self.ranks[rank].wishes.ask(Proposal(origin, rank, {field: name}, steps))
+        self.ranks[rank].queue.ask(Proposal(origin, rank, {field: name}, steps))
 
     def done(self, operation: Any) -> Any:
         before = dict(self.store._held)

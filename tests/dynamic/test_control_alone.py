@@ -212,4 +212,4 @@ def test_a_thousand_switches_leave_nothing_behind(training: Training) -> None:
     assert threading.active_count() == threads
     boundary = training.control._boundary
     assert boundary._to_come == []
-    assert len(training.control._wishes._wished) == 0
+    assert len(training.control._queue._pending) == 0

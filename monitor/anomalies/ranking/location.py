@@ -101,7 +101,7 @@ def _backward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Sub
     if graph.shows_exit(Role.FORWARD, subject.series.vpp_stage, ROOT):
         return FaultLocation(Cause.LOSS, f"between the loss and the gradient of {name_of(subject)}")
     return FaultLocation(
-        Cause.BEHIND, f"behind what is watched of the forward, in the loss, or before the gradient of {name_of(subject)}"
+        Cause.BEHIND, f"after the watched part of the forward, in the loss, or before the gradient of {name_of(subject)}"
     )
 
 
@@ -113,7 +113,7 @@ def _handed_over(member: Member, other: Member, subject: Subject, given: str, ta
 
 
 def _not_shown(member: Member, side: str) -> FaultLocation:
-    text = f"the first to show it on stage {member.stage}; what the stage {side} it handed over is not known"
+    text = f"the first to show it on stage {member.stage}; what the stage {side} it sent is not known"
     return FaultLocation(Cause.UNKNOWN, text)
 
 
@@ -190,7 +190,7 @@ def _local_gradient(graph: DataflowGraph, subject: Subject) -> FaultLocation:
         text = "in the backward of the model. Gradients of activations around it were not recorded"
     else:
         text = "in the forward or backward of the model. Activations were not recorded"
-    return FaultLocation(Cause.PASSES, f"{text}, so the place is not known more closely")
+    return FaultLocation(Cause.PASSES, f"{text}, so the place is not known more precisely")
 
 
 def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int) -> FaultLocation:
@@ -198,7 +198,7 @@ def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int) ->
     among = f"in the aggregation of gradients over {listed(ranks)}" if len(ranks) > 1 else ""
     after = among or "between the backward and the optimizer's step"
     if notes_a_change(member.manifest):
-        text = f"{after}, where all were changed together, as by clipping: any of them may have brought it in"
+        text = f"{after}, where all were changed together, as by clipping: any of them may be the cause"
         return FaultLocation(Cause.CHANGED_GRADIENTS, text)
     unseen = [
         rank for rank in ranks or (member.rank,) if not _shows_its_own(job.member_of(member.recording, rank), subject, step)

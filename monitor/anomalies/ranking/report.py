@@ -100,8 +100,8 @@ def notes(ranking: Ranking) -> Iterator[str]:
     if ranking.events:
         yield from _of_the_order(ranking)
     if job.missing:
-        origins = ": what is called an origin may have come from there" if ranking.events else ""
-        yield f"{listed(job.missing)} left no events and judged no step{origins}."
+        origins = ": a fault that is called an origin may have started there" if ranking.events else ""
+        yield f"{listed(job.missing)} wrote no events and judged no step{origins}."
     open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
     if open_ranks:
         yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
@@ -115,7 +115,7 @@ def notes(ranking: Ranking) -> Iterator[str]:
 def _of_the_order(ranking: Ranking) -> Iterator[str]:
     job = ranking.job
     yield from (
-        f"Forwards and backwards are in order of micro-steps and stages alone: {reason}."
+        f"Forwards and backwards are ordered by micro-steps and stages only: {reason}."
         for reason in dict.fromkeys(ranking.unordered.values())
     )
     if job.without_manifest:
@@ -138,18 +138,18 @@ def _not_looked_at(ranking: Ranking) -> Iterator[str]:
     everybody = {one.rank for one in job.members}
     if coverage.is_empty and coverage.steps:
         yield (
-            'Not looked at: no rank recorded a row that alert rules judge. Switch a kind on, such as "wg_distribution": true '
+            'Not judged: no rank recorded a row that alert rules judge. Switch a kind on, such as "wg_distribution": true '
             'for gradients or "xy_distribution" for activations.'
         )
     elif coverage.is_empty:
-        yield "Not looked at: no rank has judged any of these steps."
+        yield "Not judged: no rank has judged any of these steps."
     for gap in coverage.gaps[:SHOWN]:
         on = "" if set(gap.ranks) == everybody else f" of {listed(gap.ranks)}"
-        yield f"Not looked at: {_steps_text(gap)}{on}: {gap.reason}."
+        yield f"Not judged: {_steps_text(gap)}{on}: {gap.reason}."
     if len(coverage.gaps) > SHOWN:
-        yield f"Not looked at: more steps, for {len(coverage.gaps) - SHOWN} other reasons."
+        yield f"Not judged: more steps, for {len(coverage.gaps) - SHOWN} other reasons."
     if coverage.idle:
-        yield f"Not looked at: {listed(coverage.idle)} recorded no row that alert rules judge."
+        yield f"Not judged: {listed(coverage.idle)} recorded no row that alert rules judge."
     if job.not_monitored:
         yield f"Not monitored, as module_ranks says: {listed(job.not_monitored)}."
     if any(one.manifest is not None and one.manifest.config.get("replica_check") is False for one in job.members):
@@ -186,11 +186,11 @@ _NEXT: Final = {
     Cause.BEHIND: "Watch the forward up to the model's output, or look at the loss function, its labels and the loss scale.",
     Cause.PASSES: "Record activations and their gradients as well (xy_distribution), and go through step {step} again.",
     Cause.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward on another device.",
-    Cause.AGGREGATION: "No rank had brought it in: look at the communication library, and at what scales or clips gradients.",
+    Cause.AGGREGATION: "No rank's own gradient was bad: look at the communication library, and what scales or clips gradients.",
     Cause.UNSEEN_RANKS: "See whether their events are missing or not recorded (module_ranks), then look at the communication.",
     Cause.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
     Cause.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
-    Cause.UPDATE: "What is recorded of what it was made from was clean: look at the learning rate, eps and the optimizer.",
+    Cause.UPDATE: "Its recorded inputs were clean: look at the learning rate, eps and the optimizer.",
     Cause.WEIGHTS: "Look at what changed the weights of rank {rank} {since}: a loaded checkpoint, a broadcast{unjudged}, or "
     "the device's memory.",
     Cause.UNKNOWN: "Look at what comes before it.",
@@ -259,7 +259,7 @@ def _next(one: Ranked) -> list[str]:
         because = (
             ", as it does where the loss scale is too high: harmless unless it repeats"
             if scaled
-            else ": weights did not take it in"
+            else ": the weights are unaffected"
         )
         parts.append(f"The optimizer skipped step {one.step}{because}.")
     elif where == Cause.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
@@ -325,7 +325,7 @@ def _no_event(coverage: Coverage, *, whole: bool) -> str:
     on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
     steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
     looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
-    return f"No event in {looked}." + ("" if whole else " The lines above say what was not looked at.")
+    return f"No event in {looked}." + ("" if whole else " The lines above say what was not judged.")
 
 
 def _because(one: Ranked) -> str:

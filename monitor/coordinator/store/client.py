@@ -24,7 +24,7 @@ ANSWER_S: Final = 8.0
 PAUSE_S: Final = 0.1
 
 
-class Meeting:
+class StoreLocator:
     """The address at which the store was found, for all clients of a process.
 
     A server that replaces it after a restart does not hold the agreements, so the clients do not accept it.
@@ -109,14 +109,14 @@ class StoreClient:
         TimeoutError: It did not answer.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, locator: StoreLocator) -> None:
+        self._locator = locator
         self._connection: socket.socket | None = None
         self._lock = Lock()
 
     def clone(self) -> StoreClient:
         """Another connection, for another thread."""
-        return StoreClient(self._meeting)
+        return StoreClient(self._locator)
 
     def check(self, keys: list[str], /) -> bool:
         return bool(self._ask("check", keys))
@@ -144,7 +144,7 @@ class StoreClient:
 
     def _answered(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._connection is None:
-            self._connection = self._meeting.connect()
+            self._connection = self._locator.connect()
         self._connection.settimeout(ANSWER_S)
         self._connection.sendall(encode(question))
         return receive(self._connection, time.monotonic() + ANSWER_S)

@@ -9,7 +9,7 @@ import uuid
 from threading import Lock
 from typing import Final
 
-from monitor.coordinator.store.client import Meeting, StoreClient, greet
+from monitor.coordinator.store.client import StoreClient, StoreLocator, greet
 from monitor.coordinator.store.protocol import Hello, LocalStore, Rendezvous
 from monitor.coordinator.store.server import StoreServer
 from monitor.failures import LOGGER
@@ -47,7 +47,7 @@ class Stores:
                 self._watch()
                 hello = Hello(rendezvous.job, rank, self._process)
                 served = self._served(rendezvous, hello) if serves and not self._forked else None
-                self._stores[rendezvous] = served or StoreClient(Meeting(rendezvous, hello))
+                self._stores[rendezvous] = served or StoreClient(StoreLocator(rendezvous, hello))
             return self._stores[rendezvous]
 
     def _served(self, rendezvous: Rendezvous, hello: Hello) -> LocalStore | None:

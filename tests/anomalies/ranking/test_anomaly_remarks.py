@@ -51,7 +51,7 @@ def test_a_stage_of_which_the_one_before_is_missing_says_so(tmp_path):
     first, second = pipeline()
     first.judged = False
     span = ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].location
-    assert span.text == "the first to show it on stage 1; what the stage before it handed over is not known"
+    assert span.text == "the first to show it on stage 1; what the stage before it sent is not known"
 
 
 def test_an_event_of_one_replica_is_marked(tmp_path):
@@ -173,13 +173,13 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
         (
             ["actv"],
             *("actv_grad", "b.output"),
-            "behind what is watched of the forward, in the loss, or before the gradient of b.output",
+            "after the watched part of the forward, in the loss, or before the gradient of b.output",
             "Watch the forward up to the model's output",
         ),
         (
             ["actv", "actv_grad"],
             *("grad_unreduced", "b.weight"),
-            "in the forward or backward of the model. Activations were not recorded, so the place is not known more closely",
+            "in the forward or backward of the model. Activations were not recorded, so the place is not known more precisely",
             "Record activations and their gradients",
         ),
         (
@@ -216,7 +216,7 @@ def test_a_gradient_that_a_rank_without_a_recording_may_have_brought_in_is_not_b
     assert found.ranked[0].location.text == (
         "in the backward of rank 1, whose own gradient is not known, or in the aggregation of gradients over ranks 0, 1"
     )
-    assert "No rank had brought it in" not in advice(found)
+    assert "No rank's own gradient was bad" not in advice(found)
 
 
 def test_of_very_many_ranks_that_aggregate_only_the_first_are_named(tmp_path):
@@ -230,7 +230,7 @@ def test_of_very_many_ranks_that_aggregate_only_the_first_are_named(tmp_path):
 def test_gradients_that_were_clipped_together_are_said_to_be_so(tmp_path):
     rank = PlayedRank(notes={"grad_reduced": "changed in place between backward and the optimizer's step"})
     found = ranked(tmp_path, rank.fire("grad_reduced", "a.x.weight").fire("grad_reduced", "b.weight"))
-    assert "where all were changed together, as by clipping: any of them may have brought it in" in advice(found)
+    assert "where all were changed together, as by clipping: any of them may be the cause" in advice(found)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_nan_that_may_follow_from_a_deviation_is_told_to(tmp_path):
 
 def test_a_nan_of_the_forward_in_a_step_that_was_skipped_is_not_blamed_on_the_loss_scale(tmp_path):
     told = advice(ranked(tmp_path, PlayedRank(skipped=[1]).fire("actv", "b.output")))
-    assert "The optimizer skipped step 1: weights did not take it in." in told
+    assert "The optimizer skipped step 1: the weights are unaffected." in told
 
 
 def deviating(ranks, *names, step=1, kind="actv"):
