@@ -1,4 +1,4 @@
-"""How the code and its prose are built, in numbers: ``python tools/code_ratios.py [PACKAGE]``, by default ``monitor``.
+"""How the code and its prose are built, in numbers: ``python tools/code_ratios.py [-v] [PACKAGE]``, by default ``monitor``.
 
 A line of code is a line with a token that is neither a comment nor a docstring. ``tests/test_code_ratios.py`` holds the
 limits.
@@ -210,7 +210,8 @@ def _last_name(node: ast.expr) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    package = Path(arguments[0]) if arguments else ROOT / "monitor"
+    given = [argument for argument in arguments if argument != "-v"]
+    package = Path(given[0]) if given else ROOT / "monitor"
     found = ratios_of(package, [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
     print(f"modules                     {len(found.modules)}")
     print(f"lines of code               {found.code}")

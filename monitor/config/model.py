@@ -34,6 +34,7 @@ from monitor.config.values import (
     TensorSpec,
     TimestampRange,
 )
+from monitor.formats import FORMATS
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -44,10 +45,7 @@ HISTOGRAM_OPS: Final = frozenset(
 )
 """The ops that a histogram of every tensor is counted for."""
 
-HISTOGRAM_FORMATS: Final = frozenset({"tensorboard", "hdf5"})
-
-DEFAULT_STEPS_PER_RECORD: Final = {"hdf5": 100}
-"""Where it is not 1. A file a step is a burden on a shared file system."""
+HISTOGRAM_FORMATS: Final = frozenset(name for name, one in FORMATS.items() if "signed" in one.bytes_per_histogram)
 
 
 class Capability(str):
@@ -275,7 +273,7 @@ class Settings(_Strict):
         """Steps in each file of a format: ``step_count_per_record``, or where that was not set the format's own default."""
         if "step_count_per_record" in self.model_fields_set:
             return self.step_count_per_record
-        return DEFAULT_STEPS_PER_RECORD.get(format_name, self.step_count_per_record)
+        return FORMATS[format_name].steps_per_record
 
     @model_serializer(mode="wrap")
     def _keep_what_was_not_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

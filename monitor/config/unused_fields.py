@@ -9,7 +9,7 @@ from monitor.config.errors import shown, spelled
 from monitor.config.errors import spelled as path_text
 from monitor.config.jsonc import Document, Path
 from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig
-from monitor.config.values import FORMATS
+from monitor.formats import FORMATS
 
 
 def without(fields: Mapping[str, Any], unused: Collection[Path], below: Path = ()) -> tuple[dict[str, Any], list[Path]]:
@@ -135,8 +135,8 @@ def _choose_formats(fields: dict[str, Any], warn: Warn) -> None:
     names = [asked] if isinstance(asked, str) else asked
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return
-    if unknown := [name for name in names if name not in FORMATS]:
-        known = [name for name in names if name in FORMATS] or [DEFAULT_FORMAT]
+    if unknown := [name for name in names if name not in tuple(FORMATS)]:
+        known = [name for name in names if name in tuple(FORMATS)] or [DEFAULT_FORMAT]
         fields["format"] = known
         said = f"{', '.join(map(shown, unknown))} is not a format that can be written. Used: {', '.join(known)}."
         warn(("format",), f"{said} There are {', '.join(FORMATS)}.")

@@ -9,6 +9,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from monitor.formats import FORMATS
+
 # --- Which tensors of a module's inputs or outputs a target asks for: ``tensor``, ``tuple[2]`` or ``tuple[2]:0``.
 
 _NUMBER: Final = r"(0|[1-9][0-9]{0,5})"
@@ -54,7 +56,6 @@ class TensorSpec:
         return f"tuple[{self.length}]" + ("" if self.index is None else f":{self.index}")
 
 
-FORMATS: Final = ("csv", "hdf5", "tensorboard", "api")
 INT64_MAX: Final = 2**63 - 1
 DAY_SECONDS: Final = 86_400
 
@@ -101,7 +102,7 @@ _FORMATS_ALLOWED: Final = ", ".join([*(f'"{name}"' for name in FORMATS), "or a l
 
 def _formats(value: object) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not names or any(name not in FORMATS for name in names):
+    if not isinstance(names, list | tuple) or not names or any(name not in tuple(FORMATS) for name in names):
         raise ValueError(f"expected {_FORMATS_ALLOWED}")
     if len(set(names)) < len(names):
         raise ValueError("a format stands there twice")

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
-BYTES_PER_ROW: Final[Mapping[str, float]] = MappingProxyType({"csv": 110.0, "hdf5": 32.0, "tensorboard": 500.0, "api": 0.0})
-"""Measured with six ops and names of fifty characters (``bench/formats.py``)."""
-
-Histogram = Literal["magnitudes", "signed"]
-
-BYTES_PER_HISTOGRAM: Final[Mapping[Histogram, Mapping[str, float]]] = MappingProxyType(
-    {
-        "magnitudes": {"csv": 220.0, "hdf5": 45.0, "tensorboard": 630.0},
-        "signed": {"hdf5": 95.0, "tensorboard": 2200.0},
-    }
-)
-"""Additional bytes of a row with a histogram, measured with normally distributed numbers. Histograms of magnitudes come from
-the op ``magnitude_histogram``; those of signed numbers include their images in TensorBoard.
-"""
+from monitor.formats import FORMATS, Histogram
 
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_FILE_PER_KIND: Final = frozenset({"csv"})
-_FILE_PER_RECORD: Final = frozenset({"hdf5"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +74,6 @@ def estimate(
     formats: Collection[str],
     step_count_per_record: int,
     step_interval: int = 1,
-    bytes_per_row: Mapping[str, float] = BYTES_PER_ROW,
 ) -> Estimate:
     """Estimate a collected step of the whole job.
 
@@ -99,7 +82,6 @@ def estimate(
         formats: Names of the formats written.
         step_count_per_record: Steps, collected or not, whose rows share a file.
         step_interval: Every how many steps one is collected.
-        bytes_per_row: By format; a format that is not listed counts as 0.
     """
     rows = sum(load.rows for load in loads.values())
     ranks = max((load.ranks for load in loads.values()), default=0)
@@ -107,7 +89,7 @@ def estimate(
     return Estimate(
         series=sum(load.series for load in loads.values()),
         rows=rows,
-        bytes=rows * sum(bytes_per_row.get(one, 0.0) for one in formats)
+        bytes=rows * sum(FORMATS[one].bytes_per_row for one in formats)
         + sum(load.rows * _bytes_per_histogram(load, formats) for load in loads.values()),
         files=per_record / max(1.0, step_count_per_record / step_interval),
         ranks=ranks,
@@ -115,14 +97,15 @@ def estimate(
 
 
 def _bytes_per_histogram(load: KindLoad, formats: Collection[str]) -> float:
-    each = BYTES_PER_HISTOGRAM[load.histogram] if load.histogram else {}
-    return sum(each.get(one, 0.0) for one in formats)
+    if load.histogram is None:
+        return 0.0
+    return sum(FORMATS[one].bytes_per_histogram.get(load.histogram, 0.0) for one in formats)
 
 
 def _files_per_record(name: str, loads: Mapping[str, KindLoad], ranks: int) -> int:
-    if name in _FILE_PER_KIND:
+    if FORMATS[name].files == "kind":
         return sum(load.ranks for load in loads.values() if load.rows)
-    return ranks if name in _FILE_PER_RECORD else 0
+    return ranks if FORMATS[name].files == "record" else 0
 
 
 def _counted(number: float, noun: str) -> str:

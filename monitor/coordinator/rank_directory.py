@@ -15,7 +15,8 @@ from monitor.coordinator.manifest_format import MANIFEST_FILE, RecordedModel
 from monitor.coordinator.output import DirectoryLock, lock_directory, prepare, remove_drafts
 from monitor.coordinator.resume import Earlier, Span, directories, last_manifest, newest_step, preferred
 from monitor.failures import LOGGER, Failures
-from monitor.sinks import RECOVERIES
+from monitor.formats import FORMATS
+from monitor.sinks import recovery_of
 from monitor.sinks.recovery import put_in_order
 
 
@@ -107,7 +108,7 @@ def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns:
     record = last_manifest(directory)
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
-    recoveries = {name: make() for name, make in RECOVERIES.items() if name in (*written, *formats)}
+    recoveries = {name: recovery for name in FORMATS if name in (*written, *formats) and (recovery := recovery_of(name))}
     found = put_in_order(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
     for path in found.aside:
         LOGGER.warning("[rank %d] a process that was killed left %s damaged. The file was set aside.", rank, path)

@@ -25,13 +25,11 @@ from monitor.coordinator.manifest_format import (
 )
 from monitor.coordinator.resume import Span, in_order
 from monitor.coordinator.series_file import MeasuredSeries, read_series
+from monitor.formats import FORMATS
 from monitor.merge.atomic_output import MergeError
 from monitor.merge.matching import matched
 
 NO_END: Final = 2**63 - 1
-
-MERGED_FORMATS: Final = frozenset({"csv", "hdf5"})
-"""Those whose files can be read back row by row."""
 
 MOST_RANKS: Final = 10**6
 MOST_CHUNKS: Final = 2**31
@@ -215,7 +213,7 @@ def unmerged_formats(runs: Iterable[RankRun]) -> list[SetAside]:
             f"rank {one.rank} recorded {' and '.join(formats)} alone, which cannot be merged: add hdf5 or csv to `format`",
         )
         for one in runs
-        if (formats := one.manifest.formats) and not MERGED_FORMATS & set(formats)
+        if (formats := one.manifest.formats) and not any(name in FORMATS and FORMATS[name].merged for name in formats)
     ]
 
 

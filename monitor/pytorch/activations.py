@@ -1,4 +1,4 @@
-"""Activations and their gradients, in compiled code as well."""
+"""Records activations and their gradients for PyTorch, in eager and compiled code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CompiledCall(NamedTuple):
 
 
 class ModuleWatcher(activations.ModuleWatcher):
-    """The hooks of one module, and what stands for them in compiled code."""
+    """The hooks of one module, and their counterparts in compiled code."""
 
     _module: nn.Module
     _collector: ModuleCollector
@@ -52,10 +52,10 @@ class ModuleWatcher(activations.ModuleWatcher):
         hooks.add(before_forward(self._module, before, TracedInputs(observed, wanted.input, wanted.input_grad)))
         hooks.add(after_forward(self._module, after, TracedOutputs(observed, wanted.output, wanted.output_grad), always=True))
 
-    # What the operators in compiled code come to.
+    # Called by the operators in compiled code.
 
     def begins(self, tag: Tensor) -> CompiledCall | None:
-        if not self._recorder.active and tag.is_cpu:  # on a device this may be captured, and run in steps that are collected
+        if not self._recorder.active and tag.is_cpu:  # a capture on a device may be replayed in collected steps
             return None
         call = self._begin(self._module) or self._repeated()
         self._open.setdefault(get_ident(), []).append(call)
@@ -72,7 +72,7 @@ class ModuleWatcher(activations.ModuleWatcher):
         return CompiledCall(call, self._clock.step)
 
     def _repeated(self) -> Call | None:
-        """The call that a checkpoint around compiled code repeats in a backward: what it keeps for that is made anew."""
+        """The call that a checkpoint around compiled code repeats in a backward."""
         micro_step = self._clock.backward[self._chunk]
         if micro_step < 0 or self._calls is None or not self._backend.repeating():
             return None
@@ -121,7 +121,7 @@ class Root:
         return self._collector.clock.forward[self._chunk] if tracked else None
 
     def sees(self, *_: Any) -> None:
-        """Nothing: what goes in and comes out has hooks of its own."""
+        """Ignored: the modules' own hooks read inputs and outputs."""
 
     def sees_gradient(self, gradient: Tensor, call: int, *_: Any) -> None:
         self._collector.backward_begins(self._chunk, call, gradient)
@@ -156,11 +156,11 @@ class ModuleCollector(activations.ModuleCollector):
         return self._in_tracked_root(chunk)
 
     def backward_begins(self, chunk: int, micro_step: int, gradient: Tensor) -> None:
-        """A backward comes to the result of a chunk."""
+        """A backward reaches the result of a chunk."""
         self._backward_begins(chunk, micro_step, gradient)
 
     def device(self, chunk: int, module: nn.Module) -> torch.device:
-        """Where a module computes, as far as can be told before it does."""
+        """The device of a module, as far as known before it runs."""
         return device_of(module, self._roots.get(chunk))
 
     def _new_watcher(self, module: Any, name: str, chunk: int, wanted: ModuleSelection) -> ModuleWatcher:

@@ -1,4 +1,4 @@
-"""What PyTorch brings to what is common: see ``monitor.recording.backend``."""
+"""PyTorch's implementation of the adapter interface in ``monitor.recording.backend``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def parts(chunk: nn.Module) -> NamedParts:
 
 
 def new_modules(recorder: Any, clock: Clock, failures: Failures) -> ModuleCollector:
-    from monitor.pytorch import backend  # noqa: PLW0406, this module is what the collector asks
+    from monitor.pytorch import backend  # noqa: PLW0406, the collector calls this module
 
     return ModuleCollector(recorder, clock, failures, backend)
 
@@ -105,15 +105,15 @@ def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool 
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether a call of the module that begins now is one of training."""
+    """Whether a call of the module that begins now is a training call."""
     return module.training and not _transforming()
 
 
 def root_trains(root: nn.Module) -> bool:
-    """Whether a forward of the whole model that begins now is one of training; the rehearsal of a pipeline stage is none."""
+    """Whether a forward of the whole model that begins now is a training forward. The rehearsal of a pipeline stage is not."""
     return root.training and torch.is_grad_enabled() and not _transforming() and not rehearsing()
 
 
 def _transforming() -> bool:
-    """Whether this runs inside a transform of ``torch.func``, whose tensors stand for others and hold no numbers."""
+    """Whether this runs inside a transform of ``torch.func``, whose tensors are placeholders and hold no numbers."""
     return torch._C._functorch.peek_interpreter_stack() is not None

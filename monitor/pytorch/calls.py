@@ -1,4 +1,6 @@
-"""Which call of a module this is, also where it repeats an earlier one inside a backward pass (activation checkpointing)."""
+"""Numbers the calls of a module, recognises repetitions by activation checkpointing, and observes gradients of a call's
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,10 @@ from monitor.recording import protocols
 from monitor.recording.gradient_edges import Engine, before, walk
 from monitor.recording.protocols import Place, Removable
 
-# --- The gradient that one module hands back to one of its inputs, observed without touching the graph.
-#
-# A full module backward hook inserts identities, which regroup sums of gradients and change bits. So the edges are
-# found: the pre-hook notes the gradient edge of each input and the autograd sequence number, the forward hook walks
-# back from the outputs over the nodes made during the call, and a post-hook on each edge into the input reads what
-# flows through it.
+# --- The gradient that a module returns for one of its inputs, observed without changing the graph. A full module backward hook
+# inserts identities, which regroup sums of gradients and change bits. Instead, the pre-hook notes the gradient edge of each
+# input and the autograd sequence number. The forward hook walks back from the outputs over the nodes made during the call. A
+# post-hook on each edge into the input reads the gradient that flows through it.
 
 Write = Callable[[Tensor], None]
 Target = tuple[Node, int]
@@ -47,14 +47,14 @@ def requires_grad(x: Tensor) -> bool:
 
 
 def made_since(x: Tensor, start: int) -> bool:
-    """Whether ``x`` is the result of a node with this number or a later one: its hooks go with the graph."""
+    """Whether a node with this number or a later one made ``x``. Its hooks are freed with the graph."""
     return x.grad_fn is not None and x.grad_fn._sequence_nr() >= start
 
 
 def on_gradient(x: Tensor, write: Write) -> Removable:
-    """Call ``write(gradient)`` with the whole gradient of ``x``, if there is one in the backward that comes by.
+    """Call ``write(gradient)`` with the whole gradient of ``x``, if a backward computes one.
 
-    A function with ``set_materialize_grads(False)`` hands None to a result that nothing uses.
+    A function with ``set_materialize_grads(False)`` passes None for a result that nothing uses.
     """
 
     def hook(gradient: Tensor | None) -> None:
@@ -66,13 +66,15 @@ def on_gradient(x: Tensor, write: Write) -> Removable:
 
 
 def backward_begins(x: Tensor, call: Write) -> None:
-    """Call ``call`` when a backward comes to the result ``x`` of a forward, if it is one that a backward can begin from."""
+    """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can begin from ``x``."""
     if x.requires_grad and x.grad_fn is not None:
         x.register_hook(call)
 
 
 def gradient_target(x: Tensor) -> Target:
-    """Where the gradient of ``x`` goes, now. An in-place operation changes it later, so it is noted before the call."""
+    """The edge that the gradient of ``x`` flows to now. An in-place operation changes the edge, so it is noted before the
+    call.
+    """
     edge = get_gradient_edge(x)
     return edge.node, edge.output_nr
 
@@ -82,10 +84,10 @@ def producers(
 ) -> dict[Target, list[Edge]]:
     """The edges into each target from nodes that this thread has made since the sequence number was ``start``. See ``walk``.
 
-    Where users register full backward hooks, torch puts a node behind the inputs and the results of a module that only hands
-    gradients on. It is no use of a tensor: the edges into it count as edges into the target behind it.
+    For users' full backward hooks, torch inserts a node behind the inputs and results of a module, which only passes gradients
+    on. It does not use a tensor: edges into it count as edges into the target behind it.
     """
-    ends = [t.grad_fn for t in outputs if t.grad_fn is not None]  # of some views this makes a node
+    ends = [t.grad_fn for t in outputs if t.grad_fn is not None]  # for some views, reading grad_fn creates a node
     targets, end = [*targets], sequence_nr()
     found = walk(ends, targets, start, end, others_call=others_call)
     for edges in found.values():
@@ -124,15 +126,15 @@ class _Begun:
     """The calls that began on one thread.
 
     Attributes:
-        numbers: What autograd had counted to at each, ascending.
-        places: Which call each was; None for one that built a graph, so that nothing will repeat it.
+        numbers: Autograd's sequence number at each call, ascending.
+        places: The place of each call; None for a call that built a graph, which nothing will repeat.
     """
 
     numbers: list[int] = field(default_factory=list)
     places: list[Place | None] = field(default_factory=list)
 
     def after(self, number: int, position: int) -> Place | None:
-        """The call at ``position`` after ``number``, if all up to it were without a graph."""
+        """The call at ``position`` after ``number``, if all calls up to it were without a graph."""
         first = bisect_right(self.numbers, number)
         run = self.places[first : first + position + 1]
         return run[position] if len(run) > position and None not in run else None
@@ -141,11 +143,10 @@ class _Begun:
 class Calls(protocols.Calls):
     """The calls of one module in one step.
 
-    Non-reentrant checkpointing repeats calls whose graph is there already; the repetition counts for nothing. Reentrant
-    checkpointing calls a module without a graph first, and again, with one, when backward comes to the node that stands for
-    the segment. That node was made just before the segment ran, so it repeats the first calls after its making, in their
-    order. Autograd numbers nodes as they are made, each thread for itself; where threads leave it open which call is meant,
-    none is.
+    Non-reentrant checkpointing repeats calls whose graph exists already; the repetition is ignored. Reentrant checkpointing
+    calls a module first without a graph, and again with one when backward reaches the segment's node. That node was made just
+    before the segment ran, so it repeats the first calls after its creation, in their order. Autograd numbers nodes as they are
+    made, separately in each thread. If threads make the match ambiguous, the repetition has no call.
     """
 
     def __init__(self) -> None:
@@ -180,8 +181,8 @@ class Calls(protocols.Calls):
 
 
 def _is_unpacking() -> bool:
-    """Whether the node's own backward has not been reached yet: non-reentrant checkpointing recomputes what a node has saved
-    when the node asks for it, and that may be the node of a reentrant segment within.
+    """Whether the node is still unpacking its saved tensors, before its own backward. Non-reentrant checkpointing recomputes
+    saved tensors when a node unpacks them, and the node may be that of a reentrant segment within.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:

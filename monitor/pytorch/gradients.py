@@ -1,4 +1,4 @@
-"""Weight gradients, before and after the data-parallel ranks aggregate them."""
+"""Records weight gradients for PyTorch, before and after the data-parallel ranks reduce them, and detects clipping."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ from monitor.recording.parameter_series import Among, NamedParameter, SeriesOf
 from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
 
-# --- What becomes of gradients between the end of backward and the optimizer's step: clipping, above all.
-#
-# The place where they are read is the step, so a loop that clips has done it by then. A reducer that writes to
-# gradients inside backward is no such change, and most of them do: what counts is the version of a gradient when
-# backward, the reducer's part of it included, has ended.
+# --- Changes of gradients between the end of backward and the optimizer's step, such as clipping. Gradients are read at the
+# step, so a loop that clips has done it by then. Most reducers write to gradients inside backward, which is no such change. So
+# a gradient's version is taken when backward, including its reducer, has ended.
 
 MOST_SENTINELS: Final = 4
-"""Gradients that are looked at: who clips, clips all of them."""
+"""Gradients that are checked. A few suffice: clipping changes all of them."""
 
 
 class LeftGradient:
-    """A gradient as it was left, to tell later whether anybody has replaced or changed it since.
+    """A weak reference to a gradient and its version, to detect later whether it was replaced or changed.
 
-    Of a view, what it is a view of counts: FSDP makes new views of one gradient after every micro-batch. Changes behind the
-    version (``p.grad.data``) are not seen.
+    Views are compared by their base: FSDP makes new views of one gradient after every micro-batch. Changes that bypass the
+    version (``p.grad.data``) are not detected.
     """
 
     __slots__ = ("_gradient", "_version")
@@ -68,20 +66,20 @@ class AfterBackward:
         self._sentinels.clear()
 
     def arrived(self, parameter: NamedParameter) -> None:
-        """Backward has come to a parameter."""
+        """Backward has reached a parameter."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._sentinels = dict.fromkeys(self._sentinels)  # should this backward not come to its end
+            self._sentinels = dict.fromkeys(self._sentinels)  # in case this backward does not end
             self._add(parameter)
             when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
         self._latest = parameter
 
     def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: Among = None) -> bool:
-        """Whether a gradient that is about to be read was written to since backward has ended.
+        """Whether a gradient that is about to be read was written to since backward ended.
 
         Args:
-            reduced: Finds what is about to be read. Where that is not what backward has left, nothing is known.
+            reduced: Finds the tensor that is about to be read. If backward left another tensor, nothing is known.
             held: The parameters that are about to be read.
         """
         for parameter, left in self._sentinels.items():
@@ -95,7 +93,7 @@ class AfterBackward:
             self._sentinels.setdefault(parameter)
 
     def _ended(self) -> None:
-        """Later backwards of a step add to the gradients of earlier ones, so all are looked at anew."""
+        """Take all versions again: later backwards of a step add to the gradients of earlier ones."""
         self._task = -1
         if self._latest is not None:
             self._add(self._latest)
@@ -110,13 +108,13 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 CHANGED: Final = (
-    "changed in place between backward and the optimizer's step, as clipping does, and scaling or reducing outside backward: a "
-    "row holds what the optimizer was given"
+    "changed in place between backward and the optimizer's step, by clipping, scaling or reducing outside backward: a "
+    "row holds the gradient that the optimizer received"
 )
 SUMMED_ADVICE: Final = (
     "In step {} the gradient of {} may already have been a sum over data-parallel ranks when it was accumulated. A hook of "
-    "Tensor.register_hook that reduces has this effect. Such gradients have no grad_unreduced. Reduce them in "
-    "register_post_accumulate_grad_hook or after backward to have the rows."
+    "Tensor.register_hook that reduces has this effect. Such gradients have no grad_unreduced. To get these rows, reduce in "
+    "register_post_accumulate_grad_hook or after backward."
 )
 UNSCALED: Final = "divided by loss_scale"
 STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
@@ -125,8 +123,9 @@ STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it ins
 class GradientCollector(gradients.GradientCollector):
     """``grad_unreduced`` and ``grad_reduced``.
 
-    A gradient accumulates in place over the micro-batches. Its local sum is read when the last of them has been added, before
-    any reducer (whose hooks run after the parameter's own) can touch it: partials of micro-batches would not combine to it.
+    A gradient accumulates in place over the micro-batches. Its local sum is read when the last micro-batch has been added,
+    before any reducer can change it (its hooks run after the parameter's own). Statistics of single micro-batches could not be
+    combined to those of the sum.
     """
 
     def __init__(
@@ -196,19 +195,19 @@ class GradientCollector(gradients.GradientCollector):
 
     def end_turn(self, held: Among) -> None:
         super().end_turn(held)
-        self._scaling = ""  # which was the optimizer's own
+        self._scaling = ""  # it was this optimizer's
         self._reductions.end_turn()
 
     def may_be_unscaled(self) -> None:
-        """From now on gradients are no longer what backward left, even where their version says so."""
+        """From now on gradients may be unscaled, even if their version is unchanged."""
         self._scaling = UNSCALED
 
     def are_still_scaled(self) -> None:
-        """The optimizer has been left to unscale them, inside its step."""
+        """The optimizer unscales gradients by itself, inside its step."""
         self._scaling = STILL_SCALED
 
     def before_step(self, held: Among) -> None:
-        """The step pre-hook: aggregation is done, clipping by the optimizer's owner may be."""
+        """The step pre-hook. Reduction is done; the training loop may have clipped."""
         if not self._each_micro_step:
             self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)(held)
         self._reductions.begin_reading()
@@ -224,18 +223,18 @@ class GradientCollector(gradients.GradientCollector):
         return self._reductions.is_reduced(parameter, gradient)
 
     def _can_be_hooked(self, parameter: NamedParameter) -> bool:
-        """A lazy one has to have a shape, too."""
+        """A lazy parameter must have a shape, too."""
         return super()._can_be_hooked(parameter) and not is_lazy(parameter.tensor)
 
     def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
         hook = untraced(read)
-        if hasattr(parameter.tensor, "main_grad"):  # which a hook that is there already fills
+        if hasattr(parameter.tensor, "main_grad"):  # an existing hook fills main_grad
             handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(hook)
             return handle
         return first_after_accumulation(parameter.tensor, hook)
 
     def _note_changes(self, held: Among) -> None:
-        """Say in what the gradients just read differ from what backward has left."""
+        """Note how the gradients just read differ from those that backward left."""
         may_be_clipped = len(self._reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._after_backward.changed(self._framework.reduced, held)
         if changed or self._scaling == STILL_SCALED or self._not_reduced:
@@ -256,7 +255,7 @@ class GradientCollector(gradients.GradientCollector):
             self._accumulated(parameter, gradient)
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
-        """A framework has told of a gradient."""
+        """A framework has reported a gradient."""
         if self._framework.tells_twice and complete is self._each_micro_step:
             return
         self._arrives(parameter, gradient)
@@ -274,7 +273,7 @@ class GradientCollector(gradients.GradientCollector):
             self._is_summed(parameter)
 
     def _is_summed(self, parameter: NamedParameter) -> None:
-        """What has arrived is no longer this rank's alone, nor is what later backwards of the step add to."""
+        """The gradient is no longer local to this rank. Later backwards of the step add to it, so it stays non-local."""
         self._summed.add(parameter)
         self._left.pop(parameter, None)
         if not self._said_summed and parameter not in self._stepped:
@@ -289,7 +288,8 @@ class GradientCollector(gradients.GradientCollector):
         if self._each_micro_step:
             self._unreduced.record(parameter, gradient, micro_step)
         elif micro_step >= self._clock.micro_steps - 1 or parameter in self._read:
-            # The last micro-batch may come first: backwards in reverse, or one of a sum of losses that adds more than once.
+            # The last micro-batch may come first: backwards in reverse order, or one backward of a sum of losses that adds
+            # several times.
             self._unreduced.record(parameter, gradient)
             self._read.add(parameter)
             self._left.pop(parameter, None)
@@ -301,8 +301,8 @@ class GradientCollector(gradients.GradientCollector):
         self._left[parameter] = LeftGradient(gradient)
 
     def _finish_short_accumulation(self, held: Among) -> None:
-        """The last micro-batches did not reach these (there were fewer, or an expert was not called): the sums are complete
-        all the same, if they still are what backward left.
+        """Record gradients that the last micro-batches did not reach (fewer micro-batches, or an expert that was not called).
+        Their sums are complete if they are unchanged since backward.
         """
         lost = 0
         for parameter, left in [(one, self._left.pop(one)) for one in list(self._left) if held is None or one in held]:

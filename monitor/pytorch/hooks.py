@@ -1,5 +1,5 @@
-"""Hooks of modules, which leave no trace: they are copied or saved with a model as a callable of the standard library that
-does nothing, so that a checkpoint loads where the monitor is not installed.
+"""Hooks of modules and parameters, patches of torch functions, and callbacks at the end of backward. A copied or saved model
+holds a no-op of the standard library in place of a hook, so a checkpoint loads without the monitor installed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from monitor.recording import patches
 from monitor.recording.protocols import Removable
 
-# --- Functions of ours in the place of torch's own: a compiler is to find them as opaque as what they stand for.
+# --- Functions that replace torch's own must be opaque to a compiler, as the originals are.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """``function``, which a compiler neither looks into nor compiles, nor anything that it calls.
+    """Mark ``function`` so that a compiler neither traces nor compiles it, nor anything that it calls.
 
     ``torch.compiler.disable`` does the same with a wrapper that costs every call a microsecond, and imports the compiler.
     """
@@ -38,8 +38,8 @@ def untraced(function: F) -> F:
 
 
 def not_compiled_alone(function: F) -> F:
-    """``function``, which a compiler does not compile as a piece of its own where it comes to it between two graphs: there it
-    runs as it is. Within what is compiled it is traced.
+    """Mark ``function`` so that a compiler does not compile it alone between two graphs: there it runs eagerly. Inside a graph
+    it is traced.
     """
     strategy = _skip_with_all_it_calls()
     if strategy is not None:
@@ -48,7 +48,7 @@ def not_compiled_alone(function: F) -> F:
 
 
 def _skip_with_all_it_calls() -> Any:
-    """None where this version of torch has no such thing."""
+    """None if this version of torch lacks it."""
     frames: Any = torch._C._dynamo.eval_frame
     try:
         return frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
@@ -57,12 +57,12 @@ def _skip_with_all_it_calls() -> Any:
 
 
 class ModuleHook:
-    """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` walk through.
+    """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` visit.
 
     Args:
-        call: Called in eager code. A trace of ``torch.jit`` would take what it does for the model's own work: not there.
-        traced: Called in its place by a compiler that looks into the module's call, but not in an export. Without one,
-            compiled code has none of the hook, and no graph is broken by it.
+        call: Called in eager code, not under ``torch.jit.trace``, which would record its operations as the model's.
+        traced: Called in its place by a compiler that traces the module's call, but not in an export. Without it, compiled code
+            omits the hook, and no graph break occurs.
     """
 
     def __init__(self, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
@@ -82,12 +82,12 @@ class ModuleHook:
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Whether there can be hooks on ``module``: scripted ones refuse them."""
+    """Whether ``module`` accepts hooks: scripted modules refuse them."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
 def before_forward(module: nn.Module, call: Callable[..., None], traced: Callable[..., Any] | None = None) -> Removable:
-    """Have ``call(module, args, kwargs)`` called before each forward.
+    """Call ``call(module, args, kwargs)`` before each forward.
 
     Args:
         traced: Called likewise by a compiler: may return other arguments.
@@ -98,11 +98,11 @@ def before_forward(module: nn.Module, call: Callable[..., None], traced: Callabl
 def after_forward(
     module: nn.Module, call: Callable[..., None], traced: Callable[..., None] | None = None, *, always: bool = False
 ) -> Removable:
-    """Have ``call(module, args, kwargs, result)`` called after each forward.
+    """Call ``call(module, args, kwargs, result)`` after each forward.
 
     Args:
         traced: Called likewise by a compiler.
-        always: Also where it has raised, then with None, and while that exception is being handled.
+        always: Also after a forward that raised, with None as result, while the exception is being handled.
     """
     handle = module.register_forward_hook(ModuleHook(call, traced), with_kwargs=True, always_call=always)
     if always:
@@ -111,8 +111,8 @@ def after_forward(
 
 
 def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Removable:
-    """Have ``call(parameter)`` called when a backward has added to its gradient, ahead of every other such hook that there is:
-    those of frameworks and of training loops reduce the gradient, or take it away.
+    """Call ``call(parameter)`` when a backward has added to its gradient, before all existing hooks of this kind. Hooks of
+    frameworks and training loops may reduce the gradient or remove it.
     """
     handle: Any = parameter.register_post_accumulate_grad_hook(call)
     hooks = parameter._post_accumulate_grad_hooks
@@ -125,7 +125,7 @@ def first_after_accumulation(parameter: Any, call: Callable[[Any], None]) -> Rem
 class HooksOfLoop(NamedTuple):
     """Whether hooks of the training loop on a parameter see its gradient before and after it is accumulated.
 
-    Those that are registered on the node of autograd do not show.
+    Hooks on the autograd node are not visible.
     """
 
     before: bool
@@ -136,14 +136,14 @@ NO_HOOKS: Final = HooksOfLoop(before=False, after=False)
 
 
 def hooks_of_loop(parameter: Any) -> HooksOfLoop:
-    """Of a parameter that has one hook of ours, after accumulation."""
+    """The training loop's hooks on a parameter that has one hook of the monitor, after accumulation."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return HooksOfLoop(bool(getattr(parameter, "_backward_hooks", None)), after is not None and len(after) > 1)
 
 
 def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
-    """Give a hook a number that the same hook has in every module: torch counts them, and a compiler compiles code for each
-    number of a hook that is always called, so that layers could not share theirs.
+    """Give a hook the same number in every module. torch numbers hooks consecutively, and a compiler specialises on the number
+    of an always-called hook, so layers could not share compiled code.
     """
     number = min(0, *module._forward_hooks) - 1
     for hooks in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
@@ -151,28 +151,28 @@ def _number_alike(handle: RemovableHandle, module: nn.Module) -> None:
     handle.id = number
 
 
-# --- Patches of torch's own functions, which its compiler meets.
+# --- Patches of torch's own functions.
 
 
 class TorchCallPatch(patches.CallPatch):
-    """Where a compiler could not look into the function, it does not look into what stands in its place."""
+    """A patch that stays opaque to a compiler if the original function was opaque."""
 
     def _opaque(self, patched: Any, original: Any) -> Any:
         return patched if isinstance(original, FunctionType) else untraced(patched)
 
 
-# --- The end of the backward in progress, before whoever called it goes on.
+# --- A callback at the end of the backward in progress, before its caller continues.
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:
-    """Call ``then`` after what a reducer has asked for at the end of the backward in progress.
+    """Call ``then`` at the end of the backward in progress, after the callback of a reducer.
 
-    The engine makes its final calls in the order in which they were asked for. A reducer asks when its last gradient has
-    arrived, which is after the first; so this asks for another one when it is called itself.
+    The engine runs final callbacks in the order of their registration. A reducer registers its callback when its last gradient
+    arrives, so this callback registers ``then`` only when it runs itself.
     """
     _queue(lambda: _queue(then))
 
 
 def _queue(call: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # where no engine runs the backward: in compiled code
+    with suppress(RuntimeError):  # in compiled code no engine runs the backward
         Variable._execution_engine.queue_callback(call)

@@ -26,27 +26,25 @@ from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.protocols import MAX_WRAPPERS, HookSet, Removable, held_by
 from monitor.stats.torch.tensors import capturing
 
-# --- Seeing a step that a GradScaler skips.
-#
-# When it found Inf, ``GradScaler.step`` does not call the optimizer at all, and no hook of any kind runs: a patch is
-# the only way to learn of it.
+# --- Steps that a GradScaler skips. After Inf, ``GradScaler.step`` does not call the optimizer and no hook runs: only a patch
+# sees the skip.
 
 SCALER_PATCH: Final = TorchCallPatch(GradScaler, "step", ("self", "optimizer"))
 
-# --- Which torch optimizers do the work inside what a framework hands to its users.
+# --- The torch optimizers inside the objects that frameworks hand to users.
 
 
 def optimizers_in(given: Any) -> tuple[Optimizer, ...]:
-    """The torch optimizers that step: inside sequences, dictionaries, containers and wrappers, in order, each once.
+    """The torch optimizers inside sequences, dictionaries, containers and wrappers, in order, each once.
 
     Raises:
-        TypeError: Something in it is no optimizer, or there is none.
+        TypeError: An element is no optimizer, or there is none.
     """
     return protocols.optimizers_in(given, innermost, _unwrapped)
 
 
 def containers_in(given: Any) -> Iterator[Optimizer]:
-    """The torch optimizers that hold others, and whose step is the step of all that they hold."""
+    """The torch optimizers that hold other optimizers and step all of them."""
     for _ in range(MAX_WRAPPERS):
         if isinstance(given, Optimizer) and held_by(given) is not None:
             yield given
@@ -54,10 +52,10 @@ def containers_in(given: Any) -> Iterator[Optimizer]:
 
 
 def innermost(optimizer: Any, called: str = "optimizer") -> Optimizer:
-    """The torch optimizer inside any number of wrappers, which keep what they wrap in ``optimizer``.
+    """The torch optimizer inside any number of wrappers, which keep the wrapped one in ``optimizer``.
 
     Args:
-        called: What a message calls it.
+        called: The argument's name in error messages.
 
     Raises:
         TypeError: There is none.
@@ -66,13 +64,13 @@ def innermost(optimizer: Any, called: str = "optimizer") -> Optimizer:
     given = type(optimizer).__name__
     if isinstance(inner, Optimizer):
         if not hasattr(inner, "_optimizer_step_pre_hooks"):
-            raise TypeError(f"{called} is a {given}, which calls no hooks around its step: pass the optimizer that it wraps.")
+            raise TypeError(f"{called} is a {given}, which calls no optimizer hooks: pass the optimizer that it wraps.")
         return inner
     raise TypeError(f"{called} is a {given}: expected a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`.")
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """What is inside wrappers, down to what holds several, or wraps nothing."""
+    """The innermost object inside wrappers. Stops at a container of several optimizers."""
     inner = optimizer
     for _ in range(MAX_WRAPPERS):
         wrapped = None if held_by(inner) is not None else _wrapped(inner)
@@ -83,7 +81,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _wrapped(optimizer: Any) -> Any:
-    """What a wrapper keeps in ``optimizer``; of optimizers that call no hooks of torch also in ``optim``."""
+    """The wrapped optimizer in ``optimizer``. Optimizers that call no hooks of torch may keep it in ``optim``."""
     found = getattr(optimizer, "optimizer", None)
     if found is None and isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         found = getattr(optimizer, "optim", None)
@@ -91,16 +89,18 @@ def _wrapped(optimizer: Any) -> Any:
 
 
 def _calls_hooks_of_its_own(wrapper: Any, inner: Optimizer) -> bool:
-    """Whether torch has put the call of hooks around the wrapper's step. Lightning's has the hooks of what it wraps."""
+    """Whether torch calls hooks of the wrapper itself around its step. Lightning's wrapper shares the hooks of the wrapped
+    optimizer.
+    """
     hooks = getattr(wrapper, "_optimizer_step_pre_hooks", None)
     is_hooked = isinstance(wrapper, Optimizer) and bool(getattr(type(wrapper).step, "hooked", False))
     return is_hooked and hooks is not None and hooks is not inner._optimizer_step_pre_hooks
 
 
 def wrappers_in(given: Any) -> Iterator[tuple[Optimizer, Optimizer]]:
-    """The optimizers that wrap another one and call hooks of torch themselves, from outside in, each with the innermost.
+    """Optimizers that wrap another one and call hooks of their own, from outside in, each with the innermost optimizer.
 
-    Such a wrapper may change weights after the step of what it wraps, as Lookahead does.
+    Such a wrapper may change weights after the wrapped optimizer's step, as Lookahead does.
     """
     held = held_by(given)
     for one in held if held is not None else ():
@@ -114,11 +114,11 @@ def wrappers_in(given: Any) -> Iterator[tuple[Optimizer, Optimizer]]:
 
 
 CALLS_HOOKS: Final = Optimizer.profile_hook_step(lambda: None).__code__
-"""Of the function that torch puts around every ``step``, and that calls the hooks."""
+"""Code of the function that torch wraps around every ``step`` and that calls the hooks."""
 
 CAPTURED: Final = (
-    "The optimizer's step is being captured in a graph of the device. Its replays are steps that nobody is told of, and "
-    "end none: leave optimizer.step() out of what is captured."
+    "optimizer.step() is being captured in a device graph. Replays of the graph call no hooks, so the monitor does not see "
+    "these steps and records none of them. Keep optimizer.step() out of the capture."
 )
 HOST: Final = torch.device("cpu")
 
@@ -126,12 +126,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OptimizerSteps(CallListener):
-    """Tells a listener of the steps of optimizers.
+    """Reports the steps of optimizers to a listener.
 
     Attributes:
-        optimizers: Those that have a turn in each step. Empty until the first one that steps a parameter of the model shows
-            itself, where none was given.
-        evaluating: Whether an optimizer is calling its closure: forwards that begin now are inside its step.
+        optimizers: The optimizers that step once in each training step. If none was given: empty until an optimizer steps a
+            parameter of the model.
+        evaluating: Whether an optimizer is calling its closure. Forwards that begin now are then inside its step.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class OptimizerSteps(CallListener):
         """Hook the optimizers.
 
         Args:
-            containers: Those whose step is the step of all optimizers.
-            wrappers: Those whose step is the step of one optimizer and more.
+            containers: Optimizers whose step is the step of all optimizers.
+            wrappers: Optimizers whose step includes the step of another one, by wrapper.
         """
         self.optimizers: tuple[Optimizer, ...] = ()
         self.evaluating = False
@@ -171,7 +171,7 @@ class OptimizerSteps(CallListener):
 
     def _adopt(self, optimizer: Optimizer) -> None:
         self.optimizers = (*self.optimizers, optimizer)
-        # Where the step is compiled, these two are left out of it and called all the same.
+        # A compiled step leaves these two hooks out of its graph and calls them eagerly.
         before, after = (
             torch.compiler.disable(self._guarded(where, hook))
             for where, hook in (("reading before the step", self._before), ("ending the step", self._after))
@@ -181,7 +181,7 @@ class OptimizerSteps(CallListener):
 
     def _follow(self, container: Optimizer) -> None:
         if not hasattr(container, "_optimizer_step_post_hooks"):
-            return  # it only looks like an optimizer of torch, which calls no hooks for it
+            return  # it looks like an optimizer of torch, but torch calls no hooks for it
 
         def ended(_container: Optimizer, _args: Any, _kwargs: Any) -> None:
             self._listener.all_stepped()
@@ -190,7 +190,7 @@ class OptimizerSteps(CallListener):
         self._hooks.add(container.register_step_post_hook(hook))
 
     def _follow_wrapper(self, wrapper: Optimizer, inner: Optimizer) -> None:
-        """Have the step of ``inner`` end when that of ``wrapper`` does: it may change weights once more."""
+        """End the step of ``inner`` when the step of ``wrapper`` ends: the wrapper may change weights once more."""
 
         def begins(*_: Any) -> None:
             self._wrapped.add(inner)
@@ -205,7 +205,7 @@ class OptimizerSteps(CallListener):
             self._hooks.add(register(torch.compiler.disable(self._guarded("following a wrapper", hook))))
 
     def _wait_for_ours(self) -> Removable:
-        """A hook of all optimizers. It knows us weakly, or torch would keep the model alive."""
+        """Register a hook of all optimizers. It references this object weakly, or torch would keep the model alive."""
         adopt_if_ours = weakref.WeakMethod(self._adopt_if_ours)
 
         def look_at(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -219,7 +219,7 @@ class OptimizerSteps(CallListener):
         return handle
 
     def _adopt_if_ours(self, optimizer: Optimizer) -> None:
-        """Called ahead of the optimizer's own hooks: what is adopted here is told of this step already."""
+        """Called before the optimizer's own hooks: an optimizer adopted here reports this step already."""
         if not self.optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if any(id(p) in stepped for chunk in self._chunks for p in chunk.parameters()):
@@ -272,7 +272,7 @@ class OptimizerSteps(CallListener):
         return None
 
     def _evaluate(self, closure: Callable[[], Any], ready: Callable[[], None]) -> Any:
-        """Call a closure, and say when its backward is done."""
+        """Call a closure, then report that gradients are ready."""
         self.evaluating = True
         try:
             result = closure()
@@ -282,7 +282,7 @@ class OptimizerSteps(CallListener):
         return result
 
     def _is_captured(self, optimizer: Optimizer) -> bool:
-        """Whether this is no step, but a capture of one. To seal the table in it would have every replay seal it there."""
+        """Whether this step is only captured, not run. Sealing the table in a capture would seal it again in every replay."""
         devices = (p.device for group in optimizer.param_groups for p in group["params"])
         captured = capturing(next(devices, HOST))
         if captured:
@@ -301,8 +301,8 @@ class OptimizerSteps(CallListener):
 
 
 def _within_a_step_of(optimizer: Optimizer) -> bool:
-    """Whether a hook is called for a step inside a step: of a class whose ``step`` calls that of its base, torch runs the
-    hooks for both. The stack knows, also after a step that raised.
+    """Whether a hook is called for a step inside a step. If a class's ``step`` calls its base's, torch runs the hooks for both.
+    The stack shows the nesting, also after a step that raised.
     """
     frame: FrameType | None = sys._getframe(1)
     found = 0
@@ -314,12 +314,12 @@ def _within_a_step_of(optimizer: Optimizer) -> bool:
 
 
 def _found_inf(optimizer: Optimizer) -> Tensor | None:
-    """What a GradScaler hands to an optimizer that does the scaler's work itself, for the time of its step."""
+    """The tensor that a GradScaler sets on a fused optimizer, which unscales by itself, during its step."""
     found = getattr(optimizer, "found_inf", None)
     return found if isinstance(found, Tensor) else None
 
 
 def _skipped_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has just skipped inside its step, where that can be known without waiting for a device."""
+    """Whether an optimizer has just skipped inside its step, if that can be read without waiting for a device."""
     found = _found_inf(optimizer)
     return found is not None and found.device.type == "cpu" and bool(found.item())

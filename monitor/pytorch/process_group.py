@@ -1,4 +1,4 @@
-"""What torch.distributed, or the launcher's environment, says of this process."""
+"""Rank, world size and process groups of this process, from torch.distributed or the launcher's environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from monitor.recording.run import Place
 
 
 def is_settled() -> bool:
-    """Whether rank and world size are final. A launcher that announced several processes means a process group to come."""
+    """Whether rank and world size are final. They are not while a launcher announced several processes and no process group
+    exists.
+    """
     return initialized() or _number("WORLD_SIZE", 1) <= 1
 
 
@@ -23,17 +25,17 @@ def initialized() -> bool:
 
 
 def has_others() -> bool:
-    """Whether there are other ranks, which may add to what this one has computed."""
+    """Whether there are other ranks, which may add to gradients of this one."""
     return initialized() and dist.get_world_size() > 1
 
 
 def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> Place:
-    """Where this process stands now.
+    """The current topology of this process.
 
     Args:
-        found: Ranks of groups that show in the model, by role.
-        chunks: How many parts of the model this rank trains.
-        groups: Process groups that were passed, by role, None where there is none. They come first.
+        found: Finds the groups that are visible in the model: their ranks by role.
+        chunks: Number of model chunks that this rank trains.
+        groups: Process groups that the user passed, by role; None if absent. They take precedence.
     """
     if not initialized():
         return replace(_announced(), chunks=chunks)
@@ -43,7 +45,7 @@ def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int =
 
 
 def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
-    """The global ranks of a process group; None where there is none that this rank belongs to.
+    """The global ranks of a process group; None if there is none or this rank is no member.
 
     Raises:
         TypeError: It is no process group.
@@ -58,7 +60,7 @@ def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
 
 
 def versions() -> dict[str, str]:
-    """Of torch and of the device's runtime, for the manifest."""
+    """Versions of torch and of the device's runtime, for the manifest."""
     found = {"torch": str(torch.__version__)}
     for name, version in (("cuda", torch.version.cuda), ("hip", torch.version.hip)):
         if version:
@@ -67,7 +69,7 @@ def versions() -> dict[str, str]:
 
 
 def _announced() -> Place:
-    """As the environment has it. A rank that its world has no room for was meant for another process, or for nothing."""
+    """The topology from environment variables. A rank outside the world size is invalid and replaced by 0."""
     rank, world_size = _number("RANK", 0), max(1, _number("WORLD_SIZE", 1))
     return Place(rank if 0 <= rank < world_size else 0, world_size)
 

@@ -1,4 +1,4 @@
-"""From a tensor of torch to its row."""
+"""The recorder for PyTorch: reduces a tensor to its row, eagerly, in a list, or in code captured in a device graph."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ from monitor.stats.torch.tensors import (
 )
 from monitor.stats.triton.tensor_list import is_listed
 
-# --- Where training is, for code that was captured in a device's graph: it runs without us, and reads this on the device.
-#
-# A captured kernel has its row's address, and adds to it what stands here: the micro-step, or a negative number where
-# nothing is to be written. The host changes it between the graphs, or a captured forward of the root as it begins.
+# --- The current micro-step on the device. Code captured in a device graph runs without the monitor's Python and reads it. A
+# captured kernel has its row's address and adds this number to it: the micro-step, or a negative number if nothing must be
+# written. The host changes the number between graphs; so does a captured forward of the root when it begins.
 
 OFF = -1
 _MICRO_STEP, _STEP, _COUNT = range(3)
 
 
 class Places:
-    """The micro-step of each chunk on each device.
+    """The current micro-step of each chunk, kept in a small tensor on each device.
 
     Args:
         captures: Whether the current stream of a device is being captured.
@@ -54,7 +53,7 @@ class Places:
         self._active = False
 
     def make(self, device: torch.device, chunk: int) -> None:
-        """Have a place, before anything is captured: what is made in a capture would be made anew by every run."""
+        """Allocate the tensor before any capture: a tensor made in a capture would be made anew by every replay."""
         if (device, chunk) not in self._places and not self.captures(device):
             self._places[device, chunk] = persistent(device, lambda: torch.full((3,), OFF, dtype=torch.int64, device=device))
             self._fill(self._places[device, chunk])
@@ -63,21 +62,21 @@ class Places:
         return (device, chunk) in self._places
 
     def micro_step(self, device: torch.device, chunk: int) -> Tensor:
-        """No dimensions: the micro-step of the forward in progress, ``OFF`` where it has no rows."""
+        """A scalar tensor: the micro-step of the forward in progress, ``OFF`` if that forward has no rows."""
         return self._places[device, chunk][_MICRO_STEP]
 
     def step(self, device: torch.device, chunk: int) -> Tensor:
-        """No dimensions: 0, ``OFF`` in a step that is not collected."""
+        """A scalar tensor: 0, or ``OFF`` in a step that is not collected."""
         return self._places[device, chunk][_STEP]
 
     def step_begins(self, active: bool) -> None:
-        """No micro-step has begun."""
+        """Reset to "no micro-step has begun"."""
         self._active = active
         for place in self._places.values():
             self._fill(place)
 
     def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
-        """Another forward of a chunk's root. One more than there are rows for has none."""
+        """Count another forward of a chunk's root. Forwards beyond the last row are not recorded."""
         with beneath():
             for (_, other), place in self._places.items():
                 if other == chunk:
@@ -95,14 +94,14 @@ class Places:
 HOST: Final = torch.device("cpu")
 
 Version = int | tuple[int, int | None] | None
-"""What must be the same for a tensor to hold what it held; None where that cannot be told."""
+"""A tensor whose version is unchanged still holds the same numbers. None where the version is unknown."""
 
 MAX_SEEN: Final = 8192
 """Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
 
 
 class _Seen:
-    """A tensor that was read, and the row that holds what was read."""
+    """A tensor that was read, and its row."""
 
     __slots__ = ("layout", "row", "tensor", "version")
 
@@ -114,7 +113,7 @@ class _Seen:
 
 
 class Recorder(recorder.Recorder):
-    """The one path that every hook on tensors of torch takes."""
+    """Records tensors of torch. Every hook calls it."""
 
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
         super().__init__(series, eps, magnitudes=magnitudes)
@@ -145,7 +144,7 @@ class Recorder(recorder.Recorder):
         self.places.micro_step_begins(chunk, micro_steps)
 
     def keep_micro_step(self, tag: Tensor, chunk: int) -> None:
-        """Where code is being captured, have it keep the micro-step that it runs in."""
+        """While code is being captured, have it store the micro-step that it runs in."""
         if not tag.is_cpu and self.places.captures(tag.device) and self.places.has(tag.device, chunk):
             tag.copy_(self.places.micro_step(tag.device, chunk))
 
@@ -161,12 +160,12 @@ class Recorder(recorder.Recorder):
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
 
     def record_value(self, watched: Watched, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
-        """Of compiled code: the same. Whether the tensor was read before is told by what it holds, numbered in tracing: the
-        code writes to one tensor over and over, and changes no version.
+        """``record`` for compiled code. Compiled code writes to one tensor over and over and changes no version, so tracing
+        numbers the values: an equal value number means that the tensor was read before.
 
         Args:
-            value: ``NO_VALUE`` where nothing is known.
-            tag: Where the micro-step is on the device, if the code is being captured.
+            value: The value number, ``NO_VALUE`` if unknown.
+            tag: The tensor on the device that holds the micro-step, if the code is being captured.
         """
         address = plain_address(x)
         if address or has_data(x):
@@ -174,7 +173,7 @@ class Recorder(recorder.Recorder):
                 if not address and self.places.captures(x.device):
                     self._record_captured(watched, x, tag)
                     return
-                if not self.active:  # captured, perhaps, in a step that is not collected: then there has to be a row
+                if not self.active:  # a capture may follow in a step that is not collected: it needs a row
                     self._slot(watched, x.device, micro_step)
                     return
                 version = None if value == NO_VALUE else (value, _version(x))
@@ -199,20 +198,22 @@ class Recorder(recorder.Recorder):
                 failed(listed[place][0], why)
 
     def _read_directly(self, plain: Reduce, watched: Watched, x: Tensor, micro_step: int, address: int) -> None:
-        """A plain tensor that stands for no other: what ``_record`` comes to, in few calls, since a hook finds the code of each
-        of them cold.
+        """``_record`` for a plain tensor without aliases, in few calls: each further call would run code that is not in the
+        cache.
         """
         slot = watched.slots.get(HOST)
         if slot is None or micro_step >= slot.rows:
             slot, micro_step = self._slot(watched, HOST, micro_step)
-        layout = self.table.layout_of(x.shape, x.dtype)  # what can fail comes first: then there is no row
+        layout = self.table.layout_of(x.shape, x.dtype)  # first, since it can fail: then there is no row
         memory = slot.page.memory
         assert isinstance(memory, HostPage)
         plain(address, x.numel(), memory.numbers, slot.local_row + micro_step)
         self.table.note(slot.row + micro_step, layout)
 
     def _listed(self, watched: Watched, x: Tensor) -> Listed | None:
-        """``x``, on a device, as one of many that are reduced at once; None if it is to be reduced alone."""
+        """An entry for ``x``, on a device, in the list of tensors that one kernel reduces; None if ``x`` must be reduced
+        alone.
+        """
         local = None if self._magnitudes else local_shard(x)
         if local is None or local.is_cpu or not is_listed(local) or self.places.captures(x.device):
             return None
@@ -231,11 +232,11 @@ class Recorder(recorder.Recorder):
         if version is not None:
             seen = self._seen.get(id(x))
             if seen is not None and seen.version == version and seen.tensor() is x:
-                if seen.row == row:  # which holds it, and may stand for others
+                if seen.row == row:  # this row holds it already, and may have aliases
                     return
                 self.table.note(row, seen.layout, alias=seen.row)
                 return
-        # What can fail comes first: then there is no row.
+        # First, since it can fail: then there is no row.
         layout = self.table.layout_of(x.shape, x.dtype) if address else self.layout(x)
         if address and self.host.plain is not None and not self._magnitudes:
             self.host.plain(address, x.numel(), numbers_of(slot.page), slot.local_row + offset)
@@ -249,7 +250,9 @@ class Recorder(recorder.Recorder):
             self._remember(x, version, row, layout)
 
     def _record_captured(self, watched: Watched, x: Tensor, tag: Tensor | None) -> None:
-        """Into the row that the device finds whenever this runs. There is none for what was not seen before the capture."""
+        """Capture a reduction into a row that the device selects at each replay. Tensors first seen in the capture have no
+        row.
+        """
         slot, chunk, source = watched.slots.get(x.device), watched.series.vpp_stage, local_shard(x)
         if slot is None or source is None or not self.places.has(x.device, chunk):
             return
@@ -322,7 +325,7 @@ def numbers_of(page: Page) -> Floats:
 
 
 def has_data(x: Tensor) -> bool:
-    """False for meta and fake tensors, whose devices need not even exist here, and for those whose storage was freed."""
+    """False for meta and fake tensors, whose devices may not exist here, and for tensors whose storage was freed."""
     local = local_shard(x)
     return local is not None and not local.is_meta and has_memory(local)
 

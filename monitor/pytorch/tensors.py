@@ -1,4 +1,4 @@
-"""What is to be known of tensors of torch before they are read."""
+"""Layout and placement of torch tensors, and the search for tensors in a module's arguments and results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["activation_placement", "computing", "layout_of", "placement_of"]
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """What is computed inside is recorded by no graph, and seen by no mode of the user's."""
+    """Computations inside are invisible to autograd and to the user's modes."""
     with torch.no_grad(), beneath():
         yield
 

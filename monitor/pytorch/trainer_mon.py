@@ -1,4 +1,4 @@
-"""``TrainerMon``: what users of PyTorch attach."""
+"""``TrainerMon`` for PyTorch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ class TrainerMon(trainer_mon.TrainerMon):
     _backend: ClassVar[Backend] = backend
 
     def reload_xy(self, xy_distribution: bool = False) -> None:
-        """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop does it for all ranks alike."""
-        warnings.warn("reload_xy will go: use dynamic start and stop.", DeprecationWarning, stacklevel=2)
+        """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop switches it on all ranks
+        together.
+        """
+        warnings.warn(
+            "reload_xy is deprecated and will be removed: use dynamic start and stop.", DeprecationWarning, stacklevel=2
+        )
         for recording in self._recordings:
             self._failures.guarded("switching activations", recording.attachment.set_activations)(xy_distribution)
 
@@ -35,7 +39,7 @@ class TrainerMon(trainer_mon.TrainerMon):
         start_iteration: int = 0,
     ) -> None:
         """Deprecated: ``set_monitor``. Without an optimizer, the first one that steps a parameter of the model is taken."""
-        warnings.warn("monitor_gnorm_with_ad is now set_monitor.", DeprecationWarning, stacklevel=2)
+        warnings.warn("monitor_gnorm_with_ad is deprecated: call set_monitor.", DeprecationWarning, stacklevel=2)
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
         chunks = backend.chunks_of(model)
         framework = self._framework(chunks, self._wrapped_optimizer if optimizer is None else optimizer)
@@ -45,6 +49,6 @@ class TrainerMon(trainer_mon.TrainerMon):
         if not self._main_grad:
             return False
         if not any(hasattr(parameter, "main_grad") for chunk in chunks for parameter in chunk.parameters()):
-            said = "params_have_main_grad is true and no parameter has a main_grad: .grad is read."
+            said = "params_have_main_grad is true, but no parameter has a main_grad: the monitor reads .grad."
             self._failures.warn("no main_grad", f"{said} Pass params_have_main_grad=False to silence this.")
         return True

@@ -1,4 +1,4 @@
-"""Which collectors of updates a configuration asks for."""
+"""Collectors of weight updates for PyTorch: ``update_ratio``, ``ur_distribution`` and ``mg_direction``."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from monitor.stats.partials import COUNT, SUM, WRITES
 from monitor.stats.torch.tensors import local_shard
 from monitor.stats.torch.updates import Scratch, agreement, signed, squares_of_update, together
 
-# --- The parameter groups of optimizers, by what they step.
+# --- The hyperparameters of each stepped tensor.
 
 
 class Groups:
-    """For the time of one step: a checkpoint that is loaded replaces the groups, and schedules change what is in them."""
+    """Parameter groups by stepped tensor. Valid for one step: loading a checkpoint replaces groups, and schedules change
+    them.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[Optimizer, dict[int, dict[str, Any]]] = {}
 
     def of(self, stepped: Stepped) -> Mapping[str, Any] | None:
-        """The hyperparameters of what is stepped; None where the optimizer does not list it."""
+        """The hyperparameters of a stepped tensor; None if the optimizer does not list it."""
         if stepped.group is not None:
             return stepped.group
         known = self._groups.get(stepped.optimizer)
@@ -48,7 +50,7 @@ class Groups:
 
 
 class RatioCollector(updates.RatioCollector):
-    """Of what this rank holds."""
+    """``update_ratio`` of the part of a weight that this rank holds."""
 
     def _usable(self, weight: Tensor) -> Tensor | None:
         held = local_shard(weight)
@@ -63,11 +65,13 @@ class RatioCollector(updates.RatioCollector):
         return squares_of_update(after, before) if same else None
 
 
-# --- How many steps an optimizer has made with a parameter, which tells whether it has made this one.
+# --- How many steps an optimizer has made with a parameter. An unchanged number means that it has skipped this step.
 
 
 def steps_made(stepped: Stepped, group: Mapping[str, Any]) -> float | Tensor | None:
-    """A tensor, float64, where the number is on an accelerator; None where none is kept. Some optimizers count for a group."""
+    """The optimizer's step count of a parameter or its group; None if it keeps none. A float64 tensor if the count is on an
+    accelerator.
+    """
     state = stepped.optimizer.state.get(stepped.key) or {}
     step = state.get("step", group.get("step"))
     if isinstance(step, Tensor):
@@ -76,36 +80,35 @@ def steps_made(stepped: Stepped, group: Mapping[str, Any]) -> float | Tensor | N
 
 
 def made(now: float | Tensor, before: float | Tensor | None = None) -> float | Tensor:
-    """1 where there were more steps than ``before``, or any; else 0. Float64, one element, where ``now`` is a tensor."""
+    """1 if ``now`` differs from ``before`` (0 by default), else 0. A float64 tensor of one element if ``now`` is a tensor."""
     more = now - (0.0 if before is None else before)
     return more.ne(0).to(torch.float64) if isinstance(more, Tensor) else float(more != 0)
 
 
-# --- ``ur_distribution``: what Adam makes of its moments, as histograms.
+# --- ``ur_distribution``: histograms of Adam's update and ratio.
 #
 # With the moments of the step that was just made, ``m`` and ``v`` corrected for their bias:
 #
-#     update = m / (sqrt(v) + eps)        ratio = m / sqrt(v)
-#
-# the first as the optimizer applies it, before the learning rate; the second 0 where both moments are 0, as nothing was
-# updated. Kingma and Ba (2015), "Adam: A method for stochastic optimization".
+# update = m / (sqrt(v) + eps)        ratio = m / sqrt(v) ``update`` is what the optimizer applies, before the learning rate.
+# ``ratio`` is 0 where both moments are 0, as nothing was updated. Kingma and Ba (2015), "Adam: A method for stochastic
+# optimization".
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
-"""Classes, by name, whose step is this rule; a class made from one of them counts."""
+"""Names of classes that step by this rule. Subclasses count too."""
 
 Correction = float | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What the step of a parameter was computed from.
+    """The values from which Adam computed the step of a parameter.
 
     Attributes:
         mean: ``exp_avg``.
-        square: ``exp_avg_sq``, or the greatest that it has been.
-        mean_correction: What ``mean`` is to be divided by; a tensor where the step's number is on a device.
-        square_correction: The same of ``square``.
-        made: 1 where the step was made, float64, one element; 0 where the optimizer has skipped it on its own.
+        square: ``exp_avg_sq``, or its running maximum under AMSGrad.
+        mean_correction: The divisor of ``mean``; a tensor if the step count is on a device.
+        square_correction: The divisor of ``square``.
+        made: 1 if the step was made, 0 if the optimizer has skipped it by itself. A tensor is float64, one element.
     """
 
     mean: Tensor
@@ -129,7 +132,7 @@ class AdamCollector(UpdateCollector):
         self._steps: dict[NamedParameter, float | Tensor] = {}
 
     def before_step(self, stepping: Stepping) -> None:
-        """Remember how many steps were made: what is not stepped now has no update."""
+        """Store the step counts: a parameter whose count does not change has no update."""
         groups, self._steps = Groups(), {}
         self._update.each(lambda parameter: self._remember(parameter, stepping.optimizer, groups), stepping.held)
 
@@ -192,7 +195,7 @@ class AdamCollector(UpdateCollector):
         if not known:
             name = type(optimizer).__name__
             self._failures.warn(
-                "ur_distribution", f"ur_distribution records what Adam makes of its moments, and {name} is no Adam: no rows."
+                "ur_distribution", f"ur_distribution needs an Adam optimizer, and {name} is none: it has no rows."
             )
         return known
 
@@ -205,7 +208,7 @@ def _ratio(mean: Tensor, root: Tensor, into: Tensor) -> Tensor:
 
 
 def _correction(beta: float | Tensor, step: float | Tensor, group: Mapping[str, Any]) -> Correction:
-    """A hyperparameter may be a tensor, too; its value is taken where it is."""
+    """The bias correction ``1 - beta ** step``. A beta on a device is not copied to the host."""
     if group.get("bias_correction", True) in (False, 0):
         return 1.0
     exact = beta.detach().to(torch.float64) if isinstance(beta, Tensor) else beta
@@ -213,13 +216,13 @@ def _correction(beta: float | Tensor, step: float | Tensor, group: Mapping[str, 
     return corrected
 
 
-# --- ``mg_direction``: how much of a gradient points where the momentum does.
+# --- ``mg_direction``: the fraction of gradient elements whose sign equals the momentum's.
 
 
 class DirectionCollector(UpdateCollector):
     """Compares the reduced gradient with the momentum before the step.
 
-    In the first step of an optimizer there is none before, and after it the momentum is a multiple of the gradient: they agree.
+    Before its first step an optimizer has no momentum. After that step the momentum is a multiple of the gradient: they agree.
     """
 
     def __init__(self, watched: WatchedParameters) -> None:
@@ -234,7 +237,7 @@ class DirectionCollector(UpdateCollector):
         self._series.record_computed(lambda one: self._compared(one, stepping.optimizer, groups), stepping.held)
 
     def after_step(self, stepping: Stepping) -> None:
-        """Of what had no momentum before the step and has one now."""
+        """Record parameters whose momentum the step has created."""
         begins, self._begins = self._begins, {}
         optimizer = stepping.optimizer
 
@@ -243,7 +246,7 @@ class DirectionCollector(UpdateCollector):
             if computed is None or optimizer is None or self._momentum(parameter, optimizer) is None:
                 return None
             step = _steps_of(self._framework.stepped(parameter, optimizer))
-            # An optimizer that skips on its own may have made its state and no step.
+            # An optimizer that skips by itself may have created its state without making a step.
             return computed if step is None else replace(computed, numbers={**computed.numbers, WRITES: made(step)})
 
         if begins and optimizer is not None:
@@ -264,13 +267,13 @@ class DirectionCollector(UpdateCollector):
             self._begins[parameter] = _share(agreement(held, held), held)
             return None
         if momentum.numel() != held.numel() or momentum.device != held.device:
-            return None  # another part of the parameter than the gradient is of
+            return None  # the momentum covers another part of the parameter than the gradient
         stepped = self._framework.stepped(parameter, optimizer)
         group = None if stepped is None else groups.of(stepped)
         uphill = group is not None and bool(group.get("maximize"))
         agreeing = agreement(held, momentum.view(held.shape), uphill=uphill)
         step = _steps_of(stepped)
-        began = 1.0 if step is None else made(step)  # a momentum of no step yet is none
+        began = 1.0 if step is None else made(step)  # before the first step the state holds no momentum
         if isinstance(began, Tensor):
             agreeing = torch.where(began > 0, agreeing, agreement(held, held))
         elif not began:

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Final
+from importlib import import_module
+from typing import cast
 
+from monitor.formats import FORMATS
 from monitor.sinks.protocol import Sink, SinkContext
 from monitor.sinks.recovery import Recovery
 
-__all__ = ["FORMATS", "RECOVERIES", "Recovery", "Sink", "SinkContext", "make_sink"]
+__all__ = ["Recovery", "Sink", "SinkContext", "make_sink", "recovery_of"]
 
 
-def _csv(context: SinkContext) -> Sink:
-    from monitor.sinks.csv import CsvSink  # pyarrow is loaded only where it writes
-
-    return CsvSink(context)
-
-
-def _hdf5(context: SinkContext) -> Sink:
-    from monitor.sinks.hdf5 import Hdf5Sink  # and h5py
-
-    return Hdf5Sink(context)
-
-
-def _tensorboard(context: SinkContext) -> Sink:
-    from monitor.sinks.tensorboard import TensorBoardSink  # and protobuf
-
-    return TensorBoardSink(context)
-
-
-def _api(context: SinkContext) -> Sink:
-    from monitor.sinks.memory import MemorySink
-
-    return MemorySink(context)
-
-
-def _csv_recovery() -> Recovery:
-    from monitor.sinks import csv_recovery
-
-    return csv_recovery
-
-
-def _hdf5_recovery() -> Recovery:
-    from monitor.sinks import hdf5_recovery
-
-    return hdf5_recovery
-
-
-FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType(
-    {"csv": _csv, "hdf5": _hdf5, "tensorboard": _tensorboard, "api": _api}
-)
-"""What makes the sink of each format, by the name that the configuration uses."""
-
-RECOVERIES: Final[Mapping[str, Callable[[], Recovery]]] = MappingProxyType({"csv": _csv_recovery, "hdf5": _hdf5_recovery})
-"""What puts the files of an earlier process in order. The other formats have none: every step of theirs is whole when it can be
-seen, and nothing is hidden."""
+def recovery_of(name: str) -> Recovery | None:
+    """What puts the files of an earlier process in order; None if a format leaves nothing to put in order."""
+    module = FORMATS[name].recovery
+    return cast("Recovery", import_module(module)) if module else None
 
 
 def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the configuration's own word
@@ -66,4 +26,5 @@ def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the co
     """
     if format not in FORMATS:
         raise ValueError(f"format {format!r} does not exist; there are {', '.join(FORMATS)}")
-    return FORMATS[format](context)
+    module, _, made = FORMATS[format].sink.partition(":")
+    return cast("Sink", getattr(import_module(module), made)(context))

@@ -131,6 +131,15 @@ def test_after_a_hundred_values_the_weight_of_another_stays_a_hundredth() -> Non
     assert [one.mean for one in watched.step(a=[99.0])] == pytest.approx([10.04] * 2)
 
 
+def test_that_weight_stays_a_hundredth_beside_a_tensor_that_is_younger() -> None:
+    """A tensor of zeros has no mean, so its first observation is always the next one."""
+    watched = of()
+    for _ in range(150):
+        assert watched.step(a=[10.0], b=[0.0]) == []
+    assert watched.step(a=[14.0], b=[0.0]) == []
+    assert [one.mean for one in watched.step(a=[99.0], b=[0.0])] == pytest.approx([10.04] * 2)
+
+
 def test_a_spike_enters_only_up_to_the_bound_so_that_the_healthy_step_after_it_is_none() -> None:
     watched = after([10.0], [10.0], [10.0])
     assert said(watched.step(a=[1e6])) == [NORM, MEAN]

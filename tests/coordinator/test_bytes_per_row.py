@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monitor.coordinator.estimate import BYTES_PER_ROW
+from monitor.formats import FORMATS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
@@ -40,4 +40,4 @@ def test_a_row_takes_as_many_bytes_as_it_is_reckoned_with(tmp_path: Path, name: 
         sink.write(StepRows(step, OPS, {"grad_reduced": measured(rng)}, layouts))
     sink.close()
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert size / (SERIES * STEPS) == pytest.approx(BYTES_PER_ROW[name], rel=0.1)
+    assert size / (SERIES * STEPS) == pytest.approx(FORMATS[name].bytes_per_row, rel=0.1)

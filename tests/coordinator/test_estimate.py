@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.coordinator.estimate import Bounds, Estimate, KindLoad, estimate
+from monitor.formats import FORMATS
 
 GRADIENTS_AND_ACTIVATIONS = {"grad_reduced": KindLoad(100, 100, 1), "actv": KindLoad(400, 1600, 8)}
 
@@ -13,13 +14,13 @@ def test_kinds_add_up_and_the_kind_that_most_ranks_write_says_how_many_do():
 
 
 def test_bytes_are_those_of_the_rows_in_each_format():
-    both = estimate(GRADIENTS_AND_ACTIVATIONS, ["csv", "hdf5"], 1, bytes_per_row={"csv": 100, "hdf5": 30})
-    assert both.bytes == 1700 * 130
+    both = estimate(GRADIENTS_AND_ACTIVATIONS, ["csv", "hdf5"], 1)
+    assert both.bytes == 1700 * (FORMATS["csv"].bytes_per_row + FORMATS["hdf5"].bytes_per_row)
 
 
 def test_histograms_come_on_top_in_the_formats_that_have_them():
     loads = {"adam_update": KindLoad(10, 10, 1, "signed"), "grad_reduced": KindLoad(4, 4, 1, "magnitudes")}
-    each = {name: estimate(loads, [name], 1, bytes_per_row={}).bytes for name in ("csv", "hdf5", "tensorboard", "api")}
+    each = {name: estimate(loads, [name], 1).bytes - 14 * one.bytes_per_row for name, one in FORMATS.items()}
     assert each == {"csv": 4 * 220, "hdf5": 10 * 95 + 4 * 45, "tensorboard": 10 * 2200 + 4 * 630, "api": 0}
 
 

@@ -100,6 +100,16 @@ def test_how_data_ran_stands_in_the_series_file_and_that_it_was_cut_in_a_note(ra
     assert "edges between series are kept" in saved.notes["flow"]
 
 
+def test_how_data_ran_stands_in_a_new_series_file_if_it_is_known_later_than_the_series(rank):
+    rank.write(0, "h.0.weight", "h.0.bias")
+    before = rank.saved()
+    flow = Flow((Edge(0, 1),), (Pass(True, 0, 0),))
+    rank.manifest.flows(flow)
+    saved = rank.saved()
+    assert read_flow(rank.directory, saved) == flow
+    assert saved.series.file != before.series.file
+
+
 def test_its_times_have_a_year_and_an_offset(rank):
     saved = rank.saved()
     started, now = (datetime.fromisoformat(time) for time in (saved.started, saved.saved))

@@ -94,6 +94,23 @@ def test_a_whole_file_has_the_rights_that_any_new_file_gets(tmp_path):
     assert whole == plain
 
 
+@pytest.mark.parametrize(("durable", "waited_for"), [(True, [(4, b"old")]), (False, [])])
+def test_a_file_that_is_to_survive_a_crash_is_on_the_disk_before_it_replaces_the_one_before(
+    tmp_path, monkeypatch, durable, waited_for
+):
+    path, seen = tmp_path / "manifest.json", []
+    path.write_bytes(b"old")
+
+    def fsync(descriptor, reach_the_disk=os.fsync):
+        reach_the_disk(descriptor)
+        seen.append((os.fstat(descriptor).st_size, path.read_bytes()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_whole(path, b"new!", durable=durable)
+    assert seen == waited_for
+    assert path.read_bytes() == b"new!"
+
+
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
     (tmp_path / "file").mkdir()
     with pytest.raises(OSError, match="file"):

@@ -47,6 +47,7 @@ class RecordedRank:
         format: str | Sequence[str] = "hdf5",  # noqa: A002
         groups: Mapping[str, Sequence[int]] | None = None,
         job: str = JOB,
+        launch: str = "",
         suffix: str = "",
         earlier: Earlier | None = None,
         ops: tuple[str, ...] = SIX_OPS,
@@ -62,7 +63,7 @@ class RecordedRank:
         self._micro_step_kinds, self._counted_kinds = frozenset(micro_step_kinds), frozenset(counted_kinds)
         formats = [format] if isinstance(format, str) else list(format)
         used = {"ndigits": ndigits, "ops": list(ops), **config}
-        facts = RankFacts(JobIdentity(job, TIMESTAMP), rank, world_size, groups or {}, {}, used, "", formats)
+        facts = RankFacts(JobIdentity(job, TIMESTAMP, launch=launch), rank, world_size, groups or {}, {}, used, "", formats)
         self.manifest = Manifest(self.directory, facts, self.series, Failures(rank), earlier)
         context = SinkContext(self.directory, rank, self.series, ndigits, steps_per_record, 1e-8)
         self._sinks = [SINKS[one](context) for one in formats]
@@ -82,6 +83,10 @@ class RecordedRank:
         for sink in self._sinks:
             sink.write(rows)
         self.manifest.written(rows)
+
+    def flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
 
     def close(self) -> None:
         for sink in self._sinks:

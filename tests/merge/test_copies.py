@@ -97,6 +97,19 @@ def test_what_csv_rounds_away_is_no_disagreement(tmp_path: Path, value: float, n
     assert sorted({one["rank"] for one in merged(tmp_path).told()["disagreements"]["listed"]}) == named
 
 
+@pytest.mark.parametrize("ndigits", [(3, 6), (6, 3)])
+def test_ranks_that_round_differently_are_held_against_each_other_with_the_fewer_decimals(
+    tmp_path: Path, ndigits: tuple[int, int]
+) -> None:
+    """After a change of the configuration between two runs: 0.123 and 0.123456 are the same number."""
+    for rank, kept in enumerate(ndigits):
+        one = RecordedRank(tmp_path, rank, 2, "csv", ndigits=kept)
+        one.place("grad_reduced", "w", Placement(unclaimed=(0, 1)))
+        one.write(0, {"grad_reduced": [Measured("w", [0.1234562])]})
+        one.close()
+    assert merged(tmp_path).told()["disagreements"]["listed"] == []
+
+
 def in_micro_steps(base: Path, format: str, owners: Sequence[float], replicas: float) -> Report:  # noqa: A002
     """Of each step rank 0 has a row a micro-step, and rank 1 keeps one to be compared."""
     kinds = ("actv", "actv_grad", "grad_unreduced")

@@ -215,6 +215,15 @@ def test_of_several_jobs_one_must_be_chosen(tmp_path: Path) -> None:
     assert [row["max"] for row in tensors(tmp_path)] == [0.0]
 
 
+@pytest.mark.parametrize(("groups", "missing"), [({"dp": [0, 1]}, [1]), ({}, [])], ids=["in-a-group-of-it", "in-none"])
+def test_a_rank_that_recorded_another_model_is_missing_where_a_group_of_this_model_has_it(
+    tmp_path: Path, groups: dict[str, list[int]], missing: list[int]
+) -> None:
+    alone(tmp_path, world_size=2, launch="f" * 32, groups=groups)
+    alone(tmp_path, rank=1, world_size=2, launch="f" * 32, job="2" * 32)
+    assert merged(tmp_path, job=JOB).told()["missing_ranks"] == missing
+
+
 def test_the_three_formats_hold_the_same(tmp_path: Path) -> None:
     sharded(tmp_path)
     one = RecordedRank(tmp_path, 5, 8, "csv", job="f" * 32, ops=("norm", "mean"))
@@ -244,6 +253,20 @@ def test_of_formats_that_were_recorded_side_by_side_each_row_is_taken_once(tmp_p
     assert expected == pytest.approx(found, rel=1e-12)
     assert table(tmp_path, "per_rank").num_rows == 9
     assert {row["std"] is None for row in tensors(tmp_path)} == {"hdf5" not in formats}
+
+
+def test_of_formats_side_by_side_the_one_has_the_steps_that_the_other_lacks(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, format=["csv", "hdf5"])
+    for step in range(5):
+        one.write(step, {"grad_reduced": [Measured("w", [float(step)])]})
+        if step == 1:
+            one.flush()
+            (shard,) = one.directory.glob("*.h5")
+            of_two_steps = shard.read_bytes()
+    one.close()
+    shard.write_bytes(of_two_steps)
+    merged(tmp_path)
+    assert [(row["step"], row["max"]) for row in tensors(tmp_path)] == [(step, float(step)) for step in range(5)]
 
 
 def test_of_tensorboard_alone_nothing_can_be_merged_and_that_is_said(tmp_path: Path) -> None:

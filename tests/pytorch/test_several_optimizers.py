@@ -407,7 +407,7 @@ class TestWrappers:
                 self.optim = optim
 
         model = small_model()
-        with pytest.raises(TypeError, match="optimizer is a Bare, which calls no hooks around its step"):
+        with pytest.raises(TypeError, match="optimizer is a Bare, which calls no optimizer hooks"):
             attached(output, model, Bare(), **EVERYTHING_OF_STEPS)
         attached(output, model, Bare(SGD(model.parameters())), **EVERYTHING_OF_STEPS).close()
 
@@ -592,7 +592,7 @@ class TestStateThatIsNotTheParameters:
                 optimizer.zero_grad()
         assert output.rows("exp_avg") == []
         said = output.manifest()["notes"]["optimizer_state"]
-        assert "state['momentum_buffer'] of Stacking is (4, 4, 4), float32 where the parameter is (4, 4), float32" in said
+        assert "state['momentum_buffer'] of Stacking is (4, 4, 4), float32, but the parameter is (4, 4), float32" in said
 
     def test_factored_moments_have_no_rows_and_a_reason(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
         model = self.three()

@@ -8,7 +8,8 @@ import pytest
 from sink_rows import Rank
 
 import monitor.sinks
-from monitor.sinks import FORMATS, make_sink
+from monitor.formats import FORMATS
+from monitor.sinks import make_sink
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.hdf5 import Hdf5Sink
 from monitor.sinks.memory import MemorySink

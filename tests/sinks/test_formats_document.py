@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from sink_rows import Measured, Rank
 
+from monitor.formats import FORMATS
 from monitor.series import KINDS
-from monitor.sinks import FORMATS
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.hdf5 import Hdf5Sink
 from monitor.stats.features import FEATURES

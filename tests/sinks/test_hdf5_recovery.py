@@ -95,3 +95,23 @@ def test_wherever_the_recovery_is_killed_another_one_completes_it(
         assert_recovered(out, finished)
         if disk.left >= 0:
             break
+
+
+def test_a_step_with_a_damaged_byte_is_cut_off_with_those_after_it(tmp_path: Path) -> None:
+    """A crash of the machine may leave a file of the right length with bytes that were never written."""
+    rank = Rank(tmp_path / "killed", PER_RECORD + 1)
+    sink, ends = Hdf5Sink(rank.context), []
+    for step in range(PER_RECORD):
+        write(sink, rank, step, 1.0)
+        (part,) = (tmp_path / "killed").glob(".*.part")
+        ends.append(part.stat().st_size)
+    whole = part.read_bytes()
+    for place in range(ends[0], ends[1], 97):
+        out = tmp_path / f"{place}"
+        out.mkdir()
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        (out / part.name).write_bytes(damaged)
+        recover(out, -1, 0, 0)
+        assert held(out) == {0: [1.0] * 3}, place
+    sink.close()

@@ -10,11 +10,12 @@ import pytest
 from killed_disk import killed_after
 from sink_rows import Measured, Rank, visible
 
+from monitor.sinks import RECOVERIES
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.csv_recovery import held as held_steps
 from monitor.sinks.csv_recovery import recover
 from monitor.sinks.files import Steps
-from monitor.sinks.recovery import Recovered
+from monitor.sinks.recovery import Recovered, put_in_order
 
 PER_RECORD = 3
 STEPS = 6
@@ -143,6 +144,22 @@ def test_a_step_that_was_not_finished_is_cut_off_and_said_to_be(tmp_path: Path, 
         write(sink, rank, 1, "later")
     assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2)}, {1}, [])
     assert set(held(tmp_path)) == held_steps(tmp_path, Steps(0, 2)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "there", "missing"), [(True, set(range(STEPS)), set()), (False, {0}, {1})], ids=["of-an-earlier-run", "of-none"]
+)
+def test_a_step_that_was_cut_off_is_missing_unless_a_visible_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool, there: set[int], missing: set[int]
+) -> None:
+    rank = earlier_run(tmp_path, ("min", "norm")) if earlier else Rank(tmp_path, PER_RECORD)
+    with killed_after(float("inf"), monkeypatch) as disk:
+        sink = CsvSink(rank.context)
+        write(sink, rank, 0, "earlier")  # the rows that the earlier run has of it
+        disk.left = 1  # the first kind of step 1, and a half of the second
+        write(sink, rank, 1, "earlier")
+    found = put_in_order(tmp_path, {"csv": RECOVERIES["csv"]()}, ["csv"], 0, -1, 0, BEGUN)
+    assert (found.held, found.cut) == ({"csv": there}, missing)
 
 
 def test_parts_of_which_one_is_damaged_are_set_aside_together(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -41,23 +43,38 @@ def derived(row: object) -> dict[str, float]:
     return {op: float(values[0]) for op, (values, valid) in found.items() if valid[0]}
 
 
-def assert_agrees(row: object, x: torch.Tensor | np.ndarray, eps: float, tolerance: float = 1e-6) -> None:
-    """The row has the ops of ``x``: extremes, counts and shares exactly; norm, mean and std to ``tolerance`` of their scale.
+@dataclass(frozen=True)
+class Expected:
+    """What a row has to say, and how exactly: the scale is the mean magnitude of what is finite."""
 
-    Extremes of complex128 are square roots, which may be rounded either way.
-    """
-    rounded = 4e-16 if str(getattr(x, "dtype", "")) in ("torch.complex128", "complex128") else 0.0
-    expected, found = reference(x, eps), derived(row)
-    assert expected.keys() == found.keys()
-    for op in ("min", "max", "absmax", "nans", "infs", "zeros"):
-        if op in expected:
-            np.testing.assert_allclose(found[op], expected[op], rtol=rounded, atol=0, err_msg=op)
+    ops: dict[str, float]
+    scale: float
+    rounded: float
+
+
+def expected(x: torch.Tensor | np.ndarray, eps: float) -> Expected:
+    """Of a tensor. Extremes of complex128 are square roots, which may be rounded either way."""
     a = elements(x)
-    scale = float(np.abs(a[np.isfinite(a)]).mean()) if np.isfinite(a).any() else 0.0
-    if "mean" in expected:
-        np.testing.assert_allclose(found["mean"], expected["mean"], rtol=0, atol=tolerance * scale, err_msg="mean")
-        np.testing.assert_allclose(found["std"], expected["std"], rtol=2e-6, atol=tolerance * scale, err_msg="std")
-    np.testing.assert_allclose(found["norm"], expected["norm"], rtol=tolerance, err_msg="norm")
+    finite = a[np.isfinite(a)]
+    is_rounded = str(getattr(x, "dtype", "")) in ("torch.complex128", "complex128")
+    return Expected(reference(x, eps), float(np.abs(finite).mean()) if finite.size else 0.0, 4e-16 if is_rounded else 0.0)
+
+
+def assert_agrees(row: object, x: torch.Tensor | np.ndarray, eps: float, tolerance: float = 1e-6) -> None:
+    """The row has the ops of ``x``: extremes, counts and shares exactly; norm, mean and std to ``tolerance`` of their scale."""
+    assert_is(row, expected(x, eps), tolerance)
+
+
+def assert_is(row: object, expected: Expected, tolerance: float = 1e-6) -> None:
+    found, ops, scale = derived(row), expected.ops, expected.scale
+    assert ops.keys() == found.keys()
+    for op in ("min", "max", "absmax", "nans", "infs", "zeros"):
+        if op in ops:
+            np.testing.assert_allclose(found[op], ops[op], rtol=expected.rounded, atol=0, err_msg=op)
+    if "mean" in ops:
+        np.testing.assert_allclose(found["mean"], ops["mean"], rtol=0, atol=tolerance * scale, err_msg="mean")
+        np.testing.assert_allclose(found["std"], ops["std"], rtol=2e-6, atol=tolerance * scale, err_msg="std")
+    np.testing.assert_allclose(found["norm"], ops["norm"], rtol=tolerance, err_msg="norm")
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evidence import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -76,7 +77,7 @@ def test_every_number_of_sixteen_bits_is_what_it_is(form: int) -> None:
 
 
 @pytest.mark.usefixtures("_kernel")
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(100, 300))
 @given(x=arrays.arrays(st.sampled_from([np.float32, np.float64]), st.integers(1, 70), elements=st.floats(width=32)))
 def test_any_numbers_agree_with_the_reference(x: np.ndarray) -> None:
     assert_agrees(reduce(x), x, EPS)

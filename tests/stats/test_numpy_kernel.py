@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from kernel_contract import KernelContract, Make
+from kernel_corpus import FLOAT8, Corpus
 from reference import assert_agrees, derived, normal
 
 from monitor.stats.host.array_kernel import CHUNK, NumpyKernel
 from monitor.stats.host.native import VARIABLE
-from monitor.stats.partials import COLUMNS, COUNT, M2, SMALLS, WRITES
+from monitor.stats.partials import COLUMNS, M2
 
 EPS = 1e-8
-REALS = [np.float16, np.float32, np.float64]
-INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+OF_TORCH_ALONE = ("bfloat16", "complex32", *map(str, FLOAT8))
 
 
 @pytest.fixture(params=[True, False], ids=["native", "portable"], autouse=True)
@@ -33,22 +35,20 @@ def reduce(x: np.ndarray, eps: float = EPS) -> np.ndarray:
     return page[1]
 
 
-@pytest.mark.parametrize("dtype", REALS)
-def test_every_real_dtype_agrees_with_the_reference(dtype: type) -> None:
-    x = normal(300, 7).astype(dtype)
-    assert_agrees(reduce(x), x, EPS)
+def array(x: torch.Tensor) -> np.ndarray:
+    return x.detach().resolve_conj().resolve_neg().numpy()
 
 
-@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
-def test_complex_numbers_are_measured_by_magnitude(dtype: type) -> None:
-    x = (normal(300, 7) + 1j * normal(300, 7, seed=1)).astype(dtype)
-    assert_agrees(reduce(x), x, EPS)
+class TestArrayKernel(KernelContract):
+    def held(self, cases: Corpus) -> Corpus:
+        """Without the dtypes that numpy has not. Magnitudes of complex numbers are those of numpy: torch rounds otherwise."""
+        arrays = {name: case for name, case in cases.items() if not str(case.x.dtype).endswith(OF_TORCH_ALONE)}
+        own = {name: replace(case, elements=array(case.x)) for name, case in arrays.items() if case.x.is_complex()}
+        return arrays | own
 
-
-@pytest.mark.parametrize("dtype", [*INTEGERS, np.bool_])
-def test_integers_and_bool_are_measured_as_numbers(dtype: type) -> None:
-    x = (np.arange(200) % 7).astype(dtype)
-    assert_agrees(reduce(x), x, EPS)
+    @pytest.fixture
+    def make(self) -> Make:
+        return lambda eps: lambda x: reduce(array(x), eps)
 
 
 def test_every_float16_is_what_numpy_says_it_is() -> None:
@@ -64,10 +64,9 @@ def test_what_is_no_number_has_no_row() -> None:
     assert not page.any()
 
 
-@pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e-30, 1e-20, 1e-5, 1.0, 1e5, 1e18, 1e30, 3e37])
 @pytest.mark.parametrize("size", [1, 17, 3 * CHUNK + 5])
-def test_any_magnitude_of_float32_keeps_its_norm(magnitude: float, size: int) -> None:
-    x = normal(size) * np.float32(magnitude)
+def test_subnormal_numbers_keep_their_norm(size: int) -> None:
+    x = normal(size) * np.float32(1e-44)
     assert_agrees(reduce(x), x, EPS)
 
 
@@ -85,56 +84,10 @@ def test_a_million_equal_elements_have_no_spread() -> None:
     assert row[M2] == pytest.approx(0, abs=1e-20)
 
 
-def test_scales_that_differ_by_sixty_orders_of_magnitude() -> None:
-    x = (normal(100_000) * np.logspace(-30, 30, 100_000)).astype(np.float32)
-    assert_agrees(reduce(x), x, EPS)
-
-
 @pytest.mark.parametrize("mean", [1e2, 1e4])
 def test_the_spread_survives_a_mean_that_is_far_larger(mean: float) -> None:
     x = (mean + 0.01 * normal(200_000)).astype(np.float32)
     assert derived(reduce(x))["std"] == pytest.approx(float(x.astype(np.longdouble).std()), rel=1e-9)
-
-
-@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
-def test_small_elements_are_counted_exactly(share: float) -> None:
-    x = normal(250_000) * (np.random.default_rng(1).random(250_000) >= share)
-    assert_agrees(reduce(x), x, EPS)
-
-
-@pytest.mark.parametrize("eps", [1e-300, 1e-25, 1e-8, 0.1, 1e30])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_eps_is_compared_without_rounding(eps: float, dtype: type) -> None:
-    near = dtype(eps)
-    x = np.array([near, np.nextafter(near, dtype(0)), -near, near * 2, near * 0], dtype=dtype)
-    assert reduce(x, eps)[SMALLS] == (np.abs(x.astype(np.float64)) < eps).sum()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", REALS)
-def test_a_non_finite_value_is_counted_and_hides_nothing_else(bad: float, dtype: type) -> None:
-    x = normal(3000).astype(dtype)
-    x[17] = bad
-    row = reduce(x)
-    assert_agrees(row, x, EPS)
-    found = dict(zip(COLUMNS, row, strict=True))
-    kept = x[np.isfinite(x)].astype(np.float64)
-    assert (found["min"], found["max"]) == (kept.min(), kept.max())
-    assert found["sumsq"] == pytest.approx(np.square(kept).sum())
-
-
-def test_all_kinds_of_non_finite_values_are_told_apart() -> None:
-    x = np.array([math.nan, math.inf, math.inf, -math.inf, -math.inf, -math.inf, 2.0])
-    found = dict(zip(COLUMNS, reduce(x), strict=True))
-    assert (found["nans"], found["posinfs"], found["neginfs"], found["count"]) == (1, 2, 3, 7)
-    assert (found["min"], found["max"], found["sum"]) == (2.0, 2.0, 2.0)
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
-def test_an_empty_array_is_a_measurement_without_mean_or_extremes(shape: tuple[int, ...]) -> None:
-    row = reduce(np.empty(shape))
-    assert (row[WRITES], row[COUNT]) == (1, 0)
-    assert derived(row) == {"norm": 0.0, "nans": 0.0, "infs": 0.0}
 
 
 VIEWS = {

@@ -146,6 +146,16 @@ def test_combined_micro_steps_are_one_row_where_the_first_stood() -> None:
     assert rows.micro_step.tolist() == [NO_MICRO_STEP, NO_MICRO_STEP]
 
 
+def test_combined_micro_steps_stand_in_the_order_of_calls_and_not_of_series() -> None:
+    live = Live()
+    a, b = live.slot("a"), live.slot("b")
+    for row in (b, a, b + 1, a + 1):
+        live.write(row, 1.0)
+    rows = live.sealed(combined_kinds=frozenset({"actv"})).rows().kinds["actv"]
+    assert [live.table.series[i].name for i in rows.series.tolist()] == ["b", "a"]
+    assert rows.call_id.tolist() == [0, 1]
+
+
 def test_rows_are_parted_by_kind() -> None:
     live = Live()
     live.write(live.slot("x"), 1.0)

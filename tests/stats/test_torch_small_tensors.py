@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_agrees
 
+from monitor.stats.partials import M2
 from monitor.stats.torch.host_kernel import HostKernel
-from monitor.stats.torch.small_tensors import BATCH, SMALL, Staging
+from monitor.stats.torch.small_tensors import BATCH, SMALL, Staging, reduce_segments
 from monitor.stats.torch.tensors import is_plain
 
 EPS = 1e-8
@@ -45,6 +47,17 @@ def test_every_length_and_magnitude_is_right(length: int, magnitude: float) -> N
 @pytest.mark.parametrize("offset", [0.0, 1.0, 1e3, 1e6])
 def test_a_small_spread_around_a_large_mean_survives(offset: float) -> None:
     assert_all_agree([offset + 1e-2 * torch.randn(500)])
+
+
+@pytest.mark.parametrize("value", [0.1, -0.3, 1e10, 1e-10])
+def test_a_constant_tensor_has_no_spread_and_need_not_be_read_again(value: float) -> None:
+    lengths = np.array([3, 7, 641, 3])
+    starts = np.cumsum(lengths) - lengths
+    narrow = np.full(lengths.sum(), value, dtype=np.float32)
+    narrow[starts[-1] :] = [1.0, 2.0, 3.0]
+    rows, hold = reduce_segments(narrow, starts, lengths, 0.0, np.empty(len(narrow)))
+    assert rows[:, M2].tolist() == [0.0, 0.0, 0.0, 2.0]
+    assert hold.all()
 
 
 def test_what_changes_after_it_was_copied_has_the_row_of_what_it_was() -> None:

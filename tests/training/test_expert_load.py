@@ -100,7 +100,7 @@ def test_a_token_without_an_expert_counts_for_none() -> None:
 
 def test_of_several_tensors_of_integers_the_one_of_as_many_as_are_chosen_is_taken() -> None:
     result = (torch.tensor([[0, 1], [1, 1]]), torch.tensor([[0, 0, 0], [1, 1, 1]]))
-    with pytest.raises(NotARouterError, match="several tensors of integers"):
+    with pytest.raises(NotARouterError, match="several integer tensors"):
         counts_of(Choosing(result, num_experts=2), result)
     assert counts_of(Choosing(result, num_experts=2, top_k=2), result).tolist() == [1, 3]
 

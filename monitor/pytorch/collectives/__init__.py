@@ -1,1 +1,1 @@
-"""Communication operators: what goes into them and what comes out, whichever way they are issued."""
+"""Records inputs and outputs of communication operators, whether Python or C++ issues them."""

@@ -1,9 +1,9 @@
-"""When the outputs of a call are there: read then, and never by waiting for them.
+"""Reads the outputs of a communication call when they are complete, without waiting for them.
 
-Python that issues a call waits for its ``Work``, or asks it for a future and waits for that: then the outputs are read in that
-moment, on the thread and stream that wait. Code below Python (the reducer of DistributedDataParallel) waits where nobody can
-be told. There the backend's future tells, on a thread of the backend. Who waits may be faster than that thread, so outputs that
-are there are read when backward ends and when the step does, too; their versions tell whether they were changed by then.
+Python code waits for the call's ``Work`` or for a future of it. The outputs are read at that moment, on the thread and stream
+that wait. Code below Python (the reducer of DistributedDataParallel) waits without passing a patch. Then the future's callback
+reads, on a thread of the backend. The waiting code may be faster than that thread, so complete outputs are also read when
+backward and the step end. Their versions show whether they were changed by then.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from monitor.recording import patches
 from monitor.recording.patches import CallListener
 
 Call = Any
-"""What a listener knows a call by."""
+"""A listener's key for a call."""
 
 Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool]
-"""Told of a call, of its outputs that are there, and of their versions where another thread may change them meanwhile. Says
-whether it could read them. Does not raise."""
+"""Called with a call, its complete outputs, and their versions if another thread may change them meanwhile. Returns whether it
+read them. Does not raise.
+"""
 
 WAIT: Final = TorchCallPatch(dist.Work, "wait")
 GET_FUTURE: Final = TorchCallPatch(dist.Work, "get_future")
@@ -36,17 +37,17 @@ WAIT_FOR_FUTURE: Final = TorchCallPatch(torch._C.Future, "wait")
 BEGIN_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_start_coalescing")
 END_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_end_coalescing")
 PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP)
-"""Of this process: callers look these up in the class, so the objects stay what they are."""
+"""One set for this process, since callers look the methods up in the class."""
 
 _NO_BACKWARD: Final = -1
 
 
 class _OfThread(threading.local):
-    """What a thread has issued.
+    """Calls that this thread has issued.
 
     Attributes:
-        latest: The ``Work`` that it waits for before it does anything else, the call, and its outputs.
-        together: Calls of each process group that are to be one.
+        latest: The ``Work`` that the thread waits for before anything else, the call, and its outputs.
+        together: Calls of each process group that are being coalesced.
     """
 
     latest: tuple[Any, Call, Sequence[Tensor]] | None = None
@@ -56,7 +57,7 @@ class _OfThread(threading.local):
 
 
 class _Outputs:
-    """What a call is to fill; read once, by whoever is told first that it has been."""
+    """The outputs of a pending call. The first thread that learns of their completion reads them, once."""
 
     def __init__(self, call: Call, tensors: Sequence[Tensor], read: Read) -> None:
         self._call = call
@@ -66,23 +67,23 @@ class _Outputs:
         self._lock = threading.Lock()
 
     def waited_for(self) -> None:
-        """On the thread that waited, which has not changed them yet."""
+        """Called on the thread that waited, which has not changed them yet."""
         self._once(())
 
     def done(self, future: Any) -> None:
-        """On a thread of the backend."""
+        """Called on a thread of the backend."""
         if not _failed(future):
             self._once(self._versions)
 
     def _once(self, versions: Sequence[int | None]) -> None:
         with self._lock:
-            # A backend that fills outputs by copying changes their versions itself: then the thread that waits is to read.
+            # A backend that fills outputs by copying changes their versions itself. Then the waiting thread reads.
             if self._tensors is not None and self._read(self._call, self._tensors, versions):
                 self._tensors = None
 
 
 class Completion(CallListener):
-    """The calls whose outputs are not there yet, each told to ``read`` when they are."""
+    """Calls ``read`` for each pending call when its outputs are complete."""
 
     def __init__(self, read: Read, failures: Failures) -> None:
         self._read = read
@@ -106,11 +107,11 @@ class Completion(CallListener):
         self._of_thread = _OfThread()
 
     def issued(self, group: Any, work: Any, call: Call, outputs: Sequence[Tensor], *, waited_for: bool) -> None:
-        """A method of ``group`` has returned ``work``, which is to fill ``outputs``.
+        """A method of ``group`` has returned ``work``, which will fill ``outputs``.
 
         Args:
-            work: None where the stream comes after the call, or where it will be part of another.
-            waited_for: Whether this thread waits for it before it does anything else.
+            work: None if the stream is ordered after the call, or if the call will be coalesced.
+            waited_for: Whether this thread waits for ``work`` before it does anything else.
         """
         mine = self._of_thread
         if mine.together and group in mine.together:
@@ -123,22 +124,22 @@ class Completion(CallListener):
             self._expect(work, call, outputs)
 
     def gathers(self, group: Any) -> bool:
-        """Whether calls of a group are being gathered on this thread, to be one."""
+        """Whether this thread is coalescing calls of a group."""
         return group in self._of_thread.together
 
     def _expect(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
-        """Whoever has ``work`` may wait for it."""
+        """Read the outputs when a thread waits for ``work``."""
         self._pending.setdefault(work, []).append(_Outputs(call, outputs, self._read))
 
     def issued_below(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
-        """``work`` is to fill ``outputs``, and nobody is told of who waits for it."""
+        """``work`` will fill ``outputs``, and C++ waits for it unseen."""
         self._tell_when_done(work, _Outputs(call, outputs, self._read))
         if (backward := torch._C._current_graph_task_id()) not in (_NO_BACKWARD, self._backward):
             self._backward = backward
             when_backward_ends(self._read_what_is_done)
 
     def read_what_is_done(self) -> None:
-        """Read outputs that are there, and whose backend's thread has not come round to saying so."""
+        """Read complete outputs whose callback has not run yet."""
         for outputs, future in list(self._told_by_future.values()):
             if future.done():
                 outputs.done(future)
@@ -153,7 +154,7 @@ class Completion(CallListener):
 
     def _done(self, outputs: _Outputs, future: Any) -> None:
         outputs.done(future)
-        self._told_by_future.pop(id(outputs), None)  # after that, so that the end of a step finds what is not read yet
+        self._told_by_future.pop(id(outputs), None)  # after reading, so that the end of a step finds unread outputs
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
         mine = self._of_thread

@@ -1,19 +1,18 @@
-"""Sees every communication operator, each once, where all of them pass.
+"""Intercepts every communication operator exactly once.
 
-What Python issues, in torch and outside of it, passes a method of ``ProcessGroup``. What C++ issues (the reducer of
-DistributedDataParallel), and functional collectives, pass torch's dispatcher: below autograd and above every backend. There the
-key is ``BackendSelect``, which every call passes whatever its device. At the autograd keys we would miss what is issued below
-autograd (the dispatch of DTensor, ``torch.inference_mode``), and would displace the derivatives that torch has registered there
-for functional collectives. Modes and tracers stand above, so that no compiler meets us.
+Calls from Python pass a method of ``ProcessGroup``, which is replaced. Calls from C++ (the reducer of DistributedDataParallel)
+and functional collectives pass torch's dispatcher. There the monitor registers kernels at the key ``BackendSelect``: below
+autograd, above every backend, and passed by calls on any device. Kernels at the autograd keys would miss calls issued below
+autograd (the dispatch of DTensor, ``torch.inference_mode``). They would also displace the derivatives that torch has registered
+for functional collectives. Modes and tracers are above the key, so no compiler sees the kernels.
 
-A kernel in Python costs a call three times what a method does: its arguments are turned into Python's objects and back. So the
-kernels of ``c10d`` stand only as long as C++ may issue something: until training has gone through some steps without, and from
-the making of a DistributedDataParallel on, or the first call of another operator that issues some.
+A kernel in Python costs three times as much as a method, since arguments are converted to Python objects and back. So the
+``c10d`` kernels exist only while C++ may issue calls. They are installed at the start, when a DistributedDataParallel is made,
+and at the first call of another operator that issues some. They are removed after some training steps without such calls.
 
-A call that is on its way through the dispatcher when a kernel is taken away ends in an internal error of torch's, whoever made
-it: torch picks the key before it looks the kernel up. So kernels that calls do pass stay when nobody listens any more, and
-hand every call on; and those of ``c10d``, which the calls of other threads' methods pass, are taken away only while no thread
-is in such a call, and none begins one.
+Removing a kernel while a call passes the dispatcher causes an internal error of torch in that call: torch selects the key
+before it looks up the kernel. So kernels that calls do pass remain when the last listener has gone, and forward every call. The
+``c10d`` kernels, which calls of other threads' methods pass, are removed only while no thread is in such a call or begins one.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ KEY: Final = "BackendSelect"
 _BELOW: Final = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
 QUIET_STEPS: Final = 2
-"""Steps without a call from C++ after which none is expected."""
+"""Steps without a call from C++, after which none is expected."""
 
 MOST_SECONDS: Final = 1.0
-"""That anybody waits for kernels to be taken away, which takes a millisecond. In a forked child nobody would end the wait."""
+"""Longest wait for the removal of kernels, which takes a millisecond. In a forked child the removing thread is gone."""
 
 Function = Callable[..., Any]
 
 
 class CollectiveListener:
-    """Whoever wants to know of communication. Must not raise.
+    """Receives communication calls. Must not raise.
 
     Attributes:
-        hears_below: Whether it wants to know what C++ issues. Without such a listener calls of Python's pass no kernel of ours.
+        hears_below: Whether it wants calls from C++. Without such a listener, calls from Python pass no kernel of the monitor.
     """
 
     hears_below: ClassVar[bool] = True
@@ -59,7 +58,7 @@ class CollectiveListener:
         """An operator is about to be called.
 
         Returns:
-            Whether to tell of its result.
+            Whether to report the call's result.
         """
         return False
 
@@ -71,7 +70,7 @@ class CollectiveListener:
 
 
 class Interception(CallListener):
-    """What stands in the way of calls, and who is told by it."""
+    """Replaced methods and kernels that report calls to listeners."""
 
     def __init__(self) -> None:
         self._listeners: tuple[weakref.ref[CollectiveListener], ...] = ()
@@ -81,7 +80,7 @@ class Interception(CallListener):
         self._issued_below = False
         self._functional_called = False
         self._reducers = False
-        self._under_way: set[int] = set()  # threads in an operator, which may be made of others
+        self._under_way: set[int] = set()  # threads in an operator, which may call other operators
         self._taking_away = False
         self._removal = threading.RLock()
         self._steps: weakref.WeakKeyDictionary[CollectiveListener, int] = weakref.WeakKeyDictionary()
@@ -89,11 +88,11 @@ class Interception(CallListener):
 
     @property
     def installed(self) -> bool:
-        """Whether anything is in the way of calls, be it only to hand them on."""
+        """Whether any method or kernel is installed, even if it only forwards calls."""
         return bool(self._replaced or self._functional or self._below)
 
     def add(self, listener: CollectiveListener) -> None:
-        """Tell ``listener`` of every call from now on, as long as it lives."""
+        """Report every call to ``listener`` from now on, while it is alive."""
         self._listeners = (*self._listeners, weakref.ref(listener, self._forget))
         if listener.hears_below:
             self._steps[listener] = 0
@@ -101,19 +100,21 @@ class Interception(CallListener):
         self._install()
 
     def remove(self, listener: CollectiveListener) -> None:
-        """Tell it nothing more. Any number of times."""
+        """Stop reporting to ``listener``. Idempotent."""
         self._steps.pop(listener, None)
         for known in self._listeners:
             if known() is listener:
                 self._forget(known)
 
     def training_begins(self, listener: CollectiveListener) -> None:
-        """What C++ issues from now on is what it issues in training."""
+        """Training begins: count steps without calls from C++ from now on."""
         self._steps[listener] = 0
         self._issued_below = self._reducers
 
     def step_ends(self, listener: CollectiveListener) -> None:
-        """A step of the training that ``listener`` follows has ended. The kernels of ``c10d`` go when nobody needs them."""
+        """A step of the training that ``listener`` follows has ended. Removes the ``c10d`` kernels when they are no longer
+        needed.
+        """
         if not self._below or self._issued_below:
             return
         self._steps[listener] = self._steps.get(listener, 0) + 1
@@ -121,7 +122,7 @@ class Interception(CallListener):
             self._take_away(self._below)
 
     def call_begins(self, _patch: patches.CallPatch, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
-        """A DistributedDataParallel is made, which communicates as soon as it is."""
+        """A DistributedDataParallel is being made, which communicates at once."""
         self._reducers = self._issued_below = True
         if self._steps:
             self._watch_below()
@@ -138,7 +139,7 @@ class Interception(CallListener):
         if not self._issued_below:
             self._reducers = False
         for name, (original, ours) in self._replaced.items():
-            if vars(dist.ProcessGroup)[name] is ours:  # somebody may have patched it since
+            if vars(dist.ProcessGroup)[name] is ours:  # another library may have patched it since
                 setattr(dist.ProcessGroup, name, original)
         self._replaced.clear()
 
@@ -187,7 +188,7 @@ class Interception(CallListener):
         return kernel
 
     def _issuer(self, overload: Any) -> Function:
-        """Of an operator that calls others from C++, from its first call on."""
+        """A kernel of an operator that calls others from C++: installs the ``c10d`` kernels at its first call."""
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             self._functional_called = self._issued_below = True
@@ -220,7 +221,7 @@ class Interception(CallListener):
         return method
 
     def _enter(self) -> None:
-        """A call of this thread's is under way. Kernels that are just being taken away are gone when it goes on."""
+        """This thread begins a call. Waits for a removal of kernels in progress."""
         self._under_way.add(get_ident())
         if self._taking_away and self._removal.acquire(timeout=MOST_SECONDS):
             self._removal.release()
@@ -229,12 +230,12 @@ class Interception(CallListener):
         self._under_way.discard(get_ident())
 
     def _take_away(self, libraries: list[torch.library.Library]) -> None:
-        """Unless a call is under way, which may have picked a kernel of them already, or some are being taken away just now
-        (garbage may be collected meanwhile): then they stay, for now.
+        """Remove kernels, unless a call is under way, which may have selected one of them. Also skipped during another removal,
+        since garbage collection may call this.
         """
         if self._taking_away or not self._removal.acquire(timeout=MOST_SECONDS):
             return
-        self._taking_away = True  # before the look: a call that begins later waits
+        self._taking_away = True  # before the check: a call that begins later waits
         try:
             if not self._under_way:
                 _destroy(libraries)
@@ -243,7 +244,7 @@ class Interception(CallListener):
             self._removal.release()
 
     def _begin(self, operator: Operator, args: Sequence[Any]) -> Sequence[CollectiveListener]:
-        """Tells of the call, and returns who is to be told of its result."""
+        """Report the call; return the listeners that want its result."""
         listeners = self._listeners
         if len(listeners) == 1:
             only = listeners[0]()
@@ -267,7 +268,7 @@ class Interception(CallListener):
 
 
 def _implemented(kernels: Iterable[tuple[str, str, Function]]) -> list[torch.library.Library]:
-    """Put kernels of ours before those of the backends, for as long as the libraries that are returned are not destroyed."""
+    """Register kernels above those of the backends. They exist until the returned libraries are destroyed."""
     libraries: dict[str, torch.library.Library] = {}
     for namespace, name, kernel in kernels:
         if namespace not in libraries:
@@ -282,4 +283,4 @@ def _destroy(libraries: list[torch.library.Library]) -> None:
 
 
 INTERCEPTION: Final = Interception()
-"""Of this process, which has one dispatcher."""
+"""One for this process, which has one dispatcher."""

@@ -1,4 +1,4 @@
-"""The communication operators of torch: what people call them, and which arguments hold what."""
+"""Describes the communication operators of torch: names, positions of inputs and outputs, and process groups."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Rooted = Literal["inputs", "outputs", ""]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An operator of ``c10d``: the positions of its input and output, and which of them only the root has.
+    """An operator of ``c10d``: the positions of its input and output, and which of them exists on the root only.
 
     Attributes:
-        methods: Of ``ProcessGroup``, which call it and take tensors at the same positions after the group.
+        methods: Methods of ``ProcessGroup`` that call it, with tensors at the same positions after the group.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Operator:
     """A way to call an operator.
 
     Attributes:
-        name: What people call it.
-        inputs, outputs: Positions of the arguments that hold them; None where there are none, or where they are the result.
-        rooted: What only the root has.
+        name: Its name in the recording.
+        inputs, outputs: Argument positions; None if there are none, or if the result holds them.
+        rooted: What only the root has: inputs, outputs or nothing.
         group: Position of the process group, or of its name.
     """
 
@@ -83,18 +83,18 @@ class Operator:
     group: int
 
     functional: ClassVar[bool] = False
-    """Whether the result holds the outputs, which are there once ``wait_tensor`` has returned."""
+    """Whether the result holds the outputs, which are complete once ``wait_tensor`` has returned."""
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
-        """The tensors that go in; those of a list together are one input. None of a call that torch will refuse."""
+        """The input tensors. Empty for a call that torch will refuse."""
         return _tensors(args[self.inputs]) if self.inputs is not None and self.inputs < len(args) else []
 
     def given(self, args: Sequence[Any], _result: Any) -> list[Tensor]:
-        """The tensors that come out once it has completed."""
+        """The output tensors, filled once the call has completed."""
         return _tensors(args[self.outputs]) if self.outputs is not None and self.outputs < len(args) else []
 
     def root(self, args: Sequence[Any]) -> int:
-        """The root's rank in the group, of an operator that is ``rooted``."""
+        """The root's rank in the group, for an operator that is ``rooted``."""
         raise NotImplementedError
 
     def group_of(self, args: Sequence[Any]) -> Any:
@@ -104,10 +104,10 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Overload(Operator):
-    """One overload, as torch's dispatcher has it.
+    """One overload in torch's dispatcher.
 
     Attributes:
-        namespace: Where torch has it.
+        namespace: Its namespace in the dispatcher.
         schema_name: Its name there, with the overload's.
         overload: The operator itself.
         rooted_at: Position of the root's rank.
@@ -123,7 +123,7 @@ class Overload(Operator):
 
 
 class Functional(Overload):
-    """Its outputs are its result."""
+    """An operator whose result holds its outputs."""
 
     functional = True
 
@@ -132,7 +132,7 @@ class Functional(Overload):
 
 
 class BatchedSendsAndReceives(Functional):
-    """``batch_p2p_ops``: the tensors that are sent go in, those that are received come out."""
+    """``batch_p2p_ops``: sent tensors are inputs, received tensors are outputs."""
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
         return [tensor for kind, tensor in zip(args[0], args[3], strict=True) if kind == "isend"]
@@ -156,7 +156,7 @@ class Method(Operator):
         return int(getattr(rest, "rootRank", rest))
 
     def positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """Arguments at the positions where they are looked for, however they were passed."""
+        """Arguments by position, including those passed by keyword."""
         given = dict(kwargs)
         found = list(args)
         for names in (_FIRST, _SECOND)[len(args) - 1 : 1 + ((self.inputs or 1) != (self.outputs or 1))]:
@@ -167,12 +167,12 @@ class Method(Operator):
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputTensors", "outputTensor", "output_lists", "output")
 _FIRST: Final = ("tensors", "tensor", *_OUTPUTS)
 _SECOND: Final = ("input_tensors", "input_tensor", "inputTensors", "inputTensor", "input_list", "input")
-"""What ``ProcessGroup`` calls the arguments that hold tensors."""
+"""Names of the tensor arguments of ``ProcessGroup`` methods."""
 
 
 @cache
 def methods() -> tuple[Method, ...]:
-    """The methods of ``ProcessGroup`` that move tensors between ranks, as this version of torch has them."""
+    """The methods of ``ProcessGroup`` in this version of torch that move tensors between ranks."""
     return tuple(
         Method(known.name, _next(known.inputs), _next(known.outputs), known.rooted, 0, method)
         for known in _C10D.values()
@@ -187,7 +187,7 @@ def _next(position: int | None) -> int | None:
 
 @cache
 def operators() -> tuple[Overload, ...]:
-    """Every operator that moves tensors between ranks, as this version of torch has them."""
+    """Every operator in this version of torch that moves tensors between ranks."""
     import torch.distributed._functional_collectives  # registers the functional ones
 
     found = []
@@ -214,12 +214,12 @@ def issuers() -> tuple[tuple[str, str, Any], ...]:
 
 
 def wait_operator() -> Any:
-    """The operator that all functional ones are waited for with."""
+    """The operator that waits for functional collectives."""
     return torch.ops._c10d_functional.wait_tensor.default
 
 
 def _described(namespace: str, name: str, schema: Any) -> Overload | None:
-    """None for an operator of another version of torch, of which it is not known what goes in and what comes out."""
+    """None for an operator of another version of torch, whose inputs and outputs are unknown."""
     known = _C10D.get(name) if namespace == "c10d" else _functional(name)
     places = {argument.name: place for place, argument in enumerate(schema.arguments)}
     group = places.get("process_group", places.get("group_name"))
@@ -234,7 +234,9 @@ def _described(namespace: str, name: str, schema: Any) -> Overload | None:
 
 
 def _functional(name: str) -> _Known:
-    """Named like the function, with what tells an in-place or out variant apart at the end; the first argument goes in."""
+    """A functional operator: named like the function plus the suffix of an in-place or out variant. Its first argument is the
+    input.
+    """
     if name == _P2P_BATCH:
         return _Known("batch_isend_irecv", None, None, ())
     if name in ("isend", "irecv"):
@@ -253,26 +255,26 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for one in value for tensor in _tensors(one)]
 
 
-# --- Which ranks an operator runs on, and what they are called.
+# --- Process groups: their ranks and labels.
 
 
 class Groups:
-    """The process groups that were met."""
+    """The process groups of recorded calls."""
 
     def __init__(self) -> None:
         self._labels = Labels()
         self._known: dict[weakref.ref[dist.ProcessGroup], Group] = {}
 
     def learn(self, roles: Mapping[str, Sequence[int]]) -> None:
-        """Say what groups of ranks are called. The first of several roles of the same ranks stands."""
+        """Name groups of ranks by role. If several roles have the same ranks, the first one counts."""
         self._labels.learn(roles)
         self._known.clear()
 
     def of(self, given: Any) -> Group | None:
-        """What is known of a process group; None where torch knows none.
+        """The label and ranks of a process group; None if torch does not know it.
 
         Args:
-            given: Itself, its name, or what the dispatcher makes of it.
+            given: The group, its name, or the dispatcher's boxed object.
         """
         if not isinstance(given, dist.ProcessGroup):
             try:
@@ -290,7 +292,7 @@ class Groups:
     def _described(self, given: dist.ProcessGroup) -> Group | None:
         try:
             ranks = dist.get_process_group_ranks(given)
-        except KeyError:  # made without torch's knowledge: nobody knows which ranks it is of
+        except KeyError:  # made without torch's registry: its ranks are unknown
             return None
         return Group(self._labels.of(ranks, dist.get_world_size()), given.rank())
 

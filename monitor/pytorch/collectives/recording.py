@@ -1,4 +1,4 @@
-"""What a ``TrainerMon`` records of communication: listens to every call, and gives its tensors rows."""
+"""Records communication for ``TrainerMon``: listens to every call and reduces its tensors to rows."""
 
 from __future__ import annotations
 
@@ -28,36 +28,35 @@ from monitor.stats.table import Page
 from monitor.stats.torch.small_tensors import Staging
 from monitor.stats.torch.tensors import KEYS_ABOVE_US, end_of, function_modes, local_shard, unseen
 
-# --- Whether communication can be listened to at all.
+# --- Entry point.
 
 
 def communication(wanted: CcDistribution, failures: Failures) -> Communication | None:
-    """Listen from now on, if that is wanted and possible; a sentence says where it is not."""
+    """Listen from now on, if configured and possible. Logs why it is impossible."""
     if not wanted.enable:
         return None
     if not dist.is_available():
-        LOGGER.warning("cc_distribution: this torch has no torch.distributed, so there is no communication to record.")
+        LOGGER.warning("cc_distribution: this build of torch has no torch.distributed, so no communication is recorded.")
         return None
 
     return failures.guarded("installing the interception of communication", Communication)(wanted, failures)
 
 
-# --- Rows of calls of operators: a row for each tensor of each call of a step, combined when the step is written.
-#
-# Training calls small collectives by the thousand. So at the call a small tensor is copied and nothing else, and all
-# that were copied are reduced, and given their rows, together.
+# --- Rows of operator calls: one for each tensor of each call of a step, combined when the step is written. Training calls
+# small collectives by the thousand. So the call only copies a small tensor; all copies are reduced and given their rows
+# together.
 
 HOST: Final = torch.device("cpu")
 
 _Staged = tuple[Call, int, int, torch.Size]
-"""A tensor that was copied: its call, its number in it, its place among all that was written in the step, its shape."""
+"""A copied tensor: its call, its number in the call, its order among all writes of the step, its shape."""
 
 
 class OperatorCalls(CallRows, LateRows):
-    """Reads what calls have moved, on any thread.
+    """Reads the tensors of calls, on any thread.
 
     Attributes:
-        ending: Called at the last moment to read something in the step in progress. Must not raise.
+        ending: Called when the step ends, to read outputs in it. Must not raise.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -68,21 +67,21 @@ class OperatorCalls(CallRows, LateRows):
         recorder.late = self
 
     def read(self, call: Call, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:
-        """Reduce what a call has moved, a row a tensor.
+        """Reduce the tensors of a call, one row each.
 
         Args:
-            versions: Of the tensors, where another thread may already change them: no row is left if one of them has another
-                version by the end, or if the step in which the call was issued is over.
+            versions: Versions of the tensors, if another thread may already change them. No row is kept if a version has
+                changed by the end, or if the step of the call is over.
 
         Returns:
-            Whether all of them were read. Otherwise none has a row.
+            Whether all tensors were read. Otherwise none has a row.
         """
         lock = self._recorder.lock
         if not lock.acquire(timeout=LOCK_SECONDS):
             return False
         try:
             if len(tensors) == 1 and not versions and self._recorder.active and self._staging.add(tensors[0]):
-                call.begin(self._recorder.steps)  # the shortest way, which most calls take
+                call.begin(self._recorder.steps)  # the fast path of most calls
                 self._note(call, tensors[0])
                 return True
             return self._read(call, tensors, versions)
@@ -94,11 +93,11 @@ class OperatorCalls(CallRows, LateRows):
 
     @classmethod
     def of(cls, recorder: Recorder) -> OperatorCalls:
-        """Those of ``recorder``: whoever comes after others goes on with their rows."""
+        """The rows of ``recorder``. A later attachment continues with the rows of an earlier one."""
         return recorder.late if isinstance(recorder.late, cls) else cls(recorder)
 
     def let_go(self) -> None:
-        """Nobody reads anything more. What was measured stays."""
+        """Stop reading. Rows already measured stay."""
         self.ending = _nothing
 
     def enter(self) -> None:
@@ -120,7 +119,7 @@ class OperatorCalls(CallRows, LateRows):
         self._staged.clear()
 
     def _note(self, call: Call, x: Tensor) -> None:
-        """What was copied just now is the next tensor of ``call``."""
+        """Register the tensor just copied as the next one of ``call``."""
         table = self._recorder.table
         table.writes += 1
         self._staged.append((call, call.read, table.writes, x.shape))
@@ -167,16 +166,16 @@ class OperatorCalls(CallRows, LateRows):
 
 
 def _are_still(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
-    """Whether no tensor was changed since it had its version."""
+    """Whether all tensors still have these versions."""
     return not versions or all(x._version == was for x, was in zip(tensors, versions, strict=True) if was is not None)
 
 
 def _nothing() -> None:
-    """Nobody has anything to add."""
+    """No outputs to read."""
 
 
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
-"""Where in its storage a tensor lies: its type, size, stride and offset."""
+"""A tensor's dtype, size, stride and offset in its storage."""
 
 MAX_WAITED_FOR: Final = 4096
 """Results of functional collectives remembered until they are waited for. The oldest are forgotten, and have no row."""
@@ -184,7 +183,7 @@ MAX_WAITED_FOR: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """The result of a functional collective: another one may come to stand at its address."""
+    """The result of a functional collective. Another result may later have the same address."""
 
     call: Call
     storage: weakref.ref[torch.UntypedStorage]
@@ -192,7 +191,7 @@ class _Awaited:
 
 
 class Communication(capture.Communication, CollectiveListener):
-    """Listens from its making until ``close``."""
+    """Listens from construction until ``close``."""
 
     _calls: OperatorCalls | None
 
@@ -245,7 +244,7 @@ class Communication(capture.Communication, CollectiveListener):
             if function_modes():
                 with unseen():
                     self._follow(operator, args, result)
-            else:  # nearly always, and a thousand times a step
+            else:  # the usual case, a thousand times a step
                 self._follow(operator, args, result)
         except Exception as error:
             self._failures.report("following a communication operator", error)
@@ -264,7 +263,7 @@ class Communication(capture.Communication, CollectiveListener):
             return
         call, outputs = expected
         if type(operator) is Method:
-            # What has options says in them whether the function that called it waits for it.
+            # The options, if there are any, say whether the calling function waits for the call.
             waited_for = not getattr(args[-1], "asyncOp", True)
             self._completion.issued(args[0], result, call, outputs, waited_for=waited_for)
         elif operator.functional:
@@ -275,7 +274,7 @@ class Communication(capture.Communication, CollectiveListener):
 
     def _await_functional(self, call: Call, outputs: Sequence[Tensor]) -> None:
         for output in outputs:
-            # By its memory, as torch itself finds the work to wait for: the tensor that comes back may be another object.
+            # Keyed by memory, as torch itself finds the work to wait for: the tensor passed to wait may be another object.
             storage = output.untyped_storage()
             self._functional.pop(storage._cdata, None)
             layout = output.dtype, output.size(), output.stride(), output.storage_offset()
@@ -315,8 +314,8 @@ class Communication(capture.Communication, CollectiveListener):
 
 
 def _whole(part: Tensor, layout: Layout) -> Tensor | None:
-    """The output of which somebody has waited for ``part``, with which all of it is there; None if its memory was shrunk since:
-    torch would make it larger, and move it.
+    """The whole output, complete since a wait for ``part`` has returned. None if its memory was shrunk since: torch would
+    resize and move it.
     """
     dtype, size, stride, offset = layout
     if part.dtype == dtype and part.size() == size and part.stride() == stride and part.storage_offset() == offset:

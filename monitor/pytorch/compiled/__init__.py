@@ -1,1 +1,1 @@
-"""What hooks do in code that ``torch.compile`` has taken over: operators stand in it for them."""
+"""Hooks in code compiled by ``torch.compile``: operators replace them there."""

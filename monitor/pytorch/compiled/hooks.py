@@ -1,4 +1,4 @@
-"""Hooks of modules as a compiler traces them: in each stands what is constant, and one operator is all that it leaves."""
+"""Hooks of modules as a compiler traces them. Each holds constants only and leaves one operator in the graph."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from monitor.selection import TensorChoice
 
 
 class TracedHook:
-    """A hook that asks for nothing but to be called."""
+    """A hook without tensors: it only reports the call."""
 
     def __init__(self, observed: Observed, *, ends: bool = False) -> None:
-        self._observed = observed  # kept: compiled code has the handle alone
+        self._observed = observed  # kept alive: compiled code references only the handle
         self._handle = observed.handle
         self._ends = ends
 
@@ -73,20 +73,20 @@ def _wanted(seen: TensorChoice, followed: TensorChoice, leaves: Sequence[Leaf], 
 
 
 def _takes(choice: TensorChoice, leaf: Leaf, found: int) -> bool:
-    """Whether a leaf is wanted; all are where the choice counts on another number of tensors than the call has."""
+    """Whether a leaf is wanted. If the choice expects another number of tensors than the call has, all are."""
     return choice.wanted and (choice.index is None or choice.index == leaf.position or choice.length not in (None, found))
 
 
-# --- What was compiled before the monitor was attached has no hooks in it, and is not compiled anew because of them.
+# --- Code compiled before the monitor was attached has no hooks, and is not recompiled for them.
 
 ADVICE = (
-    "has been compiled before the monitor was attached: what compiled code computes has no rows. Attach before the first "
-    "forward, or call torch._dynamo.reset() afterwards, which has everything compiled anew."
+    "was compiled before the monitor was attached: tensors of compiled code have no rows. Attach before the first "
+    "forward, or call torch._dynamo.reset() afterwards to recompile everything."
 )
 
 
 def was_compiled(module: nn.Module) -> bool:
-    """Whether there is compiled code of the forward of a module of this class."""
+    """Whether compiled code exists for the forward of this module's class."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     written: Any = type(getattr(module, "_orig_mod", module))
     code = getattr(getattr(written, "forward", None), "__code__", None)  # a scripted module has none
@@ -96,11 +96,11 @@ def was_compiled(module: nn.Module) -> bool:
 
 
 class HookGuards:
-    """Has code that is compiled from now on looked at again when hooks are added to its modules.
+    """Has torch guard code compiled from now on against hooks added to its modules.
 
-    Torch's compiler takes it that none will be, and would run what it has compiled of an unmonitored model, or of this one
-    while nothing of it was watched, in the place of what has our hooks. The setting is torch's, for the whole process; it is
-    put back when nobody needs it any more.
+    By default torch's compiler assumes that no hooks are added. It would reuse code compiled without the monitor's hooks, for
+    an unmonitored model or before this one was monitored. The setting is torch's, for the whole process, and is restored when
+    no monitor needs it.
     """
 
     def __init__(self) -> None:
@@ -110,17 +110,17 @@ class HookGuards:
         self._early: set[type] = set()
 
     def meet(self, root: nn.Module) -> None:
-        """Note which classes of modules in a model were compiled before it was looked after: afterwards it does not matter."""
+        """Note which classes of modules in a model were compiled before the guards. Later compilations are guarded."""
         if root not in self._met:
             self._met.add(root)
             self._early |= {type(module) for module in root.modules() if was_compiled(module)}
 
     def came_late(self, module: nn.Module) -> bool:
-        """Whether there may be code of a module that does not look for hooks."""
+        """Whether a module may have compiled code without guards for hooks."""
         return type(module) in self._early and was_compiled(module)
 
     def hold(self, holder: object) -> None:
-        """Until it is released, or nobody has it any more."""
+        """Keep the guards on until ``holder`` is released or garbage-collected."""
         config: Any = torch._dynamo.config
         if not self._off:
             self._off, self._before = True, config.skip_nnmodule_hook_guards
@@ -129,7 +129,7 @@ class HookGuards:
         self._holders.add(holder)
 
     def release(self, holder: object) -> None:
-        """Any number of times."""
+        """Release ``holder``. Idempotent."""
         self._holders.discard(holder)
         self._put_back()
 
@@ -142,4 +142,4 @@ class HookGuards:
 
 
 HOOK_GUARDS: Final = HookGuards()
-"""One, as torch's setting is one."""
+"""One for the process, like torch's setting."""

@@ -1,12 +1,12 @@
-"""Operators that stand in compiled code where hooks stood in the program.
+"""Operators that replace the monitor's hooks in compiled code.
 
-A compiler runs a hook once, while it traces. What a hook of ours leaves behind is one operator for each thing that is to happen
-whenever the code runs: a call begins or ends, a tensor is there, its gradient is there. To the compiler they are black boxes
-with an effect, in an order that it keeps. Behind them is the Python that serves eager code.
+A compiler runs a hook once, while it traces. The hook leaves one operator in the graph for each event: a call begins or ends, a
+tensor or its gradient is available. To the compiler the operators are black boxes with side effects, whose order it keeps. They
+call the same Python code as eager hooks.
 
-Which hook is meant is told by a tensor that belongs to it, by its address: an input of the compiled code like a weight. A
-number would be a constant, and layers that share their code would be compiled one by one. Which call is meant is told by a
-tensor, too, made when the call begins and kept for its backward: forwards and backwards of several micro-batches interleave.
+An operator identifies its hook by the address of a tensor, the handle, which is an input of the compiled code like a weight. A
+number would be a constant, so layers could not share compiled code. Another tensor, the tag, identifies the call. It is made
+when the call begins and kept for its backward, since forwards and backwards of several micro-batches interleave.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ from monitor.pytorch.compiled.tracing import Named, OpenCall, OpenCalls, follow
 from monitor.recording.protocols import Removable
 from monitor.stats.torch.tensors import beneath
 
-# --- Which tensors of compiled code hold the same numbers, known while it is traced.
-#
-# When compiled code runs, one tensor is written over and over: neither the object nor its version tells what it holds.
-# So what a tensor is, is numbered in tracing, where each change makes a new version.
+# --- Which tensors of compiled code hold the same numbers. Running compiled code writes to one tensor over and over, so neither
+# the object nor its version identifies its numbers. Tracing numbers the values instead: there each change makes a new version.
 
 NO_VALUE: Final = -1
-"""Of what is not traced: nothing is known of it."""
+"""The value number of a tensor that is not traced."""
 
 _NUMBERS: Final = itertools.count()
 
 
 class _Values:
-    """By tensors of a trace, which are gone when it is."""
+    """Value numbers by tensor of a trace. They are freed with the trace."""
 
     def __init__(self) -> None:
         self._numbers = WeakIdKeyDictionary()
@@ -62,17 +60,19 @@ _VALUES: Final = _Values()
 
 
 def value_of(x: Tensor) -> int:
-    """A number that all tensors of a trace share which hold the same, and no others do; ``NO_VALUE`` outside of a trace."""
+    """The value number: equal for tensors of a trace that hold the same numbers, and only for these. ``NO_VALUE`` outside a
+    trace.
+    """
     return NO_VALUE if get_proxy_mode() is None else _VALUES.number(x)
 
 
 TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
-"""Whether this version of torch keeps operators that have an effect, in their order. Without, compiled code is not observed."""
+"""Whether this version of torch keeps operators with side effects in order. Otherwise compiled code is not observed."""
 
 FAILURES: Final = Failures()
-"""Of tracing, which is the process's: code is traced once for all monitors."""
+"""Failures while tracing. One for the process: code is traced once for all monitors."""
 
-ADVICE: Final = "Some of what this code computes has no rows."
+ADVICE: Final = "Some tensors of this code have no rows."
 
 HIDDEN: Final = (
     "A module in compiled code returns tensors in an object that is no tuple, list, dict or dataclass: the gradients of its "
@@ -84,20 +84,20 @@ FOLLOW: Final = 2
 
 
 class Observer(Protocol):
-    """What a hook comes to when the compiled code runs. Must not raise."""
+    """Receives the events of a hook when compiled code runs. Must not raise."""
 
     def begins(self, tag: Tensor) -> object | None:
-        """A call begins. What it returns stands for the call below; None if nothing of it is to be recorded.
+        """A call begins. Returns an object that identifies the call in the methods below; None if it is not recorded.
 
         Args:
-            tag: Kept for the call's backward, no dimensions. To be filled where code is captured.
+            tag: A scalar tensor, kept for the call's backward. Must be filled while code is captured.
         """
 
     def ends(self, tag: Tensor) -> object | None:
-        """The call that began last, and has not ended, ends. Returns what stands for it, likewise."""
+        """The latest open call ends. Returns an object that identifies the call, likewise."""
 
     def sees(self, x: Tensor, call: Any, tag: Tensor, slot: str, found: int, value: int) -> None:
-        """A tensor that goes in or comes out.
+        """An input or output tensor.
 
         Args:
             slot: ``input`` or ``output``, with the suffix of a leaf.
@@ -109,14 +109,14 @@ class Observer(Protocol):
         """The gradient of such a tensor."""
 
     def keep(self, handles: Sequence[Removable]) -> None:
-        """Until the step ends: hooks on what may be there after it."""
+        """Keep handles of hooks, until the step ends."""
 
 
 class Observed:
-    """One hook as compiled code knows it.
+    """A hook in compiled code.
 
     Attributes:
-        handle: The tensor that stands for it. Never read.
+        handle: The tensor whose address identifies the hook. Never read.
     """
 
     def __init__(self, observer: Observer, device: torch.device) -> None:
@@ -128,7 +128,7 @@ class Observed:
         _OBSERVED[self.handle.data_ptr()] = self
 
     def note(self, tag: Tensor, call: object | None) -> None:
-        """``tag`` stands for ``call`` from now on. An earlier tensor at its address has gone."""
+        """``tag`` identifies ``call`` from now on. An earlier tensor at its address was freed."""
         address = tag.data_ptr()
         self._earlier.pop(address, None)
         if call is None:
@@ -141,7 +141,7 @@ class Observed:
         return self._calls[address] if address in self._calls else self._earlier.get(address)
 
     def forget_step(self) -> None:
-        """Let go of the calls before the step that has ended: of its own a backward may still come, late."""
+        """Drop the calls of the step before the one that has ended, whose own backward may still come."""
         self._earlier, self._calls = self._calls, {}
 
 
@@ -152,7 +152,7 @@ _CHECKPOINT: Final = _HIGHER_ORDER + "wrap.py"
 _DDP_OPTIMIZER: Final = os.path.join(_TORCH, "_dynamo", "backends", "distributed.py")
 
 _OBSERVED: Final[weakref.WeakValueDictionary[int, Observed]] = weakref.WeakValueDictionary()
-"""By the addresses of handles."""
+"""Hooks by the addresses of their handles."""
 
 
 def _begins(handle: Tensor, ends: bool, recording: bool) -> Tensor:
@@ -177,7 +177,7 @@ def _sees_gradient(gradient: Tensor, handle: Tensor, tag: Tensor, slot: str, val
         observed.observer.sees_gradient(gradient, call, tag, slot, value)
 
 
-# What a compiler looks into while it traces: both come to the operators above.
+# A compiler traces these two; they emit the operators above.
 
 
 def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int) -> None:
@@ -187,7 +187,7 @@ def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wante
     try:
         tag = _traced(handle, False, inputs, slots, wanted, found)
         call = OpenCall.of(tag, [(x, slot, bool(each & FOLLOW)) for x, slot, each in zip(inputs, slots, wanted, strict=True)])
-    except Exception as error:  # nothing that fails here may fail the compiler
+    except Exception as error:  # a failure here must not reach the compiler
         FAILURES.report("observing compiled code", error, ADVICE)
     _OPEN.push(handle, call)
 
@@ -206,7 +206,7 @@ def _end(
             call = replace(call, targets={})
         handles = follow(call, tag, outputs, followed, partial(_reader, handle))
         observed = _OBSERVED.get(handle.data_ptr()) if type(handle) is Tensor else None
-        if observed is not None:  # this was no trace, and what was hooked is training's own
+        if observed is not None:  # this was no trace: the hooks are on training's own tensors
             observed.observer.keep(handles)
     except Exception as error:
         FAILURES.report("observing compiled code", error, ADVICE)
@@ -238,10 +238,10 @@ def _reader(handle: Tensor, tag: Tensor, slot: str) -> Callable[[Tensor], None]:
 
 
 def _is_within(handle: Tensor) -> bool:
-    """Whether the code is called for something other than to be run as it stands: to learn of shapes, under a transform of
-    ``torch.func``, whose tensors stand for others, or as a branch of ``cond``, a body of ``while_loop`` and the like, where
-    nothing with an effect may be. There are no rows of it. Nor of what DDP's optimizer has cut into pieces, unless it is
-    inductor's: the next piece is given the tokens that order what has an effect.
+    """Whether the code must not be observed and has no rows. This holds for shape inference, under a transform of
+    ``torch.func``, and in a branch of ``cond``, a body of ``while_loop`` and the like, where side effects are forbidden. It
+    also holds for pieces cut by DDP's optimizer unless the backend is inductor: the next piece would receive the tokens that
+    order side effects.
     """
     if isinstance(handle, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
@@ -257,7 +257,7 @@ def _is_within(handle: Tensor) -> bool:
 
 
 def _local(x: Tensor) -> Tensor | None:
-    """What there is to read of a tensor that is being traced: of a DTensor its shard, of other wrappers nothing."""
+    """The readable part of a traced tensor: the local shard of a DTensor; None for other wrappers."""
     if not is_traceable_wrapper_subclass(x):
         return x
     local = getattr(x, "_local_tensor", None)
@@ -266,7 +266,7 @@ def _local(x: Tensor) -> Tensor | None:
 
 @contextmanager
 def _saved() -> Iterator[None]:
-    """What is traced inside is no part of a checkpoint, and not repeated in backward."""
+    """Operators traced inside are excluded from checkpoints, so backward does not repeat them."""
     mode = get_proxy_mode()
     if mode is None:
         yield
@@ -280,7 +280,7 @@ def _saved() -> Iterator[None]:
 
 
 def _nothing(*_: Any) -> None:
-    """What an operator does to tensors without data."""
+    """An operator on tensors without data."""
 
 
 def _define() -> torch.library.Library:
@@ -302,17 +302,20 @@ def _define() -> torch.library.Library:
     library.impl("sees_gradient", _nothing, "Meta")
     for name, traced in (("begin", _begin), ("end", _end)):
         library.impl(name, traced, "CompositeImplicitAutograd")
-        library.impl(name, traced, "FuncTorchBatched")  # torch.vmap looks into nothing that it does not know
+        library.impl(name, traced, "FuncTorchBatched")  # torch.vmap does not decompose operators it does not know
         torch.fx.node.has_side_effect(getattr(torch.ops.monitor, name).default)
     return library
 
 
 LIBRARY: Final = _define()
-"""Kept alive for as long as the operators are to exist."""
+"""Keeps the operators registered."""
 
 begin: Final = torch.ops.monitor.begin.default
-"""``begin(inputs, handle, slots, wanted, found)``: a call begins with these inputs; of each ``SEE``, ``FOLLOW``, both or 0."""
+"""``begin(inputs, handle, slots, wanted, found)``: a call begins with these inputs. ``wanted``: ``SEE``, ``FOLLOW``, both or 0
+for each.
+"""
 
 end: Final = torch.ops.monitor.end.default
-"""``end(outputs, handle, slots, wanted, found, whole)``: the call that began last ends with these outputs; they are all tensors
-that it returns if it is ``whole``."""
+"""``end(outputs, handle, slots, wanted, found, whole)``: the latest open call ends with these outputs. If ``whole``, they are
+all tensors that it returns.
+"""

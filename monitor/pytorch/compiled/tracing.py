@@ -1,8 +1,8 @@
-"""Gradients of what goes into a module and comes out of it, followed while its call is traced.
+"""Follows gradients of a module's inputs and outputs while its call is traced.
 
-AOTAutograd traces forward and backward together, over a graph of autograd's own. So gradients are found there as in eager
-code: by hooks on results, and on the edges through which the call hands gradients back to its inputs (``input_gradients``).
-Nothing is put in the place of what a module is given, and no sum is grouped otherwise.
+AOTAutograd traces forward and backward together, over a graph of autograd. So gradients are found as in eager code: by hooks on
+results, and on the edges through which the call returns gradients of its inputs (``input_gradients``). A module's inputs are
+not replaced, and no sum is regrouped.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from monitor.recording.protocols import Removable
 GRAPH: Final[Graph] = input_gradients
 
 MOST_OPEN: Final = 64
-"""Calls of one module within each other. More have begun and raised."""
+"""Most nested calls of one module. Further open calls must have raised."""
 
 Named = tuple[Tensor, str]
-"""A tensor and the slot that it stands in."""
+"""A tensor and its slot."""
 Reader = Callable[[Tensor, str], Callable[[Tensor], None]]
-"""Makes what reads the gradient of a slot, given the tensor that stands for the call."""
+"""Makes a function that reads the gradient of a slot, given the tag of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class OpenCall:
     """A call that has begun.
 
     Attributes:
-        tag: The tensor that stands for it.
-        targets: Where the gradients of its inputs will go, and the slots of these.
-        start: What autograd had counted to.
+        tag: The tensor that identifies the call.
+        targets: Edges that the gradients of its inputs will flow to, and the slots of the inputs.
+        start: Autograd's sequence number when the call began.
     """
 
     tag: Tensor
@@ -52,19 +52,19 @@ class OpenCall:
 
     @classmethod
     def of(cls, tag: Tensor, inputs: Sequence[tuple[Tensor, str, bool]]) -> OpenCall:
-        """Of all inputs, each with its slot and whether its gradient is wanted."""
+        """From all inputs, each with its slot and whether its gradient is wanted."""
         targets = slots_of(GRAPH, inputs, "input_") if torch.is_grad_enabled() else {}
         return cls(tag, targets, sequence_nr())
 
 
 class OpenCalls:
-    """By the tensors that stand for modules, which in a trace are its own."""
+    """Open calls by handle. Each trace has its own tensors for the handles."""
 
     def __init__(self) -> None:
         self._open = WeakIdKeyDictionary()
 
     def push(self, handle: Tensor, call: OpenCall | None) -> None:
-        """None for a call of which nothing is known: it ends, too."""
+        """Push a call; None for an unknown one, since its end comes, too."""
         calls: list[OpenCall | None] = self._open.setdefault(handle, [])
         calls.append(call)
         del calls[:-MOST_OPEN]
@@ -77,15 +77,15 @@ class OpenCalls:
 def follow(
     call: OpenCall | None, tag: Tensor, results: Sequence[Tensor], outputs: Iterable[Named], read: Reader
 ) -> list[Removable]:
-    """Have the gradients of a call's inputs and outputs read.
+    """Hook the gradients of a call's inputs and outputs.
 
     Args:
-        tag: Stands for the call from its end on.
+        tag: Identifies the call from its end on.
         results: All tensors that it returns.
-        outputs: Those whose gradients are wanted.
+        outputs: Tensors whose gradients are wanted.
 
     Returns:
-        Handles of hooks on what may outlive the graph.
+        Handles of hooks on tensors that may outlive the graph.
     """
     if not torch.is_grad_enabled():
         return []
@@ -100,11 +100,11 @@ def follow(
     return handles
 
 
-# --- What the operators in compiled code come to, whatever is observed.
+# --- Observers that the operators in compiled code call.
 
 
 class Called:
-    """A hook that wants to be called and looks at nothing."""
+    """An observer that only calls a function at the begin and end of a call."""
 
     def __init__(self, call: Callable[..., None], module: nn.Module) -> None:
         self._call = call
@@ -124,7 +124,7 @@ class Called:
 
 
 class Guarded:
-    """An observer none of whose failures reaches the compiled code."""
+    """Wraps an observer so that its failures do not reach compiled code."""
 
     def __init__(self, observer: Any, failures: Failures, name: str) -> None:
         self.begins = failures.guarded("reading the inputs", observer.begins, ADVICE, of=name)
@@ -135,10 +135,10 @@ class Guarded:
 
 
 def device_of(*modules: nn.Module | None) -> torch.device:
-    """Where the first of these that has any tensors has them; the host where that is not known."""
+    """The device of the first module that has tensors; the host if none has."""
     for module in modules:
         if module is not None:
-            # Not by the module's own names: Megatron's wrapper calls something else ``buffers``.
+            # Not by attribute: Megatron's wrapper has another attribute ``buffers``.
             first = next(chain(nn.Module.parameters(module), nn.Module.buffers(module)), None)
             if first is not None:
                 return torch.device("cpu") if first.is_meta else first.device

@@ -1,8 +1,8 @@
-"""Calls of torch's functions and methods, as they happen.
+"""Intercepts calls of torch's functions and methods for the precision dump.
 
-A ``TorchFunctionMode`` sees every call from Python of what torch lets be overridden: nothing is wrapped, nothing left
-behind. What one function calls inside is not seen: it is how the function works. Functions of ``torch.distributed`` and those
-that users name cannot be overridden: they are patched while the dump runs.
+A ``TorchFunctionMode`` sees every call from Python of overridable functions, without wrapping them. Calls inside such a
+function are its implementation and are not recorded. Functions of ``torch.distributed`` and those that users name are not
+overridable: they are patched while the dump runs.
 """
 
 from __future__ import annotations
@@ -29,31 +29,28 @@ from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording import patches
 from monitor.recording.patches import CallListener
 
-# --- What a function of torch's was called with.
-#
-# Functions that torch writes in Python (``embedding``, ``dropout``, ``split``) hand a call on to a
-# ``TorchFunctionMode`` in words of their own: every argument, defaults too, and most by keyword. What the caller wrote
-# is read from where it still stands: the values in the function's frame, and which of them were given, and how, in the
-# instruction that calls it. Where the two do not agree to the letter (a ``functools.partial``, a decorator), the call
-# stays as it was handed on.
+# --- The arguments that the caller wrote. Functions that torch writes in Python (``embedding``, ``dropout``, ``split``) pass
+# all arguments to a ``TorchFunctionMode``, defaults too, most by keyword. The caller's form is recovered from two places: the
+# values from the function's frame, and which were passed, and how, from the calling instruction. If the two do not match (a
+# ``functools.partial``, a decorator), the call is recorded as it was passed.
 
 HANDS_ON: Final = handle_torch_function.__code__
 DISPATCHES: Final[CodeType] = torch.nn.functional.max_pool2d.__code__
-"""Of the function that chooses between one with indices and one without, both of which torch names otherwise."""
+"""Code of the function that dispatches to a variant with or without indices, which torch names differently."""
 
 MOST_CALLS: Final = 4096
-"""Places of calls that are remembered."""
+"""Call sites that are cached."""
 
 Function = Callable[..., Any]
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class CallShape(NamedTuple):
-    """How an instruction calls.
+    """The arguments of a call instruction.
 
     Attributes:
-        positional: How many arguments are given by position, the object of a method not counted.
-        keywords: The names of the rest.
+        positional: Number of positional arguments, without the object of a method.
+        keywords: Names of the keyword arguments.
     """
 
     positional: int
@@ -61,30 +58,30 @@ class CallShape(NamedTuple):
 
 
 def as_given(function: Function, is_method: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """The arguments as the caller gave them.
+    """The arguments as the caller wrote them.
 
-    To be called by what the mode has for ``__torch_function__``.
+    Must be called directly by the mode's ``__torch_function__``.
 
     Args:
-        is_method: Whether it is most often called as a method, of its first argument.
-        args: What was handed on, and ``kwargs``.
+        is_method: Whether it is usually called as a method of its first argument.
+        args: The positional arguments that the mode received, with ``kwargs``.
     """
     handing_on = sys._getframe(2)
     try:
         return _given(handing_on, function, is_method) or (args, kwargs)
-    except Exception:  # of an interpreter whose instructions are others
+    except Exception:  # another interpreter has other instructions
         return args, kwargs
 
 
 def _given(handing_on: FrameType, function: Function, is_method: bool) -> Arguments | None:
     if handing_on.f_code is not HANDS_ON or handing_on.f_back is None or handing_on.f_back.f_back is None:
-        return None  # written in C, which hands on what it was given
+        return None  # written in C: passes the arguments unchanged
     python, caller = handing_on.f_back, handing_on.f_back.f_back
     return _passed_through(caller, python, function) or _as_called(caller, python, function, is_method)
 
 
 def _passed_through(caller: FrameType, python: FrameType, function: Function) -> Arguments | None:
-    """Of a function that passes ``*args`` or ``**kwargs`` of its own through: those that it has."""
+    """The arguments of a function that forwards its own ``*args`` or ``**kwargs``."""
     names = _names(python.f_code)
     if names is None or _shape(caller.f_code, caller.f_lasti) is not None:
         return None
@@ -98,7 +95,7 @@ def _passed_through(caller: FrameType, python: FrameType, function: Function) ->
 
 
 def _rest_of(caller: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a function has as ``*args`` and ``**kwargs``, empty where it takes none."""
+    """A function's ``*args`` and ``**kwargs``, empty if it takes none."""
     code = caller.f_code
     takes_args, takes_kwargs = bool(code.co_flags & inspect.CO_VARARGS), bool(code.co_flags & inspect.CO_VARKEYWORDS)
     at = code.co_argcount + code.co_kwonlyargcount
@@ -108,7 +105,7 @@ def _rest_of(caller: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _as_called(caller: FrameType, python: FrameType, function: Function, is_method: bool) -> Arguments | None:
-    """Of a function that is called by name: what the instruction says of its arguments."""
+    """The arguments of a plain call, from the calling instruction."""
     names, shape = _names(python.f_code), _shape(caller.f_code, caller.f_lasti)
     if names is None or shape is None:
         return None
@@ -124,7 +121,7 @@ def _as_called(caller: FrameType, python: FrameType, function: Function, is_meth
 
 
 def _left_out(names: Sequence[str], python: FrameType, function: Function) -> bool:
-    """Whether arguments of a function that runs have their defaults, so that the caller may have left them out."""
+    """Whether arguments of a running function have their defaults, so the caller may have omitted them."""
     if getattr(function, "__code__", None) is not python.f_code:
         return False
     defaults, there = _defaults(function), python.f_locals
@@ -132,7 +129,7 @@ def _left_out(names: Sequence[str], python: FrameType, function: Function) -> bo
 
 
 def _defaults(function: Function) -> Mapping[str, Any]:
-    """By the name of the argument."""
+    """Default values by argument name."""
     values = getattr(function, "__defaults__", None) or ()
     code = function.__code__
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
@@ -141,7 +138,7 @@ def _defaults(function: Function) -> Mapping[str, Any]:
 
 @functools.lru_cache(MOST_CALLS)
 def _names(code: CodeType) -> tuple[str, ...] | None:
-    """The arguments of a function, those that can be given by position first; None where it takes any number."""
+    """Argument names of a function, positional ones first; None if it takes any number."""
     if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS) or code.co_cellvars:
         return None
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -149,7 +146,7 @@ def _names(code: CodeType) -> tuple[str, ...] | None:
 
 @functools.lru_cache(MOST_CALLS)
 def _shape(code: CodeType, at: int) -> CallShape | None:
-    """How the instruction at an offset calls; None where that does not stand in it (``*args``) or it is no call."""
+    """The arguments of the call instruction at an offset; None if it does not show them (``*args``) or is no call."""
     instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL", "EXTENDED_ARG")]
     place = bisect.bisect_right([one.offset for one in instructions], at) - 1
     call, before = instructions[place], instructions[place - 1]
@@ -166,13 +163,13 @@ DISTRIBUTED: Final = "Distributed"
 
 TENSOR: Final = "Tensor"
 OVERRIDABLE: Final = {"Functional": torch.nn.functional, "Torch": torch, TENSOR: Tensor}
-"""Where names of a prefix are looked up. A function that stands in several places has the first one's name."""
+"""Namespaces by prefix. A function in several namespaces gets the name in the first one."""
 
 PREFIXES: Final = (*OVERRIDABLE, DISTRIBUTED)
 
 
 class FunctionMode(TorchFunctionMode):
-    """Tells a listener of the functions it knows."""
+    """Reports calls of listed functions to a listener."""
 
     def __init__(self, names: Mapping[Function, tuple[str, str]], listener: ApiListener) -> None:
         super().__init__()
@@ -198,11 +195,10 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _is_no_part_of_the_program(function: Function) -> None:
-    """Compilers leave it alone, and what it calls.
+    """Have compilers skip ``function`` and everything that it calls.
 
-    What could not be compiled of a compiled function calls torch, and so this, while everything that is called is taken to be
-    part of the program: it would be compiled once more for each parameter of an optimizer. Where it is traced as a part of
-    what calls it nothing changes.
+    After a graph break, a compiled function calls torch eagerly and so this mode, and the compiler would compile it as part of
+    the program, once more for each parameter of an optimizer. Inside a trace nothing changes.
     """
     compiler: Any = torch._C._dynamo.eval_frame
     if hasattr(compiler, "set_code_exec_strategy"):
@@ -216,14 +212,14 @@ _is_no_part_of_the_program(FunctionMode.__torch_function__)
 
 
 class OpenCalls(threading.local):
-    """Calls that have not ended, None for one that nobody wants to know of: each thread has its own."""
+    """Calls of this thread that have not ended; None for a call that is not recorded."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
 
 class PatchedCalls(CallListener):
-    """Functions that nothing but a patch sees."""
+    """Functions that only a patch can intercept."""
 
     def __init__(self, listener: ApiListener) -> None:
         self._listener = listener
@@ -233,10 +229,10 @@ class PatchedCalls(CallListener):
         self._listening = False
 
     def add(self, module: Any, api: str, prefix: str, *, listed: bool = False) -> None:
-        """See calls of ``module.api`` under a prefix.
+        """Record calls of ``module.api`` under a prefix.
 
         Args:
-            listed: Whether the list of APIs has it; a prefix that a user names later goes before that of the list.
+            listed: Whether the list of APIs contains it. A prefix that a user names later takes precedence.
         """
         key = id(module), api
         known = self._patches.get(key)
@@ -248,7 +244,7 @@ class PatchedCalls(CallListener):
             patch.add(self)
 
     def discard(self, module: Any, api: str) -> None:
-        """What the user has named is seen no more, or under the prefix of the list again."""
+        """Undo the user's registration: the function is no longer recorded, or has the prefix of the list again."""
         key = id(module), api
         patch, _ = self._patches.pop(key, (None, ""))
         if patch is None:
@@ -286,7 +282,7 @@ class PatchedCalls(CallListener):
 
 
 class Interception:
-    """Everything that sees calls of APIs."""
+    """Intercepts calls of APIs, by function mode and patches."""
 
     def __init__(self, listener: ApiListener, api_list: str | None) -> None:
         listed = read_list(packaged_list(__file__) if api_list is None else api_list, PREFIXES)
@@ -314,17 +310,17 @@ class Interception:
 
     def remove(self) -> None:
         self._patched.remove()
-        self._mode.listener = None  # wherever it still stands
+        self._mode.listener = None  # it may still be on a stack
         if not _take_out(self._mode) and self._undo is not None:
-            said = "stop() was called in another thread than start(), where a TorchFunctionMode stays that records nothing"
-            self._listener.warn("stop in another thread", f"{said}: call both in the same thread.")
+            said = "stop() was called in another thread than start(). An inactive TorchFunctionMode stays in that thread"
+            self._listener.warn("stop in another thread", f"{said}, recording nothing. Call both in the same thread.")
         if self._undo is not None:
             self._undo()
             self._undo = None
 
 
 def _functions(listed: Mapping[str, Sequence[str]]) -> dict[Function, tuple[str, str]]:
-    """The functions that the list names, as far as this version of torch has them."""
+    """The listed functions that this version of torch has."""
     found: dict[Function, tuple[str, str]] = {}
     for prefix, place in OVERRIDABLE.items():
         for name in listed.get(prefix, ()):
@@ -335,8 +331,8 @@ def _functions(listed: Mapping[str, Sequence[str]]) -> dict[Function, tuple[str,
 
 
 def _put_below(mode: TorchFunctionMode) -> None:
-    """Below the modes that users have entered: leaving one takes the uppermost away, whichever it is. Only torch's default
-    device has to be lower.
+    """Push ``mode`` below the modes that users have entered, since leaving a mode pops the top of the stack. Only torch's
+    default device must be lower.
     """
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     above = [_pop_mode() for one in _get_current_function_mode_stack() if one is not default]
@@ -346,7 +342,7 @@ def _put_below(mode: TorchFunctionMode) -> None:
 
 
 def _take_out(mode: TorchFunctionMode) -> bool:
-    """Take a mode from wherever it stands: users may have entered others since, and not left them yet. Whether it was there."""
+    """Remove a mode from any position of the stack: users may have entered others since. Returns whether it was there."""
     stack = _get_current_function_mode_stack()
     if not any(one is mode for one in stack):
         return False
@@ -359,24 +355,24 @@ def _take_out(mode: TorchFunctionMode) -> bool:
 
 
 def _take_out_what_was_left() -> None:
-    """Modes of ours that record nothing any more: ``remove`` was called in another thread, which has a stack of its own."""
+    """Remove inactive modes of the monitor. They stay if ``remove`` was called in another thread, which has another stack."""
     for mode in _get_current_function_mode_stack():
         if isinstance(mode, FunctionMode) and mode.listener is None:
             _take_out(mode)
 
 
 def traced() -> bool:
-    """Whether ``torch.jit.trace`` writes down what is called: what reads a tensor would stand in the user's graph."""
+    """Whether ``torch.jit.trace`` is recording: reading a tensor would then become part of the user's graph."""
     return torch._C._get_tracing_state() is not None
 
 
 def _answer_as_without(mode: TorchFunctionMode) -> Function:
-    """Have modules that ask whether anybody overrides functions be answered as if ``mode`` did not.
+    """Hide ``mode`` from modules of torch that ask whether functions are overridden.
 
-    Attention and encoder layers take another way, with other bits, in evaluation if somebody does. They look the question up in
-    ``torch.overrides``; functions, which have to be told of the mode, have looked it up when they were made. Compilers look it
-    up, too, and know it by its identity for as long as the process lives: so it stays where it is, and a module of torch's
-    that runs is given another one as it looks.
+    In evaluation, attention and encoder layers take another path, with other bits, if functions are overridden. They look up
+    ``has_torch_function`` in ``torch.overrides`` at each call; functions, which must see the mode, looked it up at import.
+    Compilers identify the function by its identity for the whole process. So it stays in place, and only lookups by running
+    modules of torch get a replacement.
     """
     original = torch.overrides.has_torch_function
 

@@ -1,4 +1,4 @@
-"""What PyTorch brings to the precision dump: see ``monitor.dump.backend``."""
+"""PyTorch's implementation of ``monitor.dump.backend``: reads tensors, hooks modules, fixes randomness."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ from monitor.stats.torch.dispatch import reduce_into
 from monitor.stats.torch.host_kernel import HostKernel
 from monitor.stats.torch.tensors import beneath, has_memory, is_plain, local_shard, unseen
 
-# --- Tensors of torch as a dump keeps them.
-#
-# A tensor in host memory is reduced where it is caught, and copied if its elements are wanted. Of one on a device the
-# kernel's row and the elements are copied to pinned memory in the stream that computes, behind an event that the writer
-# waits for.
+# --- Tensors in a dump. A tensor in host memory is reduced at once, and copied if its elements are wanted. For a tensor on a
+# device, the kernel's row and the elements are copied to pinned memory in the computing stream, and the writer waits for an
+# event.
 
 _functorch: Final[Any] = torch._C._functorch
 
 EPS: Final = 0.0
-"""No element is counted as small."""
+"""No element counts as small."""
 
 _OF_NUMPY: Final = frozenset(
     ["bool", "float16", "float32", "float64", "complex64", "complex128"]
@@ -48,8 +46,8 @@ _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class Reader:
-    """Reads tensors, each whenever it is met: what writes past torch's count of versions (a collective, a kernel of somebody's
-    own) would go unseen if one was taken to be as it was.
+    """Reads tensors, without a cache by version: collectives and custom kernels write without changing torch's version
+    counter.
     """
 
     def __init__(self, *, checksums: bool) -> None:
@@ -61,7 +59,7 @@ class Reader:
             return Leaf(_described(x), None, None, None)
         with unseen():
             if file is None and not self._checksums and is_plain(x):
-                return Leaf(_described(x), _HostRow(self._kernel.reduce(x)), None, None)  # most of them, on the shortest way
+                return Leaf(_described(x), _HostRow(self._kernel.reduce(x)), None, None)  # the fast path of most tensors
         with beneath():
             local = local_shard(x)
             if local is None or local.is_meta or not has_memory(local):
@@ -79,8 +77,8 @@ class Reader:
 
 
 def _is_transformed(x: Tensor) -> bool:
-    """Whether ``torch.vmap`` or one of ``torch.func`` is at work: what is called then, ours too, is called of many tensors
-    at once, or differentiated.
+    """Whether a transform (``torch.vmap``, ``torch.func``) is active: it would also batch or differentiate the monitor's
+    calls.
     """
     return _functorch.peek_interpreter_stack() is not None or _functorch.is_functorch_wrapped_tensor(x)
 
@@ -90,7 +88,7 @@ def _described(x: Tensor) -> dict[str, Any]:
 
 
 class _HostRow:
-    """What the host's kernel has found."""
+    """The row of the host kernel."""
 
     __slots__ = ("_row",)
 
@@ -103,7 +101,7 @@ class _HostRow:
 
 
 class _Arriving:
-    """A tensor on its way from a device."""
+    """A pending copy from a device."""
 
     def __init__(self, x: Tensor) -> None:
         self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -116,7 +114,7 @@ class _Arriving:
 
 
 class _DeviceRow:
-    """What the device's kernel will have found. It was found when asked for first."""
+    """The row of the device kernel, copied asynchronously. The first access waits for it."""
 
     def __init__(self, page: Tensor) -> None:
         self._page = _Arriving(page)
@@ -127,7 +125,7 @@ class _DeviceRow:
 
 
 class _Copied:
-    """A copy in host memory, or on its way there."""
+    """A copy in host memory, possibly pending."""
 
     def __init__(self, x: Tensor) -> None:
         self.dtype = _lacking(x.dtype)
@@ -146,7 +144,7 @@ class _Copied:
 
 
 def _copied(local: Tensor) -> Copy | None:
-    """None for a layout that has no elements side by side, nested ones above all."""
+    """None for layouts without a dense form, such as nested tensors."""
     if local.layout is torch.jagged or local.is_nested:
         return None
     dense = local.dequantize() if local.is_quantized else local if local.layout is torch.strided else local.to_dense()
@@ -154,7 +152,7 @@ def _copied(local: Tensor) -> Copy | None:
 
 
 def _lacking(dtype: torch.dtype) -> str | None:
-    """The name of a type that numpy lacks."""
+    """The name of a dtype that numpy lacks; None for others."""
     name = str(dtype).removeprefix("torch.")
     return None if name in _OF_NUMPY else name
 
@@ -208,7 +206,7 @@ def modules_of(model: nn.Module, failures: Failures) -> Iterable[tuple[str, nn.M
         if takes_hooks(module):
             yield name, module
         else:
-            said = f"{name!r} is a {type(module).__name__}, compiled, and takes no hooks: it is not dumped."
+            said = f"{name!r} is a {type(module).__name__}, which is compiled and takes no hooks: it is not dumped."
             failures.warn(f"compiled module {name}", said)
 
 
@@ -223,7 +221,7 @@ def on_parameter(parameter: Tensor, take: Callable[[Tensor], None]) -> Removable
 
 
 def being_called() -> None:
-    """Hooks are called after forwards that raise, too."""
+    """Nothing to do: hooks are called after forwards that raise, too."""
 
 
 def backward_pass() -> int:
@@ -231,7 +229,7 @@ def backward_pass() -> int:
 
 
 def rank() -> int | None:
-    """The process group's word, before it is made the launcher's."""
+    """The rank in the process group, or before it exists the launcher's."""
     if initialized():
         return torch.distributed.get_rank()
     announced = os.environ.get("RANK", "")
@@ -239,25 +237,25 @@ def rank() -> int | None:
 
 
 def refuse(level: str) -> None:
-    """Every level can be recorded."""
+    """Refuses nothing: every level can be recorded."""
     del level
 
 
-# --- Randomness fixed, so that two runs can be compared.
+# --- Fixed randomness, so that two runs can be compared.
 
 Function = Callable[..., Any]
 
 
 def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> None:
-    """Seed every generator: of Python, numpy and torch on all devices.
+    """Seed all generators: of Python, numpy, and torch on all devices.
 
     Args:
-        mode: Whether to have torch use deterministic algorithms alone. Slower, and an error where there is none.
-        rm_dropout: Whether dropout drops nothing from now on: in modules that are made afterwards, whose ``p`` or ``dropout``
-            becomes 0, and in every call of a function of torch's.
+        mode: Whether torch may use deterministic algorithms only. This is slower, and operations without one raise.
+        rm_dropout: Whether to disable dropout from now on: in modules made afterwards, whose ``p`` or ``dropout`` becomes 0,
+            and in every call of a torch function.
 
     Raises:
-        ValueError: ``seed`` is no whole number from 0 to 2^32 - 1, which is as many as numpy takes.
+        ValueError: ``seed`` is no integer from 0 to 2^32 - 1, the range of numpy.
     """
     seed_python(seed)
     torch.manual_seed(seed)
@@ -271,7 +269,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
 
 
 FUNCTIONALS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-"""Of ``torch.nn.functional``, all with the arguments ``input``, ``p``, ``training`` and ``inplace``."""
+"""Functions of ``torch.nn.functional`` with the arguments ``input``, ``p``, ``training`` and ``inplace``."""
 
 BUILTINS: Final = (
     (torch.nn.functional, "scaled_dot_product_attention", 4, "dropout_p"),
@@ -279,14 +277,14 @@ BUILTINS: Final = (
     *((torch, name, 1, "p") for name in ("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_")),
     (torch, "native_dropout", 1, "p"),
 )
-"""Where they are, and which argument is the probability, by its place and its name."""
+"""Namespace, name, and the position and name of the probability argument."""
 
 ATTRIBUTES: Final[dict[type[nn.Module], str]] = {
     nn.modules.dropout._DropoutNd: "p",
     nn.MultiheadAttention: "dropout",
     nn.RNNBase: "dropout",
 }
-"""Modules that drop, and the attribute that holds the probability."""
+"""Modules with dropout, and the attribute that holds the probability."""
 
 
 def _let_nothing_drop() -> None:
@@ -305,12 +303,12 @@ def _replace(place: Any, name: str, without: Callable[[Function], Function]) -> 
     replacement = without(function)
     functools.update_wrapper(replacement, function, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
     replacement.drops_nothing = True  # type: ignore[attr-defined]
-    del replacement.__wrapped__  # type: ignore[attr-defined]  # compilers would look behind it
+    del replacement.__wrapped__  # type: ignore[attr-defined]  # compilers would unwrap it
     replace_everywhere("torch", name, function, replacement)
 
 
 def _make_without(kind: type[nn.Module], attribute: str) -> None:
-    """From now on modules of a class are made with a probability of 0, which is written into their attribute."""
+    """Have ``__init__`` of a class set the probability attribute to 0."""
     if getattr(kind.__init__, "drops_nothing", False):
         return
     original = kind.__init__
@@ -325,7 +323,7 @@ def _make_without(kind: type[nn.Module], attribute: str) -> None:
 
 
 def _functional_without(function: Function) -> Function:
-    """With the arguments as they are, since ``torch.jit.script`` compiles functions without ``*args`` only."""
+    """Keeps the original signature: ``torch.jit.script`` does not compile functions with ``*args``."""
     trains = bool(inspect.signature(function).parameters["training"].default)
 
     def without(input: Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001
@@ -335,7 +333,7 @@ def _functional_without(function: Function) -> Function:
     return without
 
 
-@functools.cache  # torch.jit knows functions by their ids, so one that is registered has to stay
+@functools.cache  # torch.jit keys functions by id, so a registered one must stay alive
 def _builtin_without(function: Function, position: int, keyword: str) -> Function:
     def without(*args: Any, **kwargs: Any) -> Any:
         if len(args) > position:
@@ -346,5 +344,5 @@ def _builtin_without(function: Function, position: int, keyword: str) -> Functio
 
     builtin = torch.jit._builtins._find_builtin(function)
     if builtin is not None:
-        torch.jit._builtins._register_builtin(without, builtin)  # so torch.jit.script finds the operator, as it was
+        torch.jit._builtins._register_builtin(without, builtin)  # so torch.jit.script finds the original operator
     return without

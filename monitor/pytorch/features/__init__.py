@@ -1,1 +1,1 @@
-"""Features of a higher order: entropies, spectral norms, similarities."""
+"""Features: entropies, spectral norms, similarities of rows."""

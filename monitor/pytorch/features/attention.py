@@ -1,4 +1,4 @@
-"""How the weights of an attention are spread, without ever holding them all."""
+"""Entropy and maximum of attention weights, computed block by block, so the whole matrix is never in memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from monitor.recording.features.reading import Spread
 from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18
-"""Attention weights that are formed at once: 1 MB in float32, which a core's cache holds."""
+"""Attention weights in a block: 1 MB in float32, which fits a core's cache."""
 
 KEYS: Final = 1024
 """Most keys of a block."""
 
 OUT_OF_SIGHT: Final = -1e4
-"""A score so far below the greatest has the weight 0, in float64 too; unlike -Inf it can be multiplied by 0."""
+"""A score this far below the maximum has weight 0, in float64 too. Unlike -Inf it can be multiplied by 0."""
 
 
 class Scores(NamedTuple):
-    """What the weights of an attention are made of: softmax(query @ key^T * scale + mask).
+    """The inputs of attention weights: softmax(query @ key^T * scale + mask).
 
     Attributes:
         query: Shape ``(batch, heads, queries, size)``.
         key: Shape ``(batch, key heads, keys, size)``: head i has key head ``i // (heads // key heads)``.
-        causal: Whether query i sees the keys up to i alone.
-        mask: False, or -Inf, where a query does not see a key; added to the scores if it is not boolean. Its shape broadcasts
-            to ``(batch, heads, queries, keys)``.
+        causal: Whether query i sees only the keys up to i.
+        mask: Boolean (False where a query does not see a key), or a float that is added to the scores. Its shape broadcasts to
+            ``(batch, heads, queries, keys)``.
     """
 
     query: Tensor
@@ -54,10 +54,10 @@ class Scores(NamedTuple):
 
 
 def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
-    """Entropy and greatest of the attention weights of a sample of heads and rows of the batch; 0 for all.
+    """Entropy and maximum of the attention weights for a sample of heads and rows of the batch; 0 for all.
 
-    The softmax is formed block by block, as online softmax does it, in float32 at least, and summed in float64: what is in
-    memory does not grow with the square of the sequence. NaN or Inf in a query or key of the sample makes both sums NaN.
+    Online softmax, block by block, in float32 at least, summed in float64: memory does not grow with the square of the
+    sequence. NaN or Inf in a query or key of the sample makes both sums NaN.
     """
     sample = scores.sampled(heads, rows)
     total = _Sums(sample.query.device)
@@ -85,8 +85,8 @@ class _Sums:
 
 
 class _Running:
-    """Of some queries, over the keys so far: the greatest score, Σ e^(score - greatest), and the same sum of it times the
-    difference in the exponent. Float64, shape ``(heads, queries)``.
+    """Running sums of some queries over the keys so far: the greatest score, Σ e^(score - greatest), and Σ (score - greatest)
+    e^(score - greatest). Float64, shape ``(heads, queries)``.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -115,7 +115,7 @@ class _Running:
 
 
 def _parts(sample: Scores) -> Iterator[_Part]:
-    """As many heads at a time as make a block, of one row of the batch after the other."""
+    """Blocks of heads, for one row of the batch after the other."""
     queries, keys = sample.query.shape[2], sample.key.shape[3]
     of_each = sample.key.shape[2]
     width = max(1, min(keys, KEYS))

@@ -1,4 +1,4 @@
-"""Matrices read in blocks of rows: their norms, and how alike their rows are."""
+"""Norms of matrices, similarity of their rows and entropy of routing, computed in blocks of rows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from monitor.recording.features.reading import Norms, Routing, Similarity
 from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18
-"""Elements that are converted at once on the host: a tensor of low precision has no copy of its size made."""
+"""Elements that are converted at once on the host, so a tensor of low precision is never copied as a whole."""
 
 BLOCK_ON_DEVICE: Final = 1 << 24
-"""The same on an accelerator, where calls cost more than what they compute."""
+"""The same on an accelerator, where the calls cost more than the computation."""
 
 LONGEST_ROW: Final = 1 << 13
 """Elements whose squares may be added one after the other in float32."""
 
 UNSCALED: Final = (1e-20, 1e25)
-"""Sums of squares of matrices of which no product overflows in float32, or vanishes beside the others."""
+"""Range of sums of squares for which no product overflows or underflows in float32."""
 
 
 FARTHEST: Final = {torch.float32: 100, torch.float64: 900}
-"""Powers of two that a vector may be scaled by: none of its elements vanishes."""
+"""Greatest power of two for scaling a vector without underflow of its elements."""
 
 
 def norms_of(matrix: Tensor) -> Norms:
@@ -36,12 +36,12 @@ def norms_of(matrix: Tensor) -> Norms:
     if matrix.numel() == 0:
         return Norms(0.0, 0.0, CERTAIN)
     if matrix.stride(0) < matrix.stride(1):
-        matrix = matrix.t()  # the norms are the same, and the elements of a row lie together
+        matrix = matrix.t()  # same norms, and the elements of a row are contiguous
     return _norms_read(matrix) if _may_read(matrix) else _norms_unread(matrix)
 
 
 def _may_read(matrix: Tensor) -> bool:
-    """Whether it costs nothing to read a number: on an accelerator that would wait for all that was asked of it before."""
+    """Whether reading a number is free. On an accelerator it would wait for all earlier work."""
     return matrix.is_cpu
 
 
@@ -59,7 +59,7 @@ def _norms_read(matrix: Tensor) -> Norms:
 
 
 def _lanczos(matrix: Tensor, dtype: torch.dtype, factor: float | None = None) -> Tridiagonal:
-    """Multiply until the spectral norm is certain, which can be read for nothing."""
+    """Multiply until the spectral norm is certain. Needs free reads."""
     columns = matrix.shape[1]
     found, vector = Tridiagonal(columns), _start(matrix, dtype)
     basis = torch.empty((min(MOST, columns), columns), dtype=dtype)
@@ -106,7 +106,7 @@ def _lanczos_unread(matrix: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_certain(projected: Tensor, beyond: Tensor, largest: Tensor, columns: int) -> Tensor:
-    """As ``Tridiagonal`` evaluates its polynomial, from a corner of ``Σ_j (T / s)^j``, whose terms are positive."""
+    """The bound of ``Tridiagonal``'s polynomial, from a corner of ``Σ_j (T / s)^j``, whose terms are positive."""
     allowed = largest * krylov.ALLOWED
     power = projected / torch.where(allowed > 0, allowed, 1.0)
     identity = torch.eye(len(power), dtype=power.dtype, device=power.device)
@@ -122,7 +122,7 @@ def _start(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times(matrix: Tensor, vector: Tensor, factor: Tensor | float | None) -> Tensor:
-    """``W^T W v`` for W times ``factor``; None is 1. That is a power of two: it rounds nothing."""
+    """``W^T W v`` for W times ``factor``, a power of two, which causes no rounding; None is 1."""
     result = torch.zeros_like(vector)
     scaled = vector if factor is None else vector * factor
     for block in _blocks(matrix, vector.dtype):
@@ -132,10 +132,10 @@ def _times(matrix: Tensor, vector: Tensor, factor: Tensor | float | None) -> Ten
 
 
 def _beyond(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take away from a vector what lies along the vectors of ``basis``, twice.
+    """Orthogonalise a vector against ``basis``, twice.
 
     Returns:
-        The part along the last of them, the length after the first time, what is left, and its length.
+        The component along the last basis vector, the length after the first pass, the remainder, and its length.
     """
     across = basis.t()
     along = torch.mv(basis, vector)
@@ -146,7 +146,9 @@ def _beyond(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _largest_eigenvector(projected: Tensor) -> Tensor:
-    """Of a small symmetric matrix without negative eigenvalues, by squaring it: that waits for no device."""
+    """The eigenvector of the largest eigenvalue of a small positive semidefinite matrix, by squaring: it waits for no
+    device.
+    """
     power = projected
     for _ in range(SQUARINGS):
         trace = power.diagonal().sum()
@@ -164,7 +166,7 @@ def _squares(block: Tensor) -> float:
 
 
 def _squares_in_float64(matrix: Tensor) -> Tensor:
-    """In float64, which takes longer on the host."""
+    """The sum of squares in float64, which is slower on the host."""
     return torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64).square() for block in _blocks(matrix)]).sum()
 
 
@@ -182,7 +184,7 @@ def _blocks(matrix: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor
 def similarity_of_rows(matrix: Tensor) -> Similarity:
     """The sum of the cosines of all pairs of rows, from Σ_ij cos_ij = |Σ_i row_i / |row_i||².
 
-    A row of zeros has no direction and counts as similar to none. Of NaN or Inf, the sum is NaN.
+    A row of zeros has no direction: its cosines count as 0. With NaN or Inf, the sum is NaN.
     """
     rows = matrix.shape[0]
     total = torch.zeros(matrix.shape[1], dtype=torch.float64, device=matrix.device)
@@ -196,17 +198,17 @@ def similarity_of_rows(matrix: Tensor) -> Similarity:
     return Similarity(rows * (rows - 1), total.square().sum() - directed)
 
 
-# --- How sure a router is of its experts.
+# --- Entropy of routing.
 
 
 """Numbers that are worked on at once."""
 
 DTYPES: Final = {"fp32": torch.float32, "fp64": torch.float64}
-"""As Megatron's configuration names them."""
+"""Names in Megatron's configuration."""
 
 
 def entropy_of(logits: Tensor) -> Routing:
-    """Of logits of any shape whose last dimension is the experts."""
+    """The entropy of routing from logits, whose last dimension is the experts."""
     flat = logits.flatten(0, -2)
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for block in flat.split(max(1, BLOCK // max(1, flat.shape[1]))):
@@ -215,7 +217,8 @@ def entropy_of(logits: Tensor) -> Routing:
 
 
 def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Routing:
-    """Of the logits ``tokens @ weight^T + bias``, formed in ``dtype`` as the router does, some tokens at a time.
+    """The entropy of routing from the logits ``tokens @ weight^T + bias``, computed in ``dtype`` like the router, in blocks of
+    tokens.
 
     Args:
         tokens: Last dimension the hidden size.
@@ -230,7 +233,7 @@ def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 
 
 def dtype_of_routing(module: torch.nn.Module, tokens: Tensor, weight: Tensor) -> torch.dtype:
-    """The precision in which a router forms its logits, as far as it says: its configuration, autocast, what it is given."""
+    """The precision of a router's logits, from its configuration, autocast, or the dtypes of its inputs."""
     said = DTYPES.get(str(getattr(getattr(module, "config", None), "moe_router_dtype", None)))
     if said is not None:
         return said
@@ -241,7 +244,7 @@ def dtype_of_routing(module: torch.nn.Module, tokens: Tensor, weight: Tensor) ->
 
 
 def _entropies(logits: Tensor) -> Tensor:
-    """An expert that a token cannot go to has a logit of -Inf and the share 0."""
+    """The entropy of each token. An expert with a logit of -Inf has the share 0."""
     shares = torch.softmax(logits.to(working_precision(logits.dtype)), -1)
     entropies: Tensor = torch.special.entr(shares).sum(-1)
     return entropies

@@ -1,4 +1,4 @@
-"""What PyTorch brings to features: see ``monitor.recording.features.reading``."""
+"""PyTorch's implementation of ``monitor.recording.features.reading``: finds queries, keys, weights and tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from monitor.recording.parameter_series import NamedParameter
 from monitor.series import Placement
 from monitor.stats.torch.tensors import beneath, local_shard, unseen
 
-# --- Where the numbers of a feature are: in what a module is called with, in what it calls, in its weight.
+# --- The tensors of a feature: among a module's arguments, among the calls in its forward, or its weight.
 
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 PRODUCTS: Final = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
@@ -40,10 +40,10 @@ _SDPA_ARGUMENTS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is
 
 
 def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -> Scores | None:
-    """Q and K where a module is called with them, as Megatron's core attention is; None if it is not.
+    """Q and K among the arguments of a module, as for Megatron's core attention; None if they are not there.
 
     Raises:
-        MisfitError: They are there, and cannot be read as such.
+        MisfitError: They are there, but cannot be read.
     """
     query, key = queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or query.dim() != 4 or key.dim() != 4:
@@ -53,10 +53,10 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
 
 
 def called_scores(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Scores | None:
-    """Q and K in a call of torch's that an attention is made of; None if it is none.
+    """Q and K in a call of a torch function that computes attention; None for other calls.
 
     Raises:
-        MisfitError: It is one, and cannot be read.
+        MisfitError: The call computes attention, but cannot be read.
     """
     if func is SDPA:
         return _of_sdpa({**dict(zip(_SDPA_ARGUMENTS, args, strict=False)), **kwargs})
@@ -67,9 +67,9 @@ def called_scores(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def matrix_of(module: nn.Module) -> Tensor | None:
-    """``weight`` or ``wg`` of a module, which may be a layer that has it.
+    """``weight`` or ``wg`` of a module. The attribute may also be a layer that holds the weight.
 
-    As it lies there: ZeRO gathers a parameter that is asked for by its name, and a parametrization computes it.
+    Read from the module's dictionaries: attribute access would gather the parameter under ZeRO, or compute a parametrization.
     """
     for name in MATRIX_NAMES:
         value = _lying(module, name)
@@ -81,7 +81,7 @@ def matrix_of(module: nn.Module) -> Tensor | None:
 
 
 def bias_of(module: nn.Module, experts: int) -> Tensor | None:
-    """What is added to logits, whole; None where there is none."""
+    """The whole bias of the logits; None if there is none."""
     bias = _lying(module, "bias")
     return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
 
@@ -95,10 +95,10 @@ def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def local_matrix(weight: Tensor | None) -> Tensor:
-    """The part of a weight that this rank has now, which may be all of it.
+    """The part of a weight that this rank has now, possibly all of it.
 
     Raises:
-        MisfitError: It is no matrix, or holds no numbers of its own.
+        MisfitError: It is no matrix, or its numbers are terms of a sum.
     """
     local = None if weight is None else local_shard(weight)
     if weight is None or local is None or local.is_meta or local.layout is not torch.strided or _is_partial(weight):
@@ -109,7 +109,7 @@ def local_matrix(weight: Tensor | None) -> Tensor:
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Tensor | None:
-    """What a router is to route: its first tensor of the hidden size."""
+    """The tokens that a router receives: its first tensor of the hidden size."""
     for value in (*args, first_named(kwargs, TOKENS, Tensor)):
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == hidden and value.is_floating_point():
             return whole_rows(value)
@@ -117,7 +117,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> 
 
 
 def whole_rows(x: Tensor) -> Tensor | None:
-    """The local part of a tensor, if no row of its last dimension is cut, or a term of a sum; None otherwise."""
+    """The local part of a tensor; None if its last dimension is sharded or its numbers are terms of a sum."""
     local = local_shard(x)
     if local is None or local.is_meta or local.layout is not torch.strided or _is_partial(x) or _cuts(x, x.dim() - 1):
         return None
@@ -148,7 +148,7 @@ def _checked(query: Tensor, key: Tensor, causal: bool, scale: float, mask: Tenso
 
 
 def _whole(x: Tensor, sequence: int) -> Tensor:
-    """The local part of Q or K, whose heads and rows of the batch may be cut over ranks, but nothing else."""
+    """The local part of Q or K. Only heads and rows of the batch may be sharded over ranks."""
     local = None if x.is_nested else local_shard(x)
     if local is None or local.is_meta or not local.numel() or _is_partial(x) or _cuts(x, sequence):
         raise MisfitError(NOT_WHOLE)
@@ -165,15 +165,15 @@ def _is_partial(x: Tensor) -> bool:
     return layout is not None and any(one.is_partial() for one in layout[1])
 
 
-# --- What a module hands to torch's functions while its forward runs.
+# --- The search for attention calls while a module's forward runs.
 
 
 class CallsWithin(TorchFunctionMode):
-    """Looks for the first call that an attention is made of, and hands every call on as it came.
+    """Finds the first torch call that computes attention. Forwards every call unchanged.
 
     Attributes:
         saw: Whether the search has ended.
-        reason: Why nothing was found, if nothing was.
+        reason: Why nothing was found.
     """
 
     def __init__(self, seen: Callable[[Scores], object], does_not_fit: Callable[[str], object]) -> None:
@@ -185,7 +185,7 @@ class CallsWithin(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # In code that is being compiled this is traced, and must come to nothing.
+        # In code that is being compiled this is traced, and must have no effect.
         if not torch.compiler.is_compiling() and not self.saw:
             with unseen():  # by the user's modes, which are below this one
                 self._look(func, args, kwargs or {})
@@ -194,31 +194,31 @@ class CallsWithin(TorchFunctionMode):
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             if self.reason != NO_SCORES and func is not SDPA:
-                return  # what follows the product of Q and K is one, too
+                return  # the product after that of Q and K looks alike
             scores = called_scores(func, args, kwargs)
             if scores is None:
                 return
             self.saw = True
             self._seen(scores)
         except MisfitError as misfit:
-            if func is not SDPA:  # it may be of something else, and what it is made of may still come
+            if func is not SDPA:  # this product may be another one, and the right one may follow
                 self.reason = str(misfit)
                 return
             self.saw = True
             self._does_not_fit(str(misfit))
         except Exception as error:  # this runs amid the module's own operations
             self.saw = True
-            self._does_not_fit(f"a call in it could not be looked at: {error!r}")
+            self._does_not_fit(f"the monitor failed to read a call in it: {error!r}")
 
     def enter(self) -> None:
-        """Look from now on, until ``leave``."""
+        """Search from now on, until ``leave``."""
         _push_mode(self)
 
     def leave(self) -> None:
-        """Look no longer, wherever this one stands among the modes of this thread by now.
+        """End the search and remove this mode, wherever it is on this thread's stack.
 
-        Another monitor's hooks come in the same order after a forward as before it, so that its mode is still on top; and a
-        forward that was interrupted may have left modes behind.
+        It may not be on top: another monitor's hooks run in the same order after a forward as before it, and an interrupted
+        forward may have left modes behind.
         """
         self.saw = True
         above: list[Any] = []
@@ -231,15 +231,15 @@ class CallsWithin(TorchFunctionMode):
             _push_mode(mode)
 
 
-# --- What other ranks hold of a weight, as the forward of its module finds it.
+# --- Placement of a weight during its module's forward.
 
 
 def weight_placement(framework: Framework, rank: int, parameter: NamedParameter, seen: Tensor) -> Placement:
-    """How it relates to what other ranks find: one that is cut between forwards may be gathered for it.
+    """The placement of a weight during forward. A weight that is sharded between forwards may be gathered there.
 
     Args:
-        parameter: As it is between forwards.
-        seen: As it is now: whole, or the part of this rank.
+        parameter: The weight between forwards.
+        seen: The weight now: whole, or the part of this rank.
     """
     said = placement_of(seen)
     if said is not None:
@@ -252,7 +252,7 @@ def weight_placement(framework: Framework, rank: int, parameter: NamedParameter,
         return Placement(replicas=alike, unclaimed=kept.unclaimed, differing=kept.differing)
     if not kept.shard.flat:
         return kept
-    # What is stepped is a run of elements; what is multiplied with, a part of the matrix.
+    # The optimizer steps a run of elements; the forward multiplies with a part of the matrix.
     part = framework.placement("grad_unreduced", parameter)
     return replace(part, partial=False, data_parallel=kept.data_parallel)
 
@@ -281,35 +281,35 @@ __all__ = [
 ]
 
 SWITCHING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules that compute otherwise, and to other bits, while a function mode looks on."""
+"""Modules that take another path, with other bits, while a function mode is active."""
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def is_floating_point(x: Any) -> bool:
-    """Whether it is a tensor, and of floating-point numbers."""
+    """Whether ``x`` is a floating-point tensor."""
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def embeds(module: nn.Module) -> bool:
-    """Whether the weight of a module is a table."""
+    """Whether the weight of a module is an embedding table."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether what a module returns is a product with its weight, and nothing else."""
+    """Whether a module returns the product with its weight, plus bias, and nothing else."""
     return isinstance(module, nn.Linear)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What FSDP and activation checkpointing have wrapped: that is where weights are whole."""
+    """The module inside wrappers of FSDP and activation checkpointing. Weights are whole there."""
     while (within := next((getattr(module, name) for name in _WRAPPED if name in module._modules), None)) is not None:
         module = within
     return module
 
 
 def searching(module: nn.Module) -> type[CallsWithin] | None:
-    """What makes a search for Q and K in a call of the module; None where it cannot be looked into."""
+    """The search for Q and K in a call of the module; None if the module is opaque."""
     closed = any(_is_compiled(one) or isinstance(one, SWITCHING) for one in module.modules())
     return None if closed else CallsWithin
 

@@ -1,4 +1,4 @@
-"""What all optimizers of DeepSpeed have in common. Without ZeRO and in full precision there is nothing else to know."""
+"""DeepSpeed: finding the engine, its steps and loss scale, and the adapter that its optimizers share."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.protocols import MAX_WRAPPERS, HookSet
 from monitor.series import Placement, Ranks, Shard, ranks_of
 
-# --- Which engine of DeepSpeed trains a model. Nothing of DeepSpeed is imported: what is in use has been.
+# --- The engine of DeepSpeed that trains a model. The monitor does not import DeepSpeed: if it is in use, it is imported
+# already.
 
 DEFINES_ENGINE: Final = "deepspeed.runtime.engine"
 
 
 def engine_class() -> Any:
-    """The class of all engines; None where DeepSpeed is not in use."""
+    """The base class of all engines; None if DeepSpeed is not in use."""
     return getattr(sys.modules.get(DEFINES_ENGINE), "DeepSpeedEngine", None)
 
 
 def engine_of(chunks: Sequence[nn.Module], optimizer: Any) -> Any:
-    """The engine that trains ``chunks``, which may be the engine or the module that was given to it.
+    """The engine that trains ``chunks``: the engine itself or the module that it wraps.
 
     Returns:
-        None where it is not DeepSpeed that trains them.
+        None if DeepSpeed does not train them.
 
     Raises:
-        ValueError: It is, and the engine cannot be found, or there are several.
+        ValueError: DeepSpeed trains them, but the engine cannot be found, or there are several.
     """
     of = engine_class()
     if of is None:
@@ -53,28 +54,28 @@ def engine_of(chunks: Sequence[nn.Module], optimizer: Any) -> Any:
         raise ValueError("model and optimizer belong to several engines of DeepSpeed: call set_monitor once for each engine.")
     if not found and (any(map(_is_deepspeeds, _wrappers(optimizer))) or _is_partitioned(chunks)):
         raise ValueError(
-            "The model is trained by DeepSpeed, and its engine cannot be found: call set_monitor after deepspeed.initialize, "
+            "DeepSpeed trains the model, but the monitor cannot find its engine: call set_monitor after deepspeed.initialize, "
             "and pass the engine that it returned as the model."
         )
     return next(iter(found.values()), None)
 
 
 def ranks_in(group: Any) -> Ranks:
-    """The ranks of a process group as DeepSpeed keeps it."""
+    """The ranks of one of DeepSpeed's process groups."""
     return ranks_of(group_ranks("a process group of DeepSpeed", group) or ())
 
 
 def _engines_behind(part: Any, of: type) -> Iterator[Any]:
     if isinstance(part, of):
         yield part
-    # An engine prepares each forward of its module by a hook, and the module does not know it otherwise.
+    # The module references its engine only through a forward pre-hook of the engine.
     for hook in part._forward_pre_hooks.values() if isinstance(part, nn.Module) else ():
         if getattr(hook, "__module__", None) == DEFINES_ENGINE:
             yield from (cell.cell_contents for cell in hook.__closure__ or () if isinstance(cell.cell_contents, of))
 
 
 def _wrappers(optimizer: Any) -> Iterator[Any]:
-    """What a user passed, and what it wraps, down to the torch optimizer."""
+    """The optimizer that the user passed and those that it wraps, without the torch optimizer."""
     for _ in range(MAX_WRAPPERS):
         if optimizer is None or isinstance(optimizer, Optimizer):
             return
@@ -87,16 +88,16 @@ def _is_deepspeeds(wrapper: Any) -> bool:
 
 
 def _is_partitioned(chunks: Sequence[nn.Module]) -> bool:
-    """Whether ZeRO has taken over parameters, and not been destroyed since."""
+    """Whether ZeRO manages parameters now."""
     parameters = (p for chunk in chunks for p in chunk.parameters())
     return any(hasattr(p, "ds_id") or getattr(p, "_hp_mapping", None) is not None for p in parameters)
 
 
-# --- By what the gradients of an engine of DeepSpeed are multiplied until its optimizer divides by it.
+# --- The loss scale of an engine: gradients are multiplied by it until the optimizer divides.
 
 
 def loss_scale_of(engine: Any) -> Tensor | None:
-    """The scale of the loss that gradients were computed from, one element; None where it was not scaled."""
+    """The scale of the loss, one element; None if the loss is not scaled."""
     scaler = grad_scaler_of(engine)
     if scaler is not None:
         scale: Tensor | None = scaler._scale
@@ -110,37 +111,35 @@ def is_scaled(engine: Any) -> bool:
 
 
 def grad_scaler_of(engine: Any) -> Any:
-    """The GradScaler that scales and skips for an engine: it has one where torch's autocast computes in float16."""
+    """The engine's GradScaler, which it has if torch's autocast computes in float16."""
     without_zero = getattr(engine, "torch_autocast_z0_gradscaler", None)
     return getattr(engine.optimizer, "torch_autocast_gradscaler", None) if without_zero is None else without_zero
 
 
 def _scales(engine: Any) -> bool:
-    # An engine that knows how to scale a loss leaves it to ZeRO's optimizers: without ZeRO, float16 is divided by a scale that
-    # nothing was multiplied by. Older engines had every optimizer of DeepSpeed's multiply the loss itself.
+    # An engine with a method ``scale`` scales the loss through ZeRO's optimizers only. Without ZeRO, float16 gradients are
+    # divided by a scale although the loss was not multiplied. In older versions every optimizer of DeepSpeed multiplies the
+    # loss itself.
     if hasattr(type(engine), "scale") and not hasattr(engine.optimizer, "scale_if_loss"):
         return False
     dynamic = bool(getattr(engine.optimizer, "dynamic_loss_scale", False))
     return dynamic or float(getattr(engine.optimizer, "loss_scale", 1.0)) != 1.0
 
 
-# --- Seeing what an engine of DeepSpeed is about to do, and that it has done it.
-#
-# Neither the engine nor its optimizers have hooks. They are no torch optimizers: they may step the one inside several
-# times or not at all, and have unscaled and clipped by then. So two methods of the engine's class are patched.
+# --- Patches of two methods of the engine's class. Neither the engine nor its optimizers have hooks. They are no torch
+# optimizers: they may step the torch optimizer inside several times or not at all, after unscaling and clipping.
 
 STEP_PATCH: Final = TorchCallPatch(engine_class(), "_take_model_step")
-"""Called once where a step ends, after aggregation and before unscaling and clipping, whatever the stage."""
+"""Called once at the end of a step, after reduction and before unscaling and clipping, in every stage."""
 
 REDUCE_PATCH: Final = TorchCallPatch(engine_class(), "allreduce_gradients")
-"""Called after every backward, before anything is aggregated."""
+"""Called after every backward, before any reduction."""
 
-# --- When an engine of DeepSpeed steps: once where it ends an accumulation, however often the torch optimizer inside is
-# called.
+# --- Steps of an engine: one at the end of each accumulation, however often it calls the torch optimizer.
 
 
 class EngineSteps(CallListener):
-    """Tells a listener of the steps of one engine.
+    """Reports the steps of one engine to a listener.
 
     Attributes:
         optimizers: The torch optimizer inside.
@@ -191,21 +190,21 @@ class EngineSteps(CallListener):
             self._listener.loss_scale(self._stepped, scale)
 
 
-# --- Which run of elements of a parameter this rank's torch optimizer steps, and where: ZeRO has it step long flat tensors.
+# --- The run of elements of a parameter that this rank's torch optimizer steps. Under ZeRO it steps long flat tensors.
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What the torch optimizer of this rank steps of one parameter.
+    """The part of a parameter that this rank's torch optimizer steps.
 
     Attributes:
-        stepped: The tensor that the optimizer knows.
-        start: Where in ``stepped``, flattened, the piece begins.
-        numel: Its elements, without what pads ``stepped``; 0 where other ranks step all of the parameter.
-        shape: Of the parameter.
-        shard: Where in the parameter the piece lies; None where it is all of it.
-        group: Which of the rank's flat tensors ``stepped`` is.
-        index: Which of the pieces of ``stepped`` this one is.
+        stepped: The tensor in the optimizer.
+        start: First element of the piece in the flattened ``stepped``.
+        numel: Its elements, without padding of ``stepped``; 0 if other ranks step all of the parameter.
+        shape: Shape of the parameter.
+        shard: The piece's position in the parameter; None if it is the whole.
+        group: Index of ``stepped`` among the rank's flat tensors.
+        index: Index of the piece in ``stepped``.
     """
 
     stepped: Tensor
@@ -217,25 +216,25 @@ class Piece:
     index: int = 0
 
     def weight(self) -> Tensor | None:
-        """None while its memory is elsewhere (swapped out, offloaded)."""
+        """The piece of the weight; None while its memory is swapped out or offloaded."""
         return self.of(self.stepped)
 
     def of(self, whole: Tensor | None) -> Tensor | None:
-        """The piece of a tensor that is laid out as ``stepped`` is; None of any other."""
+        """The piece of a tensor with the layout of ``stepped``; None for any other tensor."""
         if whole is None or whole.numel() != self.stepped.numel() or self.start + self.numel > whole.numel():
             return None
         whole = whole.detach()
         return whole if whole.shape == self.shape else self.shaped(whole.view(-1).narrow(0, self.start, self.numel))
 
     def shaped(self, elements: Tensor) -> Tensor | None:
-        """Elements of the parameter as they are recorded; None where there are none, or others than the piece's."""
+        """Elements of the piece in the recorded shape; None if there are none or their number differs."""
         if self.numel == 0 or elements.numel() != self.numel:
             return None
         return elements.reshape(self.shape if self.shard is None else -1)
 
 
 def flat_shard(ranks: Ranks, shape: tuple[int, ...], start: int, numel: int) -> Shard | None:
-    """The part of a parameter that begins at element ``start``; None where one rank has it whole, for nobody else does."""
+    """The part of a parameter that begins at element ``start``; None if this rank alone holds the whole parameter."""
     if len(ranks) <= 1 and numel == math.prod(shape):
         return None
     return Shard(ranks, shape, (start,) if numel else (), flat=True)
@@ -246,13 +245,14 @@ GROUPS: Final = {
     "tp": ("get_tensor_model_parallel_group", "get_slice_parallel_group"),
     "pp": ("get_pipeline_model_parallel_group", "get_pipe_parallel_group"),
 }
-"""What the objects that know the groups of a job (``mpu``) call them."""
+"""Names of the methods of ``mpu`` that return the groups of a job."""
 
 
 class DeepSpeed(Framework):
-    """Without ZeRO, in float32: gradients, weights and moments are where plain PyTorch has them, alike on all ranks.
+    """DeepSpeed without ZeRO, in float32: gradients, weights and moments are where plain PyTorch keeps them, replicated on all
+    ranks.
 
-    The engine divides the loss by the number of micro-batches: gradients are those of the mean over them.
+    The engine divides the loss by the number of micro-batches, so gradients are those of their mean.
     """
 
     name = "deepspeed"
@@ -281,11 +281,11 @@ class DeepSpeed(Framework):
         return Placement(unclaimed=alike if len(alike) > 1 else (), data_parallel=alike)
 
     def held(self, optimizer: Any) -> None:
-        """Whatever the engine trains, as it has repacked it."""
+        """None for all: the engine steps all of its parameters."""
         del optimizer
 
     def reduces(self, parameter: NamedParameter) -> bool | None:
-        """The engine does, before its step."""
+        """The engine reduces gradients before its step."""
         del parameter
         return True
 
@@ -294,9 +294,9 @@ class DeepSpeed(Framework):
 
 
 class Repacked(DeepSpeed):
-    """Those optimizers of DeepSpeed that have the torch optimizer step other tensors than the parameters.
+    """Optimizers of DeepSpeed whose torch optimizer steps other tensors than the parameters.
 
-    What is not trained stays where it was.
+    Parameters that are not trained stay in place.
     """
 
     def __init__(self, engine: Any, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
@@ -305,7 +305,7 @@ class Repacked(DeepSpeed):
         self._is_on_host = all(parameter.device.type == "cpu" for parameter in engine.module.parameters())
 
     def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
-        """What became of every parameter that is trained."""
+        """The piece of every trained parameter."""
         raise NotImplementedError
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
@@ -319,7 +319,7 @@ class Repacked(DeepSpeed):
         return None if piece is None else self._gradient(parameter.tensor, piece)
 
     def _gradient(self, parameter: Tensor, piece: Piece) -> Tensor | None:
-        """What this rank holds of the aggregated gradient, before it is unscaled and clipped."""
+        """The part of the reduced gradient that this rank holds, before unscaling and clipping."""
         raise NotImplementedError
 
     def weight(self, parameter: NamedParameter) -> Tensor | None:
@@ -336,15 +336,15 @@ class Repacked(DeepSpeed):
 
 
 def check_version(patch: CallPatch) -> None:
-    """See whether an engine can be listened to.
+    """Check that an engine can be observed.
 
     Raises:
-        ValueError: Its methods are not those that are known here.
+        ValueError: Its class lacks the methods to patch.
     """
     if not patch.fits:
         version = getattr(sys.modules.get("deepspeed"), "__version__", "unknown")
         raise ValueError(
-            f"DeepSpeed {version} steps in a way that is not known here: use a version that this one was tested with (0.19)."
+            f"The monitor cannot observe the steps of DeepSpeed {version}: use a version that it was tested with (0.19)."
         )
 
 
@@ -358,14 +358,14 @@ def _torch_optimizer(engine: Any, given: Any) -> Optimizer:
     found = innermost(engine.optimizer)
     if given is not None and innermost(given) not in (found, engine.basic_optimizer):
         raise ValueError(
-            "The optimizer is not the one that the engine of DeepSpeed steps: pass the engine, its `.optimizer`, or the "
+            "The engine of DeepSpeed does not step this optimizer: pass the engine, its `.optimizer`, or the "
             "optimizer that was given to deepspeed.initialize."
         )
     return found
 
 
 def _ranks_of_expert(parameter: Any) -> Ranks:
-    """The ranks that have the same expert; empty for what is no expert's."""
+    """The ranks that hold the same expert; empty if the parameter belongs to no expert."""
     if getattr(parameter, "allreduce", True) or not hasattr(parameter, "group_name"):
         return ()
     return ranks_in(sys.modules["deepspeed.utils.groups"]._get_expert_data_parallel_group(parameter.group_name))

@@ -1,4 +1,4 @@
-"""Which optimizer of DeepSpeed's an engine has."""
+"""DeepSpeed's ZeRO stages and reduced-precision optimizers, and the choice of the adapter for an engine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.protocols import HookSet, Removable
 from monitor.series import Placement, Shard
 
-# --- Without ZeRO, in reduced precision: every rank steps a copy of all weights in float32.
+# --- Without ZeRO, in reduced precision: every rank steps a float32 copy of all weights.
 
 
 class MasterCopies(Repacked):
-    """A copy of each parameter."""
+    """One float32 copy for each parameter."""
 
     def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
         for parameters, copies in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
@@ -50,7 +50,7 @@ class MasterCopies(Repacked):
 
 
 class FlatMasterCopies(MasterCopies):
-    """The copies of a parameter group, one after the other."""
+    """One flat float32 tensor for each parameter group."""
 
     def _layout(self) -> Iterator[tuple[Tensor, Piece]]:
         for parameters, flat in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups_flat, strict=True):
@@ -63,12 +63,12 @@ class FlatMasterCopies(MasterCopies):
 # --- ZeRO 1 and 2: each rank steps an equal part of the flattened weights, in float32.
 
 ON_THEIR_WAY: Final = "missing: when a step begins, gradients are still being copied to the optimizer on the host"
-ORTHOGONALISED: Final = "missing for the matrices that Muon steps: its updates have taken the place of their gradients by then"
+ORTHOGONALISED: Final = "missing for the matrices that Muon steps: its updates have replaced their gradients by then"
 
 
 class Zero12(Repacked):
-    """``grad_unreduced`` is what backward has left in ``grad``, in the dtype of the parameter; where ZeRO 1 accumulates in
-    another dtype, it is what has accumulated.
+    """ZeRO 1 and 2. ``grad_unreduced`` is ``grad`` after backward, in the dtype of the parameter. If ZeRO 1 accumulates in
+    another dtype, it is the accumulated sum.
     """
 
     def notes(self) -> Mapping[str, str]:
@@ -100,7 +100,7 @@ class Zero12(Repacked):
 
     @property
     def _copies_late(self) -> bool:
-        """Whether only the step itself waits until gradients have come from the device."""
+        """Whether gradients are still being copied from the device when the step begins."""
         return bool(self._wrapper.cpu_offload) and not self._is_on_host
 
     def _is_orthogonalised(self, parameter: Tensor) -> bool:
@@ -111,14 +111,14 @@ class Zero12(Repacked):
 def laid_out(
     wrapper: Any, groups: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], begins: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Tensor, Piece]]:
-    """The parameters of each group lie one after the other, cut into parts of equal length, one for each rank.
+    """The piece of each parameter. The parameters of a group are concatenated and split into equal parts, one for each rank.
 
-    What DeepSpeed leaves on a parameter of this (``_hp_mapping``) forgets that ``round_robin_gradients`` orders them anew.
+    DeepSpeed's own record on a parameter (``_hp_mapping``) ignores the reordering by ``round_robin_gradients``.
 
     Args:
-        groups: Of parameters, in the order in which they lie.
-        parts: Of the groups, this rank's.
-        begins: Where in its group each parameter begins.
+        groups: Parameters of each group, in memory order.
+        parts: This rank's part of each group.
+        begins: First element of each parameter in its group.
     """
     for group, (parameters, part) in enumerate(zip(groups, parts, strict=True)):
         process_group = wrapper.real_dp_process_group[group]
@@ -128,24 +128,24 @@ def laid_out(
             left, right = max(begin, first), min(begin + parameter.numel(), first + part.numel())
             start, numel, shape = left - first, max(0, right - left), tuple(parameter.shape)
             if numel > 0 and start > end:
-                index += 1  # gradients that lie in a gap are numbered, too
+                index += 1  # gradients in a gap are numbered, too
             yield parameter, Piece(part, start, numel, shape, flat_shard(ranks, shape, left - begin, numel), group, index)
             if numel > 0:
                 end, index = start + numel, index + 1
 
 
 def end_to_end(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Where each parameter begins in its group when nothing lies between them."""
+    """The first element of each parameter in its group, without gaps."""
     return [[0, *accumulate(p.numel() for p in parameters[:-1])] for parameters in groups]
 
 
-# --- ZeRO 1 in bfloat16 with gradients in float32: weights are cut up as ever, gradients are whole on every rank.
+# --- ZeRO 1 in bfloat16 with gradients in float32: weights are sharded, gradients are whole on every rank.
 
-IN_A_PIPELINE: Final = "missing: the engine of a pipeline adds up and aggregates gradients in one go"
+IN_A_PIPELINE: Final = "missing: the engine of a pipeline sums and reduces gradients in one operation"
 
 
 class Bf16Zero1(Repacked):
-    """``grad_unreduced`` is the local sum in float32: what backward leaves in ``grad`` is bfloat16 and one micro-batch's."""
+    """``grad_unreduced`` is the local sum in float32; ``grad`` after backward is bfloat16 and holds one micro-batch only."""
 
     def __init__(self, engine: Any, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(engine, chunks, optimizer, main_grad=main_grad)
@@ -178,10 +178,10 @@ class Bf16Zero1(Repacked):
 
 
 class _Sum:
-    """Where the gradients of one parameter add up, and are aggregated in place.
+    """The accumulation buffer of one parameter's gradient, which is reduced in place.
 
     Attributes:
-        gradient: Of the parameter's shape.
+        gradient: The buffer, in the parameter's shape.
     """
 
     def __init__(self, wrapper: Any, group: int, index: int, parameter: Tensor) -> None:
@@ -191,13 +191,13 @@ class _Sum:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a backward of this step has come to the parameter."""
+        """Whether a backward of this step has reached the parameter."""
         group, index = self._place
         return bool(self._wrapper.fp32_groups_has_gradients[group][index])
 
 
 class _LocalSums(CallListener):
-    """Tells of the sums after every backward, before they are aggregated."""
+    """Reports the sums after every backward, before reduction."""
 
     def __init__(
         self, engine: Any, wanted: Sequence[tuple[NamedParameter, _Sum]], gradients: LocalGradients, failures: Failures
@@ -222,11 +222,11 @@ class _LocalSums(CallListener):
                 self._gradients.arrived(parameter, local.gradient, complete=False)
 
 
-# --- ZeRO 3: every parameter is cut up by itself, and each rank keeps and steps an equal part of it.
+# --- ZeRO 3: each parameter is sharded separately, and each rank keeps and steps an equal part of it.
 
 
 class Zero3(Repacked):
-    """``grad_unreduced`` is what backward leaves in ``grad``, in the dtype of the parameter."""
+    """ZeRO 3. ``grad_unreduced`` is ``grad`` after backward, in the dtype of the parameter."""
 
     def notes(self) -> Mapping[str, str]:
         late = {"grad_reduced": ON_THEIR_WAY} if self._copies_late else {}
@@ -236,7 +236,7 @@ class Zero3(Repacked):
         found = super().placement(kind, parameter)
         if kind not in SAME_AFTER_REDUCTION or found.shard is not None or not hasattr(parameter.tensor, "ds_id"):
             return found
-        shard, _ = _part_of(parameter.tensor)  # of one that is not trained
+        shard, _ = _part_of(parameter.tensor)  # a parameter that is not trained
         return found if shard is None else Placement(shard=shard)
 
     def catch_unreduced(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> Removable:
@@ -250,7 +250,9 @@ class Zero3(Repacked):
         return super().weight(parameter) if id(tensor) in self._pieces or not hasattr(tensor, "ds_id") else _kept_of(tensor)
 
     def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
-        """Groups of the torch optimizer are empty between steps: ZeRO lends them one flat tensor after the other."""
+        """With its hyperparameters: groups of the torch optimizer are empty between steps. ZeRO fills them with one flat tensor
+        at a time.
+        """
         piece = self._pieces.get(id(parameter.tensor))
         if piece is None:
             return None
@@ -274,13 +276,13 @@ class Zero3(Repacked):
 
     @property
     def _copies_late(self) -> bool:
-        """Whether nobody has waited until gradients have come from the device. After each backward, ZeRO does."""
+        """Whether gradients may still be on their way from the device. ZeRO waits only after a backward that it manages."""
         managed = getattr(self._engine, "managed_gradient_accumulation", None)
         return bool(self._wrapper.offload_optimizer) and managed is not None and not managed() and not self._is_on_host
 
 
 def _part_of(parameter: Any) -> tuple[Shard | None, int]:
-    """Which part of a parameter this rank keeps, and how many of its elements are not there to pad it."""
+    """The part of a parameter that this rank keeps, and its number of elements without padding."""
     group, each = parameter.ds_process_group, parameter.partition_numel()
     start = min(get_rank(group) * each, parameter.ds_numel)
     numel = min(each, parameter.ds_numel - start)
@@ -288,7 +290,7 @@ def _part_of(parameter: Any) -> tuple[Shard | None, int]:
 
 
 def _kept_of(parameter: Any) -> Tensor | None:
-    """The part that this rank keeps of a parameter that is not trained; None while it is elsewhere, or if it is quantized."""
+    """This rank's part of a parameter that is not trained; None while it is offloaded, or if it is quantized."""
     kept, (shard, numel) = parameter.ds_tensor, _part_of(parameter)
     if numel == 0 or kept.numel() < numel or hasattr(kept, "ds_quant_scale"):
         return None
@@ -297,7 +299,7 @@ def _kept_of(parameter: Any) -> Tensor | None:
 
 
 class _BeforeZero:
-    """Hooks that read a gradient ahead of ZeRO's own, which moves it to where it is aggregated, on another stream."""
+    """Hooks that read a gradient before ZeRO's hook, which moves it to a reduction buffer on another stream."""
 
     def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
         self._gradients = gradients
@@ -309,7 +311,7 @@ class _BeforeZero:
         self._hooks.remove()
 
     def _hook(self, parameter: NamedParameter, failures: Failures) -> Removable:
-        # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
+        # Python's garbage collector does not traverse these hooks: a strong reference would leak the model.
         tell, known = weakref.WeakMethod(self._tell), weakref.ref(parameter)
 
         def read(tensor: Tensor) -> None:
@@ -332,14 +334,14 @@ KNOWN: Final[dict[str, type[DeepSpeed]]] = {
     "DeepSpeedZeroOptimizer": Zero12,
     "DeepSpeedZeroOptimizer_Stage3": Zero3,
 }
-"""By the name of the class, which is known without its being imported."""
+"""By class name, so that no import is needed."""
 
 
 def deepspeed_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> DeepSpeed | None:
-    """Where the engine that trains ``chunks`` keeps things; None where none does.
+    """The adapter for the engine that trains ``chunks``; None if no engine does.
 
     Raises:
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is no optimizer.
         ValueError: The engine cannot be found or observed, or the optimizer is not its own.
     """
     engine = engine_of(chunks, optimizer)
@@ -357,7 +359,7 @@ def _framework_for(optimizer: Any) -> type[DeepSpeed]:
     name = type(optimizer).__name__
     if name not in KNOWN:
         raise ValueError(
-            f"The engine of DeepSpeed has a {name}, and where it keeps gradients, weights and moments is not known: use ZeRO 0 "
-            "to 3 with an optimizer, and without ZenFlow."
+            f"The engine of DeepSpeed has a {name}, and the monitor does not know where it keeps gradients, weights and "
+            "moments: use ZeRO 0 to 3 with an optimizer, and without ZenFlow."
         )
     return KNOWN[name]

@@ -1,4 +1,4 @@
-"""What a DTensor says of itself: its mesh, which ranks hold the same part, and which part that is."""
+"""Placement of DTensors: the mesh, the ranks that hold the same part, and the part's position."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def layout_of(tensor: Any) -> tuple[Any, Any] | None:
 
 
 def placement_of(tensor: Tensor) -> Placement | None:
-    """How the local part of a DTensor relates to the parts of other ranks; None for any other tensor.
+    """The placement of the local part of a DTensor; None for any other tensor.
 
-    Between forwards DistributedDataParallel has the local parts of DTensors in their place, and notes what they are parts of.
+    Between forwards DistributedDataParallel replaces DTensors by their local parts, and notes their layout there.
     """
     spec = getattr(tensor, "_st_info", None)
     if spec is not None:
@@ -38,13 +38,13 @@ def placement_of(tensor: Tensor) -> Placement | None:
 
 
 def part_like(whole: Tensor, part: Tensor) -> Tensor | None:
-    """What this rank holds of ``whole``, as far as ``part`` is of the same elements; None where that cannot be told.
+    """The elements of ``whole`` on this rank that correspond to ``part``; None if unknown.
 
-    The gradient of a parameter that is cut may be whole on every rank, and is then cut when the optimizer steps.
+    The gradient of a sharded parameter may be replicated, and is then sharded when the optimizer steps.
 
     Args:
-        whole: A tensor of any kind, of the shape of ``part``.
-        part: A tensor of any kind. Without a layout of its own it is of what this rank holds of ``whole``.
+        whole: Any tensor, of the global shape of ``part``.
+        part: Any tensor. Without a layout it corresponds to the local part of ``whole``.
     """
     held, other = local_shard(whole), local_shard(part)
     if held is None or other is None:
@@ -61,19 +61,19 @@ def part_like(whole: Tensor, part: Tensor) -> Tensor | None:
 
 
 def activation_placement(tensor: Tensor) -> Placement:
-    """The same for an activation or its gradient, which every rank writes, replica or not: that it has computed it, too, may be
-    what people look for.
+    """The placement of an activation or its gradient. Every rank writes it, replica or not: users may want to compare the
+    ranks.
     """
     found = placement_of(tensor)
     return LOCAL if found is None else replace(found, replicas=(), unclaimed=found.replicas, differing=())
 
 
 def placed(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], apart: Collection[int] = ()) -> Placement:
-    """How the local part of a tensor relates to the parts of other ranks.
+    """The placement of the local part of a tensor.
 
     Args:
-        shape: Of the whole tensor.
-        apart: Dimensions of the mesh in which each rank has numbers of its own, whatever its placements say.
+        shape: Shape of the whole tensor.
+        apart: Mesh dimensions along which each rank has numbers of its own, whatever the placements say.
     """
     places = [place for place in range(len(placements)) if place not in apart]
     replicas = ranks_along(mesh, [place for place in places if placements[place].is_replicate()])
@@ -106,12 +106,12 @@ def mesh_ranks(tensor: Any) -> Ranks:
 
 
 def is_cut(placement: Any) -> bool:
-    """Whether it splits a tensor."""
+    """Whether a placement shards a tensor."""
     return not (placement.is_replicate() or placement.is_partial())
 
 
 def ranks_along(mesh: Any, places: Sequence[int]) -> Ranks:
-    """The ranks that differ from this one in these dimensions of the mesh only."""
+    """The ranks of the mesh along these dimensions, through this rank."""
     here = mesh.get_coordinate()
     if here is None:
         return ()
@@ -120,10 +120,10 @@ def ranks_along(mesh: Any, places: Sequence[int]) -> Ranks:
 
 
 def _offset(mesh: Any, cuts: Mapping[int, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the local part begins; empty where it does not lie in one piece, or has no element.
+    """The offset of the local part; empty if the part is not contiguous or has no element.
 
     Args:
-        cuts: Dimensions of the mesh, in order, and how the tensor is cut over each.
+        cuts: The shard placement of each mesh dimension, in order.
     """
     here, sizes = mesh.get_coordinate(), mesh.shape
     held = {cut.dim: np.arange(shape[cut.dim]) for cut in cuts.values()}
@@ -135,31 +135,29 @@ def _offset(mesh: Any, cuts: Mapping[int, Any], shape: tuple[int, ...]) -> tuple
 
 
 def _part(indices: Indices, ranks: int, rank: int, runs: int) -> Indices:
-    """The indices that one of ``ranks`` holds. A strided shard is one of each of ``runs`` runs: what is cut over this dimension
-    of the mesh is what a later one has cut before.
+    """The indices that one of ``ranks`` holds. A strided shard takes one chunk of each of ``runs`` runs: a later mesh dimension
+    has split the tensor before.
     """
     return np.concatenate([_chunk(run, ranks, rank) for run in (_chunk(indices, runs, place) for place in range(runs))])
 
 
 def _chunk(indices: Indices, chunks: int, chunk: int) -> Indices:
-    """As ``torch.chunk`` cuts: all but the last of the same length, and those behind it empty."""
+    """One chunk as ``torch.chunk`` splits: all of the same length, but for a shorter last one and empty ones after it."""
     length = -(-len(indices) // chunks)
     return indices[chunk * length : (chunk + 1) * length]
 
 
-# --- What the meshes of a model's DTensors suggest of parameters that are laid out over fewer ranks, or are plain tensors.
-#
-# ``parallelize_module`` leaves a module that its plan does not name as it was: every tensor-parallel rank has it whole,
-# and no tensor says so. That the ranks hold replicas is an assumption. They may as well hold experts of their own, or
-# their gradients be terms of a sum (sequence parallelism by hand). So the placement is marked, and a merge holds the
-# ranks' numbers together.
+# --- Assumed replicas: parameters that are laid out over fewer ranks than the model's meshes, or are plain tensors.
+# ``parallelize_module`` skips modules that its plan does not name: every tensor-parallel rank has them whole, as plain tensors.
+# That these are replicas is an assumption. The ranks may hold different experts, or their gradients may be terms of a sum
+# (sequence parallelism by hand). So the placement is marked as assumed, and a merge compares the ranks' numbers.
 
 Layout = tuple[Any, Sequence[Any]]
 """A mesh and placements."""
 
 
 def layouts_of(tensors: Iterable[Tensor]) -> list[Layout]:
-    """Of DTensors, each once; also of those that DistributedDataParallel has local parts of in their place."""
+    """The distinct layouts of DTensors, also of those that DistributedDataParallel replaced by local parts."""
     found: dict[Layout, None] = {}
     for tensor in tensors:
         spec = getattr(tensor, "_st_info", None)
@@ -174,7 +172,7 @@ class Meshes:
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self._rank = -1
-        self._cut: dict[Ranks, bool] = {}  # by group, whether a parameter is cut over it
+        self._cut: dict[Ranks, bool] = {}  # by group: whether a parameter is sharded over it
         for mesh, placements in layouts:
             if mesh.get_coordinate() is not None:
                 self._rank = mesh.get_rank()
@@ -183,10 +181,9 @@ class Meshes:
                     self._cut[ranks] = self._cut.get(ranks, False) or is_cut(placement)
 
     def assumed(self, kind: str, placed: Placement, apart: Collection[int]) -> Placement:
-        """``placed``, with the replicas over those groups that it says nothing of.
+        """``placed``, with assumed replicas over those groups that it does not mention.
 
-        Local gradients differ over ranks that are given other data. Over ranks that parameters are cut among they are given the
-        same.
+        Local gradients differ between ranks with different data. Ranks that shard a parameter are assumed to get the same data.
 
         Args:
             apart: Ranks known to hold other numbers.

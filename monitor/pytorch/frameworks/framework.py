@@ -1,6 +1,7 @@
-"""Where gradients, weights and moments of a parameter are, and what other ranks hold of them: plain PyTorch's answers.
+"""The interface of a framework: where gradients, weights and moments of a parameter are, and their placement over ranks. The
+base class answers for plain PyTorch.
 
-A framework that keeps them elsewhere is a subclass that overrides what differs, and nothing else.
+A subclass for another framework overrides only the methods that differ.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ class LocalGradients(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether any is read now. To be asked before anything is done: a step that is not collected must cost nothing."""
+        """Whether gradients are read now. Check it first: a step that is not collected must cost nothing."""
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
-        """Read ``gradient``, which may change or go as soon as this returns.
+        """Read ``gradient``, which may change or be freed as soon as this returns.
 
         Args:
-            complete: Whether it is the sum over the whole step, so that its row can be written without counting
-                micro-batches. Otherwise it is what one backward left.
+            complete: Whether it is the sum over the whole step, so that its row can be written without counting micro-batches.
+                Otherwise one backward left it.
         """
 
 
 class Framework:
-    """Plain PyTorch, with DistributedDataParallel or without, and tensors that are DTensors.
+    """Plain PyTorch, with or without DistributedDataParallel and DTensors.
 
-    Every answer concerns this rank alone: no collective is issued, and nothing waits for a device.
+    Every method uses local information: it issues no collective and waits for no device.
 
     Attributes:
-        name: As messages and the manifest have it.
+        name: Its name in messages and the manifest.
         chunks: The model as given to ``set_monitor``.
-        optimizers: The torch optimizers that do the work; empty where the first that steps the model is to be found.
-        unusable_state: What was found of their state that is no moment of one parameter, in sentences.
-        tells_twice: Whether ``catch_unreduced`` tells of a gradient after each backward, and once again when it is complete.
-        reads_before_clipping: Whether a step begins before anybody clips, so that gradients which changed since backward were
-            aggregated, and no more.
+        optimizers: The torch optimizers that do the work; empty until one is found that steps the model.
+        unusable_state: Sentences about optimizer state that is no moment of one parameter.
+        tells_twice: Whether ``catch_unreduced`` reports a gradient after each backward, and again when it is complete.
+        reads_before_clipping: Whether a step begins before clipping: gradients that changed since backward were then only
+            reduced.
     """
 
     name = "torch"
@@ -63,13 +64,13 @@ class Framework:
     reads_before_clipping = False
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
-        """Take a model and its optimizers, as the user passed them.
+        """Take a model and its optimizers as the user passed them.
 
         Args:
             main_grad: Whether the user says that gradients are kept in ``main_grad``.
 
         Raises:
-            TypeError: An optimizer is none that this framework knows.
+            TypeError: The framework does not know an optimizer.
             ValueError: The model is set up in a way that cannot be observed. The message says what to change.
         """
         self.chunks = chunks
@@ -85,17 +86,17 @@ class Framework:
         self._meshes: Meshes | None = None
 
     def groups(self) -> Mapping[str, Sequence[int]]:
-        """The groups of this rank that show in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's own
-        names. Those that the user passed come on top.
+        """The groups of this rank that are visible in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's
+        own names. Groups that the user passed take precedence.
         """
         return mesh_groups(p for chunk in self.chunks for p in chunk.parameters())
 
     def notes(self) -> Mapping[str, str]:
-        """What a reader of the numbers must know, for the manifest; by kind where it concerns one."""
+        """Notes for readers of the numbers, for the manifest, by kind or topic."""
         return {}
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
-        """How what this rank records of a parameter relates to what others record; groups of the user's aside."""
+        """The placement of this rank's numbers of a parameter, without the user's groups."""
         found = placement_of(parameter.tensor)
         if found is None and kind in MOMENT_KINDS:
             found = placement_of_moments(self.optimizers, parameter.tensor)
@@ -104,7 +105,7 @@ class Framework:
         return self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
 
     def completed(self, kind: str, parameter: NamedParameter, placed: Placement) -> Placement:
-        """``placed``, with the replicas that DistributedDataParallel makes of DTensors, and those that meshes suggest."""
+        """``placed``, with the replicas of DTensors inside DistributedDataParallel, and those assumed from meshes."""
         if self._meshes is None:
             self._meshes = Meshes(self._layouts())
         apart = self._apart(kind, parameter)
@@ -112,7 +113,7 @@ class Framework:
         return self._meshes.assumed(kind, _with_replicas(placed, wrapped.unclaimed, apart), {*apart, *wrapped.differing})
 
     def _layouts(self) -> Iterable[Layout]:
-        """Of the parameters that are DTensors."""
+        """Layouts of the parameters that are DTensors."""
         return layouts_of(p for chunk in self.chunks for p in chunk.parameters())
 
     def _apart(self, kind: str, parameter: NamedParameter) -> Collection[int]:
@@ -122,56 +123,56 @@ class Framework:
     def catch_unreduced(
         self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures
     ) -> Removable | None:
-        """Have ``gradients`` told of every local gradient that it wants.
+        """Report every wanted local gradient to ``gradients``.
 
         Returns:
-            What ends it. None where hooks on the parameters themselves serve, which is the caller's work.
+            A handle that ends it. None if hooks on the parameters suffice, which the caller adds.
         """
         del parameters, gradients, failures
         return None
 
     def catches(self, parameter: NamedParameter) -> bool:
-        """Whether ``catch_unreduced``, where it returns anything, tells of this parameter; the others are hooked."""
+        """Whether ``catch_unreduced``, if it returns a handle, reports this parameter. The caller hooks the others."""
         del parameter
         return True
 
     def aggregates(self, root: nn.Module) -> bool:
-        """Whether local gradients are replaced by the aggregated ones after the backward of the forward that begins now.
+        """Whether reduced gradients replace local ones after the backward of the forward that begins now.
 
-        DistributedDataParallel does so unless ``no_sync`` holds it back.
+        DistributedDataParallel does so, except under ``no_sync``.
         """
-        # The one in whose forward this is: who trains with Lightning or accelerate may have passed what it wraps.
+        # The wrapper whose forward is running: users of Lightning or accelerate may have passed the wrapped module.
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         return any(getattr(one, "require_backward_grad_sync", False) for one in (root, around))
 
     def forward_begins(self, root: nn.Module) -> None:
-        """A forward of training begins: what reduces the gradients of its backward shows now."""
+        """A training forward begins. It shows whether DistributedDataParallel will reduce its gradients."""
         self._reducers.forward_begins(root)
 
     @property
     def follows_backward(self) -> bool:
-        """Whether ``backward_reaches`` is to be told of gradients."""
+        """Whether ``backward_reaches`` must be called for gradients."""
         return self._reducers.any_known
 
     def backward_reaches(self, parameter: NamedParameter) -> None:
-        """A backward has added to a gradient, and before it is reduced."""
+        """A backward has added to a gradient, which is not reduced yet."""
         self._reducers.backward_reaches(parameter.tensor)
 
     def reduces(self, parameter: NamedParameter) -> bool | None:
-        """Whether, when the optimizer's step begins, the gradient is what all ranks make together that share the parameter.
+        """Whether the gradient is reduced over all ranks that share the parameter, when the optimizer's step begins.
 
         Returns:
-            None where this framework does not reduce it: then somebody else may have, and be seen.
+            None if this framework does not reduce it: the training loop may have, which is observed.
         """
         placed = self._data_parallel.get(id(parameter.tensor))
         if placed is not None and placed.differing:
-            return True  # of a parameter that each rank has for itself
+            return True  # each rank has its own parameter
         return self._reducers.reduced(parameter.tensor)
 
     def spread_over(self, parameter: NamedParameter) -> Ranks:
-        """Ranks that hold parts of the same model, as DTensors say: of a plain parameter those of its largest mesh.
+        """Ranks that hold parts of the same model: the mesh of a DTensor, and for a plain parameter the model's largest mesh.
 
-        The gradient of a DTensor says itself what of it is a term of a sum over these.
+        The placements of a DTensor's gradient show whether it is a term of a sum over these ranks.
         """
         found = self._spread.get(id(parameter.tensor))
         if found is None:
@@ -184,23 +185,23 @@ class Framework:
         return max(found, key=len, default=())
 
     def local_gradient(self, tensor: Any) -> Tensor | None:
-        """Where the hook of a parameter finds what backward has left."""
+        """The gradient that backward has left, for the hook of a parameter."""
         gradient: Tensor | None = tensor.grad
-        # A framework that keeps main_grad may have moved it there by now.
+        # A framework with main_grad may have moved the gradient there.
         return self._main_grad_of(tensor) if gradient is None else gradient
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
-        """What this rank holds of the aggregated gradient, when the step begins; None where it holds nothing."""
+        """This rank's part of the reduced gradient when the step begins; None if it holds none."""
         main_grad = self._main_grad_of(parameter.tensor)
         return parameter.tensor.grad if main_grad is None else main_grad
 
     def weight(self, parameter: NamedParameter) -> Tensor | None:
-        """What this rank holds of the weight that the optimizer steps: the master weight where there is one."""
+        """This rank's part of the weight that the optimizer steps: the master weight, if there is one."""
         weight: Tensor = parameter.tensor
         return weight
 
     def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
-        """What this rank holds of a moment.
+        """This rank's part of a moment.
 
         Args:
             optimizer: The torch optimizer that is about to step.
@@ -209,7 +210,7 @@ class Framework:
         return None if stepped is None else self._moments.of(kind, stepped)
 
     def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
-        """What is stepped for a parameter, of which this rank may hold a part; None where nothing is, or it cannot be told.
+        """The tensor that is stepped for a parameter, possibly a part of it; None if there is none, or it is unknown.
 
         Args:
             optimizer: The torch optimizer that steps.
@@ -221,7 +222,7 @@ class Framework:
         return self._moments.unusable
 
     def held(self, optimizer: Any) -> Collection[int] | None:
-        """The ids of the parameters that an optimizer steps: the same object as long as they are the same. None for all."""
+        """The ids of the parameters that an optimizer steps; None for all. Unchanged ids give the same object."""
         ids = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
         known = self._groups.get(id(optimizer))
         if known is None or known[0] != ids:
@@ -229,7 +230,7 @@ class Framework:
         return known[1]
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
-        """Tell ``listener`` of every step from now on."""
+        """Report every step to ``listener`` from now on."""
         return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers, self._around)
 
     def _main_grad_of(self, tensor: Any) -> Tensor | None:
@@ -237,7 +238,7 @@ class Framework:
 
 
 def _with_replicas(placed: Placement, ranks: Ranks, apart: Collection[int]) -> Placement:
-    """``placed``, whose numbers are those of ``ranks``, too."""
+    """``placed``, with ``ranks`` as further replicas."""
     cut = set(placed.shard.ranks if placed.shard else ())
     if placed.partial or {*placed.replicas, *placed.unclaimed}.issuperset(ranks):
         return placed
@@ -249,9 +250,9 @@ def _with_replicas(placed: Placement, ranks: Ranks, apart: Collection[int]) -> P
 
 
 def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]:
-    """The parameters inside DistributedDataParallel, each with where its numbers are after the reduction.
+    """The parameters inside DistributedDataParallel, each with its placement after reduction.
 
-    Those that it was told to ignore are each rank's own.
+    Ignored parameters are each rank's own.
     """
     for module in chunk.modules():
         if isinstance(module, DistributedDataParallel):

@@ -1,7 +1,7 @@
-"""FullyShardedDataParallel: each unit flattens its parameters into one, and every rank keeps a run of its elements.
+"""FullyShardedDataParallel: each unit flattens its parameters into one tensor, and every rank keeps a run of its elements.
 
-Between the steps an original parameter is a view of what the rank holds of it, and so are its gradient and its moments. The
-whole gradient exists for a moment only, at the end of the unit's backward, and torch has no public hook there.
+Between steps an original parameter is a view of the rank's elements, and so are its gradient and its moments. The whole
+gradient exists only briefly, at the end of the unit's backward, where torch has no public hook.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 GROUP: Final = "the process group of FullyShardedDataParallel"
 POST_BACKWARD: Final = TorchCallPatch(_runtime_utils, "_post_backward_hook", ("state", "handle", "flat_param"))
-"""Aggregates the gradient of a unit. A backward takes the function that stood there in its forward: one in progress while the
-patch comes or goes ends as it began."""
+"""Reduces the gradient of a unit. A backward uses the function that its forward looked up, so adding or removing the patch does
+not affect a backward in progress.
+"""
 
 OF_A_HANDLE: Final = ("_use_orig_params", "_get_unflat_views", "uses_sharded_strategy", "_skipped_use_sharded_views")
 OF_A_FLAT_PARAMETER: Final = ("_params", "_shapes", "_contiguities", "_shard_param_infos", "_param_extensions")
@@ -41,10 +42,10 @@ class _Unit:
     """A wrapped module with parameters of its own.
 
     Attributes:
-        handle: torch's, of the flat parameter.
-        ranks: Those that hold the parts of the flat parameter, or under NO_SHARD the whole of it.
-        replicas: Under HYBRID_SHARD, those that hold the same part; otherwise empty.
-        parameters: The original ones, in the order in which they are flattened.
+        handle: torch's handle of the flat parameter.
+        ranks: The ranks that shard the flat parameter, or under NO_SHARD replicate it.
+        replicas: Under HYBRID_SHARD, the ranks that hold the same part; otherwise empty.
+        parameters: The original parameters, in flattening order.
         reduces: Whether the last backward has reduced the gradient: ``no_sync`` leaves it local.
     """
 
@@ -60,12 +61,12 @@ class _Unit:
         return bool(self.handle.uses_sharded_strategy)
 
     def whole(self, index: int) -> Placement:
-        """Where an original parameter is as long as it is not flattened: it may have been a DTensor."""
+        """The placement of an original parameter before flattening: it may have been a DTensor."""
         spec = self.handle.flat_param._param_extensions[index]
         return LOCAL if spec is None else placed(spec.mesh, spec.placements, tuple(spec.shape))
 
     def part(self, index: int) -> Placement:
-        """Where what this rank holds of an original parameter is: a run of its elements, or none, or under NO_SHARD all."""
+        """The placement of this rank's part of an original parameter: a run of its elements, none, or under NO_SHARD all."""
         whole = self.whole(index)
         if not self.is_sharded:
             return replace(whole, unclaimed=self.ranks if len(self.ranks) > 1 else ())
@@ -76,29 +77,29 @@ class _Unit:
         """The run of elements that this rank holds.
 
         Args:
-            within: What was flattened, where that is itself a part.
+            within: The part that was flattened, if it was itself a shard.
         """
         flat = self.handle.flat_param
         if within is not None:
             return Shard(alike_over(dist.get_rank(), [self.ranks, within.ranks]), within.global_shape, flat=True)
         start = flat._shard_param_infos[index].intra_param_start_idx
-        # Of strided parameters, memory was cut: what lies together there does not in the flattened parameter.
+        # A strided parameter's memory was sharded: its elements there are in another order.
         in_order = flat._contiguities[index] and start is not None
         return Shard(self.ranks, tuple(flat._shapes[index]), (start,) if in_order else (), flat=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Flattened:
-    """Where an original parameter went."""
+    """The unit of an original parameter, and its index there."""
 
     unit: _Unit
     index: int
 
 
 class Fsdp1(Framework):
-    """Any sharding strategy; parameters that no unit manages (``ignored_modules``) are plain ones.
+    """FSDP1 with any sharding strategy. Parameters that no unit manages (``ignored_modules``) are plain.
 
-    ``grad_unreduced`` is read whole, in the dtype in which backward leaves it, before it is cast and aggregated.
+    ``grad_unreduced`` is read whole, in the dtype that backward leaves, before casting and reduction.
     """
 
     name = "fsdp1"
@@ -112,7 +113,7 @@ class Fsdp1(Framework):
         self._flattened = {id(p): _Flattened(unit, i) for unit in self._units for i, p in enumerate(unit.parameters)}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
-        """``dp``, or under HYBRID_SHARD ``dp_shard`` and ``dp_replicate``; of units that differ, the outermost one's."""
+        """``dp``, or under HYBRID_SHARD ``dp_shard`` and ``dp_replicate``. If units differ, the outermost one counts."""
         found: dict[str, Sequence[int]] = {}
         for ranks, replicas in map(_groups_of, self._wrappers):
             for role, members in {"dp_shard": ranks, "dp_replicate": replicas}.items() if replicas else [("dp", ranks)]:
@@ -121,8 +122,8 @@ class Fsdp1(Framework):
 
     def notes(self) -> Mapping[str, str]:
         casts = {(unit.handle._fwd_bwd_param_dtype, unit.handle._reduce_dtype) for unit in self._units}
-        told = sorted(f"{left}, aggregated in {reduced}" for left, reduced in casts if left != reduced)
-        return {"mixed_precision": f"grad_unreduced is as backward leaves it: {'; '.join(told)}"} if told else {}
+        told = sorted(f"{left}, reduced in {reduced}" for left, reduced in casts if left != reduced)
+        return {"mixed_precision": f"grad_unreduced has the dtype that backward leaves: {'; '.join(told)}"} if told else {}
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         found = self._flattened.get(id(parameter.tensor))
@@ -131,17 +132,17 @@ class Fsdp1(Framework):
             return Placement(differing=self._ranks) if known == LOCAL else known
         if kind == "grad_unreduced":
             return found.unit.whole(found.index)
-        # Nothing brings the ranks together that a unit's groups leave out, whatever group the others of the model have.
+        # No collective connects this unit to ranks outside its own groups.
         members = {*found.unit.ranks, *found.unit.replicas}
         return replace(found.unit.part(found.index), differing=tuple(rank for rank in self._ranks if rank not in members))
 
     def reduces(self, parameter: NamedParameter) -> bool | None:
-        """What no unit manages differs between ranks, and lacks nothing of theirs."""
+        """True for parameters that no unit manages: they differ between ranks and need no reduction."""
         found = self._flattened.get(id(parameter.tensor))
         return True if found is None else found.unit.reduces
 
     def _layouts(self) -> Iterable[Layout]:
-        """Of plain parameters, and of those that were DTensors before they were flattened."""
+        """Layouts of plain parameters, and of parameters that were DTensors before flattening."""
         specs = [spec for unit in self._units for spec in unit.handle.flat_param._param_extensions if spec is not None]
         return [*super()._layouts(), *((spec.mesh, tuple(spec.placements)) for spec in specs)]
 
@@ -157,12 +158,13 @@ class Fsdp1(Framework):
         return id(parameter.tensor) in self._flattened
 
     def aggregates(self, root: nn.Module) -> bool:
-        # Where gradients are cut, the local one is gone after its aggregation; a NO_SHARD unit adds the next to what came back.
+        # A sharded unit frees the local gradient after its reduction; a NO_SHARD unit adds the next one to the reduced
+        # gradient.
         in_place = any(not unit.is_sharded and len(unit.ranks) > 1 for unit in self._units)
         return super().aggregates(root) or (in_place and any(wrapper._sync_gradients for wrapper in self._wrappers))
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
-        # After a backward under no_sync alone, `grad` is the whole local gradient, and nothing was aggregated.
+        # If all backwards ran under no_sync, `grad` is the whole local gradient and nothing was reduced.
         return self._held(parameter, super().reduced(parameter))
 
     def weight(self, parameter: NamedParameter) -> Tensor | None:
@@ -172,7 +174,7 @@ class Fsdp1(Framework):
         return self._held(parameter, super().moment(kind, parameter, optimizer))
 
     def _held(self, parameter: NamedParameter, x: Tensor | None) -> Tensor | None:
-        """``x`` if it is what this rank holds of a parameter; None where it holds no element."""
+        """``x`` if it has the elements of a parameter on this rank; None if this rank holds none."""
         found = self._flattened.get(id(parameter.tensor))
         if x is None or found is None:
             return x
@@ -188,49 +190,49 @@ class Fsdp1(Framework):
 
 
 _Wanted = Mapping[int, Sequence[tuple[int, NamedParameter]]]
-"""By ``id`` of the handle: the parameters that are watched, with their place in the flat parameter."""
+"""By ``id`` of the handle: the watched parameters, with their index in the flat parameter."""
 
 
 def _groups_of(wrapper: Any) -> tuple[Ranks, Ranks]:
-    """The ranks over which a unit is cut, and those over which its parts are replicated, if there are others."""
+    """The ranks that shard a unit, and those that replicate its parts, if there are several."""
     ranks = ranks_of(group_ranks(GROUP, wrapper.process_group) or ())
     replicas = ranks_of(group_ranks(GROUP, getattr(wrapper, "_inter_node_pg", None)) or ())
     return ranks, replicas if len(replicas) > 1 else ()
 
 
 def _check(handle: Any) -> None:
-    """Refuse what cannot be observed.
+    """Check that a unit can be observed.
 
     Raises:
-        ValueError: The original parameters are not kept, or not in place now, or kept in a way that is not known.
+        ValueError: The original parameters are not kept, or are gathered now, or their storage is unknown.
     """
     known = all(hasattr(handle, name) for name in OF_A_HANDLE)
     known = known and all(hasattr(handle.flat_param, name) for name in OF_A_FLAT_PARAMETER)
     if not known or not POST_BACKWARD.fits:
         raise ValueError(
-            f"torch {torch.__version__} keeps the parameters of FullyShardedDataParallel in a way that is not known here: use "
-            "a version of torch that this one was tested with, or fully_shard."
+            f"The monitor does not know how torch {torch.__version__} keeps the parameters of FullyShardedDataParallel: use "
+            "a version of torch that the monitor was tested with, or fully_shard."
         )
     if not handle._use_orig_params:
         raise ValueError(
-            "FullyShardedDataParallel was given use_orig_params=False, and the original parameters are not kept then: "
+            "FullyShardedDataParallel with use_orig_params=False does not keep the original parameters: "
             "pass use_orig_params=True."
         )
     if handle._skipped_use_sharded_views:
         raise ValueError(
-            "A forward without its backward has left parameters of FullyShardedDataParallel gathered: attach the monitor "
+            "Parameters of FullyShardedDataParallel are still gathered after a forward without a backward: attach the monitor "
             "before the forward, or after the backward."
         )
 
 
 class _Catch(CallListener):
-    """Tells of the gradients of the parameters that are watched, when a unit's backward ends."""
+    """Reports the gradients of watched parameters when a unit's backward ends."""
 
     def __init__(self, units: Mapping[int, _Unit], wanted: _Wanted, gradients: LocalGradients, failures: Failures) -> None:
         self._units = units
         self._wanted = wanted
         self._gradients = gradients
-        # What FSDP does at this point is left out of compiled code, and so is this.
+        # FSDP runs eagerly here, outside of compiled code, and so must this.
         self._told = torch.compiler.disable(failures.guarded("reading gradients of a unit of FSDP", self._tell))
         POST_BACKWARD.add(self)
 

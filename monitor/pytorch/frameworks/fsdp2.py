@@ -1,8 +1,7 @@
-"""FSDP2 (``fully_shard``), with HSDP and ``replicate``: each rank keeps its part of every parameter, as a DTensor.
+"""FSDP2 (``fully_shard``), with HSDP and ``replicate``: each rank keeps its shard of every parameter, as a DTensor.
 
-Reduced gradients, weights and moments are DTensors, too, and say themselves where they are. The whole gradient of a parameter
-exists on each rank from the backward of its module to the reduction that follows, and torch has no public hook there that
-serves every model.
+Reduced gradients, weights and moments are DTensors, too, and carry their own layout. The whole gradient of a parameter exists
+on each rank from its module's backward to the following reduction. torch has no public hook there that works for every model.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ REDUCED: Final = TorchCallPatch(_fsdp_param_group, "foreach_reduce", ("fsdp_para
 """Reduces the gradients of a group of parameters."""
 
 KEPT: Final = TorchCallPatch(_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed", ("self",))
-"""Of one parameter, at the end of a backward whose gradients are not reduced."""
+"""Keeps the gradient of one parameter, at the end of a backward without reduction."""
 
 
 class Fsdp2(Framework):
-    """Any mesh, and tensor parallelism below it; parameters that FSDP does not manage are plain ones.
+    """FSDP2 on any mesh, also with tensor parallelism. Parameters that FSDP does not manage are plain.
 
-    ``grad_unreduced`` is read whole (its tensor-parallel part, of a parameter that is cut so), before it is divided by the
-    number of ranks and cast for the reduction. What was accumulated while ``set_requires_gradient_sync(False)`` held is read
-    once, when the last micro-batch has been added.
+    ``grad_unreduced`` is read whole (the tensor-parallel shard of a tensor-parallel parameter), before division by the number
+    of ranks and the cast for reduction. A gradient accumulated under ``set_requires_gradient_sync(False)`` is read once, when
+    the last micro-batch has been added.
     """
 
     name = "fsdp2"
@@ -49,7 +48,7 @@ class Fsdp2(Framework):
         self._managed = {id(_parameter_of(one)): one for chunk in chunks for one in _managed_in(chunk)}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
-        """Those of the mesh; ``dp``, of one that ``fully_shard`` has made itself and given no names."""
+        """The groups of the mesh by its names; ``dp`` for an unnamed mesh that ``fully_shard`` made."""
         if named := super().groups():
             return named
         placements = (placement_of(_parameter_of(one)) for one in self._managed.values())
@@ -64,15 +63,15 @@ class Fsdp2(Framework):
         return LOCAL if spec is None else placed(spec.mesh, spec.placements, tuple(spec.shape), _data_parallel(managed))
 
     def reduces(self, parameter: NamedParameter) -> bool | None:
-        """What FSDP manages has no gradient before it was reduced."""
+        """True for parameters that FSDP manages: they have no gradient before reduction."""
         return True if self.catches(parameter) else super().reduces(parameter)
 
     def _beside_meshes(self) -> Ranks:
-        """The mesh is that of data parallelism, too: it does not tell what becomes of a plain parameter's gradient."""
+        """Empty: the mesh is the data-parallel one, which says nothing about a plain parameter's gradient."""
         return ()
 
     def _apart(self, kind: str, parameter: NamedParameter) -> Collection[int]:
-        """Of local gradients the data-parallel ranks. What FSDP does not manage somebody else may aggregate."""
+        """The data-parallel ranks for local gradients. Other code may reduce parameters that FSDP does not manage."""
         managed = self._managed.get(id(parameter.tensor))
         if kind != "grad_unreduced":
             return super()._apart(kind, parameter)
@@ -87,7 +86,7 @@ class Fsdp2(Framework):
 
 
 def _managed_in(chunk: nn.Module) -> Iterator[Any]:
-    """What torch keeps of each parameter that FSDP manages; once each, though modules may share a group."""
+    """The record that torch keeps of each parameter that FSDP manages; once each, though modules may share a group."""
     states = {id(state): state for module in chunk.modules() if (state := _get_module_fsdp_state(module)) is not None}
     for state in states.values():
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
@@ -98,47 +97,47 @@ def _managed_in(chunk: nn.Module) -> Iterator[Any]:
 
 
 def _check(managed: Any) -> None:
-    """Refuse what cannot be observed.
+    """Check that a parameter can be observed.
 
     Raises:
-        ValueError: The parameter is not in place now, or kept in a way that is not known.
+        ValueError: The parameter is gathered now, or its storage is unknown.
     """
     known = all(hasattr(managed, name) for name in OF_A_PARAMETER) and REDUCED.fits and KEPT.fits
     if not known or (managed.is_dtensor and not hasattr(managed, "_unsharded_dtensor_spec")):
         raise ValueError(
-            f"torch {torch.__version__} keeps the parameters of fully_shard in a way that is not known here: use a version of "
-            "torch that this one was tested with."
+            f"The monitor does not know how torch {torch.__version__} keeps the parameters of fully_shard: use a version of "
+            "torch that the monitor was tested with."
         )
     if managed.sharded_state is not _fsdp_param.ShardedState.SHARDED:
         raise ValueError(
-            "A forward without its backward has left parameters of fully_shard gathered: call reshard() on the modules that it "
-            "was applied to, or attach the monitor before the forward or after the backward."
+            "Parameters of fully_shard are still gathered after a forward without a backward: call reshard() on the modules "
+            "that fully_shard was applied to, or attach the monitor before the forward or after the backward."
         )
 
 
 def _parameter_of(managed: Any) -> Any:
-    """The parameter as the model has it: what FSDP keeps of one that was loaded anew is stale until the next forward."""
+    """The model's current parameter: FSDP's reference to a reloaded one is stale until the next forward."""
     return getattr(managed._module_info.module, managed._module_info.param_name)
 
 
 def _tensor_parallel(managed: Any) -> Any:
-    """How the parameter was laid out when FSDP cut it; None for one that was whole."""
+    """The layout of the parameter before FSDP sharded it; None for a plain parameter."""
     return managed._unsharded_dtensor_spec if managed.is_dtensor else None
 
 
 def _data_parallel(managed: Any) -> frozenset[int]:
-    """The dimensions of that layout's mesh over which FSDP reduces, where it has such."""
+    """The dimensions of that layout's mesh over which FSDP reduces, if any."""
     return getattr(managed, "_dp_dim_indices", frozenset())
 
 
 class _Catch(CallListener):
-    """Tells of the gradients of the parameters that are watched, and which of them are sums over several micro-batches."""
+    """Reports the gradients of watched parameters, and whether they are sums over several micro-batches."""
 
     def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
         self._parameters = {id(one.tensor): one for one in parameters}
         self._gradients = gradients
         self._accumulated: set[NamedParameter] = set()
-        # What FSDP does at these points is left out of compiled code, and so is this.
+        # FSDP runs eagerly here, outside of compiled code, and so must this.
         self._on_reduced = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._reduced))
         self._on_kept = torch.compiler.disable(failures.guarded("reading gradients of FSDP", self._kept))
         REDUCED.add(self)
@@ -151,7 +150,7 @@ class _Catch(CallListener):
     def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not self._gradients.wanted:
             self._accumulated.clear()
-        elif patch is REDUCED:  # which takes the gradients out of the list
+        elif patch is REDUCED:  # it empties the list of gradients
             self._on_reduced(*args, **kwargs)
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -177,13 +176,15 @@ class _Catch(CallListener):
 
 
 def _local_sum(managed: Any) -> Tensor | None:
-    """The local sum so far of a gradient that is not to be reduced yet."""
+    """The local sum so far of a gradient that is not reduced yet."""
     accumulated: Tensor | None = managed.unsharded_accumulated_grad
     return getattr(getattr(managed, "_unsharded_param", None), "grad", None) if accumulated is None else accumulated
 
 
 def _laid_out_as_parameter(managed: Any, gradient: Any) -> Tensor | None:
-    """The local part of a gradient that is laid out as its parameter is; None otherwise: FSDP lays it out when it reduces."""
+    """The local part of a gradient with the layout of its parameter; None otherwise: FSDP changes the layout when it
+    reduces.
+    """
     spec, layout = _tensor_parallel(managed), layout_of(gradient)
     if spec is None or layout is None:
         return gradient if spec is None and layout is None else None

@@ -1,4 +1,4 @@
-"""Megatron-core: ``DistributedDataParallel`` of its own, and optimizers around those of torch."""
+"""Megatron-core: models in its own ``DistributedDataParallel``, stepped by its optimizers around those of torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,8 @@ from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.protocols import HookSet, Removable
 from monitor.series import Placement
 
-# --- Calls inside Megatron that no hook of its own tells of: the beginning of a gradient reduction, and its optimizers'
-# steps.
-#
-# The optimizers of torch that Megatron wraps have hooks, but see gradients that were clipped, and nothing of a skipped
-# step.
+# --- Patches of calls inside Megatron for which it has no hooks: the beginning of a gradient reduction, and its optimizers'
+# steps. The wrapped torch optimizers have hooks, but these run after clipping and not in a skipped step.
 
 START_GRAD_SYNC: Final = TorchCallPatch(_ParamAndGradBucketGroup, "start_grad_sync")
 STEPS: Final = tuple(
@@ -41,29 +38,29 @@ STEPS: Final = tuple(
 
 
 def check_version() -> None:
-    """Raises ``ValueError`` where what has to be patched is not there."""
+    """Raises ``ValueError`` if a method to be patched is missing."""
     for patch in (START_GRAD_SYNC, *STEPS):
         if not patch.fits:
             raise ValueError(unknown_version(f"{patch.owner.__name__} has no {patch.name}"))
 
 
 def unknown_version(what: str) -> str:
-    """Says that the Megatron in use is another than the one that is known."""
+    """The message that this version of Megatron is unknown."""
     import megatron.core
 
     version = getattr(megatron.core, "__version__", "of no known version")
-    return f"megatron-core {version} cannot be observed ({what}): use a version that is known to work, such as 0.16."
+    return f"The monitor cannot observe megatron-core {version} ({what}): use a version that is known to work, such as 0.16."
 
 
-# --- Local gradients under Megatron: ``main_grad``, to which its own hooks add what a backward leaves, until it is reduced.
+# --- Local gradients under Megatron: its hooks add each backward's gradient to ``main_grad``, until it is reduced.
 
 
 class MainGradients(CallListener):
-    """Tells of ``main_grad`` after each backward, and of the local sum when its reduction begins.
+    """Reports ``main_grad`` after each backward, and the local sum when its reduction begins.
 
-    Megatron adds in a hook behind the accumulation of each parameter's gradient; ours is called after it. With
-    ``overlap_grad_reduce`` its hook begins the reduction itself, of the parameter it is called for and of others: what it has
-    not been told of by then is told before.
+    Megatron adds in a hook after the accumulation of each parameter's gradient; the monitor's hook runs after it. With
+    ``overlap_grad_reduce`` Megatron's hook itself begins the reduction, for its parameter and others. Gradients not reported by
+    then are reported before the reduction.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], gradients: LocalGradients, failures: Failures) -> None:
@@ -73,7 +70,7 @@ class MainGradients(CallListener):
         self._backward: dict[NamedParameter, int] = {}
         self._hooks = HookSet()
         for one in self._known.values():
-            # Gradients that are computed after backward come later than this hook, and of a frozen parameter there are none.
+            # Gradients computed after backward come later than this hook; a frozen parameter has none.
             if one.tensor.requires_grad and not getattr(one.tensor, "skip_backward_post_hook", False):
                 self._hooks.add(self._hook(one))
         START_GRAD_SYNC.add(self)
@@ -88,7 +85,7 @@ class MainGradients(CallListener):
 
     def _sync_begins(self, group: Any, *_: Any, **__: Any) -> None:
         if group.is_first_batch and group.grad_reduce_handle is not None:
-            return  # it has begun before, and this call is to do nothing
+            return  # the reduction has begun already: this call does nothing
         within_backward = torch._C._current_graph_task_id() != -1
         for parameter in group.params:
             known = self._known.get(id(parameter))
@@ -98,7 +95,7 @@ class MainGradients(CallListener):
                 self._tell(known, complete=True)
 
     def _hook(self, parameter: NamedParameter) -> Removable:
-        # Python's garbage collector does not see into these hooks: one that held the model would keep it for ever.
+        # Python's garbage collector does not traverse these hooks: a strong reference would leak the model.
         added, known = weakref.WeakMethod(self._added), weakref.ref(parameter)
 
         def after(*_: Any) -> None:
@@ -111,7 +108,7 @@ class MainGradients(CallListener):
         return node.register_hook(self._failures.guarded("reading the gradient", after, of=parameter.name))
 
     def _added(self, parameter: NamedParameter) -> None:
-        """Megatron has added what this backward left, or is about to reduce it."""
+        """Megatron has added this backward's gradient, or is about to reduce it."""
         if not self._gradients.wanted:
             return
         backward = torch._C._current_graph_task_id()
@@ -130,16 +127,16 @@ def _main_grad(parameter: NamedParameter) -> Tensor | None:
     return found
 
 
-# --- When an optimizer of Megatron steps, and when it has skipped one.
+# --- Steps and skipped steps of Megatron's optimizers.
 
 
 class MegatronSteps(CallListener):
-    """Tells a listener of the steps of Megatron's optimizer: of a chained one, of its members' together.
+    """Reports the steps of Megatron's optimizer to a listener. A chained optimizer's members step together.
 
     Gradients are ready when ``prepare_grads`` has returned: reduced, divided by the loss scale, and not yet clipped.
 
     Attributes:
-        optimizers: The first torch optimizer inside it, which has the turn of all; None on a rank where nothing is stepped.
+        optimizers: The first torch optimizer inside it, which represents all; None on a rank where nothing is stepped.
     """
 
     evaluating = False
@@ -194,22 +191,24 @@ class MegatronSteps(CallListener):
             self._listener.step_skipped(*self.optimizers)
 
 
-MEAN: Final = "a rank's own sum over its micro-batches; their mean over the data- and context-parallel ranks is grad_reduced"
+MEAN: Final = (
+    "a rank's own sum over its micro-batches; grad_reduced is the mean of these over the data- and context-parallel ranks"
+)
 PER_TOKEN: Final = (
-    "a rank's own sum over its micro-batches; their sum over the data- and context-parallel ranks, divided by the number of "
-    "tokens, is grad_reduced"
+    "a rank's own sum over its micro-batches; grad_reduced is the sum of these over the data- and context-parallel ranks, "
+    "divided by the number of tokens"
 )
 REDUCED: Final = "divided by the loss scale, before clipping"
-TIED: Final = "of an embedding that is tied over pipeline stages the sum over these, too"
+TIED: Final = "for an embedding that is tied over pipeline stages also summed over these stages"
 EXPERTS: Final = (
-    "of experts the sum over the ranks that have the same, divided by the number of all data- and context-parallel ranks; each "
-    "expert-parallel rank has experts of its own under the same names"
+    "for experts the sum over the ranks with the same expert, divided by the number of all data- and context-parallel ranks; "
+    "each expert-parallel rank has experts of its own under the same names"
 )
-DECOUPLED: Final = "missing: a precision-aware optimizer keeps them in a form of its own"
+DECOUPLED: Final = "missing: a precision-aware optimizer keeps them in its own format"
 
 
 class Megatron(Framework):
-    """Model chunks inside Megatron's DistributedDataParallel, stepped by one of its optimizers or by a chained one."""
+    """Model chunks inside Megatron's DistributedDataParallel, stepped by one of its optimizers, possibly a chained one."""
 
     name = "megatron"
     tells_twice = True
@@ -222,13 +221,13 @@ class Megatron(Framework):
         self._wrappers = list(dict.fromkeys(_wrappers(chunks, self._weights.given)))
         if not self._wrappers:
             raise ValueError(
-                "No chunk of the model is inside DistributedDataParallel of megatron.core: pass the chunks as they are after "
-                "it has wrapped them, and with Megatron's optimizers use no other wrapper (Megatron-FSDP is not observed)."
+                "No chunk of the model is inside DistributedDataParallel of megatron.core: pass the chunks after it has "
+                "wrapped them. Megatron's optimizers are not observed with another wrapper, such as Megatron-FSDP."
             )
         try:
             self._layout = Layout(dist.get_rank(), self._wrappers)
         except (AttributeError, KeyError) as error:
-            raise ValueError(unknown_version(f"DistributedDataParallel keeps things elsewhere: {error}")) from error
+            raise ValueError(unknown_version(f"DistributedDataParallel lacks an attribute: {error}")) from error
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         return self._layout.groups()
@@ -252,7 +251,7 @@ class Megatron(Framework):
         return None if stepped is None else stepped.gradient
 
     def reduces(self, parameter: NamedParameter) -> bool | None:
-        """Its schedules do, before the step."""
+        """Megatron's schedules reduce gradients before the step."""
         del parameter
         return True
 
@@ -260,16 +259,16 @@ class Megatron(Framework):
         stepped = self._weights.of(parameter.tensor)
         if stepped is not None:
             return None if stepped.decoupled else stepped.tensor
-        # Of one that is reduced, another rank steps this part; one that is not stays as it is.
+        # If the parameter is trained, another rank steps it. If not, the weight stays in place.
         return parameter.tensor if self._weights.known and not parameter.tensor.requires_grad else None
 
     def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> Stepped | None:
-        del optimizer  # of a chained one the first
+        del optimizer  # the first one of a chain
         found = self._weights.of(parameter.tensor)
         return None if found is None or found.decoupled else Stepped(found.optimizer, found.tensor)
 
     def held(self, optimizer: Any) -> None:
-        """Of a chained one every member steps at once; what each of them steps, ``weight`` knows."""
+        """None for all: members of a chained optimizer step together."""
         del optimizer
 
     def steps(self, listener: StepListener, failures: Failures) -> Steps:
@@ -281,7 +280,7 @@ class Megatron(Framework):
 
 
 def _wrappers(chunks: Sequence[nn.Module], optimizer: Any) -> Iterator[DistributedDataParallel]:
-    """What wraps the chunks; of chunks that were passed without it, what the optimizer knows."""
+    """The wrappers of the chunks; if chunks were passed unwrapped, those that the optimizer references."""
     yield from (module for chunk in chunks for module in chunk.modules() if isinstance(module, DistributedDataParallel))
     for member in members(optimizer):
         yield from (one for one in getattr(member, "model_chunks", ()) if isinstance(one, DistributedDataParallel))

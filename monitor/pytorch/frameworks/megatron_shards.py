@@ -1,4 +1,4 @@
-"""Which ranks hold what of a parameter that DistributedDataParallel of Megatron wraps."""
+"""Placement of parameters in Megatron's DistributedDataParallel, and the tensors that its optimizers step for them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The ranks around this one that concern a parameter.
+    """The groups of this rank for a parameter.
 
     Attributes:
-        reduced: Those whose gradients are added up: data- and context-parallel ranks, of an expert those that have it, too.
-        copies: Those that keep a copy which is neither: of an embedding that is tied over pipeline stages, and the same part of
-            other instances of the distributed optimizer.
-        tensor: Tensor-parallel ranks, in the order of the parts.
-        experts: Expert-parallel ranks, which have other experts under the same names.
+        reduced: Ranks whose gradients are summed: data- and context-parallel ranks; for an expert, the ranks with the same
+            expert.
+        copies: Other groups of replicas: pipeline stages of a tied embedding, and instances of the distributed optimizer with
+            the same part.
+        tensor: Tensor-parallel ranks, in the order of the shards.
+        experts: Expert-parallel ranks, with different experts under the same names.
     """
 
     reduced: Ranks
@@ -42,10 +43,10 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a distributed optimizer cuts a parameter: each of ``ranks`` steps a run of its elements.
+    """How a distributed optimizer shards a parameter: each of ``ranks`` steps a run of its elements.
 
     Attributes:
-        begin: The first element of this one's run; None if it has none.
+        begin: The first element of this rank's run; None if it has none.
     """
 
     ranks: Ranks
@@ -53,7 +54,7 @@ class _Cut:
 
 
 class Layout:
-    """Where the parameters of wrapped model chunks are. It asks Megatron once, and issues no collective."""
+    """Placement of the parameters of wrapped model chunks. Queries Megatron once, and issues no collective."""
 
     def __init__(self, rank: int, wrappers: Sequence[DistributedDataParallel]) -> None:
         self._rank = rank
@@ -70,7 +71,7 @@ class Layout:
         return {role: ranks for role, group in found.items() if (ranks := _ranks(group))}
 
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
-        """How what this rank records of a parameter relates to what others record."""
+        """The placement of this rank's numbers of a parameter."""
         groups = self._groups.get(id(parameter.tensor))
         if groups is None:
             return LOCAL
@@ -100,7 +101,7 @@ class Layout:
         return Shard(ranks_of(groups.tensor), _whole_shape(parameter, groups), _offset(self._rank, parameter, groups))
 
     def _flat_shard(self, parameter: nn.Parameter, groups: _Groups, cut: _Cut) -> Shard:
-        """Of a parameter that is cut over tensor-parallel ranks first, if it is."""
+        """The flat shard of a parameter, which may also be sharded over tensor-parallel ranks."""
         split = _dim(parameter, groups) is not None
         ranks = alike_over(self._rank, [cut.ranks, groups.tensor] if split else [cut.ranks])
         begin = _flat_offset(self._rank, parameter, groups)
@@ -127,7 +128,7 @@ def _groups_of(wrapper: Any, parameter: nn.Parameter) -> _Groups:
 
 
 def _cuts(wrapper: Any) -> Iterator[tuple[nn.Parameter, _Cut]]:
-    """The parameters whose gradients a distributed optimizer has each rank reduce a part of."""
+    """The parameters whose gradients a distributed optimizer reduce-scatters."""
     if not wrapper.ddp_config.use_distributed_optimizer:
         return
     for buffer in [*wrapper.buffers, *wrapper.expert_parallel_buffers]:
@@ -138,7 +139,7 @@ def _cuts(wrapper: Any) -> Iterator[tuple[nn.Parameter, _Cut]]:
 
 
 def _added_up_later(wrapper: Any) -> Iterator[nn.Parameter]:
-    """The parameters of which tensor-parallel ranks hold the same, and gradients that Megatron adds up after the reduction."""
+    """The parameters that tensor-parallel ranks replicate and whose gradients Megatron sums over them after the reduction."""
     config = wrapper.config
     if len(_ranks(wrapper.tp_group)) < 2:
         return
@@ -150,12 +151,12 @@ def _added_up_later(wrapper: Any) -> Iterator[nn.Parameter]:
 
 
 def _mates(parameter: nn.Parameter, groups: _Groups) -> list[Sequence[int]]:
-    """The tensor-parallel ranks, as far as they hold the same."""
+    """The tensor-parallel ranks, if they replicate the parameter."""
     return [] if getattr(parameter, "tensor_model_parallel", False) else [groups.tensor]
 
 
 def _dim(parameter: nn.Parameter, groups: _Groups) -> int | None:
-    """The dimension that is cut over tensor-parallel ranks; None if none is, or it is not known which."""
+    """The dimension that is sharded over tensor-parallel ranks; None if there is none, or it is unknown."""
     if not getattr(parameter, "tensor_model_parallel", False) or len(groups.tensor) < 2:
         return None
     dim = getattr(parameter, "partition_dim", -1)
@@ -168,7 +169,7 @@ def _whole_shape(parameter: nn.Parameter, groups: _Groups) -> tuple[int, ...]:
 
 
 def _offset(rank: int, parameter: nn.Parameter, groups: _Groups) -> tuple[int, ...]:
-    """Where the tensor-parallel part begins; empty where it is several runs (gate and projection of a gated layer)."""
+    """The offset of the tensor-parallel shard; empty if it is several runs (gate and projection of a gated layer)."""
     if getattr(parameter, "partition_stride", 1) != 1:
         return ()
     cut, place = _dim(parameter, groups), groups.tensor.index(rank)
@@ -176,7 +177,7 @@ def _offset(rank: int, parameter: nn.Parameter, groups: _Groups) -> tuple[int, .
 
 
 def _flat_offset(rank: int, parameter: nn.Parameter, groups: _Groups) -> int | None:
-    """The same in the flattened whole; None where it is no run of that."""
+    """The offset in the flattened whole; None if the shard is no contiguous run there."""
     cut = _dim(parameter, groups)
     if cut is None:
         return 0
@@ -187,12 +188,12 @@ def _flat_offset(rank: int, parameter: nn.Parameter, groups: _Groups) -> int | N
 
 
 def _ranks(group: Any) -> Sequence[int]:
-    """Of a process group, or of the first of several; none where there is no group."""
+    """The ranks of a process group, or of the first of a list; empty without a group."""
     one = group[0] if isinstance(group, list) else group
     return group_ranks("a group of Megatron", one) or ()
 
 
-# --- What the optimizers of torch inside one of Megatron step: fp32 copies of parameters, parts of those, or parameters.
+# --- The tensors that torch optimizers inside Megatron's step: fp32 copies of parameters, shards of copies, or parameters.
 
 GROUPS: Final = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
@@ -200,18 +201,19 @@ GROUPS: Final = (
     ("float16_groups", "fp32_from_float16_groups"),
     ("fp32_from_fp32_groups", "fp32_from_fp32_groups"),
 )
-"""Where Megatron's optimizers keep parameters of the model, and beside them what is stepped: first those of
-``DistributedOptimizer``, then those of ``Float16OptimizerWithFloat16Params``."""
+"""Attributes of Megatron's optimizers: parameters of the model, and the tensors stepped for them. First those of
+``DistributedOptimizer``, then those of ``Float16OptimizerWithFloat16Params``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What stands for a parameter of the model in an optimizer of torch.
+    """The tensor that a torch optimizer steps for a parameter of the model.
 
     Attributes:
-        tensor: Its fp32 copy, this rank's part of that, flat, or the parameter itself.
-        optimizer: Has the moments, under ``tensor``.
-        decoupled: Whether the optimizer keeps master weight and moments in a form of its own (precision-aware).
+        tensor: Its fp32 copy, this rank's flat part of that copy, or the parameter itself.
+        optimizer: Keeps the moments, under ``tensor``.
+        decoupled: Whether the optimizer keeps master weight and moments in its own format (precision-aware).
     """
 
     tensor: Tensor
@@ -220,24 +222,26 @@ class Stepped:
 
     @property
     def gradient(self) -> Tensor | None:
-        """What it is stepped by: between ``prepare_grads`` and clipping, the reduced gradient without the loss scale."""
+        """The gradient of the step. Between ``prepare_grads`` and clipping it is the reduced gradient without the loss
+        scale.
+        """
         found: Tensor | None = getattr(self.tensor, "decoupled_grad", None) if self.decoupled else self.tensor.grad
         return found
 
 
 class MasterWeights:
-    """The parameters of a model, and what is stepped for each.
+    """The parameters of a model, and the tensors stepped for them.
 
     Attributes:
         given: The optimizer that the user passed: Megatron's, or torch's inside it.
-        optimizer: The first torch optimizer of them; None on a rank where there is nothing to step.
+        optimizer: The first torch optimizer inside; None on a rank where there is nothing to step.
     """
 
     def __init__(self, optimizer: Any) -> None:
         """Take what the user passed.
 
         Raises:
-            TypeError: It is no optimizer that is known.
+            TypeError: It is no known optimizer.
         """
         self.given = _megatrons(optimizer)
         inner = torch_optimizers(self.given) if isinstance(self.given, MegatronOptimizer) else [self.given]
@@ -249,7 +253,9 @@ class MasterWeights:
             self._adopt(self.given)
 
     def belong_to(self, optimizer: Any) -> bool:
-        """Whether an optimizer of Megatron is, wraps or belongs to the one that was passed. From then on it is looked into."""
+        """Whether an optimizer of Megatron is, wraps or belongs to the one that was passed. If so, its stepped tensors are
+        taken.
+        """
         wrapped = torch_optimizers(optimizer)
         if optimizer is not self.given and not any(one is other for one in wrapped for other in self._inner):
             return False
@@ -258,12 +264,12 @@ class MasterWeights:
         return True
 
     def of(self, parameter: nn.Parameter) -> Stepped | None:
-        """None where nothing is stepped for it on this rank, or not seen yet."""
+        """The tensor stepped for a parameter; None if there is none on this rank, or it is not known yet."""
         return self._of.get(id(parameter))
 
     @property
     def known(self) -> bool:
-        """Whether what is stepped is known."""
+        """Whether the stepped tensors are known."""
         return bool(self._of)
 
     def _adopt(self, optimizer: Any) -> None:
@@ -272,19 +278,19 @@ class MasterWeights:
 
 
 def members(optimizer: Any) -> Sequence[Any]:
-    """The optimizers that step one after the other in a chained one; of another, itself."""
+    """The members of a chained optimizer; any other optimizer alone."""
     chained = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if chained is None else [member for one in chained for member in members(one)]
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Those that do the work. There is none for a member without parameters."""
+    """The torch optimizers inside. A member without parameters has none."""
     found = (member.optimizer for member in members(optimizer))
     return [inner for inner in found if isinstance(inner, Optimizer)]
 
 
 def _megatrons(optimizer: Any) -> Any:
-    """The optimizer of Megatron inside wrappers of others', or else the optimizer of torch."""
+    """Megatron's optimizer inside other wrappers, or else the torch optimizer."""
     found = optimizer
     for _ in range(MAX_WRAPPERS):
         if found is None or isinstance(found, MegatronOptimizer):
@@ -294,7 +300,7 @@ def _megatrons(optimizer: Any) -> Any:
         return innermost(optimizer)
     if any("LayerWise" in cls.__name__ for cls in type(found).__mro__):
         raise TypeError(
-            f"optimizer is a {type(found).__name__}, which cannot be observed: its ranks step whole layers each. "
+            f"optimizer is a {type(found).__name__}, which the monitor cannot observe: each of its ranks steps whole layers. "
             "Use the optimizer that get_megatron_optimizer makes."
         )
     return found

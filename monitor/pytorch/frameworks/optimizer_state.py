@@ -1,8 +1,9 @@
-"""How nanochat's optimizers lay out their state: what one tensor holds of several parameters, and one rank of one parameter.
+"""Finds the moments of a parameter in optimizer state, also in the stacked and sliced state of nanochat's optimizers.
 
-``MuonAdamW`` steps groups of matrices of one shape together, and keeps their momenta in one stack under the first of them.
-``DistMuonAdamW`` deals the matrices of a group out to the ranks, a run of them each, and large parameters of its other groups
-in equal slices of rows. It reduces gradients inside its step. Both are known by their names: nanochat is no package to import.
+nanochat's ``MuonAdamW`` steps groups of matrices of one shape together, and keeps their momenta in one stack under the first
+matrix. ``DistMuonAdamW`` distributes the matrices of a group over the ranks, in runs. It splits large parameters of its other
+groups into equal slices of rows. It reduces gradients inside its step. Both are recognised by class name: nanochat is no
+package to import.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from torch.optim import Optimizer
 from monitor.series import Placement, Shard, ranks_of
 
 DEALING: Final = "DistMuonAdamW"
-"""The class that deals its work out to all ranks of the job."""
+"""The class that distributes its work over all ranks of the job."""
 
 WHOLE_BELOW: Final = 1024
-"""Elements of a parameter from which on ``DistMuonAdamW`` cuts it into slices."""
+"""``DistMuonAdamW`` slices parameters with at least this many elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter is in a stack.
+    """The position of a parameter in a stack.
 
     Attributes:
-        parameters: Of its group. The stack is kept under the first.
-        place: Of the parameter in the group.
-        size: How many the group had.
-        index: Of the parameter in this rank's stack: below 0 or from ``among`` on where another rank has it.
-        among: Entries of this rank's stack.
+        parameters: Parameters of its group. The stack is kept under the first one.
+        place: Index of the parameter in the group.
+        size: Number of parameters in the group.
+        index: Index of the parameter in this rank's stack; below 0 or at least ``among`` if another rank has it.
+        among: Number of entries in this rank's stack.
     """
 
     parameters: Sequence[Tensor]
@@ -43,7 +44,7 @@ class Place:
     among: int
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the group is still as it was when this was made."""
+        """Whether the group is unchanged."""
         return len(self.parameters) == self.size and self.parameters[self.place] is parameter
 
 
@@ -61,7 +62,7 @@ class Slice:
 
 
 def places_in_stacks(optimizer: Optimizer) -> Iterator[tuple[int, Place]]:
-    """Where each parameter would be, by its id, were the momenta of its group stacked."""
+    """By id of a parameter: its position if the momenta of its group are stacked."""
     for group in optimizer.param_groups:
         parameters = group["params"]
         if any(one.shape != parameters[0].shape for one in parameters):
@@ -75,7 +76,7 @@ def places_in_stacks(optimizer: Optimizer) -> Iterator[tuple[int, Place]]:
 
 
 def slice_of(optimizer: Optimizer, parameter: Tensor) -> Slice | None:
-    """What this rank steps of a parameter that is cut into slices; None of any other."""
+    """The slice of a parameter that this rank steps; None if the parameter is not sliced."""
     if not _deals(optimizer) or parameter.dim() == 0 or parameter.numel() < WHOLE_BELOW:
         return None
     rows = parameter.shape[0] // dist.get_world_size()
@@ -83,7 +84,7 @@ def slice_of(optimizer: Optimizer, parameter: Tensor) -> Slice | None:
 
 
 def placement_of_moments(optimizers: Sequence[Optimizer], parameter: Tensor) -> Placement | None:
-    """Where the moments of a parameter are; None where no optimizer deals them out."""
+    """The placement of a parameter's moments; None if no optimizer distributes them."""
     group = next((group for one in optimizers if _deals(one) for group in one.param_groups if _lists(group, parameter)), None)
     if group is None:
         return None
@@ -106,33 +107,31 @@ def _lists(group: dict[str, Any], parameter: Tensor) -> bool:
     return any(one is parameter for one in group["params"])
 
 
-# --- Which tensor of an optimizer's state is which moment of which parameter.
-#
-# A moment has the shape of what is stepped, and numbers of its own: state of another shape (factored, stacked,
-# flattened over several parameters) or of integers (quantized) is no moment of one parameter, and has no row. What its
-# name does not tell apart has none either: nothing else says whether a tensor is a first or a second moment.
+# --- Moments in optimizer state. A moment has the shape of the stepped tensor and a floating-point dtype. State of another
+# shape (factored, stacked, flattened over several parameters) or of integers (quantized) is no moment of one parameter, and has
+# no row. Only its name tells whether a tensor is a first or a second moment, so state under unknown names has no row.
 
 NAMES: Final = {
     "exp_avg": ("exp_avg", "momentum_buffer", "momentum", "first_moment", "moment1"),
     "exp_avg_sq": ("exp_avg_sq", "square_avg", "second_moment", "moment2"),
     "max_exp_avg_sq": ("max_exp_avg_sq",),
 }
-"""What optimizers call the state behind each kind. ``square_avg`` is that of RMSprop."""
+"""Names of the state of each kind. ``square_avg`` is RMSprop's."""
 
 KNOWN: Final = frozenset(name for names in NAMES.values() for name in names)
 MEANING: Final = {"exp_avg": "a first moment", "exp_avg_sq": "a second moment"}
 
 MOST_SENTENCES: Final = 16
-"""Of state that is no moment: the manifest is read by people."""
+"""Most sentences about state that is no moment: people read the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a torch optimizer steps in the place of a parameter, if not the parameter itself.
+    """The tensor that a torch optimizer steps for a parameter, possibly the parameter itself.
 
     Attributes:
-        key: The tensor that it knows.
-        group: Its hyperparameters, where the optimizer does not list it in a group of its own between steps.
+        key: The tensor in the optimizer.
+        group: Its hyperparameters, if the optimizer's groups do not list it between steps.
     """
 
     optimizer: Optimizer
@@ -141,10 +140,10 @@ class Stepped:
 
 
 class Moments:
-    """Finds moments, and remembers what was none.
+    """Finds moments, and collects sentences about other state.
 
     Attributes:
-        unusable: In sentences, what the state of optimizers holds that is no moment of one parameter.
+        unusable: Sentences about optimizer state that is no moment of one parameter.
     """
 
     def __init__(self) -> None:
@@ -152,8 +151,8 @@ class Moments:
         self._places: dict[int, dict[int, Place]] = {}
 
     def of(self, kind: str, stepped: Stepped) -> Tensor | None:
-        """The moment that an optimizer keeps of what it steps; None where it has none, or has made no step with it."""
-        # `state` is a defaultdict: asking for a parameter that has none yet would make one, and change training.
+        """The moment of a stepped tensor; None if the optimizer has none, or has not stepped yet."""
+        # `state` is a defaultdict: indexing it would create an entry and change training.
         state = stepped.optimizer.state.get(stepped.key) or {}
         name = next((name for name in NAMES[kind] if isinstance(state.get(name), Tensor)), None)
         if name is None:
@@ -176,7 +175,7 @@ class Moments:
         return stacked
 
     def _stacked(self, kind: str, stepped: Stepped) -> Tensor | None:
-        """The part of a stack: nanochat's optimizers keep the momenta of a group under its first parameter."""
+        """The entry of a stack: nanochat's optimizers keep the momenta of a group under its first parameter."""
         place = self._place(stepped) if kind == "exp_avg" else None
         if place is None:
             return None
@@ -186,7 +185,7 @@ class Moments:
         return stack[place.index] if 0 <= place.index < place.among else None
 
     def _part(self, kind: str, name: str, found: Tensor, stepped: Stepped) -> Tensor | None:
-        """What can be taken apart of state that has not the parameter's shape."""
+        """The parameter's part of state with another shape."""
         if name == "momentum_buffer" and (stacked := self._stacked(kind, stepped)) is not None:
             return stacked
         part = slice_of(stepped.optimizer, stepped.key)
@@ -204,7 +203,7 @@ class Moments:
     def _reject(self, kind: str, name: str, found: Tensor, stepped: Stepped) -> None:
         optimizer = type(stepped.optimizer).__name__
         self._say(
-            f"state[{name!r}] of {optimizer} is {_described(found)} where the parameter is {_described(stepped.key)}: it is no "
+            f"state[{name!r}] of {optimizer} is {_described(found)}, but the parameter is {_described(stepped.key)}: it is no "
             f"moment of one parameter, and {kind} has no row of it"
         )
 
@@ -214,8 +213,8 @@ class Moments:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether state is that of a step: some optimizers make it before the first, full of zeros that are no moments. A count on
-    an accelerator is not waited for.
+    """Whether the optimizer has stepped with this state: some optimizers create it before the first step, full of zeros. Does
+    not wait for a count on an accelerator.
     """
     step = state.get("step")
     return step is None or (isinstance(step, Tensor) and not step.is_cpu) or float(step) != 0

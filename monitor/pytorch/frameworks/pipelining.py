@@ -1,7 +1,7 @@
-"""``torch.distributed.pipelining``: forwards that are none.
+"""``torch.distributed.pipelining``: recognises rehearsals of a stage, and the ranks of the stages.
 
-A stage that was not told what it will be given finds out by a rehearsal before the first micro-batch: a forward, and a backward
-to its inputs, of tensors that hold nothing. It looks like training, and no public hook tells of it.
+A stage whose input shapes are unknown infers them by a rehearsal before the first micro-batch: a forward and a backward of
+empty tensors. It looks like training, and no public hook announces it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from monitor.series import Ranks
 
 
 def rehearsing() -> bool:
-    """Whether the forward that begins is a stage's rehearsal. Costs nothing where there are no stages."""
+    """Whether the forward that begins is a stage's rehearsal. Free if there are no stages."""
     rehearsal = _rehearsal()
     frame: FrameType | None = sys._getframe(1) if rehearsal is not None else None
     while frame is not None and frame.f_code is not rehearsal:
@@ -23,7 +23,7 @@ def rehearsing() -> bool:
 
 
 def stage_ranks() -> Ranks | None:
-    """The ranks that hold the stages of the pipeline in whose forward this is; None where it is in none."""
+    """The ranks of the stages of the pipeline whose forward is running; None if none is."""
     frame: FrameType | None = sys._getframe(1) if (called := _forward_of_a_stage()) is not None else None
     while frame is not None and frame.f_code is not called:
         frame = frame.f_back
@@ -37,6 +37,6 @@ def _forward_of_a_stage() -> CodeType | None:
 
 
 def _rehearsal() -> CodeType | None:
-    """Of the function that rehearses. Versions of torch that rehearse on meta tensors, without gradients, have none."""
+    """Code of the rehearsing function. Versions of torch that infer shapes with meta tensors, without gradients, have none."""
     stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
     return getattr(getattr(stage, "_forward_metadata_inference", None), "__code__", None)

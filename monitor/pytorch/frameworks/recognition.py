@@ -1,4 +1,4 @@
-"""Which framework a model and its optimizer belong to."""
+"""Recognises the framework of a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from monitor.recording.protocols import only
 
 
 def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> Framework:
-    """The framework that keeps the gradients, weights and moments of a model.
+    """The adapter of the framework that keeps the gradients, weights and moments of a model.
 
-    None is imported here: one that is in use has been.
+    Does not import frameworks: one in use is imported already.
 
     Raises:
-        TypeError: The optimizer is none that can be observed.
+        TypeError: The optimizer cannot be observed.
         ValueError: The model is set up in a way that cannot be observed.
     """
     optimizer = only(optimizer)
@@ -36,7 +36,7 @@ def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool
 
         return Fsdp2(chunks, optimizer, main_grad=main_grad)
     if _any_is(chunks, "torch.distributed._composable.fsdp.fully_shard", "FSDPModule"):
-        raise ValueError("fully_shard of this version of torch is not known here: use torch 2.6 or later.")
+        raise ValueError("The monitor does not know fully_shard of this version of torch: use torch 2.6 or later.")
     if _any_is(chunks, "megatron.core.distributed", "DistributedDataParallel") or _is_megatrons(optimizer):
         from monitor.pytorch.frameworks.megatron import Megatron
 
@@ -50,6 +50,6 @@ def _is_megatrons(optimizer: Any) -> bool:
 
 
 def _any_is(chunks: Sequence[nn.Module], imported: str, name: str) -> bool:
-    """Whether there is a module of a class that some module of Python, if it has been imported, calls ``name``."""
+    """Whether a module is of the class ``name`` in the Python module ``imported``, if that is imported."""
     of = getattr(sys.modules.get(imported), name, None)
     return of is not None and any(isinstance(module, of) for chunk in chunks for module in chunk.modules())

@@ -1,8 +1,8 @@
-"""Which gradients DistributedDataParallel has reduced, when the optimizer's step begins.
+"""Tracks which gradients DistributedDataParallel has reduced when the optimizer's step begins.
 
-Its reducer is made ready by a forward of the wrapper outside ``no_sync``, and reduces in the first backward after that, when it
-ends. A gradient is what all ranks make together if the last backward that added to it did so. Who calls the module inside the
-wrapper, or has no forward that shows, has gradients of which that is not known.
+A forward of the wrapper outside ``no_sync`` prepares its reducer, which reduces at the end of the next backward. A gradient is
+reduced if the last backward that added to it did so. If a loop calls the module inside the wrapper, or a forward is not
+observed, that is unknown.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 REDUCE_NOTHING: Final = frozenset({"noop_hook", "post_localSGD_hook"})
-"""Communication hooks of torch's that leave gradients local, or average them among some of the ranks only."""
+"""Communication hooks of torch that leave gradients local, or average them over some ranks only."""
 
 _NO_BACKWARD: Final = -1
 
 
 class _Reducer:
-    """One wrapper.
+    """The reducer of one wrapper.
 
     Attributes:
-        ready: Whether the next backward is to reduce.
-        reduced: Whether the last one has; None where none was seen.
+        ready: Whether the next backward will reduce.
+        reduced: Whether the last backward has reduced; None if none was seen.
         backward: The last backward that was seen.
     """
 
@@ -46,8 +46,8 @@ class _Reducer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a forward was seen to make it ready, and the wrapper keeps of its last forward that it has. That alone is no
-        sign: it says so from the beginning.
+        """Whether an observed forward prepared it, and the wrapper's flag agrees. The flag alone proves nothing: it is set from
+        the beginning.
         """
         return self.ready and bool(getattr(self._module(), "require_forward_param_sync", False))
 
@@ -58,7 +58,7 @@ class _Reducer:
 
 
 class Reducers:
-    """Those of a model: the wrappers that are part of it, and those in whose forward it is called."""
+    """The reducers of a model: of wrappers inside it, and of wrappers whose forward calls it."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._known: dict[int, _Reducer] = {}
@@ -71,11 +71,11 @@ class Reducers:
 
     @property
     def any_known(self) -> bool:
-        """Whether there is a wrapper."""
+        """Whether any wrapper is known."""
         return bool(self._of)
 
     def forward_begins(self, root: nn.Module) -> None:
-        """A forward of a chunk begins, with gradients enabled: of the wrappers that it has in it, and of the one around it."""
+        """A forward of a chunk begins, with gradients enabled. Notify the wrappers inside it and the one around it."""
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if around is not None and id(around) not in self._known:
             self._learn(around)
@@ -88,15 +88,15 @@ class Reducers:
             one.backward_begins(backward)
 
     def reduced(self, parameter: Tensor) -> bool | None:
-        """Whether a gradient is reduced; None of a parameter that no wrapper reduces."""
+        """Whether a gradient is reduced; None if no wrapper reduces the parameter."""
         one = self._of.get(id(parameter)) if self._of else None
         if one is None:
             return None
         if one.leaves_local:
-            return None  # somebody else may reduce it
+            return None  # the training loop may reduce it
         if torch._C._current_graph_task_id() != _NO_BACKWARD:
-            return False  # it is written back when backward ends: an optimizer that steps in a hook has what this rank added
-        # Of what no backward was seen to reach on this rank, the wrapper has reduced what other ranks added.
+            return False  # it is written back when backward ends: an optimizer that steps in a hook sees the local gradient
+        # If no backward reached the parameter on this rank, the wrapper has still reduced the terms of other ranks.
         return one.is_ready if one.reduced is None else one.reduced
 
     def _called(self, root: nn.Module, around: nn.Module | None) -> Iterator[_Reducer]:

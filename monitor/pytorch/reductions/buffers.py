@@ -1,7 +1,7 @@
-"""What becomes of a buffer that ranks have summed up, until the optimizer steps: gradients are copied from it.
+"""Follows copies from reduced buffers to gradients, until the optimizer steps.
 
-Loops that reduce gradients in flat buffers write them back with a few functions of torch's. A mode sees these where Python
-calls them; what a compiled region or an extension in C++ writes is not seen, and then it is not known that it was reduced.
+Loops that reduce gradients in flat buffers write them back with a few torch functions. A function mode sees calls from Python.
+Writes by compiled code or C++ extensions are not seen: such gradients are not known to be reduced.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ KEEPS: Final = frozenset(
         "__truediv__", "_foreach_div", "_foreach_mul",
     }
 )  # fmt: skip
-"""Functions whose result is, up to a factor and a dtype, what they are given."""
+"""Functions whose result equals their input up to a factor and a dtype."""
 
 OVERWRITES: Final = frozenset({"fill_", "normal_", "uniform_", "zero_", "_foreach_zero_"})
-"""Functions after which nothing is left of what a tensor held."""
+"""Functions that overwrite all of a tensor."""
 
 
 Told = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
 
 
 class _Mode(TorchFunctionMode):
-    """Hands every call of one thread on as it came, and calls ``told`` with it; with ``told`` None it has no effect.
+    """Forwards every call of one thread unchanged and reports it to ``on_call``. Inactive while ``on_call`` is None.
 
-    torch takes a mode off the stack while it handles a call, and puts it back. So that it is not on the stack does not say that
-    it will not be there again: it is pushed once, and not again before it was found there and removed.
+    torch pops a mode while it handles a call, and pushes it again. A mode that is missing on the stack may therefore come back.
+    So it is pushed once, and only pushed again after it was found on the stack and removed.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class _Mode(TorchFunctionMode):
         return result
 
     def put(self) -> bool:
-        """Put it below every mode of the user's, so that each of theirs is on top when its ``with`` ends; but for a default
-        device, which torch wants at the bottom. Whether it is there: not while torch has taken the default device off.
+        """Push it below all modes of the user, so that each of theirs is on top when its ``with`` ends. Only a default device
+        stays below, as torch requires. Returns whether it is pushed: not while torch has popped the default device.
         """
         default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
         if self.pushed or (default is not None and not _on_stack(default)):
@@ -72,7 +72,9 @@ class _Mode(TorchFunctionMode):
         return True
 
     def remove(self) -> None:
-        """On the thread that pushed it. Where torch has taken it off to handle a call, it stays until it is removed again."""
+        """Remove it, on the thread that pushed it. While torch has popped it to handle a call it stays, until the next
+        ``remove``.
+        """
         if self.pushed and _on_stack(self):
             self.pushed = False
             for mode in reversed(_taken_off()):
@@ -81,17 +83,17 @@ class _Mode(TorchFunctionMode):
 
 
 class _OfThread(threading.local):
-    """Each thread has modes of its own, and those of another cannot be removed from it."""
+    """The mode of each thread: modes of another thread cannot be removed."""
 
     def __init__(self) -> None:
         self.mode = _Mode()
 
 
 class BufferWrites:
-    """Follows what is written from reduced memory.
+    """Follows copies from reduced memory.
 
     Args:
-        take_in: Has ``memory`` know of every sum that is there by now.
+        take_in: Enters every completed sum in ``memory``.
         failed: Called with an error of the monitor.
     """
 
@@ -113,7 +115,7 @@ class BufferWrites:
         return self._entered is not None
 
     def enter(self) -> None:
-        """Look at each call of this thread from now on, until ``leave``; not where no mode can be pushed."""
+        """Observe calls of this thread from now on, until ``leave``, if a mode can be pushed."""
         self.leave()
         mode = self._modes.mode
         if mode.put():
@@ -121,7 +123,7 @@ class BufferWrites:
             self._entered = mode
 
     def leave(self) -> None:
-        """Look no longer. What another thread has entered is told nothing from now on, and goes when that thread leaves."""
+        """Stop observing. A mode of another thread becomes inactive, and is removed when that thread leaves."""
         if self._entered is not None:
             self._entered.told = None
             self._entered = None
@@ -159,7 +161,7 @@ class BufferWrites:
             self._memory.forget(x)
 
     def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A factor is a tensor of one element, if it is a tensor."""
+        """Mark results of a function in ``KEEPS``. Tensors of one element among its arguments are factors."""
         given = list(_tensors((*args, *kwargs.values())))
         groups = self._memory.common([x for x in given if x.numel() > 1] or given)
         for x in _tensors((result,)) if groups else ():
@@ -168,7 +170,7 @@ class BufferWrites:
 
 
 def _weakly(writes: BufferWrites) -> Told:
-    """A mode on a stack keeps nothing of a monitor's alive."""
+    """A callback with a weak reference: a mode on a stack must not keep a monitor alive."""
     held = weakref.ref(writes)
 
     def told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -184,17 +186,17 @@ def _on_stack(mode: Any) -> bool:
 
 
 def _taken_off() -> list[Any]:
-    """Every mode of this thread, from the top."""
+    """Pop all modes of this thread, from the top."""
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
 
 
 def _changes_modes(frame: FrameType | None) -> bool:
-    """Whether what is collected now interrupts somebody who has counted the modes, and takes that many off."""
+    """Whether garbage collection interrupts code that has counted the modes and is about to pop that many."""
     return frame is not None and frame.f_globals.get("__name__") in ("torch.overrides", "torch.utils._device", __name__)
 
 
 def _is_one_view(index: Any) -> bool:
-    """Whether what is indexed so is a view of the tensor."""
+    """Whether indexing with ``index`` gives a view of the tensor."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 

@@ -1,4 +1,4 @@
-"""Which memory holds sums over ranks: runs of bytes of storages, each with the groups that it was summed over."""
+"""Tracks which memory holds sums over ranks: byte ranges of storages, each with its groups."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from monitor.stats.torch.tensors import beneath, end_of, is_unbroken, local_shar
 
 @dataclass(frozen=True, eq=False)
 class Over:
-    """A group of ranks that a sum was formed over. One object for each process group, compared as an object."""
+    """The ranks of a sum. One object for each process group, compared by identity."""
 
     ranks: Ranks
 
 
 Groups = tuple[Over, ...]
-"""The groups that a sum was formed over, one after the other."""
+"""The groups of successive sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class _Run:
 
 
 class ReducedMemory:
-    """What is known of the memory of a step.
+    """The reduced memory of a step.
 
-    A tensor is known by the bytes that it covers, so that gradients and buckets that share a storage are kept apart, and a
-    gradient that is a view of a bucket is what the bucket is.
+    A tensor is identified by the bytes that it covers. So gradients and buckets that share a storage are distinguished, and a
+    gradient that is a view of a bucket is reduced with it.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ReducedMemory:
         self._storages.clear()
 
     def groups_of(self, x: Tensor) -> Groups | None:
-        """The groups that all of ``x`` was summed over; None where that does not show of every element."""
+        """The groups that all of ``x`` was summed over; None if some element is not known to be a sum."""
         place = _place(x)
         if place is None:
             return None
@@ -74,7 +74,7 @@ class ReducedMemory:
         return found
 
     def groups_within(self, x: Tensor) -> Groups:
-        """The groups that some part of ``x`` was summed over."""
+        """The groups that any part of ``x`` was summed over."""
         place = _place(x)
         if place is None:
             return ()
@@ -83,12 +83,12 @@ class ReducedMemory:
         return tuple(dict.fromkeys(group for groups in found for group in groups))
 
     def add(self, x: Tensor, groups: Groups) -> None:
-        """``x`` has been summed over ``groups``, beside what it was summed over before."""
+        """``x`` has been summed over ``groups``, in addition to earlier groups."""
         known = self.groups_of(x) or ()
         self._put(x, tuple(dict.fromkeys((*known, *groups))))
 
     def copied(self, to: Tensor, source: Any) -> None:
-        """``to`` holds what ``source`` does, whatever it held before."""
+        """``to`` now holds the numbers of ``source``."""
         whole = isinstance(source, Tensor) and source.numel() == to.numel()
         self._put(to, self.groups_of(source) if whole else None)
 
@@ -97,7 +97,7 @@ class ReducedMemory:
         self._put(x, None)
 
     def common(self, tensors: Iterable[Tensor]) -> Groups | None:
-        """The groups that each of ``tensors`` was summed over; None where one was not, or there is none."""
+        """The groups that each of ``tensors`` was summed over; None if one was not, or there are no tensors."""
         found: Groups | None = None
         for x in tensors:
             groups = self.groups_of(x)
@@ -116,11 +116,11 @@ class ReducedMemory:
             return
         storage, start, end = place
         runs = self._runs(storage)
-        # In place, and as few runs as can be: of one buffer there may be ten thousand gradients.
+        # In place, with as few runs as possible: one buffer may hold ten thousand gradients.
         first = max(0, bisect_left(runs, start, key=_start) - 1)
         after = bisect_right(runs, end, key=_start)
         kept = [part for run in runs[first:after] for part in _outside(run, start, end)]
-        if groups and _is_dense(x):  # of what has gaps it is not known which bytes were written
+        if groups and _is_dense(x):  # a tensor with gaps does not cover all of its byte range
             kept.append(_Run(start, end, groups))
         runs[first:after] = _joined(sorted(kept, key=_start))
         if runs:
@@ -130,13 +130,13 @@ class ReducedMemory:
 
 
 def storage_of(x: Tensor) -> torch.UntypedStorage | None:
-    """The memory of what this rank holds of ``x``; None where there is none to be told by."""
+    """The storage of the local part of ``x``; None if it has none."""
     place = _place(x)
     return None if place is None else place[0]
 
 
 def _place(x: Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """Where ``x`` lies: its storage, its first byte and the one after its last. None of what has no storage or no element."""
+    """The storage of ``x``, its first byte and the byte after its last. None for a tensor without storage or elements."""
     local = local_shard(x)
     if local is None or local.is_meta or local.layout is not torch.strided or local.is_nested or local.numel() == 0:
         return None
@@ -155,7 +155,7 @@ def _start(run: _Run) -> int:
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:
-    """The same bytes, those that lie end to end and were summed over the same groups as one run."""
+    """Join adjacent runs with the same groups."""
     joined: list[_Run] = []
     for run in runs:
         if joined and joined[-1].end == run.start and joined[-1].groups == run.groups:
@@ -166,16 +166,15 @@ def _joined(runs: Sequence[_Run]) -> list[_Run]:
 
 
 def _outside(run: _Run, start: int, end: int) -> list[_Run]:
-    """What is left of a run when the bytes from ``start`` to ``end`` are taken out of it."""
+    """The parts of a run outside the bytes from ``start`` to ``end``."""
     if run.end <= start or end <= run.start:
         return [run]
     parts = _Run(run.start, start, run.groups), _Run(end, run.end, run.groups)
     return [part for part in parts if part.start < part.end]
 
 
-# --- Which memory ranks have summed up: seen at the collectives that Python issues, and at the functional ones.
-#
-# What C++ issues is not listened to: a framework that reduces from there is known by its name.
+# --- Sums over ranks, seen at collectives from Python and functional ones. Collectives from C++ are not observed: frameworks
+# that reduce there are recognised by name.
 
 SUMS: Final = frozenset(
     {"all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}
@@ -183,21 +182,21 @@ SUMS: Final = frozenset(
 COLLECTS: Final = frozenset(
     {"all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_gather_into_tensor_coalesced"}
 )
-"""Give every rank what each of them holds: a sum, if each holds a part of one."""
+"""Gathers: the result is a sum if each rank holds a part of a sum."""
 
 MOST_AWAITED: Final = 4096
-"""Results of functional collectives remembered until they are waited for."""
+"""Most results of functional collectives that are remembered until they are waited for."""
 
 _NO_BACKWARD: Final = -1
 
 
 class SeenSums(CollectiveListener):
-    """Tells ``memory`` of each sum over ranks, once its outputs are there.
+    """Enters each sum over ranks in ``memory``, once its outputs are complete.
 
     Attributes:
-        wanted: Whether any is looked at now.
-        wanted_in_backward: Whether those that a thread makes while it runs a backward are looked at.
-        issued: Called on the thread of each call that is looked at, with its groups and its outputs.
+        wanted: Whether calls are observed now.
+        wanted_in_backward: Whether calls of a thread that runs a backward are observed.
+        issued: Called on the thread of each observed call, with its groups and its outputs.
     """
 
     hears_below: ClassVar[bool] = False
@@ -218,7 +217,7 @@ class SeenSums(CollectiveListener):
         self._completion.listen()
 
     def remove(self) -> None:
-        """Any number of times."""
+        """Stop listening. Idempotent."""
         INTERCEPTION.remove(self)
         self._completion.remove()
         self.clear()
@@ -228,7 +227,7 @@ class SeenSums(CollectiveListener):
         self._functional.clear()
 
     def take_in(self) -> None:
-        """Enter in the memory what is there by now. On the training thread: others may have been told of it."""
+        """Enter completed sums in the memory. Called on the training thread; other threads may have completed them."""
         while self._there:
             groups, outputs = self._there.popleft()
             for output in outputs:
@@ -267,7 +266,7 @@ class SeenSums(CollectiveListener):
         if not groups or not outputs:
             return
         if type(operator) is Method:
-            # What has options says in them whether the function that called it waits for it, whatever comes of that.
+            # The options, if there are any, say whether the calling function waits for the call, even if the wait fails.
             if getattr(args[-1], "asyncOp", True) or self._completion.gathers(args[0]):
                 self._completion.issued(args[0], result, groups, outputs, waited_for=False)
             else:
@@ -277,7 +276,7 @@ class SeenSums(CollectiveListener):
         self._issued(groups, outputs)
 
     def _summed_over(self, operator: Operator, args: Sequence[Any]) -> Groups:
-        """What the outputs will have been summed over; empty where they are no sum."""
+        """The groups of the outputs' sum; empty if they are no sum."""
         if operator.name in SUMS:
             return (self._over(operator.group_of(args)),) if _adds(args) else ()
         self.take_in()
@@ -298,28 +297,28 @@ class SeenSums(CollectiveListener):
             self._functional.popitem(last=False)
 
     def _outputs_there(self, groups: Groups, outputs: Sequence[Tensor], _versions: Sequence[int | None]) -> bool:
-        """On any thread."""
+        """Called on any thread."""
         self._there.append((groups, outputs))
         if runs_backward():
-            # A gradient that somebody else holds is copied when it is accumulated, where it else would be taken as it is.
+            # Accumulation would copy a gradient that the queue references, and otherwise takes it over without a copy.
             self.take_in()
         return True
 
 
 def runs_backward() -> bool:
-    """Whether this thread is in the midst of a backward."""
+    """Whether this thread is running a backward."""
     return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
 
 
 def _adds(args: Sequence[Any]) -> bool:
-    """Whether a reduction adds up, as the options, the operation or its name among the arguments say."""
+    """Whether a reduction is a sum, by the options, the operation or its name among the arguments."""
     for one in args[1:]:
         operation = getattr(one, "reduceOp", one)
         if isinstance(operation, str):
             return operation.lower() in ("sum", "avg")
         if isinstance(operation, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return any(operation == known for known in _ADDING)
-    return True  # as the methods of a process group do where nothing is said
+    return True  # the default of a process group's methods
 
 
 _ADDING: Final = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
@@ -329,7 +328,7 @@ _resolve: Final[Any] = torch._C._distributed_c10d._resolve_process_group
 
 
 def _resolved(given: Any) -> dist.ProcessGroup:
-    """From its name, or from what the dispatcher makes of it."""
+    """The process group of a name, or of the dispatcher's boxed object."""
     if isinstance(given, str):
         found: dist.ProcessGroup = _resolve(given)
         return found

@@ -1,4 +1,4 @@
-"""Reductions between backward and the optimizer's step, of a loop that makes them itself."""
+"""Decides whether a gradient is reduced when the optimizer's step begins, also for loops that reduce by themselves."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from monitor.stats.torch.tensors import local_shard
 
 
 class SeenReductions:
-    """What is seen of one step.
+    """The observed reductions of one step.
 
-    Calls of torch's functions are looked at from the first sum over ranks of a buffer that holds no gradient, until the
-    optimizer steps or a forward begins. A loop that reduces gradients where they are pays for its collectives alone.
+    Calls of torch functions are observed from the first sum over ranks of a buffer that is no gradient, until the optimizer
+    steps or a forward begins. So a loop that reduces gradients in place only pays for its collectives.
     """
 
     def __init__(self, gradients: Callable[[], Sequence[Tensor]], failures: Failures) -> None:
         """Listen from now on.
 
         Args:
-            gradients: Finds those that there are.
+            gradients: Finds the current gradients.
         """
         self._gradients = gradients
         self._memory = ReducedMemory()
@@ -63,20 +63,22 @@ class SeenReductions:
         self._window = True
 
     def set_window(self, is_open: bool) -> None:
-        """Whether reductions of gradients may come now: no forward is running. One of an evaluation only ends."""
+        """Set whether reductions of gradients may come now: no forward is running. An evaluation's forward reports its end
+        only.
+        """
         self._window = is_open
         self._writes.leave()
         if not is_open:
             self._thread = get_ident()
 
     def changed(self, gradient: Tensor, hooks: HooksOfLoop) -> Groups:
-        """A backward has added to a gradient, which counts as a local one from now on.
+        """A backward has added to a gradient, which counts as local from now on.
 
         Args:
-            hooks: Those of the parameter.
+            hooks: The training loop's hooks on the parameter.
 
         Returns:
-            Groups that what was added, or what it was added to, may have been summed over.
+            Groups that the added or the earlier gradient may have been summed over.
         """
         if not self._sums.wanted:
             self._sums.wanted = True
@@ -90,18 +92,18 @@ class SeenReductions:
         return summed
 
     def end_window(self) -> None:
-        """The optimizer's step begins: what comes now is its own."""
+        """The optimizer's step begins: later collectives are its own."""
         self._writes.leave()
         self._sums.take_in()
         self._sums.wanted = self._sums.wanted_in_backward = False
 
     def reopen(self) -> None:
-        """The optimizer's step has ended, and another optimizer's is to come."""
+        """The optimizer's step has ended, and another optimizer will step."""
         self._sums.wanted = self._sums.wanted_in_backward = True
         self._window = True
 
     def groups_of(self, gradient: Tensor) -> Groups | None:
-        """What a gradient was summed over; None if it was not."""
+        """The groups that a gradient was summed over; None if it is local."""
         return self._memory.groups_of(gradient)
 
     def remove(self) -> None:
@@ -109,8 +111,8 @@ class SeenReductions:
         self._sums.remove()
 
     def _issued(self, groups: Groups, outputs: Sequence[Tensor]) -> None:
-        """A sum over ranks was begun; unless it is of gradients alone, they may be written from its outputs."""
-        if runs_backward():  # a mode that is entered in a backward is gone behind it
+        """A sum over ranks has begun. Unless all its outputs are gradients, gradients may be copied from them."""
+        if runs_backward():  # a mode entered in a backward does not outlive it
             self._issued_in_backward(groups, outputs)
             return
         if self._writes.entered or not self._window or get_ident() != self._thread:
@@ -120,17 +122,17 @@ class SeenReductions:
             self._writes.enter()
 
     def _issued_in_backward(self, groups: Groups, outputs: Sequence[Tensor]) -> None:
-        """It may be of the gradient that arrives next, unless it is of the last one that has."""
+        """The sum may be of the next gradient, unless it is of the latest one."""
         last = None if self._arrived is None else self._arrived()
         of_last = None if last is None else storage_of(last)
         if of_last is None or any((one := storage_of(x)) is None or one._cdata != of_last._cdata for x in outputs):
             self._since_arrival.append((groups, {x.numel() for x in outputs}))
 
     def _before_accumulation(self, gradient: Tensor, hooks: HooksOfLoop) -> Groups:
-        """What a gradient may have been summed over that memory does not show: accumulation makes copies.
+        """Groups of sums before accumulation, which copies and so hides them from the memory map.
 
-        Hooks on the parameter run just before. Without any, a function that the parameter goes through may have made a sum of
-        the gradient's size; but so may hooks behind the gradient that came before.
+        Hooks on the parameter run just before. Without such hooks, a function applied to the parameter may have made a sum of
+        the gradient's size. Hooks after the previous gradient's accumulation may have made it, too; then it is ignored.
         """
         if hooks.before:
             return tuple(group for groups, _ in self._since_arrival for group in groups)
@@ -145,31 +147,28 @@ class SeenReductions:
         return self._storages
 
 
-# --- Whether a gradient is reduced when the optimizer's step begins: known of a framework that reduces, else seen, else not
-# so.
-#
-# Ranks that share parameters average their gradients: inside backward (DistributedDataParallel and other frameworks),
-# between backward and the step (by hand), or inside the step (optimizers that shard their work), where ``grad`` is
-# still local when the step begins. That a gradient has changed since backward tells nothing: clipping and unscaling
-# change it, too.
+# --- Whether a gradient is reduced when the optimizer's step begins: known from the framework, or observed, or assumed not to
+# be. Ranks that share parameters average their gradients inside backward (DistributedDataParallel and other frameworks),
+# between backward and the step (by hand), or inside the step (optimizers that shard their work). In the last case ``grad`` is
+# still local when the step begins. A change since backward proves nothing: clipping and unscaling change gradients, too.
 
 
 class Reductions:
-    """Follows one step after the other. What is known of each parameter is asked for when the step begins.
+    """Follows reductions step by step, and answers for each parameter when the optimizer's step begins.
 
-    Nothing is listened to where there is no other rank, and where the framework is known to reduce every gradient.
+    It does not listen if there is no other rank, or if the framework reduces every gradient.
 
     Attributes:
-        follows: Whether ``arrived`` is to be told of gradients.
+        follows: Whether ``arrived`` must be called for gradients.
     """
 
     def __init__(
         self, framework: Framework, ownership: Ownership, failures: Failures, parameters: Sequence[NamedParameter]
     ) -> None:
-        """Listen to nothing yet.
+        """Set up without listening.
 
         Args:
-            parameters: Those whose reduced gradients are recorded.
+            parameters: The parameters whose reduced gradients are recorded.
         """
         self._framework = framework
         self._ownership = ownership
@@ -228,7 +227,7 @@ class Reductions:
             self._seen.end_window()
 
     def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
-        """Whether a gradient is what all ranks that share the parameter make together, as far as is known."""
+        """Whether a gradient is known to be reduced over all ranks that share the parameter."""
         if self._alone:
             return True
         known = self._framework.reduces(parameter)
@@ -241,12 +240,12 @@ class Reductions:
         return bool(groups) and self._complete(parameter, groups or ())
 
     def end_reading(self, of_all: bool) -> None:
-        """Gradients were asked for: those of all parameters, or of one of several optimizers."""
+        """Gradients were read: of all parameters, or of one of several optimizers."""
         if of_all and not self._needed:
             self.remove()
 
     def end_turn(self) -> None:
-        """An optimizer has stepped, and others have not: their gradients may be reduced now."""
+        """One of several optimizers has stepped: gradients of the others may be reduced now."""
         if self._seen is not None:
             self._seen.reopen()
 
@@ -261,7 +260,7 @@ class Reductions:
             self._seen = SeenReductions(self._gradients, self._failures)
 
     def _others_may_come_in(self) -> bool:
-        """Whether a gradient lacks, or may come to lack, what other ranks have, and no framework is known to add it."""
+        """Whether a gradient may lack terms of other ranks that no known framework adds."""
         if not has_others():
             return not is_settled()
         left = (one for one in self._parameters if self._framework.reduces(one) is None)

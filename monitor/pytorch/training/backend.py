@@ -1,4 +1,4 @@
-"""PyTorch's side of training metrics: see ``monitor.training.backend.Backend``."""
+"""PyTorch's implementation of ``monitor.training.backend.Backend``: gradient norm, loss scale, FLOPs, learning rate."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from monitor.selection import clean_name, without_module
 from monitor.training.scalars import NoCounterError
 from monitor.training.step import Number
 
-# --- What trainers tell no callback: the norm that clipping has found, how many samples a batch has.
+# --- Values that trainers pass to no callback: the norm from clipping, the number of samples of a batch.
 
 CLIPPING: Final = TorchCallPatch(torch.nn.utils, "clip_grad_norm_", ("parameters", "max_norm"))
 
 
 class GradNorm(CallListener):
-    """The norm that ``clip_grad_norm_`` has returned last, where it is looked up when it is called, as trainers do."""
+    """The norm that ``clip_grad_norm_`` returned last. Sees callers that look the function up at each call, as trainers do."""
 
     def __init__(self, patch: TorchCallPatch = CLIPPING) -> None:
         self._patch = patch
@@ -44,7 +44,7 @@ class GradNorm(CallListener):
         self._last = result
 
     def take(self) -> Any:
-        """What it returned since this was last asked; None if it was not called."""
+        """The norm since the last ``take``; None if the function was not called."""
         last, self._last = self._last, None
         return last
 
@@ -53,12 +53,12 @@ class GradNorm(CallListener):
 
 
 class NormOfOptimizer(GradNorm):
-    """The norm of all gradients of the one optimizer, where it is clipped as a whole.
+    """The norm of all gradients of a single optimizer, if all are clipped together.
 
-    What clips some of the parameters, or by another norm, does not tell it.
+    Calls that clip some parameters only, or by another norm, are ignored.
 
     Args:
-        whole: The call that clips all parameters of the optimizer, within which ``clip_grad_norm_`` is called.
+        whole: The call that clips all parameters of the optimizer and calls ``clip_grad_norm_``.
     """
 
     def __init__(self, whole: TorchCallPatch) -> None:
@@ -85,7 +85,7 @@ class NormOfOptimizer(GradNorm):
         self._within &= patch is not self._whole
 
     def take(self) -> Any:
-        """None, too, if several calls have clipped."""
+        """Also None if several calls have clipped."""
         calls, self._calls = self._calls, 0
         last = super().take()
         return last if calls == 1 else None
@@ -96,7 +96,7 @@ class NormOfOptimizer(GradNorm):
 
 
 def rows_of(batch: Any) -> int | None:
-    """How many samples a batch has: the first dimension of all its tensors. None where they differ."""
+    """Number of samples of a batch: the first dimension of all its tensors. None if they differ."""
     rows = {int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.dim()}
     return rows.pop() if len(rows) == 1 else None
 
@@ -112,11 +112,11 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-# --- By what an optimizer divides its gradients inside its step, as fused ones do under a GradScaler.
+# --- The scale by which a fused optimizer divides gradients inside its step, under a GradScaler.
 
 
 class GradientScale:
-    """See ``monitor.training.backend.GradientScale``. The scaler sets it on the optimizer for the time of a step."""
+    """See ``monitor.training.backend.GradientScale``. The scaler sets it on the optimizer during a step."""
 
     def __init__(self, optimizer: Optimizer, failures: Failures) -> None:
         self._last: Number | None = None
@@ -143,7 +143,7 @@ class GradientScale:
 
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 
-COMPILED: Final = "The floating point operations of a compiled model cannot be counted: pass model_flops as a number."
+COMPILED: Final = "The monitor cannot count the floating point operations of a compiled model: pass model_flops as a number."
 
 
 def monitor_of(config: MonitorConfig, base: Path) -> TrainerMon:
@@ -151,10 +151,10 @@ def monitor_of(config: MonitorConfig, base: Path) -> TrainerMon:
 
 
 def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
-    """Fused optimizers divide by the scale of a GradScaler themselves; others are given gradients that it has divided."""
+    """Fused optimizers divide by the scale of a GradScaler themselves; for others the scaler divides."""
     try:
         found, *others = optimizers_in(optimizer)
-    except TypeError:  # a framework's own, whose steps are its own
+    except TypeError:  # a framework's optimizer
         return None
     return None if others else GradientScale(found, failures)
 
@@ -168,11 +168,11 @@ def trainable_names(model: Any) -> list[str]:
 
 
 def learning_rate(optimizer: Any) -> Number | None:
-    """Of the first group of the first optimizer."""
+    """The learning rate of the first group of the first optimizer."""
     if isinstance(optimizer, list):
         optimizer = optimizer[0] if optimizer else None
     while optimizer is not None and not hasattr(optimizer, "param_groups"):
-        optimizer = getattr(optimizer, "optimizer", None)  # of an engine, which stands in its optimizer's place
+        optimizer = getattr(optimizer, "optimizer", None)  # an engine may be passed in place of its optimizer
     return kept(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
 
 
@@ -180,7 +180,7 @@ def counting_flops(model: Any) -> AbstractContextManager[Callable[[], float]]:
     """Counts multiplications and additions of matrix products, convolutions and attention, forward and backward.
 
     Raises:
-        NoCounterError: Something in the model is compiled: what is compiled whole raises under a counter.
+        NoCounterError: A module is compiled: code compiled as a whole graph raises under a counter.
     """
     if model is not None and any(_is_compiled(module) for module in model.modules()):
         raise NoCounterError(COMPILED)

@@ -1,4 +1,4 @@
-"""Training metrics where the Trainer of transformers trains."""
+"""Training metrics as a callback for the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from monitor.training.step import Step
 
 TRAINING_STEP: Final = TorchCallPatch(Trainer, "training_step", ("self", "model", "inputs"))
 UNPADDED: Final = ("position_ids", "cu_seq_lens_q")
-"""In a batch where they stand, samples may be joined to one row."""
+"""Keys of a batch whose samples may be packed into one row."""
 
 OF_LOGGED_STEPS: Final = (
-    "grad-norm is shown in steps that the Trainer logs, and in no others: under FSDP2 the ranks have to meet to tell it. "
-    "logging_steps=1 has all of them logged."
+    "grad-norm is shown only in steps that the Trainer logs: under FSDP2 its value needs a collective. "
+    "Set logging_steps=1 to log every step."
 )
 
 BACKWARD: Final = TorchCallPatch(Accelerator, "backward", ("self", "loss"))
@@ -36,10 +36,10 @@ class TrainingMetricsCallback(TrainerCallback):
 
     >>> Trainer(model, arguments, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
 
-    ``loss`` is the Trainer's own, the mean over all ranks and over the steps since it logged last, and shown when it logs:
-    with ``logging_steps=1``, in every step; so is ``grad-norm`` under FSDP2. ``local_loss`` is what each backward began from.
-    Samples are the rows of the batches that ``Trainer.training_step`` is given, times the ranks, which its samplers give as
-    many each.
+    ``loss`` is the Trainer's own: the mean over all ranks and over the steps since it logged last. It is shown when the Trainer
+    logs, with ``logging_steps=1`` in every step; so is ``grad-norm`` under FSDP2. ``local_loss`` is the loss that each backward
+    began from. Samples are the rows of the batches passed to ``Trainer.training_step``, times the number of ranks, since its
+    samplers give each rank as many.
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
@@ -61,7 +61,7 @@ class TrainingMetricsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach to the model and its optimizer."""
         del control
-        self._let_go()  # of a training before, which has failed
+        self._let_go()  # of an earlier training that failed
         batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.metrics = TrainingMetrics(
             self._config,
@@ -80,7 +80,7 @@ class TrainingMetricsCallback(TrainerCallback):
         self._training_steps = TrainingSteps(self.metrics)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """One that was still to be logged is not going to be."""
+        """End the previous step: the Trainer will not log it any more."""
         self._end()
         if self.metrics is not None:
             self._losses.take()
@@ -88,7 +88,7 @@ class TrainingMetricsCallback(TrainerCallback):
             self._step = self.metrics.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The Trainer logs after this, and then tells of its loss."""
+        """The Trainer logs after this, with its loss."""
         del state
         if self._step is not None:
             rows = self._training_steps.take()
@@ -102,7 +102,7 @@ class TrainingMetricsCallback(TrainerCallback):
             self._end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Take what the Trainer says."""
+        """Take the loss and the norm that the Trainer logs."""
         del args, state, control
         if self._step is not None and logs is not None and "loss" in logs:
             self._step.loss = float(logs["loss"])
@@ -111,7 +111,7 @@ class TrainingMetricsCallback(TrainerCallback):
             self._end()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Write what is left."""
+        """Write pending steps and close."""
         self._end()
         self._let_go()
 
@@ -130,7 +130,7 @@ class TrainingMetricsCallback(TrainerCallback):
 
 
 class TrainingSteps(CallListener):
-    """The calls of ``Trainer.training_step``, one a micro-batch: counts their samples, and has their operations counted."""
+    """Counts samples and floating point operations of calls of ``Trainer.training_step``, one per micro-batch."""
 
     def __init__(self, metrics: TrainingMetrics) -> None:
         self._metrics = metrics
@@ -152,7 +152,7 @@ class TrainingSteps(CallListener):
         self._metrics.stop_counting(failed=True)
 
     def take(self) -> int | None:
-        """The samples of this rank since this was last asked; None where they are not known."""
+        """The samples of this rank since the last ``take``; None if unknown."""
         rows, self._rows = self._rows, []
         return sum(one for one in rows if one is not None) if rows and None not in rows else None
 
@@ -161,7 +161,7 @@ class TrainingSteps(CallListener):
 
 
 class Losses(CallListener):
-    """What each backward of accelerate begins from."""
+    """The losses that accelerate's backward calls begin from."""
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
@@ -173,7 +173,7 @@ class Losses(CallListener):
             self._seen.append(loss.detach())
 
     def take(self) -> list[Any]:
-        """Those since this was last asked."""
+        """The losses since the last ``take``."""
         seen, self._seen = self._seen, []
         return seen
 

@@ -1,4 +1,4 @@
-"""Training metrics where Lightning's Trainer trains."""
+"""Training metrics as a callback for Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monitor.recording.protocols import only
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step
 
-OF_PARTS: Final = "grad-norm is not shown: under FSDP2 the ranks have to meet to tell it, and Lightning does not have them."
+OF_PARTS: Final = "grad-norm is not shown: under FSDP2 its value needs a collective, which Lightning does not issue."
 CLIPS_ALL: Final = TorchCallPatch(Precision, "clip_gradients", ("self", "optimizer"))
 
 
@@ -27,13 +27,13 @@ class TrainingMetricsCallback(Callback):
 
     >>> Trainer(callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
 
-    A step is one of the optimizer. ``loss`` is this rank's, added up over micro-batches: where Lightning optimizes by itself it
-    has divided each by their number, elsewhere it is what ``training_step`` returns.
+    A step is an optimizer step. ``loss`` is this rank's, summed over micro-batches. With automatic optimization Lightning has
+    divided each by their number; otherwise it is the result of ``training_step``.
 
     Args:
         config: The training YAML: its path, or what ``load_training_config`` made of it.
-        batch_size: Samples of all ranks in a step. Otherwise the rows of its batches, times the ranks, which
-            Lightning's samplers give as many each; unknown where the tensors of a batch differ in their first dimension.
+        batch_size: Samples of all ranks in a step. By default the rows of the step's batches times the number of ranks, since
+            Lightning's samplers give each rank as many. Unknown if the tensors of a batch differ in their first dimension.
         options: See ``TrainingMetrics``.
 
     Attributes:
@@ -53,7 +53,7 @@ class TrainingMetricsCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the model as the strategy has wrapped it, and to its optimizers."""
-        self._let_go()  # of a training before, which has failed
+        self._let_go()  # of an earlier training that failed
         micro_steps = int(trainer.accumulate_grad_batches)
         rows = getattr(trainer.train_dataloader, "batch_size", None) or 0
         self._steps = trainer.global_step
@@ -84,7 +84,7 @@ class TrainingMetricsCallback(Callback):
         self.metrics.count_flops()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
-        """The optimizer has stepped, or a micro-batch was added to those of its next step."""
+        """The optimizer has stepped, or its next step has one more micro-batch."""
         del pl_module
         step = self._step
         if step is None or self.metrics is None:
@@ -106,11 +106,11 @@ class TrainingMetricsCallback(Callback):
             self.metrics.end_step(step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Write what is left."""
+        """Write pending steps and close."""
         self._let_go()
 
     def on_exception(self, *_: Any, **__: Any) -> None:
-        """Training has failed: nothing of ours stays active."""
+        """Training has failed: remove all hooks and patches."""
         self._let_go()
 
     def _let_go(self) -> None:
@@ -122,6 +122,6 @@ class TrainingMetricsCallback(Callback):
 
 
 def _clips_all(trainer: Any, pl_module: Any) -> bool:
-    """Whether Lightning itself clips all gradients by their norm, and so computes it in every step."""
+    """Whether Lightning clips all gradients by their norm, and so computes the norm in every step."""
     by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
     return by_norm and len(trainer.optimizers) == 1 and not is_overridden("configure_gradient_clipping", pl_module)

@@ -1,4 +1,4 @@
-"""``TrainingMetrics``: what users of PyTorch make in their loop."""
+"""``TrainingMetrics`` for PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: what each token is sent to, counted as it is chosen."""
+"""Counts the tokens that routers of mixtures of experts send to each expert. Copies values for another thread."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from monitor.selection import clean_name, without_module
 from monitor.stats.torch.tensors import local_shard
 from monitor.training.step import Number, Tokens
 
-# --- Tensors that are read later, by another thread, as what they are now.
+# --- Copies of current values, which another thread reads later.
 
 
 def kept(x: Any) -> Number:
-    """See ``Backend.kept``. On the host a number is read at once, from a device it is copied in the stream that computes it.
+    """See ``Backend.kept``. A number on the host is read at once; a number on a device is copied in the stream that computes
+    it.
 
-    A DTensor is refused: its ranks would have to meet to tell its value.
+    A DTensor is refused: its value needs a collective.
     """
     if isinstance(x, int | float):
         return float(x)
     if hasattr(x, "_local_tensor"):
-        raise TypeError("a DTensor's value is known to its ranks together alone: pass full_tensor() of it")
+        raise TypeError("the value of a DTensor is spread over its ranks: pass its full_tensor()")
     if isinstance(x, Tensor) and x.numel() == 1:
         there = arriving(x)
         return float(there().item()) if x.device.type == "cpu" else lambda: float(there().item())
@@ -37,7 +38,7 @@ def kept(x: Any) -> Number:
 
 
 def arriving(x: Tensor) -> Callable[[], Tensor]:
-    """Waits for what ``x`` is now, on the host. On the host already it is ``x`` itself."""
+    """Start a copy of ``x`` to the host; the result waits for it. A tensor on the host is not copied."""
     x = x.detach()
     if x.device.type == "cpu":
         return lambda: x
@@ -56,23 +57,23 @@ def _told(x: Any) -> str:
 
 
 RECOGNISED: Final = frozenset({"MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"})
-"""Classes whose forward returns logits, scores and the numbers of the experts that were chosen."""
+"""Classes whose forward returns logits, scores and the indices of the chosen experts."""
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
 
 
 class NotARouterError(Exception):
-    """What a module returns does not say which experts were chosen."""
+    """The result of a module does not show which experts were chosen."""
 
 
 class Routers:
-    """Counts, in every training forward of a router, how many tokens it sends to each expert. Recomputed ones count once.
+    """Counts how many tokens a router sends to each expert, in every training forward. Recomputed forwards count once.
 
     Args:
-        names: Of further modules. What they return has to have in it, as a tensor of its own, the numbers of the chosen
-            experts (integers), or for each token which experts are chosen (booleans, experts last); or it is the logits, and
-            the module says how many are chosen (``top_k``, ``topk`` or ``num_experts_per_tok``).
+        names: Names of further router modules. Their result must contain the indices of the chosen experts (an integer tensor)
+            or a mask of them (booleans, experts last). Or it is the logits, and the module has ``top_k``, ``topk`` or
+            ``num_experts_per_tok``.
 
     Raises:
         ValueError: There is no module of one of these names.
@@ -106,10 +107,10 @@ class Routers:
 
 
 def counts_of(module: nn.Module, result: Any) -> Tensor:
-    """How many tokens go to each expert, int64, shape ``(experts,)``, on the device of what a router returned.
+    """How many tokens go to each expert, int64, shape ``(experts,)``, on the device of a router's result.
 
     Raises:
-        NotARouterError: It does not say.
+        NotARouterError: The result does not show it.
     """
     found = [one for one in _tensors(result) if one.dim() > 0]
     maps = [one for one in found if one.dtype == torch.bool]
@@ -123,19 +124,19 @@ def counts_of(module: nn.Module, result: Any) -> Tensor:
         return _counted(_the_chosen(indices, top), experts)
     if len(floats) == 1 and top:
         return _counted(floats[0].topk(top, -1).indices, floats[0].shape[-1])
-    raise NotARouterError("it returns neither the numbers of the chosen experts nor, with a top_k, their logits")
+    raise NotARouterError("it returns neither the indices of the chosen experts nor logits with a top_k")
 
 
 def _the_chosen(indices: Sequence[Tensor], top: int | None) -> Tensor:
-    """Of several, the one that has as many numbers for each token as the router chooses."""
+    """The index tensor: of several, the one whose last dimension is ``top``."""
     fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
     if len(fitting) != 1:
-        raise NotARouterError("it returns several tensors of integers, and which are the chosen experts does not show")
+        raise NotARouterError("it returns several integer tensors, and it is unknown which one holds the chosen experts")
     return fitting[0]
 
 
 def _counted(indices: Tensor, experts: int) -> Tensor:
-    """Of those that there are: a token that is dropped has another number. A device would fail for good at one of these."""
+    """Count valid indices only: a dropped token has an index out of range, at which a device kernel would fail fatally."""
     flat = indices.flatten().to(torch.int64)
     there = ((flat >= 0) & (flat < experts)).to(torch.int64)
     zeros = torch.zeros(experts, dtype=torch.int64, device=flat.device)

@@ -186,7 +186,7 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
             ["actv_grad"],
             *("grad_unreduced", "b.weight"),
             "in the backward of the model. Gradients of activations around it were not recorded, so the place "
-            "is not known more closely",
+            "is not known more precisely",
             "Record activations and their gradients",
         ),
         (
@@ -199,7 +199,7 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
             ["exp_avg", "param_origin"],
             *("param_updated", "b.weight"),
             "in the optimizer's step 1 (not recorded: moments, the weight before)",
-            "What is recorded of what it was made from was clean",
+            "Its recorded inputs were clean",
         ),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_rank_of_a_group_that_left_nothing_is_missing(tmp_path):
     first, second = pipeline()
     second.judged = False
     status, said = ran(written(tmp_path, first.fire("actv", "b.output"), second))
-    assert (status, "rank 1 left no events" in said) == (1, True)
+    assert (status, "rank 1 wrote no events" in said) == (1, True)
 
 
 def test_a_rank_that_is_not_monitored_is_not_missing(tmp_path):

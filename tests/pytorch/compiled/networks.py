@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from evidence import examples
 from observing import Residual
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +27,14 @@ class InPlace(nn.Module):
             x = layer(x)
         y: Tensor = self.last(x)
         return y
+
+
+class OneLayer(InPlace):
+    """Half as long to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers[1]
 
 
 class Structured(nn.Module):
@@ -127,7 +136,7 @@ class Encoder(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Encoder(), Encoder()])
+        self.layers = nn.ModuleList([Encoder() for _ in range(examples(1, 2))])
         self.last = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:

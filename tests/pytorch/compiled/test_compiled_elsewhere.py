@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from compiling import Ways, batch, recorded, trained
-from networks import InPlace
+from evidence import sampled
+from networks import InPlace, OneLayer
 from torch import Tensor, nn
 from watching import EVERYTHING, Output, attached, train, warnings_in
 
@@ -162,9 +163,9 @@ def test_compiled_again_as_the_warning_says_it_has_them(output: Output) -> None:
     assert "first.input" in {row.name for row in output.rows("actv")}
 
 
-@pytest.mark.parametrize("way", [Ways.whole, Ways.within_a_function, Ways.layer_by_layer])
+@pytest.mark.parametrize("way", sampled([Ways.whole, Ways.within_a_function, Ways.layer_by_layer], 2))
 def test_after_close_compiled_code_records_nothing_and_trains_on(way: Callable[..., Any], output: Output) -> None:
-    model = InPlace().double()
+    model = OneLayer().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     called = way(model, backend="aot_eager")
     with attached(output, model, optimizer, **EVERYTHING):
@@ -176,7 +177,7 @@ def test_after_close_compiled_code_records_nothing_and_trains_on(way: Callable[.
 
 
 def test_a_step_of_evaluation_in_between_has_no_rows(output: Output) -> None:
-    model = InPlace().double()
+    model = OneLayer().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with attached(output, model, optimizer, **EVERYTHING):
@@ -192,7 +193,7 @@ def test_a_step_of_evaluation_in_between_has_no_rows(output: Output) -> None:
 
 
 def test_shapes_that_change_are_recorded_as_they_are(output: Output) -> None:
-    model = InPlace().double()
+    model = OneLayer().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     with attached(output, model, optimizer, **{**EVERYTHING, "ops": ["norm", "shape"]}):
@@ -202,7 +203,7 @@ def test_shapes_that_change_are_recorded_as_they_are(output: Output) -> None:
     assert shapes == ["[3, 4]", "[5, 4]", "[2, 4]"]
 
 
-@pytest.mark.parametrize("way", [Ways.whole, Ways.within_a_function, Ways.layer_by_layer])
+@pytest.mark.parametrize("way", sampled([Ways.whole, Ways.within_a_function, Ways.layer_by_layer], 2))
 @pytest.mark.filterwarnings("ignore:reload_xy:DeprecationWarning")
 def test_activations_that_are_switched_on_later_have_their_rows(
     way: Callable[..., Any], output: Output, caplog: pytest.LogCaptureFixture

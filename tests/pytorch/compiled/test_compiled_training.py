@@ -5,16 +5,23 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
-from compiling import WAYS, Compile, Make, Place, Ways, batch, recorded, trained
-from networks import Attention, Checkpointed, Forked, InPlace, Interrupted, Shared
+from compiling import WAYS, Compile, Make, Place, Trained, Ways, batch, recorded, trained
+from evidence import sampled
+from networks import Attention, Checkpointed, Forked, InPlace, Interrupted, OneLayer, Shared
 from observing import seeded
 from watching import EVERYTHING, Output, attached, train
 
-MODELS = (InPlace, Shared, Checkpointed, Forked, Attention)
+QUICK = {
+    "compile_threads": 1,
+    "cpp.vec_isa_ok": False,
+    "cpp_cache_precompile_headers": False,
+    "aot_inductor.debug_compile": True,
+}
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
@@ -27,22 +34,24 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def one_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inductor without a pool of processes that would outlive the test."""
+    """Inductor without a pool of processes that would outlive the test, and without optimization, for speed."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    with torch._inductor.config.patch(compile_threads=1):
+    with torch._inductor.config.patch(QUICK):
         yield
 
 
-def assert_rows_are_those_of_eager_code(make: Make, way: Compile, output: Output, **options: object) -> None:
+def assert_rows_are_those_of_eager_code(make: Make, way: Compile, output: Output, **options: Any) -> Trained:
+    """Returns the compiled training."""
     trained(make, Ways.eager, output)
     eager = recorded(output)
 
-    trained(make, way, output, **options)
+    result = trained(make, way, output, **options)
     compiled = recorded(output)
 
     assert {place for place in compiled if not copies_in_compiled_code(place)} == eager.keys()
     for place, row in eager.items():
         assert compiled[place].values == pytest.approx(row.values, rel=1e-9, abs=1e-12), place
+    return result
 
 
 def copies_in_compiled_code(place: Place) -> bool:
@@ -55,62 +64,52 @@ def copies_in_compiled_code(place: Place) -> bool:
 
 # Not Shared layer by layer: a layer there returns a tensor that it uses itself, and what is within its graph is no part of that
 # tensor's gradient outside.
-@pytest.mark.parametrize(
-    ("way", "model"),
-    [
-        *((WAYS["whole"], model) for model in MODELS),
-        *((WAYS["layer_by_layer"], model) for model in MODELS if model is not Shared),
-    ],
-)
-def test_compiled_code_has_the_rows_of_eager_code(way: Compile, model: Make, output: Output) -> None:
-    assert_rows_are_those_of_eager_code(model, way, output, backend="aot_eager", fullgraph=True)
+CASES = [
+    ("whole", InPlace, True),
+    ("whole", Shared, False),
+    ("whole", Checkpointed, False),
+    ("whole", Forked, False),
+    ("whole", Attention, False),
+    ("whole", Interrupted, False),
+    ("whole", InPlace, False),
+    ("layer_by_layer", InPlace, False),
+    ("layer_by_layer", Checkpointed, False),
+    ("layer_by_layer", Forked, False),
+    ("layer_by_layer", Attention, False),
+    ("within_a_function", Shared, False),
+]
+"""How a model is compiled, which, and whether what is called is watched in its place."""
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_each_way_of_compiling_has_the_rows_of_eager_code(way: Compile, output: Output) -> None:
-    assert_rows_are_those_of_eager_code(InPlace, way, output, backend="eager")
-
-
-def test_code_with_a_break_in_it_has_the_rows_of_eager_code(output: Output) -> None:
-    assert_rows_are_those_of_eager_code(Interrupted, Ways.whole, output, backend="aot_eager")
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.usefixtures("one_compiler")
-@pytest.mark.parametrize("model", [Shared, Checkpointed])
-@needs_a_compiler
-def test_what_inductor_compiles_has_the_rows_of_eager_code(model: Make, output: Output) -> None:
-    assert_rows_are_those_of_eager_code(model, Ways.whole, output, fullgraph=True)
-
-
-@pytest.mark.parametrize(
-    ("way", "model", "watch_what_is_called"),
-    [
-        *((WAYS["whole"], model, False) for model in (*MODELS, Interrupted)),
-        *((WAYS["layer_by_layer"], model, False) for model in (InPlace, Forked, Attention)),
-        (WAYS["whole"], InPlace, True),
-        (WAYS["within_a_function"], Shared, False),
-    ],
-)
-def test_nothing_is_compiled_because_of_the_monitor_and_training_is_the_same(
-    way: Compile, model: Make, watch_what_is_called: bool, output: Output
+@pytest.mark.parametrize(("way", "model", "watch_what_is_called"), sampled(CASES, 0, 2, 4, 5, 9, 11))
+def test_compiled_code_has_the_rows_of_eager_code_and_nothing_is_compiled_because_of_the_monitor(
+    way: str, model: Make, watch_what_is_called: bool, output: Output
 ) -> None:
     """Fault 14 of the tool before: it recompiled until the limit."""
-    alone = trained(model, way, backend="aot_eager")
+    options = {"backend": "aot_eager", "fullgraph": model is not Interrupted}
+    alone = trained(model, WAYS[way], **options)
 
-    monitored = trained(model, way, output, backend="aot_eager", watch_what_is_called=watch_what_is_called)
+    monitored = assert_rows_are_those_of_eager_code(
+        model, WAYS[way], output, watch_what_is_called=watch_what_is_called, **options
+    )
 
     assert (monitored.graphs, monitored.breaks) == (alone.graphs, alone.breaks)
     assert all(map(torch.equal, alone.numbers, monitored.numbers))
 
 
+@pytest.mark.parametrize("way", sampled(list(WAYS), 1, 2, 4))
+def test_each_way_of_compiling_has_the_rows_of_eager_code(way: str, output: Output) -> None:
+    assert_rows_are_those_of_eager_code(InPlace, WAYS[way], output, backend="eager")
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.usefixtures("one_compiler")
+@pytest.mark.parametrize("model", sampled([OneLayer, InPlace, Shared, Checkpointed]))
 @needs_a_compiler
-def test_inductor_compiles_nothing_because_of_the_monitor_and_trains_as_without(output: Output) -> None:
-    alone = trained(InPlace, Ways.whole, fullgraph=True)
+def test_what_inductor_compiles_has_the_rows_of_eager_code_and_trains_as_without(model: Make, output: Output) -> None:
+    alone = trained(model, Ways.whole, fullgraph=True)
 
-    monitored = trained(InPlace, Ways.whole, output, fullgraph=True)
+    monitored = assert_rows_are_those_of_eager_code(model, Ways.whole, output, fullgraph=True)
 
     assert (monitored.graphs, monitored.breaks) == (alone.graphs, alone.breaks) == (1, {})
     for expected, found in zip(alone.numbers, monitored.numbers, strict=True):
@@ -130,14 +129,14 @@ def test_layers_that_share_their_code_are_compiled_once_for_all(output: Output) 
 def test_steps_that_are_not_collected_run_the_same_code_and_have_no_rows(output: Output) -> None:
     config = {**EVERYTHING, "step_interval": 2}
 
-    graphs = trained(InPlace, Ways.whole, output, backend="aot_eager", fullgraph=True, config=config).graphs
+    graphs = trained(OneLayer, Ways.whole, output, backend="aot_eager", fullgraph=True, config=config).graphs
 
     assert graphs == 1
     assert {step for _, _, step, _ in recorded(output)} == {0, 2}
 
 
 def test_calls_of_earlier_steps_are_let_go_of(output: Output) -> None:
-    model = seeded(InPlace)
+    model = seeded(OneLayer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = Ways.within_a_function(model, backend="aot_eager", fullgraph=True)
     with attached(output, model, optimizer, **EVERYTHING):

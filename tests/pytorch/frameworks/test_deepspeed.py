@@ -257,13 +257,13 @@ def test_an_engine_that_is_let_go_of_is_collected(jobs: dict[str, Job]) -> None:
 def test_what_cannot_be_observed_is_refused_with_what_to_change(jobs: dict[str, Job]) -> None:
     for told in jobs["ran"].monitored:
         assert told["refused"] == {
-            "another optimizer": "The optimizer is not the one that the engine of DeepSpeed steps: pass the engine, its "
+            "another optimizer": "The engine of DeepSpeed does not step this optimizer: pass the engine, its "
             "`.optimizer`, or the optimizer that was given to deepspeed.initialize.",
-            "a part of the model": "The model is trained by DeepSpeed, and its engine cannot be found: call set_monitor after "
+            "a part of the model": "DeepSpeed trains the model, but the monitor cannot find its engine: call set_monitor after "
             "deepspeed.initialize, and pass the engine that it returned as the model.",
             "no optimizer": "The engine of DeepSpeed has no optimizer: give deepspeed.initialize one, or name it in the "
             "config.",
-            "an unknown version": f"DeepSpeed {version('deepspeed')} steps in a way that is not known here: use a version that "
-            "this one was tested with (0.19).",
+            "an unknown version": f"The monitor cannot observe the steps of DeepSpeed {version('deepspeed')}: use a version "
+            "that it was tested with (0.19).",
             "two engines": "model and optimizer belong to several engines of DeepSpeed: call set_monitor once for each engine.",
         }

@@ -194,7 +194,8 @@ def test_the_manifest_says_when_a_row_is_the_last_micro_batch_alone(ran: Ran) ->
     notes = ran("accumulating").manifest(0).notes
     expected = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
     assert notes["grad_unreduced"] == expected
-    assert notes["mixed_precision"] == "grad_unreduced is as backward leaves it: torch.bfloat16, aggregated in torch.float32"
+    expected = "grad_unreduced has the dtype that backward leaves: torch.bfloat16, reduced in torch.float32"
+    assert notes["mixed_precision"] == expected
 
 
 def test_the_manifest_says_when_a_row_holds_a_mean_of_earlier_micro_batches(ran: Ran) -> None:
@@ -260,4 +261,4 @@ def test_what_cannot_be_observed_is_refused_in_one_sentence(ran: Ran) -> None:
     flattened, gathered, unknown = ran("endings").monitored[0]["refused"]
     assert "use_orig_params=True" in flattened
     assert "before the forward, or after the backward" in gathered
-    assert "in a way that is not known here" in unknown
+    assert "The monitor does not know how torch" in unknown

@@ -267,4 +267,4 @@ def test_a_model_that_nobody_uses_any_more_goes(all_jobs: Job) -> None:
 
 def test_a_model_without_its_wrapper_is_refused_with_advice(all_jobs: Job) -> None:
     for told in all_jobs.monitored:
-        assert "pass the chunks as they are after it has wrapped them" in told[LAST]["refusal"]
+        assert "pass the chunks after it has wrapped them" in told[LAST]["refusal"]

@@ -1,6 +1,6 @@
 """The fused kernel on its own: what it reads itself, in how many parts, and what it leaves behind.
 
-What it has in common with the other kernels is in ``test_torch_kernels.py``.
+What it has in common with the other kernels is in ``test_fused_contract.py``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from evidence import examples, sampled
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from reference import assert_agrees, derived
@@ -46,16 +48,10 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def numbers(dtype: torch.dtype, size: int = 2100) -> torch.Tensor:
+def numbers(dtype: torch.dtype, size: int) -> torch.Tensor:
     if dtype.is_complex:
         return torch.complex(normal(size), normal(size, seed=1)).to(dtype)
     return normal(size).to(dtype) if dtype.is_floating_point else torch.arange(size).remainder(7).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_every_dtype_is_read_by_the_kernel_itself(dtype: torch.dtype) -> None:
-    x = numbers(dtype)
-    assert_agrees(row_of(x), x, EPS)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in FORMATS if "float8" in str(dtype)], ids=str)
@@ -70,8 +66,12 @@ def test_every_byte_of_a_float8_is_the_number_that_torch_has(dtype: torch.dtype)
 SIZES = [0, 1, 15, 16, 17, 511, 512, 513, 1024, 2047, 4096, 4097, 20_001]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+SIZED = list(product((torch.float64, torch.float32, torch.bfloat16), SIZES))
+AROUND_GROUPS = (15, 16, 17, 18, 19, 20, 23, 24)
+"""The float32 of one more or less than a number of lanes; of the others the ends are sampled, and some between."""
+
+
+@pytest.mark.parametrize(("dtype", "size"), sampled(SIZED, 0, 1, 7, 12, *AROUND_GROUPS, 31, 35, 37), ids=str)
 def test_any_number_of_elements_agrees_with_the_reference(dtype: torch.dtype, size: int) -> None:
     x = normal(size).to(dtype)
     assert_agrees(row_of(x), x, EPS)
@@ -91,8 +91,10 @@ def test_parts_cover_a_tensor_and_none_is_empty(elements: int, lane: int) -> Non
     assert (whole.parts - 1) * part < max(1, elements) <= whole.parts * part
 
 
-@pytest.mark.parametrize("start", [1, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+BEGINNINGS = list(product((torch.float32, torch.bfloat16, torch.uint8), (1, 3, 8)))
+
+
+@pytest.mark.parametrize(("dtype", "start"), sampled(BEGINNINGS, 0, 4, 5, 8), ids=str)
 def test_a_tensor_may_begin_anywhere_in_memory(dtype: torch.dtype, start: int) -> None:
     x = (normal(3000) * 9).abs().to(dtype)[start:]
     assert_agrees(row_of(x), x, EPS)
@@ -108,10 +110,12 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.complex128], ids=str)
-def test_views_are_read_where_they_are(view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
-    x = view(numbers(dtype, 6 * 5 * 4 * 32).view(6, 5, 4, 32))
+VIEWED = list(product((torch.bfloat16, torch.float32, torch.complex64, torch.complex128), VIEWS))
+
+
+@pytest.mark.parametrize(("dtype", "view"), sampled(VIEWED, *range(6), 6, 13, 20), ids=str)
+def test_views_are_read_where_they_are(dtype: torch.dtype, view: str) -> None:
+    x = VIEWS[view](numbers(dtype, 6 * 5 * 4 * 32).view(6, 5, 4, 32))
     assert_agrees(row_of(x), x, EPS)
 
 
@@ -162,7 +166,7 @@ SPECIALS = [0.0, -0.0, 1e-45, -1e-42, 1e-38, 1e-30, -1e-12, 1.0, -3.0, 1e18, -1e
     scale=st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 1e25, 1e37]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=examples(15, 40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_any_view_of_any_values(
     shape: list[int], steps: list[int], order: list[int], dtype: torch.dtype, special: list[float], scale: float, seed: int
 ) -> None:
