@@ -23,7 +23,7 @@ from tables import aligned, save
 
 from monitor.config import load_config
 from monitor.coordinator.manifest_format import ConfigurationRecord
-from monitor.dynamic import Control, Job
+from monitor.dynamic import Controller, JobConnection
 from monitor.failures import Failures
 
 
@@ -47,7 +47,7 @@ class Cost:
     beside_ms: float
 
 
-def stepping(control: Control | None, steps: int) -> float:
+def stepping(control: Controller | None, steps: int) -> float:
     """Microseconds a step, with or without asking."""
     begun = time.perf_counter()
     if control is None:
@@ -66,8 +66,8 @@ def beside(seconds: float) -> float:
     return (time.process_time() - cpu) / (time.perf_counter() - begun) * 1e3
 
 
-def cost(process: str, job: Job, path: Path, options: argparse.Namespace) -> Cost:
-    control = Control(str(path), load_config(path), job, Failures())
+def cost(process: str, job: JobConnection, path: Path, options: argparse.Namespace) -> Cost:
+    control = Controller(str(path), load_config(path), job, Failures())
     with closing(control):
         control.start(NoJournal())
         rounds = [stepping(control, options.steps) - stepping(None, options.steps) for _ in range(options.rounds)]
@@ -79,12 +79,12 @@ def costs(options: argparse.Namespace) -> list[Cost]:
         path = Path(directory, "config.json")
         path.write_text('{"dynamic_on": true}')
         server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
-        other: Any = Control(str(path), load_config(path), Job(1, 2, server, "job/"), Failures())
+        other: Any = Controller(str(path), load_config(path), JobConnection(1, 2, server, "job/"), Failures())
         with closing(other):
             other.start(NoJournal())
             return [
-                cost("alone", Job(), path, options),
-                cost("rank 0 of 2", Job(0, 2, server, "job/"), path, options),
+                cost("alone", JobConnection(), path, options),
+                cost("rank 0 of 2", JobConnection(0, 2, server, "job/"), path, options),
             ]
 
 

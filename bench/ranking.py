@@ -31,7 +31,7 @@ import numpy as np
 from merge import watched
 from tables import Progress, aligned, save
 
-from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, Signal, events_file, judged_file, message
+from monitor.anomalies.events import EVENTS_FOLDER, Event, ScanSummary, Signal, events_file, judged_file, message
 from monitor.coordinator.dataflow import Edge, Flow, Pass
 from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
@@ -127,10 +127,10 @@ def record_rank(job: Job, shape: str, base: Path, rank: int) -> None:
     (folder / judged_file(0)).write_text(judged(rank, name, len(entries)).model_dump_json())
 
 
-def judged(rank: int, directory: str, count: int) -> Judged:
+def judged(rank: int, directory: str, count: int) -> ScanSummary:
     steps = StepsRecord.of(StepRanges(range(SPARSE_STEPS + 100)))
     about = {"job_id": IDENTITY.job_id, "rank": rank, "directory": directory, "recording": 0, "host": f"node{rank // 8}"}
-    return Judged(schema_version=1, **about, events=count, not_kept={}, steps=steps, not_judged={}, closed=True)
+    return ScanSummary(schema_version=1, **about, events=count, not_kept={}, steps=steps, not_judged={}, closed=True)
 
 
 def write_manifest(job: Job, directory: Path, facts: RankFacts, passes: Sequence[Pass]) -> None:

@@ -34,7 +34,7 @@ from writer import NDIGITS, OPS
 from monitor.anomalies.alerts import Alerts
 from monitor.anomalies.event_files import EventFiles
 from monitor.anomalies.rules import RULES
-from monitor.anomalies.scanner import Listener, Scanner
+from monitor.anomalies.scanner import FindingListener, Scanner
 from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import LOGGER, Failures
@@ -140,7 +140,7 @@ def scaled(numbers: Floats, rng: np.random.Generator) -> Floats:
     return numbers
 
 
-def scanner_of(listeners: Sequence[Listener]) -> Scanner:
+def scanner_of(listeners: Sequence[FindingListener]) -> Scanner:
     return Scanner([RULES["AnomalyNan"](), RULES["AnomalyTurbulence"](threshold=THRESHOLD)], listeners)
 
 

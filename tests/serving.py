@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from monitor.coordinator.store.client import Meeting
+from monitor.coordinator.store.client import StoreLocator
 from monitor.coordinator.store.protocol import Hello, LocalStore, Rendezvous
 from monitor.coordinator.store.server import StoreServer
 
@@ -15,16 +15,16 @@ JOB = "a job"
 
 
 @contextmanager
-def served(first_s: float = 5.0) -> Iterator[Callable[[], Meeting]]:
-    """Gives a ``Meeting`` for each further rank; rank 0 serves."""
+def served(first_s: float = 5.0) -> Iterator[Callable[[], StoreLocator]]:
+    """Gives a ``StoreLocator`` for each further rank; rank 0 serves."""
     listener = socket.create_server(("127.0.0.1", 0))
     rendezvous = Rendezvous("127.0.0.1", (listener.getsockname()[1],), JOB)
     server = StoreServer(listener, LocalStore(), Hello(JOB, 0, "process 0"))
     ranks = itertools.count(1)
 
-    def meet() -> Meeting:
+    def meet() -> StoreLocator:
         rank = next(ranks)
-        return Meeting(rendezvous, Hello(JOB, rank, f"process {rank}"), first_s)
+        return StoreLocator(rendezvous, Hello(JOB, rank, f"process {rank}"), first_s)
 
     try:
         yield meet

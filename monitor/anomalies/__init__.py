@@ -1,1 +1,1 @@
-"""What went wrong in the numbers: rules while training runs, their events on disk, and which of them came first."""
+"""Anomaly detection: alert rules that judge each step, their events on disk, and a ranking that finds the first fault."""

@@ -1,4 +1,4 @@
-"""Alerts: a line for each event, but never so many that the log is nothing else."""
+"""Alerts: log one line per event, limited in number, and call the alarm that starts a closer look."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from time import monotonic
 from typing import Final
 
 from monitor.anomalies.events import message
-from monitor.anomalies.scanner import Finding, Findings, Group, earliest, time_of
+from monitor.anomalies.scanner import FindingGroup, RuleFinding, StepFindings, earliest, time_of
 from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 from monitor.terminal import plain
 
 RANKING: Final = "trainermon rank-anomalies"
-"""The command that puts the events of all ranks in order."""
+"""The command that orders the events of all ranks."""
 
 LINES: Final = 10
 WINDOW_S: Final = 60.0
-"""Of each cause (a rule and a statistic) ``LINES`` lines are shown within this time, and of each step the earliest. The first
-line names the command that ranks.
+"""Within this time, at most ``LINES`` lines of each cause (a rule and a statistic) are shown, the earliest of each step. The
+first line names the ranking command.
 """
 
 
 @dataclass(slots=True)
 class _Cause:
-    """How much of a cause was said of late.
+    """The lines of a cause in the current window.
 
     Attributes:
         begun: When the window began.
-        left: Lines that may still be said in it.
-        silent: Events since that nothing was said of, in the steps from ``first`` to ``last``.
+        left: Lines that may still be logged in it.
+        silent: Number of events that were not logged, in the steps from ``first`` to ``last``.
     """
 
     begun: float
@@ -45,13 +45,13 @@ class _Cause:
     first: int = 0
     last: int = 0
 
-    def pass_over(self, step: int, count: int) -> None:
+    def hide(self, step: int, count: int) -> None:
         self.first, self.last = (self.first if self.silent else step), step
         self.silent += count
 
 
 class Alerts:
-    """Says what the rules found, through the monitor's logger.
+    """Logs what the rules found, through the monitor's logger.
 
     Args:
         where: The directory of this rank's event files; None if events are not written.
@@ -65,9 +65,9 @@ class Alerts:
         self._ranking = _ranking(where)
         self._causes: dict[tuple[str, str], _Cause] = {}
 
-    def judged(self, findings: Findings) -> None:
-        """See ``Listener``."""
-        by_cause: dict[tuple[str, str], list[Group]] = defaultdict(list)
+    def judged(self, findings: StepFindings) -> None:
+        """See ``FindingListener``."""
+        by_cause: dict[tuple[str, str], list[FindingGroup]] = defaultdict(list)
         for group in findings.groups:
             by_cause[group.cause].append(group)
         begun = [cause for cause in by_cause if cause not in self._causes or self._past(self._causes[cause])]
@@ -79,47 +79,47 @@ class Alerts:
             self._rest(cause, findings.step, sum(map(len, groups)) - len(shown[cause]), said=bool(shown[cause]))
 
     def not_judged(self, step: int, reason: str) -> None:
-        """The manifest tells of these, and of some a warning."""
+        """Do nothing: the manifest lists these steps, and some cause a warning elsewhere."""
 
     def save(self) -> None:
-        """Tell what was passed over in windows that are past."""
+        """Log how many events were not shown, for windows that have ended."""
         for name, cause in self._causes.items():
             if self._past(cause):
-                self._make_up_for(name, cause)
+                self._report_hidden(name, cause)
 
     def close(self) -> None:
-        """Tell all that was passed over."""
+        """Log how many events were not shown."""
         for name, cause in self._causes.items():
-            self._make_up_for(name, cause)
+            self._report_hidden(name, cause)
 
-    def _shown(self, name: tuple[str, str], groups: list[Group]) -> list[Finding]:
-        """Those of a cause that may be said now."""
+    def _shown(self, name: tuple[str, str], groups: list[FindingGroup]) -> list[RuleFinding]:
+        """The findings of a cause that may be logged now."""
         cause = self._causes.get(name)
         if cause is None or self._past(cause):
             if cause is not None:
-                self._make_up_for(name, cause)
+                self._report_hidden(name, cause)
             cause = self._causes[name] = _Cause(self._clock())
         shown = earliest(groups, cause.left, self._series)
         cause.left -= len(shown)
         return shown
 
     def _rest(self, name: tuple[str, str], step: int, count: int, *, said: bool) -> None:
-        """In the step in which lines run out their number is said; of the steps after it in the window, at its end."""
+        """Log the number of hidden events: at once in the step that uses up the lines, later ones when the window ends."""
         if count and said:
-            self._say(f"… and {count:,} more of {_spelled(name)} in step {step}, not shown.{self._see}")
+            self._say(f"… and {count:,} more of {_cause_text(name)} in step {step}, not shown.{self._see}")
         elif count:
-            self._causes[name].pass_over(step, count)
+            self._causes[name].hide(step, count)
 
-    def _make_up_for(self, name: tuple[str, str], cause: _Cause) -> None:
+    def _report_hidden(self, name: tuple[str, str], cause: _Cause) -> None:
         if cause.silent:
             steps = f"step {cause.first}" if cause.first == cause.last else f"steps {cause.first} to {cause.last}"
-            self._say(f"{cause.silent:,} more of {_spelled(name)} in {steps}, not shown.{self._see}")
+            self._say(f"{cause.silent:,} more of {_cause_text(name)} in {steps}, not shown.{self._see}")
             cause.silent = 0
 
     def _past(self, cause: _Cause) -> bool:
         return self._clock() - cause.begun >= WINDOW_S
 
-    def _line(self, step: int, finding: Finding) -> str:
+    def _line(self, step: int, finding: RuleFinding) -> str:
         return message(finding.signal, self._series[finding.series].tag(self._rank, finding.micro_step), step)
 
     def _say(self, line: str) -> None:
@@ -127,20 +127,20 @@ class Alerts:
 
 
 def _ranking(where: Path | None) -> str:
-    """How to find out which tensor of which rank was first. Most alerts are of what another tensor, or rank, has passed on."""
+    """How to find the first tensor and rank. Most alerts concern values that another tensor or rank passed on."""
     if where is None:
         return (
-            ' It may come from another tensor or rank: with "dump": true in "alert", trainermon rank-anomalies finds the first.'
+            ' It may come from another tensor or rank: set "dump": true in "alert"; trainermon rank-anomalies finds the first.'
         )
     return f" It may come from another tensor or rank. To find the first: {RANKING} {shlex.quote(str(where.parent))}"
 
 
-def _spelled(cause: tuple[str, str]) -> str:
+def _cause_text(cause: tuple[str, str]) -> str:
     rule, op = cause
     return f"{rule} ({op})"
 
 
-# --- The alarm: says that a rule has fired, to whoever then looks closer.
+# --- The alarm: reports to a callback that a rule has fired.
 
 
 class Alarm:
@@ -153,16 +153,16 @@ class Alarm:
     def __init__(self, ring: weakref.WeakMethod[Callable[[], object]]) -> None:
         self._ring = ring
 
-    def judged(self, findings: Findings) -> None:
-        """See ``Listener``."""
+    def judged(self, findings: StepFindings) -> None:
+        """See ``FindingListener``."""
         if findings.groups and (ring := self._ring()) is not None:
             ring()
 
     def not_judged(self, step: int, reason: str) -> None:
-        """Of a step that nobody saw there is nothing to say."""
+        """Do nothing: no rule saw the step."""
 
     def save(self) -> None:
-        """There is nothing to keep."""
+        """Do nothing: the alarm keeps no state."""
 
     def close(self) -> None:
-        """Nor then."""
+        """Do nothing."""

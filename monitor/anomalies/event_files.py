@@ -1,4 +1,4 @@
-"""The event files of a rank: what fired, and beside it what was judged at all."""
+"""The event files of a rank: ``anomaly.json`` with the events, and ``judged.json`` with a summary of what was judged."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, events_file, judged_file, message
-from monitor.anomalies.scanner import Finding, Findings, earliest
+from monitor.anomalies.events import EVENTS_FOLDER, Event, ScanSummary, events_file, judged_file, message
+from monitor.anomalies.scanner import RuleFinding, StepFindings, earliest
 from monitor.coordinator.manifest import RankFacts
 from monitor.coordinator.manifest_format import SCHEMA_VERSION, PipelineRecord, StepsRecord
 from monitor.coordinator.output import write_whole
 from monitor.coordinator.step_ranges import StepRanges, StepsByCause
 from monitor.series import SeriesTable
 
-# --- Which events of a run of any length are kept, so that what broke first is among them.
+# --- Keeps a bounded number of events of a run of any length, the first fault among them.
 
 MOST: Final = 10_000
 MOST_OF_A_STEP: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An event as it stands in the file.
+class EventEntry:
+    """An event, formatted for the file.
 
     Attributes:
-        place: Step, and place among the events of the step in call order.
-        content: Key and value.
+        place: Step, and index among the events of the step in call order.
+        content: Key and value, as JSON.
     """
 
     place: tuple[int, int]
@@ -41,30 +41,30 @@ class Entry:
     content: bytes
 
 
-class Kept:
-    """The first events of each step, and of as many steps as there is room for.
+class EventBuffer:
+    """The first events of each step, for as many steps as fit.
 
-    The bound on those of a step is halved whenever all of them would be more than ``most``. So a stream of harmless events does
-    not push out the one that comes after it, and of every step the earliest ones stay.
+    The bound per step is halved whenever there would be more than ``most`` events. So a stream of harmless events does not
+    displace a later one, and the earliest events of every step stay.
 
     Attributes:
-        most_of_a_step: The bound as it stands.
+        most_of_a_step: The current bound per step.
     """
 
     def __init__(self, most: int = MOST, most_of_a_step: int = MOST_OF_A_STEP) -> None:
         self.most_of_a_step = most_of_a_step
         self._most = most
-        self._steps: dict[int, Sequence[Entry]] = {}
+        self._steps: dict[int, Sequence[EventEntry]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[EventEntry]:
         return (entry for entries in self._steps.values() for entry in entries)
 
-    def add(self, step: int, entries: Sequence[Entry]) -> None:
-        """Take in a step's events in call order; those of a step that came before are replaced."""
+    def add(self, step: int, entries: Sequence[EventEntry]) -> None:
+        """Add a step's events in call order. Earlier events of the same step are replaced."""
         self._count -= len(self._steps.pop(step, ()))
         if not entries:
             return
@@ -76,23 +76,23 @@ class Kept:
         if self._count > self._most:
             self._count -= len(self._steps.pop(step))
 
-    def _put(self, step: int, entries: Sequence[Entry]) -> None:
+    def _put(self, step: int, entries: Sequence[EventEntry]) -> None:
         self._count -= len(self._steps.get(step, ()))
         self._steps[step] = entries[: self.most_of_a_step]
         self._count += len(self._steps[step])
 
 
 SHARE: Final = 20
-"""After a write this many times its own duration passes before the next one that nobody asked for."""
+"""After a write, the next automatic write waits this many times the duration of the write."""
 
 PAUSE_S: Final = 1.0
-"""At the least, after a write that failed."""
+"""Shortest pause after a failed write."""
 
 
 class EventFiles:
     """Writes ``anomaly.json`` as soon as something fires, and ``judged.json`` with it and whenever the run is saved.
 
-    A reader finds each of them whole. ``judged.json`` is written second: after a kill it may lag behind. Without an event there
+    Each file is replaced atomically. ``judged.json`` is written second: after a kill it may lag behind. Without an event there
     is no ``anomaly.json``. A forked child writes nothing.
 
     Args:
@@ -100,7 +100,7 @@ class EventFiles:
         directory: Name of the rank's own directory.
 
     Attributes:
-        trained: The first and the last step of the training that was watched; None while it goes on. Any thread sets it.
+        trained: The first and the last step of the watched training; None while training runs. Any thread sets it.
     """
 
     trained: tuple[int, int] | None = None
@@ -111,40 +111,40 @@ class EventFiles:
         self.folder = base / EVENTS_FOLDER / f"rank{facts.rank}"
         self._events, self._judged = self.folder / events_file(facts.recording), self.folder / judged_file(facts.recording)
         self._directory, self._facts, self._clock, self._pid = directory, facts, clock, os.getpid()
-        self._spelling = _Spelling(facts, series)
+        self._formatter = _EventFormatter(facts, series)
         self._host: Final = socket.gethostname()
-        self._kept = {False: Kept(), True: Kept()}
+        self._kept = {False: EventBuffer(), True: EventBuffer()}
         self._found: Counter[str] = Counter()
         self._steps, self._not_judged = StepRanges(), StepsByCause()
         self._rows = 0
         self._changed = self._more_events = self._closed = False
         self._not_before = -float("inf")
 
-    def judged(self, findings: Findings) -> None:
-        """See ``Listener``.
+    def judged(self, findings: StepFindings) -> None:
+        """See ``FindingListener``.
 
         Raises:
-            OSError: A file could not be written. It is tried again.
+            OSError: A file could not be written. The next call tries again.
         """
         self._changed = True
         if findings.groups:
             self._keep(findings)
             self._more_events = True
         self._rows += findings.rows
-        self._steps.add(findings.step)  # last: of a step that stands among those judged every event is there
+        self._steps.add(findings.step)  # last: a step listed as judged has all its events
         if self._more_events and self._clock() >= self._not_before:
             self.save()
 
     def not_judged(self, step: int, reason: str) -> None:
-        """See ``Listener``."""
+        """See ``FindingListener``."""
         self._not_judged.add(step, reason)
         self._changed = True
 
     def save(self) -> None:
-        """Write what has changed.
+        """Write the files that have changed.
 
         Raises:
-            OSError: It could not be written; what stood there before still does.
+            OSError: A file could not be written; its earlier content is unchanged.
         """
         if not self._changed or os.getpid() != self._pid:
             return
@@ -174,21 +174,21 @@ class EventFiles:
         write_whole(self._judged, self._record().model_dump_json().encode() + b"\n", durable=self._closed)
         self._changed = False
 
-    def _keep(self, findings: Findings) -> None:
-        """Of a flood no more than is kept is ever made."""
+    def _keep(self, findings: StepFindings) -> None:
+        """Keep the earliest events. Only events that are kept are formatted, so a flood stays cheap."""
         self._found += findings.by_rule()
-        chosen: list[Finding] = []
+        chosen: list[RuleFinding] = []
         for nonfinite, kept in self._kept.items():
             groups = [group for group in findings.groups if group.fired.nonfinite == nonfinite]
-            chosen += earliest(groups, kept.most_of_a_step, self._spelling.series)
+            chosen += earliest(groups, kept.most_of_a_step, self._formatter.series)
         chosen.sort(key=attrgetter("call_id"))
-        entries = list(self._spelling.entries(findings.step, chosen))
+        entries = list(self._formatter.entries(findings.step, chosen))
         for nonfinite, kept in self._kept.items():
             kept.add(findings.step, [entry for entry, one in zip(entries, chosen, strict=True) if one.nonfinite == nonfinite])
 
-    def _record(self) -> Judged:
+    def _record(self) -> ScanSummary:
         kept = Counter(entry.rule for one in self._kept.values() for entry in one)
-        return Judged(
+        return ScanSummary(
             schema_version=SCHEMA_VERSION,
             job_id=self._facts.identity.job_id,
             rank=self._facts.rank,
@@ -205,17 +205,17 @@ class EventFiles:
         )
 
 
-class OnlyEnd:
-    """A listener in place of event files whose rules were taken away: what it hears of is not theirs, but the end is."""
+class EndOnlyListener:
+    """A listener that replaces event files after their rules were switched off: it passes on only ``save`` and ``close``."""
 
     def __init__(self, files: EventFiles) -> None:
         self._files = files
 
-    def judged(self, findings: Findings) -> None:
-        """By no rule."""
+    def judged(self, findings: StepFindings) -> None:
+        """Do nothing: the files' rules are off."""
 
     def not_judged(self, step: int, reason: str) -> None:
-        """Nor would it have been."""
+        """Do nothing: the files' rules are off."""
 
     def save(self) -> None:
         """See ``EventFiles``."""
@@ -226,25 +226,25 @@ class OnlyEnd:
         self._files.close()
 
 
-class _Spelling:
-    """Findings as entries of ``anomaly.json``."""
+class _EventFormatter:
+    """Formats findings as entries of ``anomaly.json``."""
 
     def __init__(self, facts: RankFacts, series: SeriesTable) -> None:
         pipeline = PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks)
         self._rank, self.series = facts.rank, series
         self._stage, self._mates = (pipeline.stage, pipeline.ranks) if pipeline else (0, (facts.rank,))
 
-    def entries(self, step: int, findings: list[Finding]) -> Iterator[Entry]:
-        """Those of a step, in call order. Of one tensor the second and later ones bear their statistic in their key."""
+    def entries(self, step: int, findings: list[RuleFinding]) -> Iterator[EventEntry]:
+        """The entries of a step, in call order. Further entries of one tensor have the statistic in their key."""
         keys: set[str] = set()
         for place, finding in enumerate(findings):
             event = self._event(step, finding)
             key = f"{event.key}_{finding.signal.op}" if event.key in keys else event.key
             keys.add(key)
             content = f"{json.dumps(key)}: {event.model_dump_json()}"
-            yield Entry((step, place), finding.signal.rule, content.encode())
+            yield EventEntry((step, place), finding.signal.rule, content.encode())
 
-    def _event(self, step: int, finding: Finding) -> Event:
+    def _event(self, step: int, finding: RuleFinding) -> Event:
         series = self.series[finding.series]
         tag = series.tag(self._rank, finding.micro_step)
         return Event(

@@ -1,4 +1,4 @@
-"""An event: one statistic of one tensor that a rule fired on, as ``anomaly.json`` holds it."""
+"""The schemas of ``anomaly.json`` (events: one statistic of one tensor that a rule fired on) and ``judged.json``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field
 
-from monitor.coordinator.manifest_format import Natural, Record, StepsRecord
+from monitor.coordinator.manifest_format import Natural, StepsRecord, StrictRecord
 from monitor.series import NO_MICRO_STEP, Series
 
 MicroStep = Annotated[int, Field(ge=NO_MICRO_STEP)]
@@ -21,12 +21,12 @@ _MESSAGE: Final = re.compile(
 
 
 class Signal(NamedTuple):
-    """What a rule has seen.
+    """The statistic that a rule fired on.
 
     Attributes:
-        rule: Its name.
-        op: The statistic that it fired on.
-        value: Of that statistic.
+        rule: Name of the rule.
+        op: Name of the statistic.
+        value: Value of the statistic.
         mean: The running mean that the value was compared with; None for a rule that compares with none.
     """
 
@@ -36,14 +36,14 @@ class Signal(NamedTuple):
     mean: float | None = None
 
 
-class Event(Record):
-    """One entry of ``anomaly.json``. Its fields, and no others, are read by scripts of users.
+class Event(StrictRecord):
+    """One entry of ``anomaly.json``. Scripts of users read these fields.
 
     Attributes:
-        micro_step: ``NO_MICRO_STEP`` (-1) where the row belongs to the step as a whole.
+        micro_step: ``NO_MICRO_STEP`` (-1) if the row belongs to the step as a whole.
         pp_stage: Index of the rank in its pipeline group; 0 without one.
         vpp_stage: Index of the model chunk on the rank.
-        call_id: Place of the row in the rank's execution order of the step.
+        call_id: Position of the row in the rank's execution order of the step.
         tag_name: ``Series.tag``.
         group_mates: Ranks of the pipeline group in the order of its stages; the rank alone without one.
     """
@@ -60,15 +60,15 @@ class Event(Record):
 
     @property
     def key(self) -> str:
-        """Under which the event stands in the file. Further ones of the same tag and step append ``_{op}``."""
+        """The event's key in the file. Further events of the same tag and step append ``_{op}``."""
         return f"{self.tag_name}_step_{self.step}_call_{self.call_id}"
 
     @property
     def series(self) -> Series:
-        """What the event is about.
+        """The series of the event.
 
         Raises:
-            ValueError: the tag is not one.
+            ValueError: ``tag_name`` is not a tag.
         """
         found = _TAG.fullmatch(self.tag_name)
         if found is None:
@@ -80,10 +80,10 @@ class Event(Record):
 
     @property
     def signal(self) -> Signal:
-        """What the rule saw, read back from the message.
+        """The signal, parsed from the message.
 
         Raises:
-            ValueError: the message is not one.
+            ValueError: ``message`` is not a message of a rule.
         """
         found = _MESSAGE.match(self.message)
         if found is None:
@@ -93,35 +93,34 @@ class Event(Record):
 
 
 def message(signal: Signal, tag: str, step: int) -> str:
-    """One line about what a rule saw, in the form that ``Event.signal`` reads back."""
+    """One line about a signal, in the form that ``Event.signal`` parses."""
     mean = "" if signal.mean is None else f", running mean {signal.mean:.6g}"
     return (
         f"Rule {signal.rule} reports anomaly signal in ('{tag}', '{signal.op}') at step {step}. Value {signal.value:.6g}{mean}."
     )
 
 
-# --- ``judged.json``: what stands beside the events of a rank, so that whoever reads them knows what they are of and what
-# is not among them.
+# --- ``judged.json``: a summary of what was judged, so that readers can tell "no event" from "not judged".
 
 EVENTS_FOLDER: Final = "anomaly_detected"
 """In the base directory; in it a directory ``rank{r}`` for each rank that has judged a step."""
 
 JUDGED_LIMIT: Final = 16 * 2**20
-"""Bytes."""
+"""Largest size of ``judged.json``, in bytes."""
 
 
-class Judged(Record):
-    """What one recording of one rank has judged.
+class ScanSummary(StrictRecord):
+    """Summary of the steps and rows that one recording of one rank has judged.
 
     Attributes:
-        directory: Name of the rank's directory, in the base directory, whose manifest is of the same run.
+        directory: Name of the rank's directory in the base directory; its manifest is of the same run.
         recording: How many recordings the process had begun before this one.
-        host: Where the rank ran.
-        events: How many stand in the file.
-        not_kept: How many more there were, beyond the bound, by rule.
-        steps: Judged.
-        rows: How many rows were judged in these steps; None in files of earlier versions.
-        trained: The first and the last step of the training that was watched, collected or not; None before the end of the run.
+        host: Host of the rank.
+        events: Number of events in the file.
+        not_kept: Number of further events beyond the bound, by rule.
+        steps: The judged steps.
+        rows: Number of rows judged in these steps; None in files of earlier versions.
+        trained: The first and the last step of the watched training, collected or not; None before the end of the run.
         not_judged: Steps that no rule saw, by reason.
         closed: True once the run has ended and everything was written.
     """
@@ -142,7 +141,7 @@ class Judged(Record):
 
 
 def events_file(recording: int) -> str:
-    """``anomaly.json``; of a further recording of the same process ``anomaly-1.json``, ``anomaly-2.json`` …"""
+    """``anomaly.json``; ``anomaly-1.json``, ``anomaly-2.json`` … for further recordings of the process."""
     return f"anomaly-{recording}.json" if recording else "anomaly.json"
 
 

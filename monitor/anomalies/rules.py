@@ -1,4 +1,4 @@
-"""The alert rules, by the names that the configuration has for them."""
+"""The alert rules, by their names in the configuration."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.scanner import Columns, Fired, Flags, Rule
+from monitor.anomalies.scanner import AnomalyRule, Fired, Flags, KindColumns
 from monitor.stats.ops import derive
 from monitor.stats.partials import COUNT, EXPONENT, MAX, MIN, NANS, SUM, SUMSQ, Floats, Partials
 
-# --- ``AnomalyNan``: values that are not finite, and those that are too large.
+# --- ``AnomalyNan``: values that are not finite or too large.
 
 
 class AnomalyNan:
@@ -28,8 +28,8 @@ class AnomalyNan:
     def __init__(self, threshold: float | None = None) -> None:
         self._threshold: Final = threshold
 
-    def judge(self, columns: Columns, _state: Floats, /) -> Iterator[Fired]:
-        """See ``Rule``."""
+    def judge(self, columns: KindColumns, _state: Floats, /) -> Iterator[Fired]:
+        """See ``AnomalyRule``."""
         bad = columns.nonfinite
         if bad is not None:
             nans = columns.partials.columns[NANS] > 0
@@ -38,8 +38,8 @@ class AnomalyNan:
         if self._threshold is not None:
             yield from self._too_large(columns, self._threshold)
 
-    def _too_large(self, columns: Columns, threshold: float) -> Iterator[Fired]:
-        """Extremes are over the finite elements, and of none of them -Inf at most."""
+    def _too_large(self, columns: KindColumns, threshold: float) -> Iterator[Fired]:
+        """Extremes are over the finite elements; without finite elements the maximum is -Inf."""
         low, high = columns.partials.columns[MIN], columns.partials.columns[MAX]
         if not len(low) or (high.max() <= threshold and low.min() >= -threshold):
             return
@@ -47,58 +47,55 @@ class AnomalyNan:
         yield Fired("absmax", np.flatnonzero(large if columns.nonfinite is None else large & ~columns.nonfinite))
 
 
-# --- ``AnomalyTurbulence``: a norm or a mean that is far from what it used to be.
+# --- ``AnomalyTurbulence``: the relative deviation of a norm or a mean from its running mean.
 #
-# A value is compared with the running mean m of what was seen before, in both directions: |x - m| > threshold * |m|.
+# A value x is compared with the running mean m of earlier values, in both directions: |x - m| > threshold * |m|.
 #
 # - **The mean forgets.** A new value has the weight 1/min(n, 100): a plain mean at first, then one over about a hundred
 #   steps.
-# - **A spike does not poison it.** A value that fired enters only up to the bound that it crossed, so that healthy
-#   steps after a
-#   spike are not called deviant, while a level that lasts is accepted in time.
-# - **What is not finite never enters**, and fires once for its row. A tensor without elements is not an observation.
-# - **A mean that is almost zero fluctuates by any factor.** Where the running ``mean`` is below a tenth of the tensor's
-#   own scale
-#   (its running root mean square), deviations of ``mean`` are judged against that scale. So they are where it is below
-#   twice its
-#   sampling error: n elements of which half are negative have a mean of the order of their scale over the root of n.
-# - **From zero there is no relative deviation.** Where the running norm is exactly 0 (a bias before its first update),
-#   the first
-#   value that is not 0 is no event and starts the means afresh.
+# - **A spike does not spoil the mean.** A value that fired enters the mean only up to the bound that it crossed. So healthy
+#   steps after a spike do not fire. A level that lasts is accepted in time.
+# - **Values that are not finite never enter the mean**; they fire once for their row. A tensor without elements is not an
+#   observation.
+# - **A mean near zero fluctuates by any factor.** The tensor's scale is its running root mean square. If the running ``mean``
+#   is below a tenth of the scale, deviations of ``mean`` are judged against the scale. The same holds below twice the
+#   sampling error: the mean of n elements, half of them negative, is of the order of the scale over the root of n.
+# - **Zero has no relative deviation.** The running norm can be exactly 0 (a bias before its first update). Then the first
+#   value other than 0 is no event, and restarts the means.
 
 OPS: Final = ("norm", "mean")
-"""In this order wherever there are two columns of something below."""
+"""The order of the two columns in all arrays below."""
 
 LONGEST: Final = 100.0
-"""The weight of a new value never falls below one over this."""
+"""The weight of a new value is at least one over this."""
 
 NEAR_ZERO: Final = 0.1
-"""Of the root mean square: a running mean below it says little about the tensor."""
+"""Fraction of the root mean square below which a running mean says little about the tensor."""
 
 SAMPLING_ERRORS: Final = 2.0
-"""A running mean below so many of its sampling error does so, too."""
+"""A running mean below this many sampling errors says little, too."""
 
 BLOCK: Final = 32768
-"""Rows judged together, so that what is computed of them stays in the cache."""
+"""Rows judged together, so that intermediate results stay in the cache."""
 
-# What is remembered of a row: the two running means; how many values are in them, up to ``LONGEST``; the number of elements,
-# and kept since tensors seldom change their size, what makes of a norm the root mean square and the mean that is almost zero.
+# The state of a row: the two running means, the number of values in them, up to ``LONGEST``, and the number of elements. Since
+# tensors seldom change their size, two factors are stored as well: norm to root mean square, and norm to near-zero bound.
 _MEANS: Final = slice(0, 2)
 _NORM, _MEAN, _SEEN, _COUNT, _SHARE, _NEAR = range(6)
 
 
 class _Deviants(NamedTuple):
-    """Rows that fired, and the means that their values were compared with."""
+    """Rows that fired, and the running means that their values were compared with."""
 
     rows: NDArray[np.int64]
     means: Floats
 
 
 class AnomalyTurbulence:
-    """See the module.
+    """Fires on relative deviations from the running mean; the comment above gives the definition.
 
     Args:
-        threshold: The relative deviation that is still normal. From 1 on no fall of a norm is noticed, not even one to 0.
+        threshold: The largest normal relative deviation. From 1 on the rule misses every fall of a norm, even to 0.
     """
 
     name: ClassVar[str] = "AnomalyTurbulence"
@@ -109,8 +106,8 @@ class AnomalyTurbulence:
         self._work = np.empty((3, len(OPS), BLOCK))
         self._above = np.empty((len(OPS), BLOCK), np.bool_)
 
-    def judge(self, columns: Columns, state: Floats, /) -> Iterator[Fired]:
-        """See ``Rule``."""
+    def judge(self, columns: KindColumns, state: Floats, /) -> Iterator[Fired]:
+        """See ``AnomalyRule``."""
         found: dict[str, list[_Deviants]] = defaultdict(list)
         with np.errstate(all="ignore"):
             for begin in range(0, len(columns.partials), BLOCK):
@@ -122,8 +119,8 @@ class AnomalyTurbulence:
                 rows, means = (np.concatenate(parts) for parts in zip(*found[op], strict=True))
                 yield Fired(op, rows, means)
 
-    def _judge(self, columns: Columns, state: Floats, begin: int, found: dict[str, list[_Deviants]]) -> None:
-        """One block of rows, from ``begin`` on. In place: to allocate would take as long as to compute."""
+    def _judge(self, columns: KindColumns, state: Floats, begin: int, found: dict[str, list[_Deviants]]) -> None:
+        """Judge one block of rows, from ``begin`` on. In place: allocation would take as long as the computation."""
         block = slice(begin, begin + BLOCK)
         known, partials = state[:, block], columns.partials.columns[:, block]
         values, bounds, off = self._work[:, :, : known.shape[1]]
@@ -139,7 +136,7 @@ class AnomalyTurbulence:
         known[_MEANS] += off
 
     def _bound(self, known: Floats, counts: Floats, bounds: Floats, scratch: Floats) -> None:
-        """How far each value may be from its mean."""
+        """Compute how far each value may be from its mean."""
         norm, mean = bounds
         if not np.array_equal(counts, known[_COUNT]):
             known[_COUNT] = counts
@@ -153,7 +150,7 @@ class AnomalyTurbulence:
 
 
 def _observe(partials: Floats, means: Floats, values: Floats, *, careful: bool) -> Flags | None:
-    """Put the statistics of each row into ``values``; of a row that is no observation the running ones, which change nothing.
+    """Write the statistics of each row to ``values``. Rows without a valid observation keep their running mean.
 
     Returns:
         Which rows are observations; None if all are.
@@ -170,7 +167,7 @@ def _observe(partials: Floats, means: Floats, values: Floats, *, careful: bool) 
 
 
 def _weigh(known: Floats, observed: Flags | None, bounds: Floats) -> Floats | float:
-    """The weight of the new values, of which one more is now known. Where there is no mean yet, nothing is out of bounds."""
+    """Count the new values and return their weights. Rows without a mean yet get infinite bounds."""
     unknown = known[_NORM] == 0 if known[_NORM].min() == 0 else None
     if unknown is None and known[_SEEN].min() == LONGEST:
         return 1.0 / LONGEST
@@ -194,7 +191,7 @@ def _any(flags: Flags | None, block: slice) -> bool:
     return flags is not None and bool(flags[block].any())
 
 
-RULES: Final[Mapping[str, Callable[..., Rule]]] = MappingProxyType(
+RULES: Final[Mapping[str, Callable[..., AnomalyRule]]] = MappingProxyType(
     {rule.name: rule for rule in (AnomalyTurbulence, AnomalyNan)}
 )
-"""Each is made of the fields of ``args``, by name; their types and bounds are the configuration's."""
+"""The arguments of each rule are the fields of ``args``, by name; the configuration checks their types and bounds."""

@@ -1,4 +1,4 @@
-"""The scanner: has every rule judge every step, kind by kind, and hands on what fired."""
+"""The scanner: applies every rule to every step, kind by kind, and passes the findings to listeners."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from monitor.stats.ops import derive
 from monitor.stats.partials import NANS, NEGINFS, Floats, Partials
 from monitor.stats.rows import KindRows, StepRows
 
-# --- What rules remember of rows, kept aligned with the rows of the step at hand.
+# --- The rules' state of rows, aligned with the rows of the current step.
 
 MOST_ABSENT: Final = 200_000
-"""Rows that a step lacks are remembered up to this number, or twice as many as it has: names may be new in every step."""
+"""The state of absent rows is kept up to this number, or twice the rows of the step: names may be new in every step."""
 
 
-class Aligned:
-    """Numbers for the (series, micro-step) of a kind that were seen, in columns.
+class RowStates:
+    """The state of each seen (series, micro-step) of a kind, in columns.
 
-    Those of the rows seen last stand in front, in the order of these rows, the others behind them, those seen longest ago
-    last. A step with the same rows, as nearly all have, costs one comparison; one with others a rearrangement of everything.
+    The rows of the last step come first, in their order; absent rows follow, the longest absent last. A step with the same
+    rows as the last, the usual case, costs one comparison; a step with other rows rearranges all columns.
     """
 
     def __init__(self, fields: int) -> None:
@@ -39,7 +39,7 @@ class Aligned:
         self._present = 0
 
     def with_rows(self, rows: KindRows) -> Floats:
-        """The numbers of these rows, shape ``(fields, rows)``, to be changed in place; zeros where a row is new."""
+        """The state of these rows, shape ``(fields, rows)``, to be changed in place; zeros for new rows."""
         here = slice(0, self._present)
         if not (np.array_equal(rows.series, self._series[here]) and np.array_equal(rows.micro_step, self._micro_step[here])):
             self._rearrange(rows)
@@ -61,40 +61,40 @@ class Aligned:
 
 
 def _places(known: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each wanted key stands among those known; ``len(known)`` where it does not."""
-    order = np.argsort(known, kind="stable")  # call order is nearly sorted, which this makes use of
+    """The index of each wanted key among the known ones; ``len(known)`` if it is not known."""
+    order = np.argsort(known, kind="stable")  # fast, since call order is nearly sorted
     place = np.searchsorted(known, wanted, sorter=order)
     found = np.append(order, len(known))[place]
     found[np.append(known, -1)[found] != wanted] = len(known)
     return found
 
 
-# --- What a rule is given and what it answers: whole columns, never a row at a time.
+# --- Input and output of a rule: whole columns, never single rows.
 
 Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The rows of one kind in one step, as rules see them."""
+class KindColumns:
+    """The rows of one kind in one step: the input of rules."""
 
     partials: Partials
 
     @cached_property
     def nonfinite(self) -> Flags | None:
-        """Which rows are of tensors that hold a NaN or an Inf; None if no row is, as nearly always."""
+        """Which rows are of tensors that hold a NaN or an Inf; None if no row is, the usual case."""
         counts = self.partials.columns[NANS : NEGINFS + 1]
         return counts.any(axis=0) if counts.size and counts.max() > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """What a rule saw of one statistic.
+    """The rows that a rule fired on because of one statistic.
 
     Attributes:
         op: The statistic.
-        rows: On which the rule fired, ascending.
-        means: The running mean that each of their values was compared with; None for a rule that compares with none.
+        rows: Indices of the rows, ascending.
+        means: The running mean that each value was compared with; None for a rule without running means.
         nonfinite: Whether the rule fired because of a NaN or an Inf.
     """
 
@@ -104,34 +104,34 @@ class Fired:
     nonfinite: bool = False
 
     def among(self, chosen: Flags) -> Fired:
-        """Those on which ``chosen``, aligned with ``rows``, is true."""
+        """The rows for which ``chosen``, aligned with ``rows``, is true."""
         means = None if self.means is None else self.means[chosen]
         return Fired(self.op, self.rows[chosen], means, self.nonfinite)
 
 
-class Rule(Protocol):
-    """An alert rule. What it remembers of each row lies outside, in ``state``, so that one object judges every kind.
+class AnomalyRule(Protocol):
+    """An alert rule. The state of each row is outside, in ``state``, so that one object judges every kind.
 
     Attributes:
-        name: As the configuration spells it.
-        fields: How many numbers it remembers of a row.
+        name: Its name in the configuration.
+        fields: The number of state values per row.
     """
 
     name: ClassVar[str]
     fields: ClassVar[int]
 
-    def judge(self, columns: Columns, state: Floats, /) -> Iterable[Fired]:
-        """What it fires on. At most once on a row of a tensor that holds a NaN or an Inf.
+    def judge(self, columns: KindColumns, state: Floats, /) -> Iterable[Fired]:
+        """Judge the rows. Fires at most once on a row of a tensor that holds a NaN or an Inf.
 
         Args:
-            state: Shape ``(fields, rows)``, aligned with the rows, changed in place; zeros where a row was never seen.
+            state: Shape ``(fields, rows)``, aligned with the rows, changed in place; zeros for new rows.
         """
 
 
-# --- What the rules fired on in one step: columns, of which only what is shown or kept becomes events.
+# --- The findings of one step, in columns. Only findings that are shown or kept become events.
 
 
-class Finding(NamedTuple):
+class RuleFinding(NamedTuple):
     """One statistic of one row that a rule fired on.
 
     Attributes:
@@ -146,8 +146,8 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """What one rule saw of one statistic in the rows of one kind, which stand in call order."""
+class FindingGroup:
+    """The findings of one rule and one statistic in the rows of one kind, in call order."""
 
     rule: str
     kind: str
@@ -162,18 +162,18 @@ class Group:
         """Rule and statistic."""
         return self.rule, self.fired.op
 
-    def first(self, most: int, table: SeriesTable) -> Iterator[Finding]:
-        """In the order of the step: see ``time_of``."""
+    def first(self, most: int, table: SeriesTable) -> Iterator[RuleFinding]:
+        """The first ``most`` findings in the order of ``time_of``."""
         fired, order = self.fired, self._order(table)[:most]
         rows = fired.rows[order]
         values, _ = derive(fired.op, self.rows.partials.take(rows))
         columns = (column[rows].tolist() for column in (self.rows.call_id, self.rows.series, self.rows.micro_step))
         means = [None] * len(rows) if fired.means is None else fired.means[order].tolist()
         for call_id, series, micro_step, value, mean in zip(*columns, values.tolist(), means, strict=True):
-            yield Finding(call_id, series, micro_step, Signal(self.rule, fired.op, value, mean), fired.nonfinite)
+            yield RuleFinding(call_id, series, micro_step, Signal(self.rule, fired.op, value, mean), fired.nonfinite)
 
     def _order(self, table: SeriesTable) -> NDArray[np.intp]:
-        """Replicas are of several kinds, the weights that the step began with among them."""
+        """The order of the rows. Replicas are of several kinds; weights that the step began with come first."""
         order = np.arange(len(self))
         if self.kind != REPLICA_KIND:
             return order
@@ -182,38 +182,38 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """Of one step. The findings of a row are those of the first rule that fired on it: one for each statistic.
+class StepFindings:
+    """The findings of one step. Only the first rule that fires on a row counts; it has one finding for each statistic.
 
     Attributes:
-        rows: How many rows the rules judged.
+        rows: The number of rows that the rules judged.
     """
 
     step: int
-    groups: tuple[Group, ...]
+    groups: tuple[FindingGroup, ...]
     rows: int
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))
 
     def by_rule(self) -> Counter[str]:
-        """How many."""
+        """The number of findings of each rule."""
         counts: Counter[str] = Counter()
         for group in self.groups:
             counts[group.rule] += len(group)
         return counts
 
 
-def earliest(groups: Iterable[Group], most: int, series: SeriesTable) -> list[Finding]:
-    """The first in the order of the step; of one row in the order of the groups."""
+def earliest(groups: Iterable[FindingGroup], most: int, series: SeriesTable) -> list[RuleFinding]:
+    """The first findings in the order of ``time_of``; those of one row in the order of the groups."""
     in_order = heapq.merge(*(group.first(most, series) for group in groups), key=partial(time_of, series=series))
     return list(islice(in_order, most))
 
 
-def time_of(finding: Finding, series: SeriesTable) -> tuple[bool, int]:
-    """By which the findings of a step stand in the order in which they happened.
+def time_of(finding: RuleFinding, series: SeriesTable) -> tuple[bool, int]:
+    """A sort key that orders the findings of a step by time.
 
-    The weights that a step begins with are measured at its end, when the optimizer steps: forward has used them before.
+    The weights that a step begins with come first: they are measured when the optimizer steps, but forward used them before.
     """
     return not _began_with(series[finding.series]), finding.call_id
 
@@ -223,34 +223,34 @@ def _began_with(series: Series) -> bool:
     return kind == "param_origin"
 
 
-class Listener(Protocol):
-    """Who is told what the rules found."""
+class FindingListener(Protocol):
+    """Receives the findings of the rules."""
 
-    def judged(self, findings: Findings) -> None:
+    def judged(self, findings: StepFindings) -> None:
         """Every rule has judged the step, whether or not one fired."""
 
     def not_judged(self, step: int, reason: str) -> None:
         """No rule will see the step."""
 
     def save(self) -> None:
-        """Make what was told so far visible."""
+        """Write out everything received so far."""
 
     def close(self) -> None:
         """The run has ended; nothing follows."""
 
 
 class Scanner:
-    """Looks at the rows of each step on the writer thread, all but those of features, which are no statistics of a tensor.
+    """Judges the rows of each step on the writer thread, except rows of features, which are not statistics of a tensor.
 
     Args:
-        rules: The most important first: the events of a row in a step are those of the first rule that fires on it.
-        listeners: Told in this order. One that fails keeps none of the others from being told.
+        rules: The most important first: only the first rule that fires on a row of a step counts.
+        listeners: Called in this order. If one fails, the others are still called.
     """
 
-    def __init__(self, rules: Sequence[Rule], listeners: Sequence[Listener]) -> None:
+    def __init__(self, rules: Sequence[AnomalyRule], listeners: Sequence[FindingListener]) -> None:
         self._rules = tuple(rules)
         self._listeners = tuple(listeners)
-        self._known: dict[str, Aligned] = defaultdict(lambda: Aligned(sum(rule.fields for rule in self._rules)))
+        self._known: dict[str, RowStates] = defaultdict(lambda: RowStates(sum(rule.fields for rule in self._rules)))
 
     def look(self, rows: StepRows) -> None:
         """Judge the step."""
@@ -260,22 +260,22 @@ class Scanner:
         except Exception as error:
             self.dropped(rows.step, f"the rules failed: {error!r}")
             raise
-        findings = Findings(rows.step, groups, sum(map(len, judged.values())))
-        self._tell(lambda listener: listener.judged(findings))
+        findings = StepFindings(rows.step, groups, sum(map(len, judged.values())))
+        self._notify(lambda listener: listener.judged(findings))
 
     def dropped(self, step: int, reason: str) -> None:
-        """The step was lost before it could be looked at."""
-        self._tell(lambda listener: listener.not_judged(step, reason))
+        """The step was lost before the rules could judge it."""
+        self._notify(lambda listener: listener.not_judged(step, reason))
 
     def save(self) -> None:
-        """Make visible what was found. Like all of these, it raises the first of the listeners' errors once all were told."""
-        self._tell(lambda listener: listener.save())
+        """Have the listeners save. Like the other methods, raises the first listener error after calling all listeners."""
+        self._notify(lambda listener: listener.save())
 
     def close(self) -> None:
         """The run has ended."""
-        self._tell(lambda listener: listener.close())
+        self._notify(lambda listener: listener.close())
 
-    def _tell(self, call: Callable[[Listener], None]) -> None:
+    def _notify(self, call: Callable[[FindingListener], None]) -> None:
         errors: list[Exception] = []
         for listener in self._listeners:
             try:
@@ -285,25 +285,25 @@ class Scanner:
         if errors:
             raise errors[0]
 
-    def _groups(self, kind: str, rows: KindRows) -> Iterator[Group]:
-        columns, known = Columns(rows.partials), self._known[kind].with_rows(rows)
+    def _groups(self, kind: str, rows: KindRows) -> Iterator[FindingGroup]:
+        columns, known = KindColumns(rows.partials), self._known[kind].with_rows(rows)
         claims, begin = _Claims(len(rows)), 0
         for rule in self._rules:
             state = known[begin : begin + rule.fields]
             begin += rule.fields
             for fired in claims.of(list(rule.judge(columns, state))):
-                yield Group(rule.name, kind, rows, fired)
+                yield FindingGroup(rule.name, kind, rows, fired)
 
 
 class _Claims:
-    """Which rows an earlier rule has fired on. A later rule may still fire on the other rows of the step."""
+    """The rows that an earlier rule fired on. A later rule may still fire on the other rows of the step."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._claimed: Flags | None = None
 
     def of(self, fired: Sequence[Fired]) -> list[Fired]:
-        """What is left to a rule of what it fired on. Its rows are then claimed."""
+        """The findings of a rule on rows that no earlier rule fired on. Its rows are then claimed."""
         claimed = self._claimed
         left = [one if claimed is None else one.among(~claimed[one.rows]) for one in fired if len(one.rows)]
         left = [one for one in left if len(one.rows)]

@@ -1,4 +1,4 @@
-"""How data ran through a rank in a step: which series fed which, and in what order micro-batches went through its chunks."""
+"""The dataflow of a step: edges between series, the order of passes on each rank, and the order across pipeline ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from monitor.series import (
 )
 
 MOST_EDGES: Final = 200_000
-"""What is kept of the edges that were seen; a module of a thousand inputs and outputs alone has a million."""
+"""At most so many edges are kept; a single module with a thousand inputs and outputs has a million."""
 
 MOST_PASSES: Final = 20_000
 
@@ -32,13 +32,13 @@ _FED_BY: Final = {
     "param_updated": ("grad_reduced", "param_origin", *MOMENT_KINDS),
     **dict.fromkeys(ADAM_KINDS, ("grad_reduced", *MOMENT_KINDS)),
 }
-"""Kinds of a parameter, and the kinds of the same parameter that they are made from within a step. Moments are those from
-before the step: this step's gradient shows in the next one's.
+"""For each kind of a parameter, the kinds of the same parameter that it is computed from within a step. Moments are those
+from before the step: this step's gradient shows in the moments of the next step.
 """
 
 
 class Edge(NamedTuple):
-    """Two series by their numbers: what was measured as ``source`` went into what was measured as ``target``."""
+    """Two series by their numbers: the tensor of ``source`` was an input of the tensor of ``target``."""
 
     source: int
     target: int
@@ -54,13 +54,12 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What one step has shown.
+    """The dataflow of one rank in one step.
 
     Attributes:
-        edges: Each once. Along them the first rows of a step stand in the order in which they were measured, so there is no
-            way from a series back to itself.
+        edges: Each edge once. Edges lead from earlier to later measurements, so the graph has no cycle.
         passes: In the order in which the rank began them.
-        cut: Whether there was more than is kept.
+        cut: Whether edges or passes were left out.
     """
 
     edges: tuple[Edge, ...] = ()
@@ -81,13 +80,12 @@ def edges_of_parameters(series: Sequence[Series]) -> Iterator[Edge]:
                 yield Edge(source, target)
 
 
-# --- Which of two rows of a pipeline group came first, when they were measured on different ranks, whose clocks say
-# nothing.
+# --- The order of two rows of a pipeline group that were measured on different ranks. Their clocks cannot be compared.
 #
-# A rank's own rows stand in the order of their ``call_id``. Between ranks, micro-batches carry the order: the forward
-# of one at a stage comes before its forward at the next stage, its backward comes the other way, and the optimizer
-# steps after every backward. With the order in which each rank ran its passes (``Flow.passes``, which the schedule
-# fixes) that makes a partial order of everything:
+# On one rank, ``call_id`` orders the rows. Between ranks, micro-batches give the order: the forward of a micro-batch at a
+# stage precedes its forward at the next stage, its backward runs the other way, and the optimizer steps after every
+# backward. Together with the order in which each rank ran its passes (``Flow.passes``, which the schedule fixes), that
+# is a partial order of all rows:
 #
 #     rank 0   F0 ─▶ F1 ─▶ B0 ─▶ B1          F0 of rank 0 comes before B1 of rank 1; nothing is known of
 #               ╲     ╲   ╱     ╱            F1 of rank 0 and B0 of rank 1: they may have run at the same time.
@@ -96,14 +94,14 @@ def edges_of_parameters(series: Sequence[Series]) -> Iterator[Edge]:
 IN_FORWARD: Final = frozenset({"actv", *FORWARD_FEATURE_KINDS})
 IN_BACKWARD: Final = frozenset({"actv_grad", "grad_unreduced"})
 AT_THE_STEP: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS, *WEIGHT_FEATURE_KINDS, *UPDATE_KINDS})
-"""Kinds that are read when every backward is done. Rows of other kinds are ordered among those of their own rank."""
+"""Kinds that are read when every backward is done. Rows of other kinds are ordered on their own rank only."""
 
 _FAR: Final = 2**32
-"""Beyond any stage: where the way back begins."""
+"""Beyond any stage: the turn of the forward into the backward."""
 
 
 class Spot(NamedTuple):
-    """Where in a step a row was measured, as rows and events have it."""
+    """The point of a step at which a row was measured."""
 
     rank: int
     vpp_stage: int
@@ -112,7 +110,7 @@ class Spot(NamedTuple):
     call_id: int
 
 
-class Place(NamedTuple):
+class RankPass(NamedTuple):
     """A pass on a rank."""
 
     rank: int
@@ -121,11 +119,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPasses:
-    """What one rank of the group ran.
+    """The passes of one rank of the group.
 
     Attributes:
-        stages: For each chunk of the model its place in the pipeline of all ranks' chunks.
-        passes: In the order in which they ran; empty where nobody knows.
+        stages: For each model chunk, its index in the pipeline of all ranks' chunks.
+        passes: In the order in which they ran; empty if unknown.
     """
 
     stages: Sequence[int]
@@ -135,19 +133,19 @@ class RankPasses:
 class PipelineOrder:
     """The partial order of the rows of one step, over all ranks of one pipeline group.
 
-    Where a rank's passes are not known, all that is taken for granted is that it takes micro-batches in turn.
+    If a rank's passes are not known, the order only assumes that the rank takes micro-batches in turn.
     """
 
     def __init__(self, ranks: Mapping[int, RankPasses]) -> None:
-        """Raises ``ValueError`` where the ranks' passes contradict each other: they are of different steps or schedules, or
-        the stages are not in the order in which data goes through them.
+        """Raises ``ValueError`` if the ranks' passes contradict each other: they are of different steps or schedules, or the
+        stages are not in the order of the forward pass.
         """
         self._ranks = ranks
         self._passes = _Passes(ranks)
 
     @classmethod
     def of(cls, members: Iterable[tuple[ManifestRecord, Flow]]) -> PipelineOrder:
-        """The order of the ranks that these manifests and flows are of.
+        """The order of the ranks with these manifests and flows.
 
         Raises:
             ValueError: They are not of one pipeline group, or contradict each other.
@@ -160,11 +158,11 @@ class PipelineOrder:
             chunks = 1 + max((one.vpp_stage for one in flow.passes), default=0)
             ranks[manifest.rank] = RankPasses(range(chunks) if pipeline is None else pipeline.stages, flow.passes)
         if len(groups) != 1:
-            raise ValueError(f"expected manifests of one pipeline group, and not of {len(groups)}")
+            raise ValueError(f"expected manifests of one pipeline group, received manifests of {len(groups)}")
         return cls(ranks)
 
     def precedes(self, first: Spot, second: Spot) -> bool:
-        """Whether ``first`` is known to have been measured before ``second``. Neither way round: nothing is known."""
+        """Whether ``first`` is known to precede ``second``. If False both ways, their order is unknown."""
         if first.rank == second.rank:
             return first.call_id < second.call_id
         if second.kind in AT_THE_STEP:
@@ -175,24 +173,25 @@ class PipelineOrder:
         return one is not None and other is not None and self._passes.precedes(one, other)
 
     def ordered(self, spots: Iterable[Spot]) -> list[Spot]:
-        """All of them, each after those that precede it.
+        """Sort ``spots``: each comes after those that precede it.
 
-        What nothing is known of stands where it would if every pass took as long as every other.
+        Spots of unknown order are placed as if all passes took equally long.
 
         Args:
-            spots: Of the ranks that this order is of.
+            spots: Of the ranks in this order.
 
         Raises:
-            ValueError: They cannot all have been measured in the order that their rank says.
+            ValueError: The spots contradict the order of passes on their rank.
         """
         every = list(spots)
         in_turn = zip(self.turns(every), every, strict=True)
         return [spot for *_, spot in sorted((turn, self._ranks[one.rank].stages[0], one.call_id, one) for turn, one in in_turn)]
 
     def turns(self, spots: Sequence[Spot]) -> list[int]:
-        """For each the turn in which it was measured: it is lower for what precedes, and what stands in the same one may have
-        been measured at the same time. Turns of two steps, or of two orders, have nothing to do with each other, unless all
-        passes are the same. Arguments and errors are those of ``ordered``.
+        """The turn of each spot. A preceding spot has a lower turn; spots of one turn may have been measured simultaneously.
+
+        Turns of two steps, or of two orders, cannot be compared, unless all passes are the same. Arguments and errors are
+        those of ``ordered``.
         """
         by_rank: dict[int, list[int]] = {}
         for number in sorted(range(len(spots)), key=lambda number: spots[number].call_id):
@@ -205,11 +204,11 @@ class PipelineOrder:
         return found
 
     def knows(self, spot: Spot) -> bool:
-        """Whether the turn of a row is known, and not only what it stands between on its rank."""
+        """Whether the turn of a row is known. Otherwise only its neighbours on its rank are."""
         return spot.kind in AT_THE_STEP or self._pass_of(spot) is not None
 
     def _passes_with(self, by_rank: Mapping[int, Sequence[Spot]]) -> _Passes:
-        """With what the rows themselves tell of ranks whose passes are not known."""
+        """The passes, where rows give the order of ranks whose passes are not known."""
         silent = [own for rank, own in by_rank.items() if not self._ranks[rank].passes]
         if not silent:
             return self._passes
@@ -218,7 +217,7 @@ class PipelineOrder:
         return _Passes(self._ranks, [pair for own in ran for pair in itertools.pairwise(own)])
 
     def _in_turn(self, own: Sequence[Spot], passes: _Passes) -> Iterator[tuple[int, Spot]]:
-        """The turn of each of a rank's spots, which never goes back. One that is not certain stays between its neighbours."""
+        """The turns of a rank's spots; they never decrease. An uncertain spot stays between its neighbours."""
         turns = [None if self._is_guessed(spot) else self._turn(spot, passes) for spot in own]
         last = passes.turns
         ahead = list(itertools.accumulate((last if turn is None else turn for turn in reversed(turns)), min))[::-1]
@@ -230,7 +229,7 @@ class PipelineOrder:
             yield now, spot
 
     def _turn(self, spot: Spot, passes: _Passes) -> int | None:
-        """None where it is not known."""
+        """The turn of a spot; None if unknown."""
         if spot.kind in AT_THE_STEP:
             return passes.turns
         place = self._pass_of(spot)
@@ -241,13 +240,15 @@ class PipelineOrder:
         return 0 if place is None else passes.turn(place)
 
     def _is_guessed(self, spot: Spot) -> bool:
-        """Whether a row belongs to the last backward of a rank of which nobody knows how many there were."""
+        """Whether a row belongs to the last backward of a rank whose number of backwards is unknown."""
         last = spot.kind == "grad_unreduced" and spot.micro_step == NO_MICRO_STEP
         return last and not self._ranks[spot.rank].passes
 
-    def _pass_of(self, spot: Spot) -> Place | None:
-        """The pass that a row belongs to. One that stands for all micro-batches: combined activations stand where the first of
-        them stood, and a local gradient is complete when the last backward is.
+    def _pass_of(self, spot: Spot) -> RankPass | None:
+        """The pass that a row belongs to.
+
+        A row over all micro-batches: combined activations belong to the first micro-batch, and a local gradient to the last
+        backward, which completes it.
         """
         if spot.kind not in IN_FORWARD | IN_BACKWARD:
             return None
@@ -257,23 +258,22 @@ class PipelineOrder:
             if not own:
                 return None
             micro_step = own[-1] if spot.kind == "grad_unreduced" else own[0]
-        place = Place(spot.rank, Pass(forward, spot.vpp_stage, micro_step))
+        place = RankPass(spot.rank, Pass(forward, spot.vpp_stage, micro_step))
         return place if place in self._passes else None
 
 
 class _Passes:
-    """All passes of the group, and what comes before what.
+    """All passes of the group, and their partial order.
 
-    They form chains, in each of which every pass precedes the next: those of a rank, where its schedule is known. For each
-    pass and each chain it is kept how many of the chain's passes precede it, and it comes in the turn after the latest of
-    those.
+    Passes form chains, in which each pass precedes the next: a rank with a known schedule is one chain. For each pass and
+    each chain, the object stores how many passes of the chain precede it. A pass comes in the turn after the latest of these.
 
     Attributes:
-        turns: How many turns there are.
+        turns: The number of turns.
     """
 
-    def __init__(self, ranks: Mapping[int, RankPasses], also: Iterable[tuple[Place, Place]] = ()) -> None:
-        """``also``: pairs of which the first is known to precede the second."""
+    def __init__(self, ranks: Mapping[int, RankPasses], also: Iterable[tuple[RankPass, RankPass]] = ()) -> None:
+        """``also``: pairs whose first pass is known to precede the second."""
         count = 1 + max((one.micro_step for member in ranks.values() for one in member.passes), default=0)
         self._chains = [chain for rank, member in ranks.items() for chain in _chains(rank, member, count)]
         self._at = {place: (c, position) for c, chain in enumerate(self._chains) for position, place in enumerate(chain)}
@@ -289,21 +289,21 @@ class _Passes:
         self._settle(leads_to)
         self.turns = 1 + max(self._turn, default=-1)
 
-    def __contains__(self, place: Place) -> bool:
+    def __contains__(self, place: RankPass) -> bool:
         return place in self._at
 
     def micro_steps(self, rank: int, forward: bool, chunk: int) -> Sequence[int]:
-        """In the order in which the rank took them through the chunk."""
+        """In the order in which the rank ran them through the chunk."""
         return self._own.get((rank, forward, chunk), ())
 
-    def turn(self, place: Place) -> int:
+    def turn(self, place: RankPass) -> int:
         return self._turn[self._number[place]]
 
-    def precedes(self, first: Place, second: Place) -> bool:
+    def precedes(self, first: RankPass, second: RankPass) -> bool:
         chain, position = self._at[first]
         return bool(position < self._before[self._number[second], chain])
 
-    def _settle(self, leads_to: Mapping[Place, Sequence[Place]]) -> None:
+    def _settle(self, leads_to: Mapping[RankPass, Sequence[RankPass]]) -> None:
         """Go through all passes, each after those that precede it."""
         missing = dict.fromkeys(self._at, 0)
         for place in itertools.chain.from_iterable((*leads_to.values(), *(chain[1:] for chain in self._chains))):
@@ -319,37 +319,37 @@ class _Passes:
             stuck = next(place for place, number in missing.items() if number)
             raise ValueError(f"the passes of the ranks contradict each other, about {stuck.of} of rank {stuck.rank}")
 
-    def _following(self, place: Place, leads_to: Mapping[Place, Sequence[Place]]) -> Iterator[Place]:
+    def _following(self, place: RankPass, leads_to: Mapping[RankPass, Sequence[RankPass]]) -> Iterator[RankPass]:
         yield from leads_to.get(place, ())
         chain, position = self._at[place]
         yield from self._chains[chain][position + 1 : position + 2]
 
-    def _come_after(self, following: Place, place: Place) -> None:
+    def _come_after(self, following: RankPass, place: RankPass) -> None:
         (chain, position), before, after = self._at[place], self._number[place], self._number[following]
         np.maximum(self._before[after], self._before[before], out=self._before[after])
         self._before[after, chain] = max(self._before[after, chain], position + 1)
         self._turn[after] = max(self._turn[after], self._turn[before] + 1)
 
 
-def _chains(rank: int, member: RankPasses, micro_steps: int) -> list[list[Place]]:
-    """The passes of a rank in one chain; where they are not known, in one for each direction and chunk."""
+def _chains(rank: int, member: RankPasses, micro_steps: int) -> list[list[RankPass]]:
+    """The passes of a rank in one chain; if they are not known, one chain for each direction and chunk."""
     if member.passes:
-        return [[Place(rank, one) for one in member.passes]]
+        return [[RankPass(rank, one) for one in member.passes]]
     return [
-        [Place(rank, Pass(forward, chunk, micro_step)) for micro_step in range(micro_steps)]
+        [RankPass(rank, Pass(forward, chunk, micro_step)) for micro_step in range(micro_steps)]
         for forward in (True, False)
         for chunk in range(len(member.stages))
     ]
 
 
-def _leads_to(ranks: Mapping[int, RankPasses], known: Iterable[Place]) -> dict[Place, list[Place]]:
-    """How a micro-batch goes: forward from stage to stage, and back. A stage that nobody knows of is stepped over."""
-    ways: dict[int, list[tuple[int, Place]]] = {}
+def _leads_to(ranks: Mapping[int, RankPasses], known: Iterable[RankPass]) -> dict[RankPass, list[RankPass]]:
+    """The way of a micro-batch: forward from stage to stage, and back. An unknown stage is skipped."""
+    ways: dict[int, list[tuple[int, RankPass]]] = {}
     for place in known:
         stage = ranks[place.rank].stages[place.of.vpp_stage]
         along = stage if place.of.forward else _FAR - stage
         ways.setdefault(place.of.micro_step, []).append((along, place))
-    found: dict[Place, list[Place]] = {}
+    found: dict[RankPass, list[RankPass]] = {}
     for way in ways.values():
         places = [place for _, place in sorted(way)]
         for place, following in itertools.pairwise(places):

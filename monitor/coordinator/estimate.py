@@ -1,4 +1,4 @@
-"""What a step will cost the job in rows, bytes and files, said before the first one is written."""
+"""Estimates what a step will cost the job in rows, bytes and files, before the first step is written."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True)
 class KindLoad:
-    """What one kind brings.
+    """The load of one kind.
 
     Attributes:
-        series: Series that all ranks of the job write: one of each set of replicas, every shard.
-        rows: Rows that they write in a collected step: series times micro-steps where each has its own row.
+        series: Number of series that all ranks of the job write: one of each set of replicas, every shard.
+        rows: Number of rows that they write in a collected step: series times micro-steps if each has its own row.
         ranks: How many ranks write any.
-        histogram: What each of the rows has a histogram of, if anything.
+        histogram: The quantity that each row has a histogram of, if any.
     """
 
     series: int
@@ -30,7 +30,7 @@ class KindLoad:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a collected step of the whole job may come to without a warning; None: anything."""
+    """Limits of a collected step of the whole job; beyond them the monitor warns. None: no limit."""
 
     rows: float | None = None
     bytes: float | None = None
@@ -39,7 +39,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a collected step of the whole job comes to. Files are a mean: one file of ten steps is 0.1 a step."""
+    """The cost of a collected step of the whole job. Files are a mean: one file of ten steps is 0.1 per step."""
 
     series: int
     rows: int
@@ -56,7 +56,7 @@ class Estimate:
         )
 
     def exceeded(self, bounds: Bounds) -> tuple[str, ...]:
-        """A sentence for each bound that is exceeded."""
+        """One sentence for each exceeded bound."""
         named = (
             ("rows", self.rows, bounds.rows, _count),
             ("bytes", self.bytes, bounds.bytes, _bytes),
@@ -75,7 +75,7 @@ def estimate(
     step_count_per_record: int,
     step_interval: int = 1,
 ) -> Estimate:
-    """Reckon a collected step of the whole job.
+    """Estimate a collected step of the whole job.
 
     Args:
         loads: By kind.
@@ -113,7 +113,7 @@ def _counted(number: float, noun: str) -> str:
 
 
 def _count(number: float) -> str:
-    """Without decimals from ten on, where they say nothing."""
+    """The number as text, without decimals from ten on."""
     return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:.2g}"
 
 

@@ -1,7 +1,7 @@
-"""One recording, one name: the identity that all of its ranks share, agreed through the job's own key-value store.
+"""The identity of a recording, which its ranks agree on through the job's key-value store, and the names made from it.
 
-Each rank proposes an identity with one ``compare_set`` and takes what the store then holds: the first proposal. No rank waits
-for another, and no collective is issued. In the same way all processes that share the store agree on one name for the launch.
+Each rank proposes an identity with one ``compare_set`` and adopts the value that the store then holds: the first proposal. No
+rank waits for another, and no collective is issued. All processes that share the store agree on a launch name likewise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from monitor.failures import Failures
 
-# --- How a job's timestamp and a rank's directory are spelled: ``Dec03_21-34-40-rank0-1a2b3c4d``.
+# --- The format of a job's timestamp and of a rank's directory name: ``Dec03_21-34-40-rank0-1a2b3c4d``.
 
 MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
@@ -38,7 +38,7 @@ def timestamp_of(moment: datetime) -> str:
 
 
 def timestamp_fields(timestamp: str) -> tuple[int, int, int, int, int]:
-    """Month, day, hour, minute, second: in order of time within one year.
+    """Month, day, hour, minute, second: tuples sort by time within one year.
 
     Raises:
         ValueError: ``timestamp`` is not one.
@@ -69,12 +69,12 @@ class RankDirectory:
 
     @classmethod
     def new(cls, timestamp: str, rank: int) -> RankDirectory:
-        """A name that no other run has. The suffix comes from the system, not from the training's random state."""
+        """A unique name. The suffix comes from the system, not from the training's random state."""
         return cls(timestamp, rank, secrets.token_hex(4))
 
     @classmethod
     def parse(cls, name: str) -> RankDirectory | None:
-        """The parts of a directory's name, None where it is not a rank's directory."""
+        """The parts of a directory's name; None if it is not a rank's directory."""
         match = _DIRECTORY.fullmatch(name)
         if match is None:
             return None
@@ -89,31 +89,32 @@ class RankDirectory:
 
 
 TIMEOUT_S: Final = 30.0
-"""A new connection looks up the name of its peer, and a name server that is silent takes some ten seconds of this."""
+"""A new connection looks up the name of its peer; an unresponsive name server takes some ten seconds of this."""
 
 LAUNCH: Final = "monitor/launch"
 
 _JOB_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class Store(Protocol):
-    """What is used of a torch store (``TCPStore``, ``FileStore``, ``HashStore``, ``PrefixStore``). ``clone`` is used too
-    where there is one.
+class IdentityStore(Protocol):
+    """The method used of a torch store (``TCPStore``, ``FileStore``, ``HashStore``, ``PrefixStore``).
+
+    ``clone`` is used too, if the store has it.
     """
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set ``key`` if it holds ``expected``, or is new and ``expected`` is empty; return what it then holds."""
+        """Set ``key`` if it holds ``expected``, or is new and ``expected`` is empty; return its value afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """Which run a file belongs to.
+    """Identifies the run that a file belongs to.
 
     Attributes:
         job_id: 32 hexadecimal characters. The timestamp alone does not identify a job: two may start in one second.
-        timestamp: When the job began, as it stands in the names of its directories.
-        agreed: False where the other ranks could not be asked, and may have other identities.
-        launch: What all recordings have in common whose processes share a store; empty without a store.
+        timestamp: When the job began, as in the names of its directories.
+        agreed: False if the store did not answer, and other ranks may have other identities.
+        launch: The same for all recordings of processes that share a store; empty without a store.
     """
 
     job_id: str
@@ -123,34 +124,34 @@ class JobIdentity:
 
     @classmethod
     def new(cls, moment: datetime | None = None) -> JobIdentity:
-        """An identity of its own. Draws from the system, not from the training's random state."""
+        """A new identity. Draws from the system, not from the training's random state."""
         return cls(uuid.uuid4().hex, timestamp_of(moment or datetime.now()))
 
     def of_launch(self) -> JobIdentity:
-        """The same for all recordings of the launch, as far as it is known."""
+        """An identity that all recordings of the launch share, if the launch is known."""
         return replace(self, job_id=self.launch or self.job_id)
 
-    def spelled(self) -> str:
+    def serialized(self) -> str:
         return f"{self.job_id} {self.timestamp}"
 
     @classmethod
-    def parse(cls, spelled: str) -> JobIdentity:
+    def parse(cls, text: str) -> JobIdentity:
         """Raises ``ValueError`` for what is not an identity."""
-        job_id, _, timestamp = spelled.partition(" ")
+        job_id, _, timestamp = text.partition(" ")
         if not _JOB_ID.fullmatch(job_id):
-            raise ValueError(f"{spelled!r} is not the identity of a job")
+            raise ValueError(f"{text!r} is not the identity of a job")
         timestamp_fields(timestamp)
         return cls(job_id, timestamp)
 
 
-def agree(store: Store | None, name: str | int, failures: Failures, timeout_s: float = TIMEOUT_S) -> JobIdentity:
+def agree(store: IdentityStore | None, name: str | int, failures: Failures, timeout_s: float = TIMEOUT_S) -> JobIdentity:
     """The identity that all ranks of the job share.
 
     Args:
-        store: The process group's store; None for a process of its own.
-        name: Of the recording. Ranks that use the same name agree.
-        timeout_s: How long a store may take to answer. One that takes longer, or fails, leaves this rank with an identity of
-            its own, which ``failures`` is told.
+        store: The process group's store; None for a single process.
+        name: Name of the recording. Ranks that use the same name agree.
+        timeout_s: Timeout for the store's answer. If the store is slower or fails, this rank uses its own identity, and
+            the failure is reported to ``failures``.
     """
     proposal = JobIdentity.new()
     if store is None:
@@ -158,30 +159,33 @@ def agree(store: Store | None, name: str | int, failures: Failures, timeout_s: f
     try:
         return _within(timeout_s, lambda: _first_proposals(store, f"monitor/job/{name}", proposal))
     except Exception as error:
-        advice = "This rank goes on with a job id and a timestamp of its own; those of other ranks may differ."
+        advice = "This rank uses its own job id and timestamp; those of other ranks may differ."
         failures.report("agreeing with the other ranks on the name of the job", error, advice)
         return replace(proposal, agreed=False)
 
 
-def _first_proposals(store: Store, key: str, proposal: JobIdentity) -> JobIdentity:
-    """Of the recording, and of the launch."""
+def _first_proposals(store: IdentityStore, key: str, proposal: JobIdentity) -> JobIdentity:
+    """The first proposal for the recording, with the first one for the launch."""
     connection = _own_connection(store)
-    launch, found = (JobIdentity.parse(connection.compare_set(one, "", proposal.spelled()).decode()) for one in (LAUNCH, key))
+    launch, found = (
+        JobIdentity.parse(connection.compare_set(one, "", proposal.serialized()).decode()) for one in (LAUNCH, key)
+    )
     return replace(found, launch=launch.job_id)
 
 
-def _own_connection(store: Store) -> Store:
-    """A clone where one can be had: a call that hangs on the job's own connection would block the training's calls on it."""
+def _own_connection(store: IdentityStore) -> IdentityStore:
+    """A clone, if the store supports it: a call that hangs on the job's connection would block training's calls on it."""
     try:
-        clone: Store = store.clone()  # type: ignore[attr-defined]
+        clone: IdentityStore = store.clone()  # type: ignore[attr-defined]
     except (AttributeError, NotImplementedError):
         return store
     return clone
 
 
 def _within(seconds: float, ask: Callable[[], JobIdentity]) -> JobIdentity:
-    """Run ``ask`` on a daemon thread, which is left behind if it takes longer: a store that hangs can do so past its own
-    timeout, and cannot be interrupted.
+    """Run ``ask`` on a daemon thread, which is abandoned after the timeout.
+
+    A store call can hang past the store's own timeout, and cannot be interrupted.
     """
     answer: Future[JobIdentity] = Future()
     Thread(target=_answer, args=(answer, ask), name="monitor-job-identity", daemon=True).start()

@@ -1,7 +1,7 @@
-"""``Manifest``: what a rank has written, lost and noticed, gathered while it runs and saved whole beside its shards.
+"""``Manifest``: records what a rank has written, lost and noticed, and saves it as ``manifest.json`` beside its shards.
 
-Two sides meet in it: the training thread leaves notes, the writer thread records steps and saves. Notes take no lock, and the
-lock that keeps the steps is held only while numbers are changed or copied, never during I/O.
+The training thread leaves notes; the writer thread records steps and saves. Notes take no lock. The lock of the steps is held
+only while numbers are changed or copied, never during I/O.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from monitor.coordinator.manifest_format import (
     ConfigurationRecord,
     ManifestRecord,
     PipelineRecord,
+    RecordedModel,
     SeriesReference,
-    Watched,
     WatchedRecord,
 )
-from monitor.coordinator.output import Claim, write_whole
+from monitor.coordinator.output import DirectoryLock, write_whole
 from monitor.coordinator.resume import Earlier, Timeline
 from monitor.coordinator.series_file import Measured, SeriesFile
 from monitor.coordinator.step_ranges import StepRange
@@ -50,15 +50,15 @@ Note = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What is known of a rank when it begins to record, and does not change.
+    """The facts of a rank that are known when it begins to record, and do not change.
 
     Attributes:
         groups: Ranks of the groups that this rank belongs to, by role: ``{"dp": [0, 1]}``.
-        chunks: Of the model, on this rank.
+        chunks: Number of model chunks on this rank.
         recording: How many recordings the process had begun before this one.
-        watched: What it watches, as other ranks can tell it.
-        versions: Of what computes and what records: ``{"torch": "2.13.0"}``.
-        config: The configuration as used. What JSON cannot hold is spelled by ``str``.
+        watched: The recorded model, identified so that ranks can match their recordings.
+        versions: Versions of the framework and the monitor: ``{"torch": "2.13.0"}``.
+        config: The configuration as used. Values that JSON cannot hold are converted by ``str``.
     """
 
     identity: JobIdentity
@@ -71,17 +71,17 @@ class RankFacts:
     formats: Sequence[str]
     chunks: int = 1
     recording: int = 0
-    watched: Watched | None = None
+    watched: RecordedModel | None = None
 
 
 class Manifest:
-    """The journal of one rank. Only ``save`` and ``close`` raise (``OSError``); a forked child's are without effect.
+    """The journal of one rank. Only ``save`` and ``close`` raise (``OSError``); in a forked child they do nothing.
 
-    Its size is bounded by that of the configuration and the groups, not by the length of the run.
+    The size of the configuration and the groups bounds the manifest's size; the length of the run does not matter.
 
     Args:
-        earlier: What was recorded to ``directory`` before, to be carried on; None: nothing.
-        claim: What keeps others out of ``directory``; let go of when the manifest is closed.
+        earlier: What earlier runs recorded to ``directory``; None: nothing.
+        lock: The lock of ``directory``, released when the manifest is closed.
     """
 
     def __init__(
@@ -91,50 +91,50 @@ class Manifest:
         series: SeriesTable,
         failures: Failures,
         earlier: Earlier | None = None,
-        claim: Claim | None = None,
+        lock: DirectoryLock | None = None,
     ) -> None:
         self._directory = directory
         self._failures = failures
         self._pid = os.getpid()
         self._fixed = _fixed(facts)
         self._earlier = Earlier() if earlier is None else earlier
-        self._claim = claim
+        self._directory_lock = lock
         self._notes: dict[str, Note] = dict(self._earlier.notes)
-        self._recorded = _Recorded(series, self._earlier.timeline)
+        self._recorded = _RecordedSteps(series, self._earlier.timeline)
         self._configurations: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
         self._undecided_since: int | None = None
         self._closed = False
-        self._said_lost = False
+        self._warned_of_lost = False
         self._series_on_disk = ""
 
     def written(self, rows: StepRows) -> None:
         """Every sink has taken in the step."""
         self._recorded.add(rows)
-        self._say_what_was_lost()
+        self._warn_of_lost_steps()
 
     def dropped(self, step: int, reason: str) -> None:
         """No sink has the step."""
         self._recorded.drop(step, reason)
-        self._say_what_was_lost()
+        self._warn_of_lost_steps()
 
     def lost(self, step: int, sink: str, reason: str) -> None:
         """One sink does not have the step."""
         self._recorded.lose(step, sink, reason)
 
-    def _say_what_was_lost(self) -> None:
+    def _warn_of_lost_steps(self) -> None:
         lost = self._recorded.killed_before
-        if lost is not None and not self._said_lost:
-            self._said_lost = True
+        if lost is not None and not self._warned_of_lost:
+            self._warned_of_lost = True
             self._failures.warn("killed before", _not_written(lost))
 
     def flows(self, flow: Flow) -> None:
-        """How data ran through this rank in a step."""
+        """Add how data flowed through this rank in a step."""
         self._recorded.flows(flow)
         if flow.cut:
             self.note("flow", f"only the first {MOST_EDGES} edges between series are kept")
 
     def note(self, key: str, value: Note) -> None:
-        """Leave word of what the numbers do not say; a later note under the same key replaces it. Any thread; never waits."""
+        """Add a note on what the numbers do not show. It replaces an earlier one of this key. Any thread; never waits."""
         key = key[:MOST_CHARACTERS]
         if key not in self._notes and len(self._notes) >= MOST_NOTES:
             key, value = MORE_NOTES, True
@@ -142,52 +142,52 @@ class Manifest:
 
     @property
     def notes(self) -> Mapping[str, Note]:
-        """All that was left word of so far."""
+        """A copy of all notes so far."""
         return self._notes.copy()
 
     def also_in(self, formats: Sequence[str]) -> None:
-        """From now on it is recorded in these formats, too. Any thread; never waits."""
+        """Record in these formats as well from now on. Any thread; never waits."""
         self._fixed = {**self._fixed, "formats": tuple(dict.fromkeys((*self._fixed["formats"], *formats)))}
 
     def configured(self, record: ConfigurationRecord) -> None:
-        """Another configuration has come into force. Any thread; never waits."""
+        """A configuration has come into force. Any thread; never waits."""
         self._configurations.append(record)
 
     def undecided(self, since: int | None) -> None:
-        """From this step on it is not known what the other ranks have decided; None: it is known again."""
+        """From this step on, this rank does not know the decision of the others; None: it knows again."""
         self._undecided_since = since
 
     def save(self) -> None:
-        """Rewrite the files. They are replaced whole: a reader finds this state or the one before.
+        """Rewrite the files atomically: a reader finds this state or the one before.
 
         Raises:
-            OSError: they could not be written; the state before still stands.
+            OSError: they could not be written; the files still hold the state before.
         """
         self._save(durable=False)
 
     def close(self) -> None:
-        """Save for the last time, marked as ended cleanly, wait for the disk, and let others have the directory.
+        """Save for the last time, marked as ended cleanly, wait for the disk, and release the directory.
 
         Raises like ``save``.
         """
         self._closed = True
         self._save(durable=True)
-        if self._claim is not None:
-            self._claim.release()
+        if self._directory_lock is not None:
+            self._directory_lock.release()
 
     def _save(self, *, durable: bool) -> None:
         if os.getpid() != self._pid:
             return
-        told, table = self._recorded.copy()
-        content = self._record(told, table).spelled()
+        fields, table = self._recorded.copy()
+        content = self._record(fields, table).to_json()
         self._directory.mkdir(parents=True, exist_ok=True)
         if table is not None and not (self._directory / table.name).exists():
             write_whole(self._directory / table.name, table.content, durable=durable)
         write_whole(self._directory / MANIFEST_FILE, content, durable=durable)
-        self._let_go_of_the_table_before(table)
+        self._remove_previous_table(table)
 
-    def _let_go_of_the_table_before(self, table: SeriesFile | None) -> None:
-        """Series are still being found in the first steps; only the last table is kept. No manifest points at the others."""
+    def _remove_previous_table(self, table: SeriesFile | None) -> None:
+        """Delete the table before: the first steps still add series, and no manifest points at earlier tables."""
         if table is None or table.name == self._series_on_disk:
             return
         if self._series_on_disk and self._series_on_disk not in self._earlier.series_files:
@@ -195,10 +195,10 @@ class Manifest:
                 (self._directory / self._series_on_disk).unlink()
         self._series_on_disk = table.name
 
-    def _record(self, told: dict[str, Any], table: SeriesFile | None) -> ManifestRecord:
+    def _record(self, fields: dict[str, Any], table: SeriesFile | None) -> ManifestRecord:
         return ManifestRecord(
             **self._fixed,
-            **told,
+            **fields,
             saved=_now(),
             closed=self._closed,
             series=SeriesReference(file=table.name, count=table.count) if table else None,
@@ -210,12 +210,12 @@ class Manifest:
         )
 
     def _counted(self) -> Counter[str]:
-        """``dict`` copies in one step, so that a failure reported meanwhile does no harm."""
+        """A copy of the failure counts. ``dict`` copies atomically, so that a concurrent report does no harm."""
         return Counter(dict(self._failures.counts))
 
 
-class _Recorded:
-    """What became of each step, and which series have been measured. Safe across threads."""
+class _RecordedSteps:
+    """The outcome of each step, and the measured series. Safe across threads."""
 
     def __init__(self, series: SeriesTable, timeline: Timeline) -> None:
         self._lock = Lock()
@@ -244,9 +244,9 @@ class _Recorded:
             self._timeline.lose(step, sink, reason)
 
     def copy(self) -> tuple[dict[str, Any], SeriesFile | None]:
-        """Fields of the record as they are now, and the series table."""
+        """The current fields of ``ManifestRecord`` for steps, and the series table."""
         with self._lock:
-            return self._timeline.told(), self._measured.file()
+            return self._timeline.manifest_fields(), self._measured.file()
 
 
 def _fixed(facts: RankFacts) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def _most_frequent(failures: Counter[str]) -> dict[str, int]:
 
 
 def _plain(value: Note) -> Note:
-    """As JSON holds it: text of bounded length, and NaN and Inf, for which it has no number, as text."""
+    """A value that JSON can hold: text of bounded length; NaN and Inf become text."""
     if isinstance(value, str):
         return value[:MOST_CHARACTERS]
     return value if math.isfinite(value) else str(value)

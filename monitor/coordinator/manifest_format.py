@@ -1,4 +1,4 @@
-"""What ``manifest.json`` holds, and reading it back with every type checked."""
+"""The schema of ``manifest.json``, and a reader that checks every type."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from monitor.coordinator.step_ranges import StepRange, StepRanges
 
-# --- Which recordings of the ranks of a job belong together: those that watch the same model, whatever else a rank watches.
+# --- Identifies the model of a recording, so that recordings of the same model can be matched across ranks.
 #
-# A rank may watch more than the others (an average of the weights, a teacher). Ranks do not wait for each other: each
-# decides alone which of its recordings is which. It goes by what is the same on every rank that trains a model (the
-# role), and among recordings of one role by the order in which they began.
+# A rank may record more models than the others (an average of the weights, a teacher). Ranks do not wait for each other:
+# each numbers its recordings alone. The role is the same on every rank that trains a model; recordings of one role are
+# numbered in the order in which they began.
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """What a recording watches.
+class RecordedModel:
+    """Identifies the model that a recording watches.
 
     Attributes:
-        role: What the ranks that watch the same model have in common, for people to read.
-        names: Digest of the names of all parameters of this rank, which stages of a pipeline do not share.
+        role: A readable text, the same on all ranks that record the same model.
+        names: Digest of the names of all parameters of this rank; stages of a pipeline differ.
         number: How many recordings of the role this process had begun before.
-        ordinal: How many recordings of any role.
+        ordinal: How many recordings of any role this process had begun before.
     """
 
     role: str
@@ -40,7 +40,7 @@ class Watched:
 
     @property
     def key(self) -> str:
-        """What ranks agree on a name under."""
+        """The store key under which ranks agree on a name."""
         return f"{_digest([self.role])}/{self.number}"
 
 
@@ -50,15 +50,15 @@ class Recordings:
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
-    def begin(self, role: str, names: Iterable[str]) -> Watched:
-        """One more recording."""
-        watched = Watched(role, _digest(names), self._begun[role], self._begun.total())
+    def begin(self, role: str, names: Iterable[str]) -> RecordedModel:
+        """Count and identify a new recording."""
+        watched = RecordedModel(role, _digest(names), self._begun[role], self._begun.total())
         self._begun[role] += 1
         return watched
 
 
 RECORDINGS: Final = Recordings()
-"""Of this process."""
+"""The recordings of this process."""
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -68,31 +68,31 @@ def _digest(texts: Iterable[str]) -> str:
 SCHEMA_VERSION: Final = 1
 MANIFEST_FILE: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 16 * 2**20
-"""Bytes. What the monitor writes stays far below, however long the run."""
+"""Largest size in bytes. Manifests stay far below, however long the run."""
 
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
 class ManifestError(Exception):
-    """A manifest, or a file that it names, is missing, damaged or not one. The message says which file and what is wrong."""
+    """A manifest, or a file that it names, is missing, damaged or of another kind. The message names the file and the error."""
 
 
-class Record(BaseModel):
-    """Part of a file: strictly typed; fields that a later version added are passed over."""
+class StrictRecord(BaseModel):
+    """Base of records in JSON files: strictly typed; fields that a later version added are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class RestRecord(Record):
-    """Steps that are counted and not listed, between ``first`` and ``last``."""
+class RestRecord(StrictRecord):
+    """Steps between ``first`` and ``last`` that are only counted."""
 
     count: Positive
     first: Natural
     last: Natural
 
 
-class StepsRecord(Record):
+class StepsRecord(StrictRecord):
     """A set of steps: ``ranges`` of (first, last, interval) in ascending order, and a ``rest`` beyond the bound on ranges."""
 
     count: Natural
@@ -121,7 +121,7 @@ class StepsRecord(Record):
         return any(StepRange(*one).holds(step) for one in self.ranges)
 
     def between(self, first: int, last: int) -> StepsRecord:
-        """Those listed from ``first`` to ``last``, both included."""
+        """The listed steps from ``first`` to ``last``, both included."""
         ranges = []
         for begin, end, interval in self.ranges:
             begin += max(0, -((begin - first) // interval)) * interval
@@ -139,12 +139,12 @@ class StepsRecord(Record):
 NO_STEPS: Final = StepsRecord(count=0, ranges=())
 
 
-class RecordedSteps(Record):
-    """Steps that every sink took in, and which of them the optimizer skipped or the end of the run cut short.
+class RecordedSteps(StrictRecord):
+    """Steps that every sink wrote, and those of them that the optimizer skipped or the end of the run cut short.
 
     Attributes:
-        abandoned: Steps that are not among those written: an earlier run wrote them, a later one was resumed before them and
-            has not come that far. Files may hold them still.
+        abandoned: Steps that an earlier run wrote, before which a later run resumed and which it has not reached again. They
+            are not among ``written``, but files may still hold them.
     """
 
     written: StepsRecord
@@ -153,14 +153,14 @@ class RecordedSteps(Record):
     abandoned: StepsRecord = NO_STEPS
 
 
-class PipelineRecord(Record):
-    """Where a rank stands in its pipeline.
+class PipelineRecord(StrictRecord):
+    """The position of a rank in its pipeline.
 
     Attributes:
-        ranks: Of the pipeline group, in the order in which data goes through them.
+        ranks: Ranks of the pipeline group, in the order of the forward pass.
         stage: Index of this rank in ``ranks``.
-        stages: For each chunk of the model on this rank its place among the chunks of all ranks, which take turns: chunk
-            ``c`` follows chunk ``c - 1`` of the last rank.
+        stages: For each model chunk on this rank, its index among the chunks of all ranks. Chunk ``c`` of the first rank
+            follows chunk ``c - 1`` of the last rank.
     """
 
     ranks: tuple[Natural, ...]
@@ -169,44 +169,44 @@ class PipelineRecord(Record):
 
     @classmethod
     def of(cls, rank: int, ranks: Sequence[int], chunks: int) -> PipelineRecord | None:
-        """None for a rank that is in no pipeline."""
+        """The record of a rank; None for a rank without a pipeline."""
         if rank not in ranks:
             return None
         stage = ranks.index(rank)
         return cls(ranks=tuple(ranks), stage=stage, stages=tuple(stage + chunk * len(ranks) for chunk in range(chunks)))
 
 
-class WatchedRecord(Record):
-    """``monitor.coordinator.manifest_format.Watched``."""
+class WatchedRecord(StrictRecord):
+    """``monitor.coordinator.manifest_format.RecordedModel``."""
 
     role: str
     names: str
     number: Natural
 
     @classmethod
-    def of(cls, watched: Watched) -> WatchedRecord:
+    def of(cls, watched: RecordedModel) -> WatchedRecord:
         return cls(role=watched.role, names=watched.names, number=watched.number)
 
 
-class SeriesReference(Record):
+class SeriesReference(StrictRecord):
     """The file beside the manifest that holds the series table."""
 
     file: Annotated[str, Field(pattern=r"^series-[0-9a-f]{16}\.json\.gz$")]
     count: Natural
 
 
-class ConfigurationRecord(Record):
+class ConfigurationRecord(StrictRecord):
     """A configuration that came into force on a rank.
 
     Attributes:
-        number: Of the agreement, the same on all ranks; 0: the one that training began with. An agreement on some steps
-            has two entries, the second for the return to what held before.
-        origin: What it came from: ``start``, ``file``, ``alert`` or ``return``.
-        from_step: The step from which on all ranks have agreed to use it.
-        since: The first step for which this rank did; later where it learned of the agreement too late.
+        number: Number of the agreement, the same on all ranks; 0: the configuration that training began with. A change for
+            some steps has two entries, the second for the return to the configuration before.
+        origin: ``start``, ``file``, ``alert`` or ``return``.
+        from_step: The step from which on all ranks agreed to use the configuration.
+        since: The first step for which this rank used it; later than ``from_step`` if it learned of the agreement too late.
         on: ``dynamic_on``.
-        digest: Of all its fields.
-        changed: The fields that differ from the configuration before, for people; cut where it is long.
+        digest: Digest of all fields.
+        changed: The fields that differ from the configuration before, as a text for people, shortened if long.
     """
 
     number: Natural
@@ -218,12 +218,12 @@ class ConfigurationRecord(Record):
     changed: str
 
 
-class EarlierRun(Record):
+class EarlierRun(StrictRecord):
     """A run that recorded to the same directory before.
 
     Attributes:
-        first_step: As in ``ManifestRecord``: the steps from here on are this run's, up to the first step of the next one.
-        series: What it measured. The file stays.
+        first_step: As in ``ManifestRecord``: the run's steps begin here and end before the first step of the next run.
+        series: The series that the run measured. The file stays.
     """
 
     job_id: str
@@ -235,29 +235,29 @@ class EarlierRun(Record):
     series: SeriesReference | None
 
 
-class ManifestRecord(Record):
-    """What one rank says of what it wrote.
+class ManifestRecord(StrictRecord):
+    """The manifest of one rank: what it wrote, and what a reader must know of it.
 
     Attributes:
-        job_agreed: False where the job id and the timestamp are this rank's own and other ranks may have others.
-        started: ISO 8601 with the offset from UTC; ``timestamp`` has no year. So has ``saved``, when this was written.
+        job_agreed: False if the job id and the timestamp are this rank's own, and other ranks may have others.
+        started: ISO 8601 with the offset from UTC; ``timestamp`` has no year. ``saved``, the time of writing, likewise.
         groups: Ranks of the groups that this rank belongs to, by their role (``dp``, ``tp``, ``pp``), in the group's order.
-        pipeline: None where no pipeline group is known, and where an earlier version of the monitor wrote the manifest.
+        pipeline: None if no pipeline group is known, or an earlier version of the monitor wrote the manifest.
         config: The configuration as used, every default filled in.
         series: The series measured so far; None before the first.
         dropped: Steps that never reached a sink, by reason.
-        lost: By sink, steps that it could not take in, by reason. Other sinks may have them.
-        failures: How often each cause of failure was met.
-        notes: What a reader must know of the numbers that the numbers do not say.
+        lost: By sink, steps that it could not write, by reason. Other sinks may have them.
+        failures: The number of failures of each cause.
+        notes: What a reader must know of the numbers and the numbers do not show.
         closed: True once the run has ended and everything was written.
         recording: How many recordings the process had begun before this one.
         launch: The same for all recordings of all processes that were started together and share a store; empty without one.
-        watched: What the recording watches, as other ranks can tell it; None of earlier versions.
-        first_step: The first step that this run has written or lost; None before. Steps before it are of the runs in
+        watched: Identifies the recorded model across ranks; None in manifests of earlier versions.
+        first_step: The first step that this run has written or lost; None before. Earlier steps belong to the runs in
             ``resumed``.
-        resumed: The runs that this one carries on, oldest first; of many the latest.
-        configurations: Under dynamic monitoring, what held from which step on, in that order; of many the latest.
-        undecided_since: The step from which on this rank does not know what the others have decided; None: it knows.
+        resumed: The runs that this run continues, oldest first; only the latest if there are many.
+        configurations: Under dynamic monitoring, the configurations in force, in order; only the latest if there are many.
+        undecided_since: The step from which on this rank does not know the decision of the others; None: it knows.
     """
 
     schema_version: int
@@ -302,8 +302,8 @@ class ManifestRecord(Record):
             raise ValueError(f"rank {self.rank} is not one of {self.world_size}")
         return self
 
-    def spelled(self) -> bytes:
-        """JSON with a line a field, for people who look into it with a pager."""
+    def to_json(self) -> bytes:
+        """JSON with one line per field, readable in a pager."""
         fields = self.model_dump(mode="json")
         return (
             "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()) + "\n}\n"
@@ -311,7 +311,7 @@ class ManifestRecord(Record):
 
 
 def known_version(version: int) -> int:
-    """Raises ``ValueError`` for a schema that this version cannot read."""
+    """``version``, if this monitor can read it; otherwise raises ``ValueError``."""
     if not 1 <= version <= SCHEMA_VERSION:
         raise ValueError(f"schema version {version} is not known: this monitor reads up to {SCHEMA_VERSION}")
     return version
@@ -321,21 +321,21 @@ def read_manifest(path: str | PathLike[str]) -> ManifestRecord:
     """Read a ``manifest.json``.
 
     Raises:
-        ManifestError: it is missing, too large, cut off, or holds what a manifest does not.
+        ManifestError: the file is missing, too large, truncated, or not a manifest.
     """
     path = Path(path)
     return parsed(ManifestRecord, content_of(path, MANIFEST_LIMIT, "manifest"), path)
 
 
 def content_of(path: Path, limit: int, what: str) -> bytes:
-    """The bytes of a file that is not larger than any ``what``.
+    """The bytes of a file of at most ``limit`` bytes. ``what`` names the kind of file for the message.
 
     Raises:
-        ManifestError: it is larger than ``limit`` bytes, or cannot be read.
+        ManifestError: the file is larger than ``limit`` bytes, or cannot be read.
     """
     try:
         if path.exists() and not path.is_file():
-            raise OSError("this is no regular file")  # a pipe would be waited for
+            raise OSError("this is not a regular file")  # a read of a pipe would block
         with open(path, "rb") as file:
             content = file.read(limit + 1)
     except OSError as error:
@@ -345,11 +345,11 @@ def content_of(path: Path, limit: int, what: str) -> bytes:
     return content
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=StrictRecord)
 
 
 def parsed(record: type[R], content: bytes, path: Path) -> R:
-    """The record that ``content`` spells in JSON. ``path`` is for the message of the ``ManifestError`` raised otherwise."""
+    """Parse ``content`` as JSON. ``path`` is for the message of the ``ManifestError`` raised on failure."""
     try:
         return record.model_validate_json(content)
     except ValidationError as error:

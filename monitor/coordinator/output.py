@@ -1,4 +1,4 @@
-"""Where output goes, and that it can go there: found out before anything is attached."""
+"""The output directory: checks it before attaching, locks it, writes files atomically, and renames stale output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def base_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """The base directory, absolute: a training script that changes its directory later does not move its output.
 
     Raises:
-        OutputError: ``~`` stands for a home directory that is not known.
+        OutputError: the path begins with ``~``, and the home directory is not known.
     """
     configured = environment.get(OUTPUT_VARIABLE) or DEFAULT_OUTPUT
     try:
@@ -41,13 +41,13 @@ def base_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def prepare(directory: Path, named_by: str = OUTPUT_VARIABLE) -> Path:
-    """Make ``directory`` with its parents and prove, by writing a nameless file, that it can be written.
+    """Make ``directory`` with its parents, and check that it is writable by writing an unnamed file.
 
     Args:
-        named_by: Where its name comes from.
+        named_by: The variable or option that names the directory.
 
     Raises:
-        OutputError: it cannot.
+        OutputError: the directory cannot be made or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def prepare(directory: Path, named_by: str = OUTPUT_VARIABLE) -> Path:
 
 
 def unusable(path: Path, error: OSError, named_by: str = OUTPUT_VARIABLE) -> OutputError:
-    """What to tell the user when ``path`` could not be made, written or renamed."""
+    """The error for a ``path`` that could not be made, written or renamed."""
     return OutputError(
         f"no output can be written to {path}: {error.strerror or error}. "
         f"Make it a directory that this process may write, or name another one in {named_by}."
@@ -67,14 +67,14 @@ def unusable(path: Path, error: OSError, named_by: str = OUTPUT_VARIABLE) -> Out
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False, like: os.stat_result | None = None) -> None:
-    """Write a file that is seen complete or not at all; an earlier one under this name is replaced in one move.
+    """Write a file atomically: readers see all of it or the file before.
 
     Args:
-        like: Of a file whose permissions it is to have, and as far as possible its owner.
+        like: Status of a file whose permissions, and if possible owner, the new file gets.
         durable: Wait until the content has reached the disk, so that it also survives a crash of the machine.
 
     Raises:
-        OSError: it could not be written; what stood under the name before still stands there.
+        OSError: the file could not be written; an earlier file of this name is unchanged.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -93,37 +93,36 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False, like: os.s
 
 
 def _resemble(descriptor: int, like: os.stat_result) -> None:
-    """The owner first: a change of owner takes the set-user-id bit away. Another's file stays with who writes it."""
+    """Copy owner, then mode: a change of owner clears the set-user-id bit. Without the right to, the writer stays owner."""
     with suppress(PermissionError):
         os.fchown(descriptor, like.st_uid, like.st_gid)
     os.fchmod(descriptor, stat.S_IMODE(like.st_mode))
 
 
 def remove_drafts(directory: Path) -> None:
-    """Remove what ``write_whole`` leaves when its process is killed: what was to be replaced still stands.
+    """Remove the drafts that ``write_whole`` leaves when its process is killed. The files to be replaced are unchanged.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a draft cannot be removed.
     """
     for path in directory.iterdir():
         if _DRAFT.fullmatch(path.name):
             path.unlink()
 
 
-# --- A directory for one process alone, for as long as it lives: the system lets go of a claim with the process that holds
-# it.
+# --- An exclusive lock on a directory. The system releases it when the process that holds it ends.
 
 LOCK_FILE: Final = ".lock"
 NO_LOCKS_HERE: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system answers that has no locks."""
+"""Error numbers of file systems without locks."""
 
 
-class Claim:
-    """Held until ``release``, or until the process ends, however it ends. A process forked from it holds nothing.
+class DirectoryLock:
+    """Held until ``release``, or until the process ends in any way. A forked child does not hold it.
 
     Attributes:
-        before_ns: When a process that held it before and was killed began to write, in the time of the file system; 0 if
-            there was none.
+        before_ns: The time at which an earlier holder that was killed began to write, by the file system's clock; 0 if there
+            was none.
     """
 
     def __init__(self, path: Path, lock: FileLock, before_ns: int) -> None:
@@ -133,30 +132,30 @@ class Claim:
         self._released = False
 
     def begin(self) -> None:
-        """From here on this process writes. Raises OSError."""
+        """Note that this process begins to write. Raises OSError."""
         os.utime(self._path)
 
     def release(self) -> None:
-        """Let others have the directory. Any number of times; must not raise."""
+        """Release the directory. May be called any number of times; must not raise."""
         if os.getpid() == self._pid and not self._released:
             self._released = True
-            with suppress(OSError):  # while it is held: whoever has opened it meanwhile finds it gone, and opens another
+            with suppress(OSError):  # while held: a process that has opened the file finds it removed, and opens another
                 self._path.unlink()
             with suppress(OSError):
                 self._lock.release()
 
 
-def claim(directory: Path) -> Claim | None:
-    """Claim ``directory``, which must exist; None if another process, or another recording of this one, holds it.
+def lock_directory(directory: Path) -> DirectoryLock | None:
+    """Lock ``directory``, which must exist; None if another process, or another recording of this one, holds it.
 
-    On a file system without locks nobody is kept out.
+    A file system without locks excludes no process.
 
     Raises:
-        OSError: the file of the lock cannot be made.
+        OSError: the lock file cannot be made.
     """
     path = directory / LOCK_FILE
     before = _changed(path)
-    # A lock that is a file would outlive its process.
+    # A lock by a file's mere existence would outlive its process.
     lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -166,9 +165,9 @@ def claim(directory: Path) -> Claim | None:
         if error.errno not in NO_LOCKS_HERE:
             raise
     if before:
-        with suppress(OSError):  # some locks touch their file, and it is to tell of that process until ``begin``
+        with suppress(OSError):  # some locks touch their file; until ``begin`` its time must be the earlier process's
             os.utime(path, ns=(before, before))
-    return Claim(path, lock, before)
+    return DirectoryLock(path, lock, before)
 
 
 def _changed(path: Path) -> int:
@@ -178,15 +177,16 @@ def _changed(path: Path) -> int:
         return 0
 
 
-# --- Making room: what an earlier run left under a fixed name in the base directory is renamed, never mixed or deleted.
+# --- Renames stale output: files that an earlier run left under a fixed name in the base directory. It is never mixed or
+# deleted.
 #
-# All ranks of a job come here at the same moment, and one of them may already be writing when another arrives. So the
-# first rank that holds the lock renames what it finds and enters the job in a list; a rank that finds its job there
-# leaves all as it is. Locks are not to be trusted on every shared file system. Where they fail, the new name helps,
-# which is the same for all ranks of the job: a directory cannot be renamed onto one that has something in it.
+# All ranks of a job call this at the same moment, and one of them may already write when another arrives. So the first
+# rank that holds the lock renames the stale output and enters the job in a list. A rank that finds its job in the list
+# changes nothing. Some shared file systems have unreliable locks. There the new name protects, which is the same for all
+# ranks of the job: a directory cannot be renamed onto one that is not empty.
 
 PATIENCE_S: Final = 30.0
-"""How long a rank waits for another one that is renaming."""
+"""How long a rank waits for another rank that is renaming."""
 
 _JOBS_REMEMBERED: Final = 64
 _LOOK_AGAIN_S: Final = 0.1
@@ -194,29 +194,29 @@ _TAKEN: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 _NO_LOCKS_HERE: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def set_aside(base: Path, name: str, identity: JobIdentity, patience_s: float = PATIENCE_S) -> Path | None:
+def rotate_stale_output(base: Path, name: str, identity: JobIdentity, patience_s: float = PATIENCE_S) -> Path | None:
     """Rename ``base/name`` if an earlier run left it, once for the job.
 
     Args:
-        name: A file or directory that every run writes under the same name, ``anomaly_detected`` for one.
-        identity: The job's, the same on all ranks. Of several monitors alive in one process, that of the first.
-        patience_s: How long to wait for another rank that is at it.
+        name: A file or directory that every run writes under the same name, for example ``anomaly_detected``.
+        identity: The job's, the same on all ranks. If several monitors live in one process, the identity of the first.
+        patience_s: How long to wait for another rank that is renaming.
 
     Returns:
         The new path if this call renamed, else None.
 
     Raises:
-        OutputError: it cannot be renamed, or the lock was not to be had.
+        OutputError: it cannot be renamed, or the lock was not free in time.
     """
     try:
         base.mkdir(parents=True, exist_ok=True)
-        return _set_aside(base, name, identity, time.monotonic() + patience_s)
+        return _rotate(base, name, identity, time.monotonic() + patience_s)
     except OSError as error:
         raise unusable(base / name, error) from error
 
 
-def _set_aside(base: Path, name: str, identity: JobIdentity, deadline: float) -> Path | None:
-    """Look at the list before every attempt on the lock: of ten thousand ranks, few will ever need it."""
+def _rotate(base: Path, name: str, identity: JobIdentity, deadline: float) -> Path | None:
+    """Read the list before each attempt to lock: of ten thousand ranks, few ever need the lock."""
     jobs, lock = base / f".{name}.jobs", base / f".{name}.lock"
     while identity.job_id not in _entered(jobs):
         try:
@@ -230,10 +230,10 @@ def _set_aside(base: Path, name: str, identity: JobIdentity, deadline: float) ->
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock at ``path``; on a file system that has no locks, go on without.
+    """Hold the lock at ``path``; on a file system without locks, proceed without it.
 
     Raises:
-        Timeout: another rank holds it. Time to look at the list again.
+        Timeout: another rank holds it. Read the list again.
     """
     lock = FileLock(path, timeout=_LOOK_AGAIN_S, poll_interval=0.01)
     try:
@@ -258,7 +258,7 @@ def _first_of_job(path: Path, jobs: Path, identity: JobIdentity) -> Path | None:
 
 
 def _renamed(path: Path, target: Path) -> Path | None:
-    """``target``, or None where nothing was left to rename or another rank of the job has done it."""
+    """``target``, or None if there was nothing to rename or another rank of the job has renamed it."""
     if os.path.lexists(target):
         return None
     try:
@@ -273,7 +273,7 @@ def _renamed(path: Path, target: Path) -> Path | None:
 
 
 def _entered(jobs: Path) -> list[str]:
-    """The jobs that have made room, oldest first."""
+    """The jobs that have renamed stale output, oldest first."""
     try:
         return jobs.read_text().split()
     except FileNotFoundError:

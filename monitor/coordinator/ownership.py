@@ -1,4 +1,4 @@
-"""Who writes what: of a number that several ranks hold, one rank's files have it, so that their union holds it once."""
+"""Decides which rank writes a series: one rank writes each replicated tensor, so that all files together hold it once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SAME_AFTER_REDUCTION: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOME
 """Kinds in which the ranks of a data-parallel group hold replicas; their activations and unreduced gradients differ."""
 
 OF_PARAMETERS: Final = frozenset({"grad_unreduced", *SAME_AFTER_REDUCTION})
-"""Kinds in which the ranks of a tensor-parallel group hold replicas of a parameter that is not split among them."""
+"""Kinds in which the ranks of a tensor-parallel group hold replicas of a parameter that they do not split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The rules for one rank. It asks before it computes, so that a replica costs nothing where it is not written.
+    """The rules for one rank. They apply before computing, so that a replica costs nothing on ranks that do not write it.
 
     Attributes:
         module_ranks: The ranks to be monitored, in any order; empty for all.
-        dp_group: Ranks of this rank's data-parallel group; None where the user passed none, and then every rank writes.
+        dp_group: Ranks of this rank's data-parallel group; None if the user passed none, and then every rank writes.
         tp_group: The same for tensor parallelism.
         pp_group: The same for pipeline parallelism.
         staged: Whether the ranks may have different parts of one model, under the same names.
@@ -37,7 +37,7 @@ class Ownership:
     staged: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "module_ranks", frozenset(self.module_ranks))  # asked for thousands of ranks a series
+        object.__setattr__(self, "module_ranks", frozenset(self.module_ranks))  # looked up for thousands of ranks a series
 
     @property
     def monitored(self) -> bool:
@@ -45,45 +45,45 @@ class Ownership:
         return not self.module_ranks or self.rank in self.module_ranks
 
     def placed(self, kind: str, known: Placement, *, tensor_parallel: bool = False) -> Placement:
-        """What is known of a series, with what follows from the groups that the user passed.
+        """The placement of a series, completed from the groups that the user passed.
 
         Args:
             kind: The series' kind.
-            known: What its tensor and the framework say.
+            known: The placement that the tensor and the framework show.
             tensor_parallel: Whether the tensor-parallel ranks hold different numbers (``tensor_model_parallel``).
         """
         if known.partial and not known.differing:
-            return known  # a term of nobody knows what sum
+            return known  # a term of an unknown sum
         dp_group = known.data_parallel if known.data_parallel and self.dp_group else self.dp_group
         groups = [known.replicas, dp_group if kind in SAME_AFTER_REDUCTION else None]
         groups.append(self.tp_group if kind in OF_PARAMETERS and not tensor_parallel else None)
         others = {*(known.shard.ranks if known.shard else ()), *known.differing} - {self.rank}
-        # Over ranks that the tensor is cut among there are no replicas, whatever group they form.
+        # Ranks that shard the tensor hold no replicas, whatever group they form.
         alike = alike_over(self.rank, [group for group in groups if group and not others.intersection(group)])
         replicas = tuple(rank for rank in alike if 0 <= rank < self.world_size) if alike else ()
         unclaimed = () if set(known.unclaimed) <= set(replicas) else known.unclaimed
         return replace(known, replicas=replicas, unclaimed=unclaimed, differing=(), data_parallel=())
 
     def assumed(self, kind: str, placed: Placement) -> Placement:
-        """``placed``; of a parameter of which nothing is known the assumption that every rank of the job holds a replica."""
+        """``placed``; for a parameter of unknown placement, the assumption that every rank of the job holds a replica."""
         if placed != LOCAL or kind not in SAME_AFTER_REDUCTION or self.staged or self.world_size < 2:
             return placed
-        return Placement(unclaimed=_everyone(self.world_size), assumed=True)
+        return Placement(unclaimed=_all_ranks(self.world_size), assumed=True)
 
     def writes(self, placement: Placement) -> bool:
-        """Whether this rank writes a series: the first monitored one of those that could."""
+        """Whether this rank writes a series: it is the first monitored rank of those that hold it."""
         return self.monitored and (not placement.replicas or self.rank == self.owner(placement))
 
     def owner(self, placement: Placement) -> int | None:
-        """The rank that writes a replicated series; None where there are no replicas, or none of them is monitored.
+        """The rank that writes a replicated series; None if there are no replicas, or none of them is monitored.
 
-        The lowest, so that no two ranks defer to each other.
+        It is the lowest rank, so that no two ranks defer to each other.
         """
         return next((rank for rank in placement.replicas if not self.module_ranks or rank in self.module_ranks), None)
 
 
-def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | None:
-    """What to warn of when ``module_ranks`` names no rank of the job; None where it names one, or is empty."""
+def no_rank_monitored(module_ranks: Collection[int], world_size: int) -> str | None:
+    """A warning if ``module_ranks`` names no rank of the job; None if it names one, or is empty."""
     if not module_ranks or any(0 <= rank < world_size for rank in module_ranks):
         return None
     return (
@@ -93,19 +93,19 @@ def nobody_monitored(module_ranks: Collection[int], world_size: int) -> str | No
 
 
 @cache
-def _everyone(world_size: int) -> Ranks:
+def _all_ranks(world_size: int) -> Ranks:
     return tuple(range(world_size))
 
 
 def reaches(ownership: Ownership, rank: int, world_size: int, groups: Sequence[Iterable[int]]) -> bool:
     """Whether a gradient that was summed over ``groups`` holds the term of every rank that shares the parameter.
 
-    The ranks that share it are those of the data-parallel group. Where the user passed none, they are all ranks of the job
-    except those of ``tp_group`` and ``pp_group``, which hold other parts of the model.
+    The sharing ranks are those of the data-parallel group. If the user passed none, they are all ranks of the job except
+    those of ``tp_group`` and ``pp_group``, which hold other parts of the model.
 
     Args:
-        rank, world_size: As they are now; the ownership may have been made before they were known.
-        groups: That the gradient was summed over, or whose members hold other parts of the same tensor.
+        rank, world_size: The current values; the ownership may have been made before they were known.
+        groups: Groups that the gradient was summed over, or whose members hold other parts of the same tensor.
     """
     return not _sharing(ownership, rank, world_size, groups)
 
@@ -131,11 +131,11 @@ def _sharing(ownership: Ownership, rank: int, world_size: int, reached: Sequence
 def alike_over(rank: int, groups: Sequence[Iterable[int]]) -> Ranks:
     """The ranks that hold what ``rank`` holds, when the ranks within each of ``groups`` do.
 
-    A rank of the data-parallel group has tensor-parallel mates of its own, which this rank has no group with. In a grid of
-    ranks they stand where this rank's mates would, were they moved along: r + (d - r) + (t - r).
+    A rank of the data-parallel group has a tensor-parallel group of its own, which shares no group with this rank. In a grid
+    of ranks, its members are this rank's tensor-parallel ranks, shifted: r + (d - r) + (t - r).
 
     Returns:
-        Empty where there is no other.
+        Empty if no other rank holds the same.
     """
     alike = {rank}
     for group in map(set, groups):

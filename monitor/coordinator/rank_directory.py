@@ -1,5 +1,6 @@
-"""The directory that a rank records to: a new one or, with ``append_output``, that of an earlier run, whose files are put in
-order before anything is added to them.
+"""Chooses the directory that a rank records to: a new one or, with ``append_output``, that of an earlier run.
+
+The files of the earlier run are recovered before anything is appended to them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from monitor.coordinator.identity import RankDirectory
-from monitor.coordinator.manifest_format import MANIFEST_FILE, Watched
-from monitor.coordinator.output import Claim, claim, prepare, remove_drafts
-from monitor.coordinator.resume import Earlier, Span, directories, last_word, newest_step, preferred
+from monitor.coordinator.manifest_format import MANIFEST_FILE, RecordedModel
+from monitor.coordinator.output import DirectoryLock, lock_directory, prepare, remove_drafts
+from monitor.coordinator.resume import Earlier, Span, directories, last_manifest, newest_step, preferred
 from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of
@@ -20,20 +21,20 @@ from monitor.sinks.recovery import put_in_order
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where a rank records to.
+class ResolvedDirectory:
+    """The directory that a rank records to.
 
     Attributes:
-        claim: What keeps others out; None where it could not be had.
-        earlier: What was recorded there before.
+        lock: Excludes other processes; None if the directory could not be locked.
+        earlier: What earlier runs recorded there.
     """
 
     directory: Path
-    claim: Claim | None
+    lock: DirectoryLock | None
     earlier: Earlier = field(default_factory=Earlier)
 
 
-def home(
+def resolve_rank_directory(
     base: Path,
     rank: int,
     timestamp: str,
@@ -41,76 +42,76 @@ def home(
     span: Sequence[str],
     formats: Sequence[str],
     failures: Failures,
-    watched: Watched | None = None,
-) -> Home:
-    """Settle where ``rank`` records to. What keeps it from an earlier directory is said, and it begins a new one.
+    watched: RecordedModel | None = None,
+) -> ResolvedDirectory:
+    """Choose the directory of ``rank``. If an earlier directory cannot be used, log why and make a new one.
 
     Args:
         timestamp: When the job began.
         recording: How many recordings this process has begun before.
-        span: ``append_output``: two timestamps, or none.
-        formats: What it is going to write.
-        watched: What it watches.
+        span: ``append_output``: two timestamps, or None.
+        formats: The formats to be written.
+        watched: The recorded model.
 
     Raises:
         OutputError: a new directory cannot be made or written.
     """
     choose = partial(preferred, recording=recording, watched=watched)
-    taken = _taken_up(base, rank, choose, (span[0], span[1]), formats, failures) if span else None
+    taken = _reuse_earlier(base, rank, choose, (span[0], span[1]), formats, failures) if span else None
     return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
 
 
-def _new(directory: Path, failures: Failures) -> Home:
+def _new(directory: Path, failures: Failures) -> ResolvedDirectory:
     prepare(directory)
     try:
-        return Home(directory, claim(directory))
+        return ResolvedDirectory(directory, lock_directory(directory))
     except OSError as error:
-        failures.report("claiming the directory", error, "Another job that appends to it would not be kept out.")
-        return Home(directory, None)
+        failures.report("locking the directory", error, "Another job could append to it at the same time.")
+        return ResolvedDirectory(directory, None)
 
 
-def _taken_up(
+def _reuse_earlier(
     base: Path, rank: int, choose: Callable[[Sequence[Path]], Path], span: Span, formats: Sequence[str], failures: Failures
-) -> Home | None:
+) -> ResolvedDirectory | None:
     try:
         found = directories(base, rank, span)
         if not found:
-            said = "[rank %d] append_output: no directory of this rank is from %s to %s. A new one is begun."
+            said = "[rank %d] append_output: this rank has no directory from %s to %s. It begins a new one."
             LOGGER.warning(said, rank, *span)
             return None
         chosen = choose(found)
         if len(found) > 1:
-            LOGGER.info("[rank %d] append_output: of %d directories in the range %s is taken.", rank, len(found), chosen.name)
-        return _claimed(chosen, rank, formats)
+            LOGGER.info("[rank %d] append_output: %d directories are in the range; using %s.", rank, len(found), chosen.name)
+        return _locked(chosen, rank, formats)
     except Exception as error:
-        failures.report("going on in an earlier directory", error, "A new one is begun.")
+        failures.report("appending to an earlier directory", error, "This rank begins a new one.")
         return None
 
 
-def _claimed(directory: Path, rank: int, formats: Sequence[str]) -> Home | None:
-    held = claim(directory)
+def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirectory | None:
+    held = lock_directory(directory)
     if held is None:
-        said = "[rank %d] append_output: %s is being written by another process, or by this one. A new directory is begun."
+        said = "[rank %d] append_output: another process, or this one, is writing %s. This rank begins a new directory."
         LOGGER.warning(said, rank, directory.name)
         return None
     try:
-        earlier = _put_in_order(prepare(directory), rank, formats, held.before_ns)
+        earlier = _recover_files(prepare(directory), rank, formats, held.before_ns)
         held.begin()
-        return Home(directory, held, earlier)
+        return ResolvedDirectory(directory, held, earlier)
     except BaseException:
         held.release()
         raise
 
 
-def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
+def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
     remove_drafts(directory)
-    record = last_word(directory)
+    record = last_manifest(directory)
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
     recoveries = {name: recovery for name in FORMATS if name in (*written, *formats) and (recovery := recovery_of(name))}
     found = put_in_order(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
     for path in found.aside:
-        LOGGER.warning("[rank %d] %s was left by a process that was killed and is damaged: it was set aside.", rank, path)
+        LOGGER.warning("[rank %d] a process that was killed left %s damaged. The file was set aside.", rank, path)
     earlier = Earlier.of(record)
     earlier.timeline.correct(found.ranges, found.held, found.cut)
     if record is not None and not record.closed:

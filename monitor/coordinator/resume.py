@@ -1,4 +1,4 @@
-"""Which of the directories that are there a rank goes on in, and what its manifest knows."""
+"""Resuming: finds the directory of an earlier run to append to, and continues the record of steps in its manifest."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from monitor.coordinator.manifest_format import (
     EarlierRun,
     ManifestError,
     ManifestRecord,
+    RecordedModel,
     RecordedSteps,
     StepsRecord,
-    Watched,
     WatchedRecord,
     read_manifest,
 )
@@ -27,17 +27,17 @@ from monitor.failures import LOGGER
 from monitor.stats.rows import Status
 
 Span = tuple[str, str]
-"""Two timestamps and all between. They have no year: where the first is the later one, New Year lies between."""
+"""Two timestamps, both included. They have no year: if the first is the later one, New Year lies between them."""
 
 
 BEGINNING_OF_THE_YEAR, END_OF_THE_YEAR = "Jan01_00-00-00", "Dec31_23-59-59"
 
 
 def span_between(first: str | None, last: str | None) -> Span | None:
-    """A span that is open where a moment is not given, to the year's beginning or end; None where neither is.
+    """The span from ``first`` to ``last``. A missing end is the beginning or end of the year; None if both are missing.
 
     Raises:
-        ValueError: one of them is not a timestamp.
+        ValueError: an argument is not a timestamp.
     """
     if first is None and last is None:
         return None
@@ -48,7 +48,7 @@ def span_between(first: str | None, last: str | None) -> Span | None:
 
 
 def in_order(timestamp: str, span: Span) -> tuple[bool, tuple[int, ...]] | None:
-    """A key by which timestamps within ``span`` are in order of time; None for one outside."""
+    """A sort key that puts timestamps within ``span`` in order of time; None for a timestamp outside."""
     moment, first, last = (timestamp_fields(one) for one in (timestamp, *span))
     if first <= last:
         return (False, moment) if first <= moment <= last else None
@@ -56,7 +56,7 @@ def in_order(timestamp: str, span: Span) -> tuple[bool, tuple[int, ...]] | None:
 
 
 def directories(base: Path, rank: int, span: Span) -> list[Path]:
-    """Those of ``rank`` whose timestamps lie in ``span``, the newest first; of one second, that which was begun last.
+    """The directories of ``rank`` with timestamps in ``span``, newest first; within one second, the last begun first.
 
     Raises:
         OSError: ``base`` cannot be listed.
@@ -69,13 +69,14 @@ def directories(base: Path, rank: int, span: Span) -> list[Path]:
     return [path for _, path in reversed(ordered)]
 
 
-def preferred(newest_first: Sequence[Path], recording: int, watched: Watched | None = None) -> Path:
-    """The newest one of a recording that watched the same; where none did, the newest that holds the same of its process's
-    recordings, and where none does, the newest.
+def preferred(newest_first: Sequence[Path], recording: int, watched: RecordedModel | None = None) -> Path:
+    """The newest directory of a recording of the same model.
+
+    Without one, the newest directory of the recording with the same index in its process; else the newest directory.
 
     Args:
         recording: How many recordings this process has begun before.
-        watched: What it watches.
+        watched: The model of this recording.
     """
     if len(newest_first) == 1:
         return newest_first[0]
@@ -87,11 +88,11 @@ def preferred(newest_first: Sequence[Path], recording: int, watched: Watched | N
     return next(iter(same), newest_first[0])
 
 
-def last_word(directory: Path) -> ManifestRecord | None:
-    """The manifest of the run that recorded here last; None if it left none. One that cannot be read is set aside.
+def last_manifest(directory: Path) -> ManifestRecord | None:
+    """The manifest of the last run in ``directory``; None if there is none. An unreadable manifest is renamed.
 
     Raises:
-        OSError: it cannot be set aside.
+        OSError: the unreadable manifest cannot be renamed.
     """
     path = directory / MANIFEST_FILE
     if not path.exists():
@@ -102,7 +103,7 @@ def last_word(directory: Path) -> ManifestRecord | None:
         names = (f"{MANIFEST_FILE}.unreadable{f'.{copy}' if copy > 1 else ''}" for copy in count(1))
         target = next(target for name in names if not os.path.lexists(target := path.with_name(name)))
         os.rename(path, target)
-        LOGGER.warning("%s: it was renamed to %s, and what it said is not carried on.", error, target.name)
+        LOGGER.warning("%s: it was renamed to %s. The new manifest does not include its content.", error, target.name)
         return None
 
 
@@ -119,7 +120,7 @@ def _known(directory: Path) -> ManifestRecord | None:
         return None
 
 
-# --- What the runs that record to one directory have done, told as one: a run that is resumed goes on where it was resumed.
+# --- The steps of all runs that record to one directory, as one timeline. A later run replaces the steps that it repeats.
 
 MOST_EARLIER_RUNS: Final = 100
 
@@ -127,11 +128,11 @@ KILLED: Final = "killed before it was written"
 
 
 class Timeline:
-    """What became of each step. Not safe across threads.
+    """The outcome of each step. Not safe across threads.
 
     Attributes:
-        first: The first step that this run has told of; None before.
-        killed_before: The steps between the last one that an earlier run left, which was killed, and the first of this one.
+        first: The first step that this run has reported; None before.
+        killed_before: The steps between the last one of an earlier run that was killed and the first of this run.
     """
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class Timeline:
 
     @classmethod
     def restored(cls, record: ManifestRecord) -> Timeline:
-        """As an earlier run left it, for another one to go on."""
+        """The timeline of an earlier run, to be continued by this run."""
         line = cls()
         line._resumed, line._killed = True, _was_killed(record)
         line._interval = collected_every(record)
@@ -159,7 +160,7 @@ class Timeline:
 
     @classmethod
     def found(cls) -> Timeline:
-        """Of an earlier run that left no word."""
+        """The timeline of an earlier run that left no manifest."""
         line = cls()
         line._resumed = line._killed = True
         return line
@@ -170,12 +171,12 @@ class Timeline:
         return self._written.newest
 
     def correct(self, ranges: Iterable[tuple[int, int]], held: Mapping[str, Collection[int]], cut: Iterable[int]) -> None:
-        """Go by the files of the earlier run, which may have been killed after its last word.
+        """Correct the timeline by the earlier run's files: it may have been killed after its last save.
 
         Args:
-            ranges: First steps and last ones.
-            held: By sink, those of the steps in these ranges that its files hold. A step that all of them hold was written.
-            cut: Steps of which they held a part.
+            ranges: First and last steps.
+            held: By sink, the steps in these ranges that its files hold. A step in the files of all sinks was written.
+            cut: Steps that the files held only partly.
         """
         held = {sink: frozenset(steps) for sink, steps in held.items()}
         for first, last in ranges:
@@ -185,7 +186,7 @@ class Timeline:
             abandoned = {step for taken in self._abandoned.take(first, last) for step in taken.steps()}
             for step in sorted(somewhere):
                 missing = [sink for sink, steps in within.items() if step not in steps]
-                if missing and step in abandoned:  # one sink's record was written again, another one's not yet
+                if missing and step in abandoned:  # one sink wrote the step again, another did not yet
                     self._abandoned.add(step)
                 else:
                     self._find(step, missing)
@@ -195,7 +196,7 @@ class Timeline:
             self._dropped.add(step, KILLED)
 
     def write(self, step: int, status: Status) -> None:
-        """Every sink has taken it in."""
+        """Every sink has the step."""
         self._reach(step)
         self._abandoned.take(step, step)
         self._written.add(step)
@@ -205,16 +206,16 @@ class Timeline:
             self._incomplete.add(step)
 
     def drop(self, step: int, reason: str) -> None:
-        """No sink has it."""
+        """No sink has the step."""
         self._reach(step)
         self._dropped.add(step, reason)
 
     def lose(self, step: int, sink: str, reason: str) -> None:
-        """One sink does not have it."""
+        """One sink does not have the step."""
         self._reach(step)
         self._lost.setdefault(sink, StepsByCause()).add(step, reason)
 
-    def told(self) -> dict[str, Any]:
+    def manifest_fields(self) -> dict[str, Any]:
         """Fields of ``ManifestRecord``."""
         written, skipped, incomplete, abandoned = (
             StepsRecord.of(steps) for steps in (self._written, self._skipped, self._incomplete, self._abandoned)
@@ -227,7 +228,7 @@ class Timeline:
         }
 
     def _find(self, step: int, missing: Collection[str]) -> None:
-        """Files have it, but for those of the sinks in ``missing``."""
+        """The files of all sinks but ``missing`` have the step."""
         if not missing:
             self._written.add(step)
         for sink in missing:
@@ -236,7 +237,7 @@ class Timeline:
                 causes.add(step, KILLED)
 
     def _reach(self, step: int) -> None:
-        """Steps may be told of in any order."""
+        """Note a step of this run. Steps may be reported in any order."""
         if self.first is None or step < self.first:
             if self._resumed:
                 self._leave(step, LAST_STEP if self.first is None else self.first - 1)
@@ -244,7 +245,7 @@ class Timeline:
             self.first = step
 
     def _miss(self, step: int) -> None:
-        """A run that was killed had measured what lies between its last step and the one that it is resumed at."""
+        """Mark the steps between a killed run's last step and this run's first one as dropped: the killed run had them."""
         if self.first is not None or not self._killed:
             return
         known = max(self._written.newest, self._dropped.newest, *(causes.newest for causes in self._lost.values()), -1)
@@ -253,7 +254,7 @@ class Timeline:
             self._dropped.add_range(gap, KILLED)
 
     def _leave(self, first: int, last: int) -> None:
-        """What the earlier run did there was done in vain."""
+        """Mark the earlier run's steps in this range as abandoned."""
         self._abandoned.add_all(self._written.take(first, last))
         self._skipped.take(first, last)
         self._incomplete.take(first, last)
@@ -264,12 +265,12 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What a run takes over from those that recorded to its directory before.
+    """The record of the earlier runs in a directory, which a run continues.
 
     Attributes:
-        timeline: What became of the steps so far.
-        runs: Of what is known, oldest first.
-        failures: How often each cause of failure was met.
+        timeline: The outcome of the steps so far.
+        runs: The known runs, oldest first.
+        failures: The number of failures of each cause.
     """
 
     timeline: Timeline = field(default_factory=Timeline)
@@ -279,7 +280,7 @@ class Earlier:
 
     @classmethod
     def of(cls, record: ManifestRecord | None) -> Earlier:
-        """What the last run said; None: it left no word."""
+        """From the last run's manifest; None: it left no manifest."""
         if record is None:
             return cls(Timeline.found())
         last = EarlierRun(**{name: getattr(record, name) for name in EarlierRun.model_fields})
@@ -287,7 +288,7 @@ class Earlier:
 
     @property
     def series_files(self) -> frozenset[str]:
-        """Which the manifest still points at."""
+        """The series files that the manifest still points at."""
         return frozenset(run.series.file for run in self.runs if run.series is not None)
 
 
@@ -298,13 +299,13 @@ def collected_every(record: ManifestRecord) -> int:
 
 
 def steps_between(known: int, resumed: int, interval: int) -> StepRange | None:
-    """The steps that follow ``known`` in this interval, before ``resumed``; None if there are none."""
+    """The steps after ``known`` at this interval, before ``resumed``; None if there are none."""
     last = known + (resumed - 1 - known) // interval * interval
     return StepRange(known + interval, last, interval if last > known + interval else 1) if last > known else None
 
 
 def _was_killed(record: ManifestRecord) -> bool:
-    """Whether the last run that told of steps, or one after it, did not end cleanly."""
+    """Whether the last run that reported steps, or a run after it, did not end cleanly."""
     runs: list[ManifestRecord | EarlierRun] = [record, *reversed(record.resumed)]
     for run in runs:
         if not run.closed:
@@ -315,7 +316,7 @@ def _was_killed(record: ManifestRecord) -> bool:
 
 
 def newest_step(record: ManifestRecord | None) -> int:
-    """The last of the steps written; -1 if there are none."""
+    """The last written step; -1 if there is none."""
     return Earlier.of(record).timeline.newest
 
 

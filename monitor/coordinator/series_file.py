@@ -1,10 +1,11 @@
-"""The series table of a rank, in a file that is named by its content and written once: the manifest points at it.
+"""The series table of a rank: a file that is named by its content's digest and written once; the manifest points at it.
 
-Gzipped JSON of columns, one entry a series, in the order of their numbers. ``kind`` and ``layout`` index ``kinds`` and
-``layouts``; a layout of -1 is that of a series not measured yet; ``varies`` lists the series whose shape or dtype has changed
-since it was first measured. ``placement`` indexes ``placements``, -1 for what only this rank has, and these index ``groups``,
-in which each set of ranks stands once: a job of thousands of ranks has few different ones. ``flow_from`` and ``flow_to`` are
-the ends of edges between series, and ``passes`` the order of micro-batches, see ``monitor.coordinator.dataflow``.
+Gzipped JSON of columns with one entry a series, in the order of their numbers. ``kind`` and ``layout`` index ``kinds`` and
+``layouts``; a layout of -1 means that the series was not measured yet. ``varies`` lists the series whose shape or dtype has
+changed since the first measurement. ``placement`` indexes ``placements``; -1 means that only this rank holds the series.
+Placements index ``groups``, which holds each set of ranks once: a job of thousands of ranks has few different sets.
+``flow_from`` and ``flow_to`` are the ends of edges between series, and ``passes`` the order of micro-batches, see
+``monitor.coordinator.dataflow``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from monitor.coordinator.manifest_format import (
     ManifestError,
     ManifestRecord,
     Natural,
-    Record,
+    StrictRecord,
     known_version,
     parsed,
 )
@@ -37,7 +38,7 @@ from monitor.series import LOCAL, Placement, Ranks, Series, SeriesTable, Shard
 from monitor.stats.rows import KindRows, Layout, StepRows
 
 SERIES_LIMIT: Final = 256 * 2**20
-"""Bytes of a series file once unpacked."""
+"""Largest size of an unpacked series file, in bytes."""
 
 NOT_MEASURED: Final = -1
 LOCAL_PLACEMENT: Final = -1
@@ -47,12 +48,12 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSeries:
-    """A series as the manifest knows it.
+    """An entry of the series table.
 
     Attributes:
-        layout: Shape and dtype when it was first measured; None if it has not been.
-        varies: Whether it has been measured in another layout since.
-        placement: How it relates to what other ranks hold.
+        layout: Shape and dtype at the first measurement; None if the series was not measured.
+        varies: Whether the series was measured in another layout since.
+        placement: How the series relates to tensors of other ranks.
     """
 
     series: Series
@@ -63,7 +64,7 @@ class MeasuredSeries:
 
 @dataclass(frozen=True, slots=True)
 class SeriesFile:
-    """A file to be written: ``content`` is what ``name`` stands for, so one that exists need not be written again."""
+    """A file to be written. ``name`` contains the digest of ``content``, so an existing file need not be written again."""
 
     name: str
     count: int
@@ -71,7 +72,7 @@ class SeriesFile:
 
 
 class Measured:
-    """Which of a rank's series have been measured, and in which layout first. Columns aligned with its ``SeriesTable``."""
+    """The measured series of a rank, with their first layouts. Columns are aligned with its ``SeriesTable``."""
 
     def __init__(self, series: SeriesTable) -> None:
         self._series = series
@@ -83,11 +84,11 @@ class Measured:
         self._before: dict[str, tuple[bytes, bytes]] = {}
 
     def flows(self, flow: Flow) -> None:
-        """Take in how data ran through the series of the table, also through those that have yet to be seen here."""
+        """Set the dataflow between series of the table, including series that are not measured yet."""
         self._flow, self._file = flow, None
 
     def see(self, rows: StepRows) -> None:
-        """Take in one step. Of a step that brings nothing new, one comparison a kind."""
+        """Add the rows of one step. A step without news costs one comparison a kind."""
         self._layouts = rows.layouts
         for kind, kind_rows in rows.kinds.items():
             seen = kind_rows.series.tobytes(), kind_rows.layout.tobytes()
@@ -96,7 +97,7 @@ class Measured:
                 self._before[kind] = seen
 
     def file(self) -> SeriesFile | None:
-        """The table as a file, the same object until it changes; None while nothing has been measured."""
+        """The table as a file, the same object until it changes; None before the first measurement."""
         if self._file is None and len(self._layout):
             self._file = _named_by_content(self._columns(), len(self._layout))
         return self._file
@@ -120,7 +121,7 @@ class Measured:
             self._varies = np.append(self._varies, np.zeros(missing, np.bool_))
 
     def _columns(self) -> dict[str, object]:
-        """Only the layouts in use: a rank that sees a new sequence length every step has a long list of them."""
+        """All columns. Only layouts in use are included: a rank with a new sequence length every step has many layouts."""
         series = [self._series[index] for index in range(len(self._layout))]
         kinds, kind = _coded(one.kind for one in series)
         used, layout = np.unique(self._layout, return_inverse=True)
@@ -139,7 +140,7 @@ class Measured:
         }
 
     def _flowing(self, series: Sequence[Series]) -> dict[str, object]:
-        """The columns of the flow, as far as the series are there."""
+        """The columns of the flow, for series in the table."""
         edges = [edge for edge in self._flow.edges if max(edge) < len(series)]
         edges = list(dict.fromkeys([*edges, *edges_of_parameters(series)]))
         return {
@@ -154,13 +155,13 @@ class Measured:
         each = [self._series.placement(one) for one in series]
         placements, codes = _coded(one for one in each if one is not LOCAL)
         code = iter(codes)
-        # Series share their sets of ranks: to look them up by content would take minutes in a job of thousands of ranks.
+        # Series share their sets of ranks. A lookup by content would take minutes in a job of thousands of ranks.
         ranks = {id(group): group for one in placements for group in _groups_of(one)}
         groups, numbers = _coded(ranks.values())
         number = dict(zip(ranks, numbers, strict=True))
         return {
             "groups": groups,
-            "placements": [_spelled(one, number) for one in placements],
+            "placements": [_placement_columns(one, number) for one in placements],
             "placement": [LOCAL_PLACEMENT if one is LOCAL else next(code) for one in each],
         }
 
@@ -169,8 +170,8 @@ def _groups_of(placement: Placement) -> tuple[Ranks, ...]:
     return (placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ())
 
 
-def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, object]:
-    """Its columns; ``number`` of a set of ranks, by the ``id`` of that."""
+def _placement_columns(placement: Placement, number: Mapping[int, int]) -> dict[str, object]:
+    """The columns of a placement. ``number`` maps the ``id`` of a set of ranks to its index."""
     shard = placement.shard
     cut = (
         {"ranks": number[id(shard.ranks)], "global_shape": shard.global_shape, "offset": shard.offset, "flat": shard.flat}
@@ -186,7 +187,7 @@ def _spelled(placement: Placement, number: Mapping[int, int]) -> dict[str, objec
     }
 
 
-class ShardRecord(Record):
+class ShardRecord(StrictRecord):
     """``monitor.series.Shard``, its ranks by number."""
 
     ranks: Natural
@@ -195,7 +196,7 @@ class ShardRecord(Record):
     flat: bool
 
 
-class PlacementRecord(Record):
+class PlacementRecord(StrictRecord):
     """``monitor.series.Placement``, groups of ranks by number."""
 
     replicas: Natural
@@ -210,8 +211,8 @@ class PlacementRecord(Record):
         return Placement(groups[self.replicas], groups[self.unclaimed], shard, self.partial, assumed=self.assumed)
 
 
-class SeriesColumns(Record):
-    """What a series file holds."""
+class SeriesColumns(StrictRecord):
+    """The schema of a series file."""
 
     schema_version: int
     kinds: tuple[str, ...]
@@ -238,7 +239,7 @@ class SeriesColumns(Record):
             raise ValueError("the columns differ in length")
         for column, below in self._pointers():
             if max(column, default=-1) >= len(below):
-                raise ValueError("an entry points beyond the end of what it points into")
+                raise ValueError("an index is out of range of the list that it indexes")
         if min(self.layout, default=0) < NOT_MEASURED or min(self.placement, default=0) < LOCAL_PLACEMENT:
             raise ValueError("a layout or placement below -1")
         return self
@@ -279,14 +280,14 @@ def read_series(directory: str | PathLike[str], manifest: ManifestRecord) -> tup
     While the rank is alive its manifest may move on to another file; then read the manifest again.
 
     Raises:
-        ManifestError: the file is missing, too large, damaged, or not the one that its name stands for.
+        ManifestError: the file is missing, too large or damaged, or its content does not match the digest in its name.
     """
     columns = read_columns(Path(directory), manifest)
     return columns.series() if columns else ()
 
 
 def read_flow(directory: Path, manifest: ManifestRecord) -> Flow:
-    """How data ran through this rank, its edges by the places of series in what ``read_series`` returns.
+    """The dataflow of this rank. Its edges index the series that ``read_series`` returns.
 
     Raises:
         ManifestError: as ``read_series`` does.
@@ -296,13 +297,13 @@ def read_flow(directory: Path, manifest: ManifestRecord) -> Flow:
 
 
 def read_columns(directory: Path, manifest: ManifestRecord) -> SeriesColumns | None:
-    """All that the file says, for who needs series and flow; None before anything was measured. Raises like ``read_series``."""
+    """The whole file, for callers that need series and flow; None before the first measurement. Raises like ``read_series``."""
     if manifest.series is None:
         return None
     path = directory / manifest.series.file
     content = _unpacked(path)
     if path.name != _name(content):
-        raise ManifestError(f"{path} is damaged: its content is not what its name stands for")
+        raise ManifestError(f"{path} is damaged: its content does not match the digest in its name")
     return parsed(SeriesColumns, content, path)
 
 
@@ -327,7 +328,7 @@ def _name(content: bytes) -> str:
 
 
 def _coded(values: Iterable[T]) -> tuple[list[T], list[int]]:
-    """Each value once, and for every entry which one it is."""
+    """The distinct values, and the index of each entry's value."""
     codes: dict[T, int] = {}
     coded = [codes.setdefault(value, len(codes)) for value in values]
     return list(codes), coded

@@ -1,4 +1,4 @@
-"""Sets of step numbers, written as ranges with an interval, so that a run of any length takes a few lines of a manifest."""
+"""Sets of step numbers, stored as ranges with an interval, so that a long run takes only a few lines of a manifest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Steps beyond the bound on ranges: how many were added (one added twice counts twice), the lowest and the highest."""
+    """Steps beyond the bound on ranges: their number (a step added twice counts twice), the lowest and the highest."""
 
     count: int
     first: int
@@ -46,7 +46,7 @@ class Rest:
 
 
 class StepRanges:
-    """A set of steps that is exact until it would need more than ``most`` ranges; what does not fit is only counted.
+    """A set of steps. It is exact up to ``most`` ranges; further steps are only counted.
 
     Steps may come in any order and more than once. Every n-th step is one range, for any n. Not safe across threads.
     """
@@ -61,7 +61,7 @@ class StepRanges:
 
     @classmethod
     def restored(cls, ranges: Iterable[tuple[int, int, int]], rest: Rest | None, most: int = MOST_RANGES) -> StepRanges:
-        """As they were read from a manifest: in order, and apart from each other."""
+        """From the ranges of a manifest, which are in order and do not overlap."""
         steps = cls(most=most)
         steps._ranges = [StepRange(*one) for one in ranges]
         steps._rest = rest
@@ -78,12 +78,12 @@ class StepRanges:
 
     @property
     def newest(self) -> int:
-        """The last step, also of ``rest``; -1 if there are none."""
+        """The last step, ``rest`` included; -1 if there are none."""
         return max(self._ranges[-1].last if self._ranges else -1, self._rest.last if self._rest else -1)
 
     @property
     def interval(self) -> int | None:
-        """Of the last range; None where that is a single step, or there is none."""
+        """The interval of the last range; None if the range is a single step, or there is no range."""
         return self._ranges[-1].interval if self._ranges and self._ranges[-1].size > 1 else None
 
     @property
@@ -106,7 +106,7 @@ class StepRanges:
         self._held += 1
 
     def take(self, first: int, last: int = LAST_STEP) -> list[StepRange]:
-        """Remove the steps from ``first`` to ``last``, both included, and return them. Those of ``rest`` are not known."""
+        """Remove the steps from ``first`` to ``last``, both included, and return them. Steps in ``rest`` cannot be removed."""
         taken = [cut for one in self._ranges if (cut := _between(one, first, last)) is not None]
         below = [cut for one in self._ranges if (cut := _between(one, 0, first - 1)) is not None]
         above = [cut for one in self._ranges if (cut := _between(one, last + 1, LAST_STEP)) is not None]
@@ -116,7 +116,7 @@ class StepRanges:
         return taken
 
     def add_all(self, ranges: Iterable[StepRange]) -> None:
-        """As ``add`` for each step; of a range that stands clear of the others, in one go."""
+        """Like ``add`` for each step; a range that does not touch others is added at once."""
         for one in ranges:
             at = bisect_right(self._ranges, one.first, key=_first)
             clear = (not at or self._ranges[at - 1].last < one.first) and all(
@@ -131,7 +131,7 @@ class StepRanges:
 
 
 def without_pairs(ranges: Iterable[StepRange]) -> list[StepRange]:
-    """The same steps for people: two steps that lie apart are no range. So 0, 10 to 15, and not 0 to 10 by 10, 11 to 15."""
+    """The same steps for people, without ranges of two distant steps: 0, 10 to 15 instead of 0 to 10 by 10, 11 to 15."""
     found: list[StepRange] = []
     for one in ranges:
         pair = one.size == 2 and one.interval > 1
@@ -145,7 +145,7 @@ def without_pairs(ranges: Iterable[StepRange]) -> list[StepRange]:
 
 
 class StepsByCause:
-    """Steps, set by set, under the cause of what happened to them. The number of causes and their length are bounded."""
+    """Sets of steps by cause. The number and length of causes are bounded."""
 
     def __init__(self) -> None:
         self._sets: dict[str, StepRanges] = {}
@@ -157,7 +157,7 @@ class StepsByCause:
         self._sets.setdefault(cause, StepRanges(most=MOST_RANGES_OF_A_CAUSE)).add(step)
 
     def add_range(self, steps: StepRange, cause: str) -> None:
-        """As ``add`` for each of them."""
+        """Like ``add`` for each step."""
         self._sets.setdefault(cause, StepRanges(most=MOST_RANGES_OF_A_CAUSE)).add_all([steps])
 
     @property
@@ -166,17 +166,17 @@ class StepsByCause:
         return max((one.newest for one in self._sets.values()), default=-1)
 
     def restore(self, cause: str, steps: StepRanges) -> None:
-        """As they were read from a manifest."""
+        """Set the steps of a cause, as read from a manifest."""
         self._sets[cause] = steps
 
     def take(self, first: int, last: int = LAST_STEP) -> None:
-        """Remove the steps from ``first`` to ``last``, both included, and the causes that have none left."""
+        """Remove the steps from ``first`` to ``last``, both included, and causes without steps."""
         for steps in self._sets.values():
             steps.take(first, last)
         self._sets = {cause: steps for cause, steps in self._sets.items() if steps.count}
 
     def __contains__(self, step: int) -> bool:
-        """Whether it is listed under any cause."""
+        """Whether any cause lists the step."""
         return any(one.holds(step) for steps in self._sets.values() for one in steps.ranges)
 
     def items(self) -> Iterable[tuple[str, StepRanges]]:
@@ -184,7 +184,7 @@ class StepsByCause:
 
 
 def _between(steps: StepRange, first: int, last: int) -> StepRange | None:
-    """Those of ``steps`` from ``first`` to ``last``; None if there are none."""
+    """The part of ``steps`` from ``first`` to ``last``; None if empty."""
     low = steps.first + max(-((steps.first - first) // steps.interval), 0) * steps.interval
     high = steps.first + (min(last, steps.last) - steps.first) // steps.interval * steps.interval
     return _plain(low, high, steps.interval) if low <= high else None
@@ -195,7 +195,7 @@ def _first(steps: StepRange) -> int:
 
 
 def _below(ranges: Iterable[StepRange], step: int) -> Iterator[StepRange]:
-    """The parts of ``ranges`` before ``step``, which none of them holds."""
+    """The parts of ``ranges`` before ``step``. No range holds ``step``."""
     for first, last, interval in ranges:
         if first < step:
             yield _plain(first, min(last, first + (step - first) // interval * interval), interval)
@@ -212,7 +212,7 @@ def _plain(first: int, last: int, interval: int) -> StepRange:
 
 
 def _joined(ranges: Iterable[StepRange]) -> Iterator[StepRange]:
-    """Ranges in order, with neighbours that go on in the same interval made one."""
+    """Ranges in order; neighbours that continue at the same interval are merged."""
     ranges = iter(ranges)
     current = next(ranges)
     for following in ranges:

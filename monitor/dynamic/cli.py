@@ -26,25 +26,24 @@ from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import Found, choose, discover
 from monitor.terminal import plain, say
 
-# --- What the manifests of a job say of its configurations: what holds on which rank, since when, and whether the ranks
-# agree.
+# --- The configurations of a job, read from the ranks' manifests: which one is in force, since when, and whether ranks agree.
 
 MOST_REMARKS: Final = 20
 
 MOST_RANKS: Final = 1_000_000
-"""Of a job. A damaged number must not have us count for hours."""
+"""Upper bound, so that a damaged number in a manifest does not cost hours of counting."""
 
 
 class ControlError(ValueError):
-    """Nothing was done. The message says why, and what to change."""
+    """The command did nothing. The message says why, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedJob:
-    """The ranks of a job, each as its manifest has it.
+    """The manifests of a job's ranks.
 
     Attributes:
-        ranks: By rank, and of a rank by recording.
+        ranks: Sorted by rank, then by recording.
     """
 
     job_id: str
@@ -52,33 +51,33 @@ class WatchedJob:
 
     @property
     def config_path(self) -> str:
-        """Of the file that the job watches: that of the rank that watches it, or of the first one that is known."""
+        """The file that the job watches: the path of the watching rank, or of the first known rank."""
         return next((one for one in self.ranks if one.rank == WATCHING_RANK), self.ranks[0]).config_path
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the job looks at its file at all."""
+        """Whether the job watches its file."""
         return any(one.configurations for one in self.ranks)
 
     @property
     def running(self) -> tuple[ManifestRecord, ...]:
-        """Those that have not ended cleanly."""
+        """The recordings that have not ended cleanly."""
         return tuple(one for one in self.ranks if not one.closed)
 
     def took_over(self, digest: str) -> bool:
-        """Whether a configuration is the latest of every rank that runs."""
+        """Whether a configuration is the latest of every running rank."""
         return all(one.configurations and one.configurations[-1].digest == digest for one in self.running)
 
 
 def job_in(base: Path, job: str | None) -> WatchedJob:
-    """The job that is meant: the one named, the only one that runs, or the only one there is.
+    """The named job, the only running job, or the only job.
 
     Args:
-        base: The directory that the ranks' directories lie in.
-        job: The beginning of its id; None: it goes without saying.
+        base: The directory that contains the ranks' directories.
+        job: The beginning of the job id; None: the user named no job.
 
     Raises:
-        ControlError: There is none, or more than one.
+        ControlError: No job fits, or more than one does.
     """
     try:
         found = discover(base)
@@ -98,9 +97,9 @@ def _watched(found: Found, job: str) -> WatchedJob:
 
 
 def disagreements(job: WatchedJob) -> list[str]:
-    """What is not as it should be, a sentence each; of many the first.
+    """Problems, one sentence each, at most ``MOST_REMARKS``.
 
-    Manifests are rewritten from time to time, not all at once: a rank that has not written something yet does not disagree.
+    Ranks rewrite their manifests at different times: a rank that has not written a change yet does not disagree.
     """
     said = [*_missing(job), *_different(job), *_undecided(job), *_late(job)]
     more = [f"and {len(said) - MOST_REMARKS} others"] if len(said) > MOST_REMARKS else []
@@ -115,7 +114,7 @@ def _missing(job: WatchedJob) -> Iterator[str]:
     if missing := sorted(expected - {one.rank for one in job.ranks}):
         shown = ", ".join(map(str, missing[:MOST_REMARKS]))
         more = f" and {len(missing) - MOST_REMARKS} more" if len(missing) > MOST_REMARKS else ""
-        yield f"no manifest of rank {shown}{more}: it has not begun, or its directory is gone"
+        yield f"no manifest of rank {shown}{more}: it has not begun, or its directory was removed"
 
 
 def _different(job: WatchedJob) -> Iterator[str]:
@@ -125,17 +124,17 @@ def _different(job: WatchedJob) -> Iterator[str]:
             rank, known = first.setdefault((one.recording, record.number, record.origin), (one.rank, record))
             if (record.from_step, record.digest) != (known.from_step, known.digest):
                 ranks = f"ranks {rank} and {one.rank} do not mean the same by change {record.number}"
-                yield f"{ranks}: {_told(known)}, and {_told(record)}"
+                yield f"{ranks}: {_described(known)}, and {_described(record)}"
 
 
-def _told(record: ConfigurationRecord) -> str:
+def _described(record: ConfigurationRecord) -> str:
     return f"{record.digest} from step {record.from_step} on"
 
 
 def _undecided(job: WatchedJob) -> Iterator[str]:
     for one in job.ranks:
         if one.undecided_since is not None:
-            since = f"from step {one.undecided_since} on it goes by its own configuration"
+            since = f"from step {one.undecided_since} on it uses its own configuration"
             yield f"rank {one.rank} could not reach the others: {since}"
 
 
@@ -148,7 +147,7 @@ def _late(job: WatchedJob) -> Iterator[str]:
 
 
 DONE, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: as asked; ranks disagree, or have not followed in time; nothing was done."""
+"""Exit statuses: done; ranks disagree, or did not follow in time; nothing was done."""
 
 LOOK_EVERY_S: Final = 0.2
 
@@ -200,7 +199,7 @@ def monitor_ctl(
       trainermon ctl monitor_output set 'targets["h.0.mlp"]={}' 'format=["csv","hdf5"]'
       trainermon ctl monitor_output off
 
-    Exit status: 0 done, 1 ranks disagree or have not gone over in time, 2 nothing was done.
+    Exit status: 0 done, 1 ranks disagree or did not follow in time, 2 nothing was done.
     """
     words = [word for word in (directory, action, *(values or ())) if word is not None]
     base, chosen, assignments = _asked(words, directory_option)
@@ -248,16 +247,16 @@ def _edit(assignment: str) -> tuple[FieldPath, Any]:
     return path_of(key), _value(value)
 
 
-def _value(spelled: str) -> Any:
-    """JSON, or else the text as it is: what a shell leaves of ``format="csv"``."""
+def _value(text: str) -> Any:
+    """The JSON value, or the text itself if it is not JSON: a shell turns ``format="csv"`` into ``format=csv``."""
     try:
-        return parse(spelled).value
+        return parse(text).value
     except JsonError:
-        return spelled
+        return text
 
 
 def _changed(directory: Path, job: str | None, file: Path | None, edits: dict[FieldPath, Any], wait: float) -> bool:
-    """Change the file. Whether all ranks have gone over, where that is waited for."""
+    """Change the file. With ``wait``, return whether all ranks adopted the change without a problem; otherwise True."""
     watched = None if file is not None and not wait else _dynamic(job_in(directory, job))
     path = str(file) if file is not None else watched.config_path if watched is not None else ""
     before = config_in(path, content_of(path), dynamic=True)
@@ -275,14 +274,14 @@ def _changed(directory: Path, job: str | None, file: Path | None, edits: dict[Fi
 def _dynamic(job: WatchedJob) -> WatchedJob:
     if not job.is_dynamic:
         raise ControlError(
-            f"job {job.job_id} does not look at its file: it was not started with DYNAMIC_MONITOR=True. "
-            "To change the file for the next run all the same, name it with --config."
+            f"job {job.job_id} does not watch its file: it was not started with DYNAMIC_MONITOR=True. "
+            "To change the file for the next run, name it with --config."
         )
     return job
 
 
 def _after(directory: Path, job: str, config: MonitorConfig, seconds: float) -> WatchedJob:
-    """The job once all ranks have gone over to ``config``, or when time is up."""
+    """The job once all ranks have adopted ``config``, or after the timeout."""
     deadline = time.monotonic() + seconds
     digest = digest_of(config)
     while not (watched := job_in(directory, job)).took_over(digest) and time.monotonic() < deadline:
@@ -291,16 +290,16 @@ def _after(directory: Path, job: str, config: MonitorConfig, seconds: float) -> 
 
 
 def _shown(job: WatchedJob, awaited: MonitorConfig | None = None) -> bool:
-    """Print where the job stands; whether all is as it should be."""
+    """Print the job's state. Returns whether there is no problem."""
     console, errors = Console(), Console(stderr=True)
     ranks = len({one.rank for one in job.ranks})
     say(console, f"job {job.job_id}, {ranks} of {job.ranks[0].world_size} ranks, {job.config_path}")
     console.print(_table(job), soft_wrap=True)
     wrong = disagreements(job)
     if not job.is_dynamic:
-        say(console, "This job was not started with DYNAMIC_MONITOR=True: it does not look at its file.")
+        say(console, "This job was not started with DYNAMIC_MONITOR=True: it does not watch its file.")
     if awaited is not None and not job.took_over(digest_of(awaited)):
-        wrong.append("not all ranks have gone over yet; trainermon ctl status will show when they have")
+        wrong.append("not all ranks have adopted the change yet; trainermon ctl status shows when they have")
     for one in wrong:
         say(errors, f"warning: {one}", style="yellow")
     return not wrong

@@ -1,4 +1,4 @@
-"""The user's configuration file while training runs: seen when it changes, and changed in one place alone."""
+"""Watches the user's configuration file while training runs, and edits single values of it in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from monitor.config.loading import config_in, content_of
 from monitor.coordinator.output import NO_LOCKS_HERE, write_whole
 from monitor.failures import LOGGER, Failures
 
-# --- One value of a configuration file changed in its text, and nothing else: comments, order, spacing and newlines stay.
+# --- Edits one value in the text of a configuration file. Comments, order, spacing and newlines stay.
 
 _STEP: Final = re.compile(r'\.([A-Za-z_][A-Za-z0-9_]*)|\[(0|[1-9][0-9]{0,8})\]|\[("(?:[^"\\]|\\.)*")\]')
 _REST_OF_LINE: Final = re.compile(r"(?:[ \t]+|/\*[\s\S]*?\*/|//[^\n]*)*")
@@ -30,14 +30,14 @@ _NEWLINE: Final = re.compile(r"\r?\n")
 
 
 class EditError(ValueError):
-    """The value cannot be put there. The message says why."""
+    """A value cannot be set at the given path. The message says why."""
 
 
 def path_of(key: str) -> Path:
-    """The path that people write: ``alert.rules[0].rule_name``, ``targets["h.0.mlp"].input``.
+    """Parse a path as users write it: ``alert.rules[0].rule_name``, ``targets["h.0.mlp"].input``.
 
     Raises:
-        EditError: It is none.
+        EditError: ``key`` is not a path.
     """
     path: list[str | int] = []
     text, at = f".{key}", 0
@@ -51,7 +51,7 @@ def path_of(key: str) -> Path:
 
 
 def edited(text: str, path: Path, value: Any) -> str:
-    """``text`` with ``value`` at ``path``: in place of what stands there, or as the last member of the object around it.
+    """``text`` with ``value`` at ``path``: replaces the value there, or becomes the last member of the enclosing object.
 
     Args:
         text: A file as ``monitor.config.jsonc`` parses it.
@@ -59,31 +59,31 @@ def edited(text: str, path: Path, value: Any) -> str:
 
     Raises:
         JsonError: ``text`` is not JSON.
-        EditError: What it would belong to is no object, or no element of the list.
+        EditError: The enclosing value is not an object, or the list has no such element.
     """
     document = parse(text)
     if path in document.spans:
         start, end = document.spans[path]
-        return text[:start] + _spelled(value) + text[end:]
+        return text[:start] + _json_text(value) + text[end:]
     around = _innermost(document, path)
     for name in reversed(path[len(around) + 1 :]):
         value = {name: value}
-    return _with_member(text, document, around, f"{_spelled(path[len(around)])}: {_spelled(value)}")
+    return _with_member(text, document, around, f"{_json_text(path[len(around)])}: {_json_text(value)}")
 
 
-def _spelled(value: Any) -> str:
+def _json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def _innermost(document: Document, path: Path) -> Path:
-    """The object of the file that is to get a new member. Raises ``EditError``."""
+    """The path of the object that gets a new member. Raises ``EditError``."""
     around = next(path[:end] for end in range(len(path) - 1, -1, -1) if path[:end] in document.spans)
     held = document.value
     for step in around:
         held = held[step]
     if not isinstance(held, dict):
         where = path_text(around) if around else "the file"
-        raise EditError(f"{path_text(path)} cannot be set: {where} is {shown(held)}, which is no object with fields")
+        raise EditError(f"{path_text(path)} cannot be set: {where} is {shown(held)}, which is not an object with fields")
     if numbers := [step for step in path[len(around) :] if isinstance(step, int)]:
         raise EditError(f"{path_text(path)} cannot be set: there is no element {numbers[0]}; set the whole list")
     return around
@@ -107,14 +107,14 @@ def _with_member(text: str, document: Document, around: Path, member: str) -> st
 
 
 def _comma_after(text: str, at: int) -> int | None:
-    """Behind the comma that follows; None where the object ends without one."""
+    """The index after the next comma; None where the object ends without a comma."""
     while skipped := SPACE_OR_COMMENT.match(text, at):
         at = skipped.end()
     return at + 1 if text.startswith(",", at) else None
 
 
 def _end_of_line(text: str, at: int) -> int | None:
-    """Before the newline that follows, with nothing but a comment in between; None where something else follows first."""
+    """The index of the next newline, if only comments lie in between; otherwise None."""
     rest = _REST_OF_LINE.match(text, at)
     end = at if rest is None else rest.end()
     if text.startswith("\n", end) and text.startswith("\r", end - 1) and end > at:
@@ -123,7 +123,7 @@ def _end_of_line(text: str, at: int) -> int | None:
 
 
 def _indent_of_members(text: str, start: int, members: list[tuple[int, int]]) -> str | None:
-    """The white space before the last member that begins a line; None where none does."""
+    """The white space before the last member that begins a line; None if no member begins a line."""
     for at, _ in sorted(members, reverse=True):
         line = text[text.rfind("\n", start, at) + 1 : at]
         if "\n" in text[start:at] and (found := re.match(r'([ \t]*)"', line)):
@@ -132,18 +132,18 @@ def _indent_of_members(text: str, start: int, members: list[tuple[int, int]]) ->
 
 
 LOCK_S: Final = 5.0
-"""Editing takes milliseconds: whoever holds the lock for longer is stuck."""
+"""Timeout for the lock. Editing takes milliseconds: a process that holds the lock for longer is stuck."""
 
 FRESH_NS: Final = 3_000_000_000
-"""A file changed this short a time ago may be changed again without its time showing it: some clocks tick every two seconds."""
+"""A file that changed less than this ago may change again with the same timestamp: some clocks tick every two seconds."""
 
 
 class Refused(NamedTuple):
-    """The file was changed to what cannot be used.
+    """The file now holds a configuration that cannot be used.
 
     Attributes:
-        reason: With the field, the value and what is allowed.
-        content: A digest.
+        reason: Names the field, the value and what is allowed.
+        content: Digest of the file's content.
     """
 
     reason: str
@@ -151,13 +151,13 @@ class Refused(NamedTuple):
 
 
 class FileWatch:
-    """Tells of a change of content, once. For one thread.
+    """Reports each change of the file's content once. For one thread.
 
-    A file is looked into when its time, size or inode differ from the last look, or are too fresh to tell. What cannot be used
-    is looked at twice before it counts, since some editors write in place, and others have no file for a moment.
+    The file is read when its time, size or inode differ from the last look, or when its time is too recent to tell. An
+    unusable file is read twice before it is reported: some editors write in place, others remove the file for a moment.
 
     Args:
-        known: The configuration that the file is known to have held.
+        known: The configuration that the file last held.
     """
 
     def __init__(self, path: str, known: MonitorConfig) -> None:
@@ -169,7 +169,7 @@ class FileWatch:
         self._refused = ""
 
     def look(self, now_ns: int) -> MonitorConfig | Refused | None:
-        """What the file has come to hold since the last look, None if nothing new. ``now_ns`` as ``time.time_ns`` gives it."""
+        """The file's new configuration; None if unchanged since the last look. ``now_ns`` comes from ``time.time_ns``."""
         stamp = _stamp(self._path)
         if stamp is not None and stamp == self._stamp and not self._doubtful:
             return None
@@ -188,16 +188,16 @@ class FileWatch:
         return self._news(config)
 
     def holds(self, content: bytes) -> bool:
-        """Whether ``content`` is what the file was seen to hold last, and could be used."""
+        """Whether ``content`` is the file's last seen content and was usable."""
         return _digest(content) == self._content and not self._doubtful and not self._refused
 
     def wrote(self, content: bytes, config: MonitorConfig) -> None:
-        """This process has written the file itself: no change of the user's."""
+        """Note that this process wrote the file, so the change is not reported as the user's."""
         self._content, self.known = _digest(content), config
         self._stamp = None
 
     def _news(self, config: MonitorConfig) -> MonitorConfig | None:
-        """Comments, spacing and order are no change of the configuration."""
+        """None if only comments, spacing or order changed."""
         changed, self.known = config != self.known, config
         return config if changed else None
 
@@ -208,28 +208,28 @@ class FileWatch:
             self._doubtful = refused.content
             return None
         self._refused, self._doubtful = refused.content, ""
-        self._content = ""  # going back to what was there before is seen, and found to change nothing
+        self._content = ""  # a return to the earlier content is read again, and changes nothing
         return refused
 
 
 def change_file(
     path: str, edits: Mapping[Path, Any], may: Callable[[bytes], bool] = lambda _: True
 ) -> tuple[bytes, MonitorConfig] | None:
-    """Put each value at its place of the configuration in ``path``: all or none, with everything else as it was.
+    """Set values in the configuration file ``path``: all or none. Everything else stays as it was.
 
     Args:
-        edits: Values in the types of ``json.loads``, by where they belong.
-        may: Asked with the content that the file has; where it says no, nothing is done and None returned.
+        edits: Values in the types of ``json.loads``, by their path.
+        may: Called with the file's content. If it returns False, the file is not changed and None is returned.
 
     Returns:
-        The content written, and what it spells. What would not be a usable configuration is not written.
+        The content written and its configuration. Content that is not a usable configuration is not written.
 
     Raises:
-        ConfigError: The file cannot be read or is no configuration, or would be none.
-        EditError: A value cannot be put there.
-        OSError: The file cannot be written, or somebody else does not let go of it.
+        ConfigError: The file cannot be read, or is not a usable configuration before or after the edit.
+        EditError: A value cannot be set at its path.
+        OSError: The file cannot be written, or another process does not release its lock.
     """
-    real = FilePath(os.path.realpath(os.path.expanduser(path)))  # a link goes on being one
+    real = FilePath(os.path.realpath(os.path.expanduser(path)))  # a symbolic link stays a link
     with _Locked(real):
         content = content_of(str(real))
         if not may(content):
@@ -255,7 +255,7 @@ def _changed(path: str, content: bytes, edits: Mapping[Path, Any]) -> bytes:
 
 
 class _Locked:
-    """A lock beside the file, for all who change it by this module. A process that dies lets go of it."""
+    """A lock beside the file, held while this module changes it. The system releases the lock of a process that dies."""
 
     def __init__(self, path: FilePath) -> None:
         self._path = path.with_name(f".{path.name}.lock")
@@ -265,27 +265,27 @@ class _Locked:
         try:
             self._lock.acquire()
         except Timeout:
-            raise TimeoutError(f"{self._path} has been held by another process for {LOCK_S:g} s: try again") from None
+            raise TimeoutError(f"another process has held {self._path} for {LOCK_S:g} s: try again") from None
         except OSError as error:
             if error.errno not in NO_LOCKS_HERE:
                 raise
 
     def __exit__(self, *_: object) -> None:
         if self._lock.is_locked:
-            with suppress(OSError):  # while it is held: whoever has opened it meanwhile finds it gone, and opens another
+            with suppress(OSError):  # while held: a process that has opened the file finds it removed, and opens another
                 self._path.unlink()
             self._lock.release()
 
 
 def _regular(path: str) -> bytes:
-    """As ``content_of``, which would wait for somebody to write to a pipe."""
+    """Like ``content_of``, but refuses a pipe, on which a read would block."""
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        raise ConfigError(f"{path}: it is no file any more")
+        raise ConfigError(f"{path}: it is not a regular file any more")
     return content_of(path)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Time, size and inode. Opening has a network file system ask its server. None where there is no file to be opened."""
+    """Time, size and inode; None if the file cannot be opened. Opening makes a network file system ask its server."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -301,17 +301,16 @@ def _digest(content: bytes) -> str:
     return sha256(content).hexdigest()
 
 
-# --- The thread of the one rank that watches the configuration file, and switches it off when monitoring has ended by
-# itself.
+# --- The thread of the one rank that watches the file, and sets ``dynamic_on`` to false when monitoring ends by itself.
 
 INTERVAL_S: Final = 1.0
 JOIN_S: Final = 1.0
 LAST_WORD_S: Final = 5.0
-"""How long closing waits for the file to be switched off."""
+"""How long ``stop`` waits until ``dynamic_on`` is written."""
 
 
-class Watching:
-    """Looks at the file about once a second, on a daemon thread: a file system that hangs holds up nobody.
+class ConfigWatcher:
+    """Looks at the file about once a second, on a daemon thread, so that a file system that hangs does not block training.
 
     Args:
         changed: Called on that thread with each new configuration.
@@ -340,13 +339,13 @@ class Watching:
         self._thread.start()
 
     def switch_off(self, ended: MonitorConfig) -> None:
-        """Set ``dynamic_on`` to false in the file soon, if it still says what has ``ended``. Does not wait."""
+        """Set ``dynamic_on`` to false in the file soon, if it still holds the configuration ``ended``. Does not wait."""
         self._ended = ended
         self._idle.clear()
         self._wake.set()
 
     def stop(self) -> None:
-        """End, within seconds; what is to be written is, unless the file system hangs."""
+        """End within seconds. A pending write is done first, unless the file system hangs."""
         if self._ended is not None:
             self._idle.wait(LAST_WORD_S)
         self._stopped.set()
@@ -370,7 +369,7 @@ class Watching:
     def _look(self) -> None:
         found = self._watch.look(time.time_ns())
         if isinstance(found, Refused):
-            said = f"{found.reason}\nThe configuration was changed to what cannot be used: the one before stays in force."
+            said = f"{found.reason}\nThe changed configuration cannot be used: the one before stays in force. Correct the file."
             self._failures.warn(f"configuration refused ({found.content[:8]})", said)
         elif found is not None:
             self._changed(found)
@@ -382,7 +381,7 @@ class Watching:
         try:
             written = change_file(self._path, {("dynamic_on",): False}, self._watch.holds)
         except (ConfigError, OSError) as error:
-            advice = "Monitoring has ended and the file still says dynamic_on: true. Change anything else in it to begin again."
+            advice = "Monitoring has ended, but the file still says dynamic_on: true. To start again, change any other field."
             self._failures.report("switching dynamic_on off", error, advice)
             return
         if written is not None:

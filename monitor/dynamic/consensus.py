@@ -1,16 +1,16 @@
-"""The agreement between ranks, as one rank takes part in it. The proof sketch is in docs/dynamic-protocol.md.
+"""The consensus protocol between ranks, from one rank's side. docs/dynamic-protocol.md has the proof sketch.
 
 Proposals are numbered from 1. Each number is a slot with four keys:
 
-- ``proposal`` is written once: who comes first has proposed.
-- Each rank promises not to begin some step h undecided, raises ``horizon`` to h where it is lower, then adds 1 to
-  ``acknowledged``.
-- Whoever brings ``acknowledged`` to the number of ranks writes ``commit:S`` into ``decision``, S being what ``horizon`` then
-  holds, the largest h.
-- A rank that has waited at its h for long enough writes ``abort`` into ``decision``, and one that cannot use the configuration
-  ``refuse:`` with the reason.
+- ``proposal`` is written once: the first rank to write it has proposed.
+- Each rank promises not to begin some step h before the decision. It raises ``horizon`` to h if ``horizon`` is lower, then
+  adds 1 to ``acknowledged``.
+- The rank that brings ``acknowledged`` to the number of ranks writes ``commit:S`` into ``decision``. S is the value of
+  ``horizon`` at that time, the largest h.
+- A rank that has waited at its h for long enough writes ``abort`` into ``decision``. A rank that cannot use the configuration
+  writes ``refuse:`` with the reason.
 
-``decision`` is written once, too, and every rank obeys what it holds. The next slot is used once this one is decided.
+``decision`` is written once, too, and every rank obeys it. The next slot is used once this one is decided.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from monitor.dynamic.proposals import FROM_START, C, Course, Proposal, Switch, Wishes
-from monitor.dynamic.step_boundary import Boundary, Horizon
+from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
+from monitor.dynamic.step_boundary import StepBoundary, StepLookahead
 
-# --- The key-value store that the ranks of a job share, and the few operations on it that are used here.
+# --- The key-value store that the ranks of a job share, and the operations on it that the protocol uses.
 #
-# None of them waits for another rank: ``wait`` blocks every other call on the same connection, and ``get`` waits where
-# there is no such key. So a key is read only once it is known to exist; nothing here deletes one.
+# No operation waits for another rank: ``wait`` blocks every other call on the same connection, and ``get`` waits if the
+# key does not exist. So a key is read only once it is known to exist; the protocol deletes no key.
 
 RECONNECT_TIMEOUT: Final = timedelta(seconds=10)
-"""Of a connection of our own. A lost one is not missed for minutes by training, which has another."""
+"""Timeout of the monitor's own connection. If it is lost, training has another."""
 
 T = TypeVar("T")
 
 
-class Store(Protocol):
-    """What is used of the stores of ``torch.distributed``: ``TCPStore``, ``FileStore``, ``HashStore``, ``PrefixStore``.
+class ConsensusStore(Protocol):
+    """The methods used of ``torch.distributed``'s stores: ``TCPStore``, ``FileStore``, ``HashStore``, ``PrefixStore``.
 
-    ``clone`` is used too where there is one (torch 2.8).
+    ``clone`` is used too, if the store has it (torch 2.8).
     """
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys exist. Does not wait for them."""
 
     def get(self, key: str, /) -> bytes:
-        """What ``key`` holds. Waits until there is such a key."""
+        """The value of ``key``. Waits until the key exists."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which begins at 0, and return what it holds then."""
+        """Add to a counter, which begins at 0, and return its new value."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set ``key`` if it holds ``expected``, or is new and ``expected`` is empty; return what it then holds.
+        """Set ``key`` if it holds ``expected``, or is new and ``expected`` is empty; return its value afterwards.
 
-        Of a key that does not exist, where ``expected`` is not empty, nothing is set and ``expected`` is returned.
+        If the key does not exist and ``expected`` is not empty, nothing is set and ``expected`` is returned.
         """
 
 
@@ -63,20 +63,20 @@ class Check(NamedTuple):
 
 
 class Get(NamedTuple):
-    """What ``key``, which exists, holds: a text."""
+    """The value of ``key``, which exists: a text."""
 
     key: str
 
 
 class Add(NamedTuple):
-    """Add to the counter ``key``: the integer that it then holds."""
+    """Add to the counter ``key``: its new value, an integer."""
 
     key: str
     amount: int
 
 
 class CompareSet(NamedTuple):
-    """Set ``key`` if it holds ``expected`` ("": if there is no such key): the text that it then holds."""
+    """Set ``key`` if it holds ``expected`` ("": if the key does not exist): its value afterwards, a text."""
 
     key: str
     expected: str
@@ -84,19 +84,19 @@ class CompareSet(NamedTuple):
 
 
 Operation = Check | Get | Add | CompareSet | None
-"""One indivisible step. None touches nothing: between two steps others may take theirs."""
+"""One atomic operation. None does nothing: other ranks may run between two operations."""
 
-Talk = Generator[Operation, Any, T]
-"""What a rank does with the store, as a generator of operations that is sent the result of each. So whoever runs it decides
-what happens between any two of them: in production nothing in particular, in the tests everything that can.
+StoreRoutine = Generator[Operation, Any, T]
+"""A generator of store operations that is sent the result of each. The caller controls what happens between any two of them:
+in production nothing in particular, in the tests every possible interleaving.
 """
 
 
-def talk(conversation: Talk[T], store: Store, prefix: str) -> T:
-    """Carry a conversation out, under keys that begin with ``prefix``.
+def run_routine(conversation: StoreRoutine[T], store: ConsensusStore, prefix: str) -> T:
+    """Run a routine on ``store``, under keys that begin with ``prefix``.
 
     Raises:
-        Exception: Whatever the store raised. The conversation ends there, and can be begun anew.
+        Exception: Any error of the store. The routine ends there, and can be started again.
     """
     try:
         operation = next(conversation)
@@ -109,7 +109,7 @@ def talk(conversation: Talk[T], store: Store, prefix: str) -> T:
         conversation.close()
 
 
-def _done(operation: Operation, store: Store, prefix: str) -> Any:
+def _done(operation: Operation, store: ConsensusStore, prefix: str) -> Any:
     match operation:
         case Check(key):
             return store.check([prefix + key])
@@ -123,13 +123,13 @@ def _done(operation: Operation, store: Store, prefix: str) -> Any:
 
 
 def own_connection(store: Any) -> Any:
-    """The same store over a connection that nobody else uses: training may wait on its own for minutes, and a call of ours that
-    hangs must not be in its way.
+    """The same store over a connection of the monitor's own.
 
-    A ``FileStore`` counts its users, and its file goes with the last one: let go of what this returns.
+    Training may wait on its connection for minutes, and a monitor call that hangs must not block training. A ``FileStore``
+    counts its users, and its file is deleted with the last one: drop the reference to what this returns.
     """
     own = _cloned(store)
-    if own is not store and _is_client(_base(own)):  # other stores share their timeout with their clones
+    if own is not store and _is_client(_base(own)):  # clones of other stores share the timeout
         own.set_timeout(RECONNECT_TIMEOUT)
     return own
 
@@ -148,7 +148,7 @@ def _connected_anew(store: Any) -> Any:
 
 
 def _base(store: Any) -> Any:
-    """What the prefixes stand before."""
+    """The store below all prefixes."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
@@ -167,29 +167,29 @@ START: Final = "start"
 MOST_CHARACTERS: Final = 1_000
 
 
-class Listener(Protocol):
-    """Who wants to know how it goes. Called on the thread that talks to the store; must not raise."""
+class ConsensusListener(Protocol):
+    """Receives the results of the protocol. Called on the thread that talks to the store; must not raise."""
 
-    def began_otherwise(self) -> None:
-        """Training begins with a configuration that another rank has read, and this one has not."""
+    def started_differently(self) -> None:
+        """Training begins with another rank's configuration, which differs from this rank's."""
 
     def settled(self) -> None:
-        """What this rank did not know is known: the decision for which it did not wait longer."""
+        """This rank now knows the decision that it had stopped waiting for."""
 
-    def denied(self, proposal: Proposal, reason: str) -> None:
-        """A wish of this rank ended without an agreement."""
+    def rejected(self, proposal: Proposal, reason: str) -> None:
+        """A proposal of this rank ended without an agreement."""
 
 
-class Agreement(Generic[C]):
-    """One rank's part. ``poll`` is for one thread at a time.
+class ConsensusProtocol(Generic[C]):
+    """One rank's part in the protocol. ``poll`` is for one thread at a time.
 
     Args:
-        start: The configuration that this rank would begin with, as the others may, too: the first to say so has it.
-        first_step: Of training.
+        start: The configuration that this rank has read. The first rank to write its own sets it for all.
+        first_step: The first step of training.
 
     Attributes:
-        joined: Whether it is known what training began with, and the others know of this rank.
-        missing: How many ranks had not joined when something was to be proposed last.
+        joined: Whether this rank knows what training began with, and is counted among the members.
+        missing: The number of ranks that had not joined at the last attempt to propose.
     """
 
     def __init__(
@@ -198,27 +198,27 @@ class Agreement(Generic[C]):
         world: int,
         first_step: int,
         start: Proposal,
-        course: Course[C],
-        boundary: Boundary[C],
-        wishes: Wishes,
-        horizon: Horizon,
-        listener: Listener,
+        course: ConfigTimeline[C],
+        boundary: StepBoundary[C],
+        queue: ProposalQueue,
+        horizon: StepLookahead,
+        listener: ConsensusListener,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.joined = False
         self.missing = 0
         self._rank, self._world, self._first_step, self._start = rank, world, first_step, start
-        self._course, self._boundary, self._wishes, self._horizon = course, boundary, wishes, horizon
+        self._course, self._boundary, self._queue, self._horizon = course, boundary, queue, horizon
         self._listener, self._now = listener, now
         self._slot = _Slot(1)
 
     @property
     def open(self) -> bool:
-        """Whether something is being agreed on."""
+        """Whether a proposal is open."""
         return self._slot.proposal is not None
 
-    def poll(self) -> Talk[None]:
-        """Take part in all that there is to take part in now. Never waits for another rank."""
+    def poll(self) -> StoreRoutine[None]:
+        """Do this rank's part of all open slots. Never waits for another rank."""
         if not self.joined:
             yield from self._join()
         while (yield from self._find_proposal()):
@@ -228,69 +228,69 @@ class Agreement(Generic[C]):
             self._obey(decision)
             self._slot = _Slot(self._slot.number + 1)
 
-    def leave(self) -> Talk[None]:
-        """This rank will not answer any more: nothing is proposed from now on."""
+    def leave(self) -> StoreRoutine[None]:
+        """This rank will not answer any more: no rank proposes from now on."""
         if self.joined:
             yield Add(MEMBERS, -1)
 
-    def _join(self) -> Talk[None]:
-        """Settle what training begins with: no rank waits for another, the first to say so has it."""
-        held = yield CompareSet(START, "", self._start.spelled())
+    def _join(self) -> StoreRoutine[None]:
+        """Agree on the configuration that training begins with: the first rank's. No rank waits for another."""
+        held = yield CompareSet(START, "", self._start.serialized())
         start = Proposal.parse(held)
-        if start.asks_what(self._start):
+        if start.is_same_change(self._start):
             self._boundary.decide()
         else:
             config = self._course.prepared(start)
             self._course.base = start.fields
             self._boundary.decide([Switch(self._first_step, config, 0, FROM_START)])
-            self._listener.began_otherwise()
-        # Counted twice, if the answer is lost, does no harm: proposals that not all can acknowledge are aborted.
+            self._listener.started_differently()
+        # If the answer is lost, this rank may be counted twice. That is harmless: a proposal that not all acknowledge aborts.
         yield Add(MEMBERS, 1)
         self.joined = True
         self._listener.settled()
 
-    def _find_proposal(self) -> Talk[bool]:
-        """Whether the slot has a proposal, made now if there is a wish."""
+    def _find_proposal(self) -> StoreRoutine[bool]:
+        """Whether the slot has a proposal. If it has none, propose what this rank has pending."""
         slot = self._slot
         if slot.proposal is None:
             if (yield Check(slot.key("proposal"))):
                 slot.proposal = Proposal.parse((yield Get(slot.key("proposal"))))
-            elif (wish := self._wishes.due(self._now())) is not None and (yield from self._are_all_here()):
-                slot.proposal = Proposal.parse((yield CompareSet(slot.key("proposal"), "", wish.spelled())))
+            elif (pending := self._queue.due(self._now())) is not None and (yield from self._are_all_here()):
+                slot.proposal = Proposal.parse((yield CompareSet(slot.key("proposal"), "", pending.serialized())))
         return slot.proposal is not None
 
-    def _are_all_here(self) -> Talk[bool]:
-        """A rank that starts late would hold nobody up for longer than the bound, but that for nothing."""
+    def _are_all_here(self) -> StoreRoutine[bool]:
+        """Whether all ranks have joined. With a rank missing, the others would wait until the bound, and then abort."""
         self.missing = self._world - int((yield Get(MEMBERS)))
         return self.missing <= 0
 
-    def _decision(self) -> Talk[str | None]:
-        """What the register holds, after this rank has done its part; None while that is nothing."""
+    def _decision(self) -> StoreRoutine[str | None]:
+        """The decision, after this rank has done its part; None while there is none."""
         decision = self._slot.key("decision")
         if (yield Check(decision)):
             held: str = yield Get(decision)
             return held
-        wanted = yield from self._wanted()
-        if wanted:
-            held = yield CompareSet(decision, "", wanted)
+        own = yield from self._own_decision()
+        if own:
+            held = yield CompareSet(decision, "", own)
             return held
         return None
 
-    def _wanted(self) -> Talk[str]:
-        """What this rank would write into the register now; "" if that is nothing."""
+    def _own_decision(self) -> StoreRoutine[str]:
+        """The decision that this rank would write now; "" if none."""
         slot = self._slot
         if refused := self._refusal():
             return refused
         if slot.horizon is None:
             slot.horizon = yield from self._promise()
-        if self._boundary.called_off or self._boundary.promised is None:  # waited long enough, or given up
+        if self._boundary.called_off or self._boundary.promised is None:  # the wait timed out
             return ABORT
         if not slot.acknowledged:
             yield from self._acknowledge(slot.horizon)
         return f"{COMMIT}{(yield Get(slot.key('horizon')))}" if slot.complete else ""
 
     def _refusal(self) -> str:
-        """Why this rank cannot use the configuration that is proposed; "" if it can."""
+        """Why this rank cannot use the proposed configuration; "" if it can."""
         slot = self._slot
         if slot.config is None:
             assert slot.proposal is not None
@@ -300,8 +300,8 @@ class Agreement(Generic[C]):
                 return f"{REFUSE}rank {self._rank}: {error}"[:MOST_CHARACTERS]
         return ""
 
-    def _promise(self) -> Talk[int]:
-        """The first step that training will not begin undecided. It may be stepping meanwhile."""
+    def _promise(self) -> StoreRoutine[int]:
+        """Promise a step that training will not begin undecided, and return it. Training may step meanwhile."""
         while True:
             promised = self._boundary.ahead(self._horizon.steps())
             yield None
@@ -310,13 +310,13 @@ class Agreement(Generic[C]):
             if self._boundary.kept(promised):
                 return promised
 
-    def _acknowledge(self, promised: int) -> Talk[None]:
+    def _acknowledge(self, promised: int) -> StoreRoutine[None]:
         slot = self._slot
         key, mine = slot.key("horizon"), str(promised)
         held: str = yield CompareSet(key, "", mine)
         while int(held) < promised:
             held = yield CompareSet(key, held, mine)
-        # Before, not after: an addition of which no answer came may have been counted, and must not be counted twice.
+        # Set before the addition: if its answer is lost, it may have taken effect, and must not be repeated.
         slot.acknowledged = True
         slot.complete = (yield Add(slot.key("acknowledged"), 1)) == self._world
 
@@ -328,25 +328,25 @@ class Agreement(Generic[C]):
             self._commit(int(decision.removeprefix(COMMIT)), proposal)
         else:
             self._boundary.decide()
-            if self._wishes.denied(proposal, self._now(), for_good=decision != ABORT):
-                self._listener.denied(proposal, decision.removeprefix(REFUSE))
+            if self._queue.rejected(proposal, self._now(), for_good=decision != ABORT):
+                self._listener.rejected(proposal, decision.removeprefix(REFUSE))
         self._listener.settled()
 
     def _commit(self, from_step: int, proposal: Proposal) -> None:
         assert self._slot.config is not None, "no rank commits before all have acknowledged, this one among them"
         (config,) = self._slot.config
         self._boundary.decide(self._course.after(self._slot.number, from_step, proposal, config))
-        self._wishes.granted(proposal)
+        self._queue.accepted(proposal)
 
 
 class _Slot:
-    """What this rank knows of one number, and has done there.
+    """This rank's state of one slot.
 
     Attributes:
-        config: What the proposal leads to, in a tuple of its own; None before it was prepared.
+        config: The resulting configuration, in a one-tuple; None before it was prepared.
         horizon: The step that this rank has promised.
         acknowledged: Whether this rank has, or may have, added itself to the acknowledgements.
-        complete: Whether it was the last to.
+        complete: Whether this rank's acknowledgement was the last.
     """
 
     def __init__(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""``Control``: what training asks at every step, and all that stands behind the answer."""
+"""``Controller``: tells training at each step which configuration is in force. It owns the file watch and the consensus."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, Final, Protocol
 from monitor.config import MonitorConfig
 from monitor.config.errors import shown
 from monitor.coordinator.manifest_format import ConfigurationRecord
-from monitor.dynamic.config_file import INTERVAL_S, Watching
-from monitor.dynamic.consensus import Agreement
-from monitor.dynamic.participant import Agreeing, Alone, AmongOthers, Job
-from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, Course, Fields, Proposal, Switch, Wishes
-from monitor.dynamic.step_boundary import Boundary, Horizon, Pace
+from monitor.dynamic.config_file import INTERVAL_S, ConfigWatcher
+from monitor.dynamic.consensus import ConsensusProtocol
+from monitor.dynamic.participant import JobConnection, Participant, SingleProcess, StoreParticipant
+from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, ConfigTimeline, Fields, Proposal, ProposalQueue, Switch
+from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary, StepLookahead
 from monitor.failures import LOGGER, Failures
 
-# --- Two configurations against each other, in a line for people.
+# --- The difference between two configurations, in one line for people.
 
 MOST_CHARACTERS: Final = 500
 NOTHING: Final = "no field differs"
@@ -43,25 +43,28 @@ def summary(before: MonitorConfig, after: MonitorConfig) -> str:
 
 
 START_S: Final = 30.0
-"""How long the start may wait for the store: as long as the run waits to settle its name."""
+"""Timeout for the store at the start: as long as the run waits to agree on its name."""
 
 WATCHING_RANK: Final = 0
 
 
-class Journal(Protocol):
-    """Where a rank writes down what held when. ``monitor.coordinator.manifest.Manifest`` is one. Any thread; must not wait."""
+class ConfigJournal(Protocol):
+    """Records which configuration was in force when, as ``monitor.coordinator.manifest.Manifest`` does.
+
+    Called from any thread; must not wait.
+    """
 
     def configured(self, record: ConfigurationRecord) -> None:
         """A configuration has come into force."""
 
     def undecided(self, since: int | None) -> None:
-        """From this step on it is not known what the others have decided; None: it is known again."""
+        """From this step on, this rank does not know the decision of the others; None: it knows again."""
 
 
-class Control:
-    """Of one recording on one rank: which configuration holds at which step.
+class Controller:
+    """Decides which configuration is in force at which step, for one recording on one rank.
 
-    >>> control = Control(path, load_config(path), Job(rank, world, store, job_id), failures)  # doctest: +SKIP
+    >>> control = Controller(path, load_config(path), JobConnection(rank, world, store, job_id), failures)  # doctest: +SKIP
     >>> control.start(journal)  # doctest: +SKIP
     >>> for step in range(steps):  # doctest: +SKIP
     ...     if (switch := control.begin(step)) is not None:
@@ -70,11 +73,11 @@ class Control:
     Every rank of the job makes one, monitored or not, and all begin their steps in the same order.
 
     Args:
-        path: Of the configuration file.
-        config: What this rank has read there.
-        first_step: The first that ``begin`` will be called with.
-        accept: Whether this rank could use a configuration: raises, with the reason, where it could not. Then no rank switches.
-        pace: For tests; by default that of the number of ranks.
+        path: Path of the configuration file.
+        config: The configuration that this rank has read there.
+        first_step: The first step that ``begin`` will be called with.
+        accept: Raises, with the reason, if this rank cannot use a configuration. Then no rank switches.
+        pace: For tests; by default derived from the number of ranks.
         interval_s: How often the file is looked at.
     """
 
@@ -82,81 +85,81 @@ class Control:
         self,
         path: str,
         config: MonitorConfig,
-        job: Job,
+        job: JobConnection,
         failures: Failures,
         first_step: int = 0,
         accept: Callable[[MonitorConfig], object] = lambda _: None,
-        pace: Pace | None = None,
+        pace: PollingIntervals | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._rank, self._failures = job.rank, failures
         self._config, self._first_step = config, first_step
         self._accept = accept
-        self._journal: Journal | None = None
+        self._journal: ConfigJournal | None = None
         alone = job.store is None
-        pace = pace or (Pace.alone() if alone else Pace.of(job.world, job.asked_per_second))
-        self._boundary: Boundary[MonitorConfig] = Boundary(first_step, pace, self._wake)
-        self._wishes = Wishes(retry_s=2 * pace.idle)
-        horizon = Horizon(pace)
-        agreement = Agreement(
+        pace = pace or (PollingIntervals.alone() if alone else PollingIntervals.of(job.world, job.asked_per_second))
+        self._boundary: StepBoundary[MonitorConfig] = StepBoundary(first_step, pace, self._wake)
+        self._queue = ProposalQueue(retry_s=2 * pace.idle)
+        horizon = StepLookahead(pace)
+        agreement = ConsensusProtocol(
             job.rank,
             1 if alone else job.world,
             first_step,
             Proposal(FROM_START, job.rank, _fields(config)),
-            Course(_fields(config), self._prepared),
+            ConfigTimeline(_fields(config), self._prepared),
             self._boundary,
-            self._wishes,
+            self._queue,
             horizon,
             self,
         )
         self._alone = alone
-        self._agreeing: Agreeing = (
-            Alone(agreement) if alone else AmongOthers(agreement, self._boundary, horizon, pace, job, failures)
+        self._participant: Participant = (
+            SingleProcess(agreement) if alone else StoreParticipant(agreement, self._boundary, horizon, pace, job, failures)
         )
         watches = job.rank == WATCHING_RANK and (job.world == 1 or not alone)
         if alone and job.world > 1:
-            said = f"There is no store through which {job.world} ranks could agree: the configuration stays as it is."
+            said = f"There is no store through which {job.world} ranks can agree: the configuration will not change."
             failures.warn(
                 "no store", f"{said} Initialise communication (torch.distributed, or MindSpore's) before set_monitor."
             )
-        self._watching = Watching(path, config, self._file_changed, failures, interval_s) if watches else None
+        self._watching = ConfigWatcher(path, config, self._file_changed, failures, interval_s) if watches else None
         self._pid = os.getpid()
         self._at_exit: Callable[[], Any] | None = None
 
     @property
     def config(self) -> MonitorConfig:
-        """What holds now."""
+        """The configuration in force."""
         return self._config
 
-    def start(self, journal: Journal, timeout_s: float = START_S) -> None:
-        """Settle with the others what training begins with, within ``timeout_s``, and begin to watch.
+    def start(self, journal: ConfigJournal, timeout_s: float = START_S) -> None:
+        """Agree with the others on what training begins with, within ``timeout_s``, and begin to watch the file.
 
-        Where another rank has read another configuration, ``begin`` of the first step says so.
+        If the ranks agreed on another configuration than this rank's, ``begin`` of the first step returns it.
         """
         self._journal = journal
         self._record(Switch(self._first_step, self._config, 0, FROM_START), self._first_step, before=None)
         self._at_exit = partial(_close, weakref.ref(self))
-        atexit.register(self._at_exit)  # a thread inside a store while the interpreter goes would abort the process
-        if not self._agreeing.start(timeout_s):
+        atexit.register(self._at_exit)  # a thread inside a store call at interpreter exit would abort the process
+        if not self._participant.start(timeout_s):
             self._boundary.undecided_since = self._first_step
             self.settled()
             said = f"The job's store did not answer within {timeout_s:g} s."
-            advice = "This rank begins with the configuration that it has read, and asks on whether it is that of the others."
+            advice = "This rank begins with its own configuration, and keeps asking for that of the other ranks."
             self._failures.warn("no agreement at the start", f"{said} {advice}")
         if self._watching is not None:
             self._watching.start()
 
     def begin(self, step: int) -> Switch[MonitorConfig] | None:
-        """Training thread, at every boundary: about to begin ``step``. What holds from here on; None: as before.
+        """Training thread, before every ``step``: the switch that comes into force; None: no change.
 
-        Costs a comparison, unless something is due. Then it may wait, at most ``Pace.bound`` seconds.
+        Costs one comparison, unless something is due. Then it may wait, at most ``PollingIntervals.bound`` seconds.
         """
         boundary = self._boundary
         boundary.step = step
         return None if step < boundary.gate else self._look(step)
 
     def alert(self) -> None:
-        """An alert rule has fired on this rank: propose what ``on_alert`` asks for, unless that holds or is to come.
+        """An alert rule fired on this rank: propose the fields of ``on_alert``, unless they are in force or coming.
 
         Any thread; does not wait for other ranks.
         """
@@ -166,12 +169,12 @@ class Control:
             self._propose(Proposal(FROM_ALERT, self._rank, fields, wanted.steps))
 
     def ended(self) -> None:
-        """The configuration in force has ended by itself, at ``collect_times``: the file is to say so. Does not wait."""
+        """The configuration in force ended by itself, at ``collect_times``: write that to the file. Does not wait."""
         if self._watching is not None:
             self._watching.switch_off(self._config)
 
     def close(self) -> None:
-        """Stop. Within seconds, whatever the store and the file system do. Any number of times."""
+        """Stop within seconds, even if the store or the file system hangs. May be called any number of times."""
         if self._at_exit is None:
             return
         atexit.unregister(self._at_exit)
@@ -180,29 +183,29 @@ class Control:
             return
         if self._watching is not None:
             self._watching.stop()
-        self._agreeing.stop()
+        self._participant.stop()
 
     def retire(self) -> None:
-        """Nobody is left who could ask: end soon. Called when the asker is collected, at whatever moment: takes no lock."""
+        """End soon, because the caller was garbage-collected. That can happen at any moment, so this takes no lock."""
         if self._watching is not None:
             self._watching.retired = True
-        self._agreeing.retire()
+        self._participant.retire()
 
-    def began_otherwise(self) -> None:
-        """The agreement's: training begins with what another rank has read. Of two, the file's latest is to hold in the end."""
+    def started_differently(self) -> None:
+        """See ``ConsensusListener``. The watching rank then proposes its own configuration, which is the file's latest."""
         if self._watching is not None:
-            self._wishes.ask(Proposal(FROM_FILE, self._rank, _fields(self._config)))
+            self._queue.ask(Proposal(FROM_FILE, self._rank, _fields(self._config)))
 
     def settled(self) -> None:
-        """The agreement's: it is known again what the others have decided, or not known any more."""
+        """See ``ConsensusListener``. Also called when the wait for a decision timed out."""
         if self._journal is not None:
             self._journal.undecided(self._boundary.undecided_since)
 
-    def denied(self, proposal: Proposal, reason: str) -> None:
-        """The agreement's: a wish of this rank came to nothing."""
+    def rejected(self, proposal: Proposal, reason: str) -> None:
+        """See ``ConsensusListener``."""
         why = "not every rank answered in time" if reason == "abort" else reason
         advice = " Change the file again to try once more." if proposal.origin == FROM_FILE else ""
-        said = f"The configuration asked for by the {proposal.origin} was not taken over by any rank: {why}.{advice}"
+        said = f"No rank adopted the configuration that the {proposal.origin} asked for: {why}.{advice}"
         self._failures.warn(f"no agreement on a {proposal.origin}'s configuration", said)
 
     def _look(self, step: int) -> Switch[MonitorConfig] | None:
@@ -217,7 +220,7 @@ class Control:
         return switches[-1] if switches else None
 
     def _say(self, switch: Switch[MonitorConfig], since: int, before: MonitorConfig) -> None:
-        """Once for the job, and wherever a rank was late."""
+        """Log a switch: once for the job, and on each rank that was late."""
         if since > switch.from_step:
             said = "[rank %d] learned late of a change: steps %d to %d were recorded as before"
             LOGGER.warning(said, self._rank, switch.from_step, since - 1)
@@ -251,16 +254,16 @@ class Control:
         self._propose(Proposal(FROM_FILE, self._rank, _fields(config)))
 
     def _propose(self, proposal: Proposal) -> None:
-        self._wishes.ask(proposal)
-        self._agreeing.wake()
+        self._queue.ask(proposal)
+        self._participant.wake()
 
     def _wake(self) -> None:
-        """Training waits. Alone it does so for who is agreeing at this moment and needs no waking."""
+        """Training waits. In a single process the thread that agrees needs no waking."""
         if not self._alone:
-            self._agreeing.wake()
+            self._participant.wake()
 
 
-def _close(control: weakref.ref[Control]) -> None:
+def _close(control: weakref.ref[Controller]) -> None:
     if (found := control()) is not None:
         found.close()
 

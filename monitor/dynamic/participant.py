@@ -1,4 +1,4 @@
-"""Who carries an agreement out: a thread beside training where there are other ranks, whoever wishes where there are none."""
+"""Runs the consensus protocol: in a daemon thread (several ranks) or inline (single process)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from threading import Event, Lock, Thread
 from typing import Any, Final, Protocol
 
 from monitor.coordinator.store.protocol import LocalStore
-from monitor.dynamic.consensus import Agreement, Store, own_connection, talk
-from monitor.dynamic.step_boundary import ASKED_PER_SECOND, Boundary, Horizon, Pace
+from monitor.dynamic.consensus import ConsensusProtocol, ConsensusStore, own_connection, run_routine
+from monitor.dynamic.step_boundary import ASKED_PER_SECOND, PollingIntervals, StepBoundary, StepLookahead
 from monitor.failures import LOGGER, Failures
 
 LONGEST_PAUSE_S: Final = 300.0
 SAY_AFTER_S: Final = 30.0
-"""How long something may be amiss before it is said: ranks neither start nor end in the same moment."""
+"""How long an error may last before it is reported: ranks do not start or end at the same moment."""
 
 JOIN_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobConnection:
     """How a rank reaches the others.
 
     Attributes:
-        store: The process group's store; None for a process of its own.
-        prefix: Of our keys. No other run may have it, and no other recording of this one: the run's job id.
-        alive: Whether the process group still stands. Once it does not, the store is left alone and let go of.
-        asked_per_second: How often all ranks together may ask the store.
+        store: The process group's store; None for a single process.
+        prefix: Prefix of the monitor's keys, the run's job id. No other run or recording may use it.
+        alive: Whether the process group still exists. Once it does not, the store is not used any more and is released.
+        asked_per_second: How many requests a second all ranks together may send to the store.
     """
 
     rank: int = 0
@@ -39,26 +39,26 @@ class Job:
     asked_per_second: float = ASKED_PER_SECOND
 
 
-class Agreeing(Protocol):
-    """Carries out one rank's part of an agreement."""
+class Participant(Protocol):
+    """Runs one rank's part of the consensus protocol."""
 
     def start(self, timeout_s: float) -> bool:
-        """Begin; whether it was settled within ``timeout_s`` what training begins with."""
+        """Begin. Returns whether the ranks agreed within ``timeout_s`` on what training begins with."""
 
     def wake(self) -> None:
-        """There is a wish. Never waits for a store of other ranks."""
+        """There is a pending proposal. Never waits for a store that other ranks use."""
 
     def stop(self) -> None:
-        """End, within about a second; a call of the store that hangs is left behind."""
+        """End within about a second; a store call that hangs is abandoned."""
 
     def retire(self) -> None:
         """End after the next turn. Takes no lock."""
 
 
-class Alone:
-    """A process without others: what is wished for is agreed on at once, by whoever wishes."""
+class SingleProcess:
+    """A process without other ranks: a proposal is agreed on at once, on the thread that proposes."""
 
-    def __init__(self, agreement: Agreement[Any]) -> None:
+    def __init__(self, agreement: ConsensusProtocol[Any]) -> None:
         self._agreement = agreement
         self._store = LocalStore()
         self._lock = Lock()
@@ -69,23 +69,29 @@ class Alone:
 
     def wake(self) -> None:
         with self._lock:
-            talk(self._agreement.poll(), self._store, "")
+            run_routine(self._agreement.poll(), self._store, "")
 
     def stop(self) -> None: ...
 
     def retire(self) -> None: ...
 
 
-class AmongOthers:
-    """A daemon thread that talks to the store over a connection of its own. Nobody ever waits for it without a bound."""
+class StoreParticipant:
+    """A daemon thread that talks to the store over a connection of its own. Every wait for it has a timeout."""
 
     def __init__(
-        self, agreement: Agreement[Any], boundary: Boundary[Any], horizon: Horizon, pace: Pace, job: Job, failures: Failures
+        self,
+        agreement: ConsensusProtocol[Any],
+        boundary: StepBoundary[Any],
+        horizon: StepLookahead,
+        pace: PollingIntervals,
+        job: JobConnection,
+        failures: Failures,
     ) -> None:
         self._agreement, self._boundary, self._horizon, self._pace = agreement, boundary, horizon, pace
         self._prefix, self._alive, self._failures = job.prefix, job.alive, failures
         self._job_store: Any = job.store
-        self._connection: Store | None = None
+        self._connection: ConsensusStore | None = None
         self._failing_since: float | None = None
         self._held_up_since: float | None = None
         self._pause_s = pace.idle
@@ -118,39 +124,39 @@ class AmongOthers:
         except Exception as error:
             self._failures.report("agreeing with the other ranks", error, "This rank keeps its configuration.")
         finally:
-            self._connection = self._job_store = None  # a FileStore's file goes with the last who holds it
+            self._connection = self._job_store = None  # a FileStore's file is deleted with its last reference
 
     def _turn(self) -> None:
         self._horizon.saw(time.monotonic(), self._boundary.step)
         try:
-            talk(self._agreement.poll(), self._connected(), self._prefix)
+            run_routine(self._agreement.poll(), self._connected(), self._prefix)
         except Exception as error:
             self._failed(error)
         else:
             self._failing_since = None
             self._pause_s = self._pace.idle
             self._joined.set()
-            self._say_who_is_missing()
+            self._warn_of_missing_ranks()
 
-    def _connected(self) -> Store:
-        """The job's own store is asked for a connection once; a lost one is replaced by asking that."""
+    def _connected(self) -> ConsensusStore:
+        """The first connection is made from the job's store; a lost one is replaced from the connection before."""
         if self._connection is None:
             self._connection = own_connection(self._job_store)
-            self._job_store = self._connection  # training's would be kept alive by us
+            self._job_store = self._connection  # a reference would keep training's store alive
         return self._connection
 
     def _failed(self, error: Exception) -> None:
-        """Try again, less and less often. The other side may only be ending a little earlier than this one."""
+        """Retry with increasing pauses. The store's process may only have ended a little earlier than this one."""
         now = time.monotonic()
         self._connection = None
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         if self._failing_since is None:
             self._failing_since = now
         if (now - self._failing_since >= SAY_AFTER_S or self._agreement.open) and self._alive():
-            advice = "This rank keeps its configuration until it can ask the others again."
+            advice = "This rank keeps its configuration until it can reach the store again."
             self._failures.report("asking the job's store", error, advice)
 
-    def _say_who_is_missing(self) -> None:
+    def _warn_of_missing_ranks(self) -> None:
         now = time.monotonic()
         if self._agreement.missing <= 0:
             self._held_up_since = None
@@ -171,6 +177,6 @@ class AmongOthers:
         if self._connection is None or not self._alive():
             return
         try:
-            talk(self._agreement.leave(), self._connection, self._prefix)
+            run_routine(self._agreement.leave(), self._connection, self._prefix)
         except Exception as error:
             LOGGER.debug("the store was gone before this rank: %r", error)

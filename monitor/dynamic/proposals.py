@@ -1,4 +1,4 @@
-"""What a rank proposes to all: another configuration from some step on, or some fields of it for some steps."""
+"""Proposed configuration changes: the proposal, the queue of this rank's pending ones, and the timeline of agreed ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RETURN: Final = "return"
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A change that is to be agreed on.
+    """A change of the configuration that the ranks have to agree on.
 
     Attributes:
-        origin: What it came from, ``FROM_FILE`` or ``FROM_ALERT``. A rank has at most one wish of each origin.
-        rank: Whose wish it is.
-        fields: All fields of the configuration or, where ``steps`` are given, those that change.
-        steps: For how many steps; None: until the next change.
+        origin: ``FROM_FILE`` or ``FROM_ALERT``. A rank has at most one pending proposal of each origin.
+        rank: The proposing rank.
+        fields: All fields of the configuration or, if ``steps`` is given, only the fields that change.
+        steps: The number of steps that the change lasts; None: until the next change.
     """
 
     origin: str
@@ -35,31 +35,31 @@ class Proposal:
     fields: Fields
     steps: int | None = None
 
-    def spelled(self) -> str:
+    def serialized(self) -> str:
         """One line of ASCII, never empty."""
         return json.dumps({"origin": self.origin, "rank": self.rank, "fields": self.fields, "steps": self.steps})
 
     @classmethod
-    def parse(cls, spelled: str) -> Proposal:
-        return cls(**json.loads(spelled))
+    def parse(cls, text: str) -> Proposal:
+        return cls(**json.loads(text))
 
-    def asks_what(self, other: Proposal) -> bool:
-        """Whether it wants the same, whosever wish it is."""
+    def is_same_change(self, other: Proposal) -> bool:
+        """Equality that ignores the proposing rank."""
         return (self.origin, self.fields, self.steps) == (other.origin, other.fields, other.steps)
 
     def over(self, base: Fields) -> Fields:
-        """The whole configuration that it asks for, where ``base`` is the one in force."""
+        """All fields of the proposed configuration, where ``base`` is the one in force."""
         return self.fields if self.steps is None else {**base, **self.fields}
 
 
 @dataclass(frozen=True, slots=True)
 class Switch(Generic[C]):
-    """From a step on, a configuration holds.
+    """A configuration comes into force at a step.
 
     Attributes:
-        from_step: The step that was agreed on, the same on all ranks.
-        number: Of the agreement, the same on all ranks; 0 for the configuration that training begins with.
-        origin: ``FROM_START``, ``FROM_FILE``, ``FROM_ALERT``, or ``RETURN`` where the steps asked for are over.
+        from_step: The agreed step, the same on all ranks.
+        number: The agreement's number, the same on all ranks; 0 for the configuration that training begins with.
+        origin: ``FROM_START``, ``FROM_FILE``, ``FROM_ALERT``, or ``RETURN`` at the end of a change for some steps.
     """
 
     from_step: int
@@ -68,18 +68,17 @@ class Switch(Generic[C]):
     origin: str
 
 
-# --- The course of configurations: what each agreement makes of those before. It goes by the agreements alone, in their
-# order, so it is the same on all ranks.
+# --- The timeline of configurations. It depends only on the agreements and their order, so it is the same on all ranks.
 
 
-class Course(Generic[C]):
-    """Where the agreements so far lead.
+class ConfigTimeline(Generic[C]):
+    """The configurations that result from the agreements so far.
 
     Args:
-        prepare: Makes a configuration of its fields; raises where this rank cannot use it.
+        prepare: Makes a configuration from its fields; raises if this rank cannot use it.
 
     Attributes:
-        base: The fields that hold until the next change, without what holds for some steps only.
+        base: The fields in force until the next change, without changes that last for some steps only.
     """
 
     def __init__(self, base: Fields, prepare: Callable[[Fields], C]) -> None:
@@ -87,13 +86,11 @@ class Course(Generic[C]):
         self._prepare = prepare
 
     def prepared(self, proposal: Proposal) -> C:
-        """The configuration that ``proposal`` leads to. Raises what ``prepare`` raises."""
+        """The configuration that results from ``proposal``. Raises what ``prepare`` raises."""
         return self._prepare(proposal.over(self.base))
 
     def after(self, number: int, from_step: int, proposal: Proposal, config: C) -> list[Switch[C]]:
-        """What agreement ``number`` on ``proposal`` brings, in the order of steps. It replaces all that was to come from
-        ``from_step`` on.
-        """
+        """The switches of agreement ``number``, in the order of steps. They replace all switches from ``from_step`` on."""
         switches = [Switch(from_step, config, number, proposal.origin)]
         if proposal.steps is None:
             self.base = proposal.fields
@@ -102,53 +99,53 @@ class Course(Generic[C]):
         return switches
 
 
-# --- What a rank wants to be agreed on and is not yet.
+# --- Pending proposals of this rank.
 
 MOST_ATTEMPTS: Final = 5
 
 
 @dataclass(slots=True)
-class _Wish:
+class _PendingProposal:
     proposal: Proposal
     attempts: int = 0
     not_before: float = 0.0
 
 
-class Wishes:
-    """At most one wish of each origin; a later one replaces it. Safe across threads.
+class ProposalQueue:
+    """At most one pending proposal of each origin; a later one replaces it. Safe across threads.
 
     Args:
-        retry_s: After a proposal that was aborted, how long until it is made again; twice as long after each further one.
+        retry_s: How long until an aborted proposal is made again; the time doubles after each further abort.
     """
 
     def __init__(self, retry_s: float) -> None:
         self._lock = Lock()
         self._retry_s = retry_s
-        self._wished: dict[str, _Wish] = {}
+        self._pending: dict[str, _PendingProposal] = {}
 
     def ask(self, proposal: Proposal) -> None:
         with self._lock:
-            self._wished[proposal.origin] = _Wish(proposal)
+            self._pending[proposal.origin] = _PendingProposal(proposal)
 
     def due(self, now: float) -> Proposal | None:
         """The next to propose. ``now`` is in seconds."""
         with self._lock:
-            return next((wish.proposal for wish in self._wished.values() if wish.not_before <= now), None)
+            return next((one.proposal for one in self._pending.values() if one.not_before <= now), None)
 
-    def granted(self, proposal: Proposal) -> None:
-        """``proposal`` was agreed on, whosever it was."""
+    def accepted(self, proposal: Proposal) -> None:
+        """The ranks agreed on ``proposal``, of this rank or another."""
         with self._lock:
-            self._wished = {origin: wish for origin, wish in self._wished.items() if not wish.proposal.asks_what(proposal)}
+            self._pending = {origin: one for origin, one in self._pending.items() if not one.proposal.is_same_change(proposal)}
 
-    def denied(self, proposal: Proposal, now: float, *, for_good: bool = False) -> bool:
-        """``proposal`` was not agreed on; whether that ends a wish of this rank, which otherwise comes up again."""
+    def rejected(self, proposal: Proposal, now: float, *, for_good: bool = False) -> bool:
+        """``proposal`` was aborted or refused. Returns whether this rank drops its proposal instead of retrying it."""
         with self._lock:
-            wish = self._wished.get(proposal.origin)
-            if wish is None or wish.proposal != proposal:
+            pending = self._pending.get(proposal.origin)
+            if pending is None or pending.proposal != proposal:
                 return False
-            wish.attempts += 1
-            if not for_good and wish.attempts < MOST_ATTEMPTS:
-                wish.not_before = now + self._retry_s * 2 ** (wish.attempts - 1)
+            pending.attempts += 1
+            if not for_good and pending.attempts < MOST_ATTEMPTS:
+                pending.not_before = now + self._retry_s * 2 ** (pending.attempts - 1)
                 return False
-            del self._wished[proposal.origin]
+            del self._pending[proposal.origin]
             return True

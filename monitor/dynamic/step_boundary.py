@@ -1,8 +1,8 @@
-"""Where training and agreement meet: the boundary between two steps.
+"""The boundary between two steps, where the training thread and the consensus thread meet.
 
-The training thread says which step it is about to begin and reads one number, the *gate*: the first step that needs a second
-look, because a switch is due or because this rank has promised not to begin it undecided. The other side moves the gate. Both
-sides write before they read, so that of a promise made while training moves on at least one of them learns.
+The training thread announces the step that it is about to begin and reads one number, the *gate*: the first step that needs a
+closer look, because a switch is due or because this rank has promised not to begin it undecided. The consensus thread moves
+the gate. Both threads write before they read: if a promise is made while training steps, at least one of them notices.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from typing import Final, Generic
 
 from monitor.dynamic.proposals import FROM_START, C, Switch
 
-# --- How often a rank asks the store, how far ahead it promises, and how long it may wait.
+# --- Polling intervals, the lookahead of promises, and timeouts.
 
 ASKED_PER_SECOND: Final = 2_000
-"""Questions a second that the store of a job should have to answer for our sake, whatever the number of ranks. For one that is
-served by native code.
-"""
+"""Requests a second that the monitor may send to a job's store, whatever the number of ranks. For a store in native code."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PollingIntervals:
     """Times in seconds.
 
     Attributes:
-        idle: Between two questions while nothing is being agreed on.
-        open: The same while something is.
+        idle: Between two requests while no proposal is open.
+        open: The same while a proposal is open.
         waiting: The same while training waits.
-        patience: How long training waits for a decision before its rank calls the proposal off.
-        bound: How long it waits in all, the answer of the store included. Longer no rank waits for one proposal.
+        patience: How long training waits for a decision before its rank aborts the proposal.
+        bound: Timeout of the whole wait for one proposal, the store's answer included.
     """
 
     idle: float
@@ -45,26 +43,26 @@ class Pace:
     bound: float
 
     @classmethod
-    def alone(cls) -> Pace:
-        """Where nobody has to be asked."""
+    def alone(cls) -> PollingIntervals:
+        """For a single process."""
         return cls(0.0, 0.0, 0.0, patience=1.0, bound=2.0)
 
     @classmethod
-    def of(cls, world: int, asked_per_second: float = ASKED_PER_SECOND) -> Pace:
-        """For a job of ``world`` ranks, and a store that may be asked so often by all of them together."""
+    def of(cls, world: int, asked_per_second: float = ASKED_PER_SECOND) -> PollingIntervals:
+        """For a job of ``world`` ranks, which together may send the store so many requests a second."""
         least = world / asked_per_second
         idle = max(1.0, least)
         return cls(idle, max(0.05, least), max(0.01, least), patience=2 * idle, bound=4 * idle)
 
 
-class Horizon:
-    """How many steps ahead of training a promise should lie, so that it is usually settled before training gets there.
+class StepLookahead:
+    """How many steps ahead of training a promise should lie, so that it is usually decided before training gets there.
 
-    Until it is, every other rank has to find the proposal and this one the decision. Counted in steps of training as it has
-    been going, seen from outside: training itself measures nothing.
+    By then every other rank has to find the proposal, and this rank the decision. The consensus thread observes the speed of
+    training; the training thread measures nothing.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: PollingIntervals) -> None:
         self._ahead_s = 1.5 * (pace.idle + pace.open)
         self._seen: deque[tuple[float, int]] = deque(maxlen=16)
 
@@ -73,11 +71,11 @@ class Horizon:
         self._seen.append((now, step))
 
     def steps(self) -> int:
-        """At least 1. While training has not been seen to step, little: better to wait once than to begin late."""
+        """At least 1, and 1 before training was seen to step: better to wait once than to begin late."""
         return max(1, math.ceil(self._ahead_s * self._steps_per_second()))
 
     def _steps_per_second(self) -> float:
-        """The faster of the latest speed and the one over all that is remembered."""
+        """The faster of the latest speed and the speed over all remembered observations."""
         if len(self._seen) < 2:
             return 0.0
         last = self._seen[-1]
@@ -92,28 +90,28 @@ def _speed(one: tuple[float, int], other: tuple[float, int]) -> float:
 NEVER: Final = sys.maxsize
 SLICE_S: Final = 0.002
 MOST_OF_A_SLICE_S: Final = 0.1
-"""A process that was stopped and resumed finds that a moment has taken minutes. They do not count as waiting: nobody looked for
-the decision meanwhile.
+"""The most that one sleep counts. After a process was stopped and resumed, a sleep seems to have taken minutes. They do not
+count as waiting: no thread looked for the decision meanwhile.
 """
 
 
-class Boundary(Generic[C]):
-    """Of one rank. ``begin`` is the training thread's; the rest is for the other side, except where it says so.
+class StepBoundary(Generic[C]):
+    """The step boundary of one rank. The training thread calls ``begin``, and methods marked so; others call the rest.
 
     Args:
         first_step: The first step that training will begin.
         wake: Called when training has to wait. Must not wait itself.
 
     Attributes:
-        step: The step that training has announced last: it is about to begin it, or has.
-        gate: See above.
+        step: The last step that training announced: it is about to begin, or has begun.
+        gate: See the module.
         promised: The first step that this rank has promised not to begin undecided; None: no promise is open.
-        undecided_since: The step at which waiting was given up, as long as the decision is not known; else None.
-        called_off: Training has waited long enough: the proposal is to be aborted.
-        waiting: Training waits now.
+        undecided_since: The step at which the wait timed out, as long as the decision is not known; else None.
+        called_off: Training has waited ``patience``: the proposal is to be aborted.
+        waiting: Whether training waits now.
     """
 
-    def __init__(self, first_step: int, pace: Pace, wake: Callable[[], None]) -> None:
+    def __init__(self, first_step: int, pace: PollingIntervals, wake: Callable[[], None]) -> None:
         self.step = first_step - 1
         self.gate = NEVER
         self.promised: int | None = None
@@ -125,13 +123,13 @@ class Boundary(Generic[C]):
         self._to_come: list[Switch[C]] = []
         self._origin = FROM_START
         self._latest = first_step - 1
-        # Held for moments, never while a store is asked. A signal handler may find its own thread in here.
+        # Held briefly, never during a request. Reentrant: a signal handler may interrupt its own thread in here.
         self._lock = RLock()
 
     def begin(self, step: int) -> list[Switch[C]]:
-        """About to begin ``step``, which is after all before: what is due, in order; the last one holds from here on.
+        """Announce ``step`` and return the switches that are due, in order; the last one is in force from here on.
 
-        Waits for a decision where one was promised to be there, at most ``Pace.bound``.
+        Steps ascend. Waits for a decision if a promise is open, at most ``PollingIntervals.bound`` seconds.
         """
         self.step = step
         if step < self.gate:
@@ -140,7 +138,7 @@ class Boundary(Generic[C]):
         return self.due(step)
 
     def undecided(self, step: int) -> bool:
-        """Training thread: whether ``step`` was promised not to begin yet."""
+        """Training thread: whether a promise forbids beginning ``step`` yet."""
         promised = self.promised
         return promised is not None and step >= promised
 
@@ -158,7 +156,7 @@ class Boundary(Generic[C]):
                 self._promise(None)
 
     def due(self, step: int) -> list[Switch[C]]:
-        """Training thread: the switches that are due at ``step``; several where this rank has learned of them late."""
+        """Training thread: the switches that are due at ``step``; several if this rank learned of them late."""
         with self._lock:
             past = [one for one in self._to_come if one.from_step <= step]
             self._to_come = self._to_come[len(past) :]
@@ -167,32 +165,32 @@ class Boundary(Generic[C]):
         return past
 
     def expects(self, origin: str) -> bool:
-        """Any thread: whether what holds came from ``origin``, or something of it is to come."""
+        """Any thread: whether the configuration in force, or a coming switch, came from ``origin``."""
         with self._lock:
             return self._origin == origin or any(one.origin == origin for one in self._to_come)
 
     def ahead(self, steps: int) -> int:
-        """The step so many from here, or later: not before the latest that was agreed on, which it may replace."""
+        """The step that many ahead, but not before the latest agreed step, which it may replace."""
         return max(self.step + steps, self._latest)
 
     def promise(self, step: int) -> None:
-        """Promise not to begin ``step`` undecided. It stands once ``kept`` has said so."""
+        """Promise not to begin ``step`` undecided. The promise is valid once ``kept`` returns True."""
         with self._lock:
             self._promise(step)
 
     def kept(self, promised: int) -> bool:
-        """Whether training had not begun ``promised`` when the gate was set there, and so will find it."""
+        """Whether training had not begun ``promised`` when the gate was set, and so will stop there."""
         return self.step < promised
 
     def decide(self, switches: Sequence[Switch[C]] = ()) -> None:
-        """The open proposal was decided: these come, in place of all later ones; none if it was aborted."""
+        """The open proposal was decided. ``switches`` replace all later ones; empty if it was aborted."""
         with self._lock:
             self.called_off = False
             self.undecided_since = None
             if switches:
                 self._latest = switches[0].from_step
                 self._to_come = [one for one in self._to_come if one.from_step < self._latest] + list(switches)
-            # Last: training reads the gate without the lock, and is never to find it beyond a switch that is known.
+            # Last: training reads the gate without the lock, and must never find it beyond a known switch.
             self._promise(None)
 
     def _wait_for_decision(self, step: int) -> None:
@@ -220,7 +218,7 @@ class Boundary(Generic[C]):
 
 
 def _slept(seconds: float) -> float:
-    """Sleep, and return how long that was, as far as it counts."""
+    """Sleep, and return the duration, at most ``MOST_OF_A_SLICE_S``."""
     before = time.monotonic()
     time.sleep(seconds)
     return min(time.monotonic() - before, MOST_OF_A_SLICE_S)

@@ -19,7 +19,7 @@ from monitor.coordinator.manifest_format import (
     ManifestError,
     ManifestRecord,
     Natural,
-    Record,
+    StrictRecord,
     parsed,
     read_manifest,
 )
@@ -226,7 +226,7 @@ def _ended(runs: Sequence[RankRun]) -> list[RankRun]:
     ]
 
 
-class _UsedConfig(Record):
+class _UsedConfig(StrictRecord):
     """What the merge reads of the configuration that a rank used."""
 
     module_ranks: list[Natural] = Field(default_factory=list)

@@ -17,7 +17,7 @@ from monitor.mindspore.process_group import initialized, is_settled
 from monitor.mindspore.recorder import HOST, Recorder
 from monitor.mindspore.tensors import computing, dtype_name
 from monitor.recording import collectives as capture
-from monitor.recording.collectives import CallRows, Labels, NamedGroup
+from monitor.recording.collectives import CallRows, CollectiveCall, Labels, NamedGroup
 from monitor.recording.recorder import Device, LateRows
 from monitor.stats.mindspore.tensors import has_data, on_host
 

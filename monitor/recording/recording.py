@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from monitor.config import MonitorConfig
-from monitor.coordinator.manifest_format import Watched
-from monitor.dynamic import Job
+from monitor.coordinator.manifest_format import RecordedModel
+from monitor.dynamic import JobConnection
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
@@ -58,7 +58,7 @@ class Recording:
         backend: RecordingBackend,
         start_step: int = 0,
         listening: Mapping[str, WatcherFactory] = MappingProxyType({}),
-        watched: Watched | None = None,
+        watched: RecordedModel | None = None,
     ) -> None:
         self._backend = backend
         self.series = SeriesTable()
@@ -119,12 +119,12 @@ class Recording:
         """Number of steps that were scheduled for collection so far."""
         return self.attachment.collected
 
-    def job(self) -> Job:
+    def job(self) -> JobConnection:
         """The job for dynamic monitoring: how this rank reaches the others."""
         here = self._where()
         name = self._ordinal if self._watched is None else self._watched.key
         identity = identity_of(here, name, self._failures) if self.run is None else self.run.identity
-        return Job(
+        return JobConnection(
             here.rank,
             here.world_size,
             here.store,

@@ -15,15 +15,15 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from monitor.anomalies.alerts import Alarm, Alerts
-from monitor.anomalies.event_files import EventFiles, OnlyEnd
+from monitor.anomalies.event_files import EndOnlyListener, EventFiles
 from monitor.anomalies.rules import RULES
-from monitor.anomalies.scanner import Listener, Scanner
+from monitor.anomalies.scanner import FindingListener, Scanner
 from monitor.config import MonitorConfig
-from monitor.coordinator.identity import JobIdentity, Store, agree
+from monitor.coordinator.identity import IdentityStore, JobIdentity, agree
 from monitor.coordinator.manifest import Manifest, RankFacts
-from monitor.coordinator.manifest_format import Watched
-from monitor.coordinator.output import prepare, set_aside
-from monitor.coordinator.rank_directory import home
+from monitor.coordinator.manifest_format import RecordedModel
+from monitor.coordinator.output import prepare, rotate_stale_output
+from monitor.coordinator.rank_directory import resolve_rank_directory
 from monitor.failures import Failures
 from monitor.pipeline.pipeline import Pipeline
 from monitor.pipeline.process import PROCESS
@@ -49,7 +49,7 @@ class ProcessTopology:
     rank: int = 0
     world_size: int = 1
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    store: Store | None = None
+    store: IdentityStore | None = None
     chunks: int = 1
 
 
@@ -74,7 +74,7 @@ class Run:
         versions: Mapping[str, str],
         failures: Failures,
         listening: Mapping[str, Watcher] = MappingProxyType({}),
-        watched: Watched | None = None,
+        watched: RecordedModel | None = None,
     ) -> None:
         """Agree with the other ranks on the name of the run, and prepare its directory.
 
@@ -91,9 +91,9 @@ class Run:
         self.identity = identity_of(place, ordinal if watched is None else watched.key, failures)
         self.base = prepare(base)
         for name in LEFT_BY_EARLIER_RUNS:
-            set_aside(self.base, name, (self.identity if beside is None else beside.identity).of_launch())
+            rotate_stale_output(self.base, name, (self.identity if beside is None else beside.identity).of_launch())
         span, formats = config.append_output, config.formats
-        mine = home(self.base, place.rank, self.identity.timestamp, ordinal, span, formats, failures, watched)
+        mine = resolve_rank_directory(self.base, place.rank, self.identity.timestamp, ordinal, span, formats, failures, watched)
         self.directory = mine.directory
         self.resumes_after = mine.earlier.timeline.newest
         self._listener: weakref.WeakMethod[Callable[[], object]] | None = None
@@ -115,7 +115,7 @@ class Run:
             ordinal,
             watched,
         )
-        self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.claim)
+        self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
         self.pipeline: Pipeline[Sealed] = Pipeline(
             self._sinks_for(config),
             self.manifest,
@@ -172,7 +172,7 @@ class Run:
         """The alert rules, if there are any. Alerts precede files, so that a hanging disk delays no alert."""
         if not config.alert.rules:
             self._scanner = None
-            return {"the event files": Scanner((), (OnlyEnd(self._events),))} if self._events is not None else {}
+            return {"the event files": Scanner((), (EndOnlyListener(self._events),))} if self._events is not None else {}
         if self._scanner is None or (config.alert, config.on_alert) != (self._config.alert, self._config.on_alert):
             self._scanner = self._scanner_for(config)
         self._config = config
@@ -183,7 +183,7 @@ class Run:
         if config.alert.dump and self._events is None:
             self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
         files = self._events if config.alert.dump else None
-        listeners: list[Listener] = [Alerts(self._facts.rank, self._series, files.folder if files else None)]
+        listeners: list[FindingListener] = [Alerts(self._facts.rank, self._series, files.folder if files else None)]
         if config.on_alert is not None:
             listeners.append(Alarm(weakref.WeakMethod(self._alerted)))  # the writer thread must not keep the run
         return Scanner(rules, [*listeners, files] if files else listeners)

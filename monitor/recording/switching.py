@@ -12,7 +12,7 @@ from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
 from monitor.coordinator.manifest import MOST_CONFIGURATIONS
 from monitor.coordinator.manifest_format import ConfigurationRecord
-from monitor.dynamic import FROM_ALERT, RETURN, Control, Job, Journal, Switch
+from monitor.dynamic import FROM_ALERT, RETURN, ConfigJournal, Controller, JobConnection, Switch
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
 from monitor.recording.run import Run
@@ -25,7 +25,7 @@ ApplyConfig = Callable[[MonitorConfig, Schedule, int], None]
 class ConfigTarget(Protocol):
     """The recording that a configuration is applied to."""
 
-    def job(self) -> Job:
+    def job(self) -> JobConnection:
         """The job: how this rank reaches the others."""
 
     def apply_config(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
@@ -54,7 +54,7 @@ class ConfigSwitcher:
         self._switched = switched
         self._failures = failures
         self._journal = _PendingJournal()
-        self._control: Control | None = None
+        self._control: Controller | None = None
         self._schedule = Schedule.counted_from(0, self.config)
         self._on = self._ended = False
         self._suspended: tuple[Schedule, int] | None = None
@@ -89,7 +89,7 @@ class ConfigSwitcher:
             self._apply_config(self.config.model_copy(update={"dynamic_on": False}), self._schedule, 0)
 
     def _begin(self, step: int) -> None:
-        control = Control(self._path, self._first, self._switched.job(), self._failures, step, accept_running)
+        control = Controller(self._path, self._first, self._switched.job(), self._failures, step, accept_running)
         self._control = control
         weakref.finalize(self, control.retire).atexit = False  # at exit it is closed, within bounds
         control.start(self._journal)
@@ -129,9 +129,9 @@ class _PendingJournal:
     def __init__(self) -> None:
         self._kept: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
         self._undecided_since: int | None = None
-        self._manifest: Journal | None = None
+        self._manifest: ConfigJournal | None = None
 
-    def attach_manifest(self, manifest: Journal) -> None:
+    def attach_manifest(self, manifest: ConfigJournal) -> None:
         """Write all kept and future entries to ``manifest``. Training thread only."""
         self._manifest = manifest
         manifest.undecided(self._undecided_since)
@@ -139,14 +139,14 @@ class _PendingJournal:
             manifest.configured(self._kept.popleft())
 
     def configured(self, record: ConfigurationRecord) -> None:
-        """See ``Journal``."""
+        """See ``ConfigJournal``."""
         if self._manifest is not None:
             self._manifest.configured(record)
         else:
             self._kept.append(record)
 
     def undecided(self, since: int | None) -> None:
-        """See ``Journal``."""
+        """See ``ConfigJournal``."""
         self._undecided_since = since
         if self._manifest is not None:
             self._manifest.undecided(since)

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Self
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import is_dynamic
 from monitor.config.model import CcDistribution
-from monitor.coordinator.manifest_format import RECORDINGS, Watched
+from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
-from monitor.coordinator.ownership import Ownership, nobody_monitored
+from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.attachment_spec import AttachmentSpec
 from monitor.recording.backend import Framework, RecordingBackend
@@ -178,7 +178,7 @@ class TrainerMon:
         elif watched is not None:
             self._begin(watch, groups, start, watched, watch_of)
 
-    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> Watched:
+    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> RecordedModel:
         find = self._failures.guarded("telling this model from others", role_of)
         role = find(framework, self._backend, *groups, self._process_group) or framework.name
         return RECORDINGS.begin(role, names_of(framework, self._backend))
@@ -215,7 +215,7 @@ class TrainerMon:
         watch: AttachmentSpec,
         groups: tuple[Any, Any],
         start: int,
-        watched: Watched,
+        watched: RecordedModel,
         watch_of: SpecOf,
     ) -> None:
         names = self._names(watch)
@@ -397,7 +397,7 @@ class TrainerMon:
         return Ownership(here.rank, here.world_size, module_ranks, dp, tp, pp, staged)
 
     def _warn_if_none_monitored(self, ownership: Ownership) -> None:
-        warning = nobody_monitored(self._config.module_ranks, ownership.world_size)
+        warning = no_rank_monitored(self._config.module_ranks, ownership.world_size)
         if warning is not None and ownership.rank == 0:
             LOGGER.warning("%s", warning)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
+from monitor.recording.run import ProcessTopology
 from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.step import Number, Tokens
 

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "sinks"))
 from sink_rows import Measured, Rank
 
 from monitor.anomalies.rules import RULES
-from monitor.anomalies.scanner import Findings, Scanner, earliest
+from monitor.anomalies.scanner import Scanner, StepFindings, earliest
 from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import RankFacts
 from monitor.stats.rows import StepRows
@@ -43,12 +43,12 @@ class Watched:
 
     def __init__(self, *rules: tuple[str, float | None], listeners: Sequence[Any] = ()) -> None:
         self.rank = Rank(Path())
-        self.findings: list[Findings] = []
+        self.findings: list[StepFindings] = []
         made = [RULES[name](threshold=threshold) for name, threshold in rules]
         self.scanner = Scanner(made, [self, *listeners])
         self._step = 0
 
-    def judged(self, findings: Findings) -> None:
+    def judged(self, findings: StepFindings) -> None:
         self.findings.append(findings)
 
     def not_judged(self, step: int, reason: str) -> None: ...

@@ -10,7 +10,7 @@ from sink_rows import Measured
 
 from monitor.anomalies.alerts import Alerts
 
-UNRANKED = ' It may come from another tensor or rank: with "dump": true in "alert", trainermon rank-anomalies finds the first.'
+UNRANKED = ' It may come from another tensor or rank: set "dump": true in "alert"; trainermon rank-anomalies finds the first.'
 
 
 class Clock:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rule_parts import Watched, said
 from sink_rows import Measured
 
-from monitor.anomalies.scanner import Aligned
+from monitor.anomalies.scanner import RowStates
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.rows import KindRows
 
@@ -24,7 +24,7 @@ def rows_of(keys: list[Key]) -> KindRows:
 
 @given(st.lists(st.lists(KEYS, unique=True, max_size=8), max_size=8))
 def test_each_row_finds_what_was_left_with_it_whatever_rows_there_were_between(steps: list[list[Key]]) -> None:
-    aligned, expected = Aligned(2), {}
+    aligned, expected = RowStates(2), {}
     for keys in steps:
         numbers = aligned.with_rows(rows_of(keys))
         assert numbers.T.tolist() == [expected.get(key, [0.0, 0.0]) for key in keys]
@@ -35,7 +35,7 @@ def test_each_row_finds_what_was_left_with_it_whatever_rows_there_were_between(s
 
 
 def test_the_same_rows_again_are_the_same_memory() -> None:
-    aligned, rows = Aligned(1), rows_of([(0, -1), (3, 0)])
+    aligned, rows = RowStates(1), rows_of([(0, -1), (3, 0)])
     assert np.shares_memory(aligned.with_rows(rows), aligned.with_rows(rows_of([(0, -1), (3, 0)])))
 
 
@@ -77,7 +77,7 @@ def test_kinds_of_one_name_have_means_of_their_own() -> None:
 
 
 def test_rows_seen_longest_ago_are_forgotten_beyond_a_bound() -> None:
-    aligned = Aligned(1)
+    aligned = RowStates(1)
     for step in range(5):
         numbers = aligned.with_rows(rows_of([(100_000 * step + one, -1) for one in range(100_000)]))
         numbers += 1.0

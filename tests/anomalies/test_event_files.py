@@ -12,7 +12,7 @@ from rule_parts import INF, NAN, Watched, facts, read
 from sink_rows import Measured
 
 from monitor.anomalies.event_files import EventFiles
-from monitor.anomalies.events import Event, Judged
+from monitor.anomalies.events import Event, ScanSummary
 from monitor.coordinator.manifest import RankFacts
 
 FIELDS = ["rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id", "tag_name", "message", "group_mates"]
@@ -43,8 +43,8 @@ class Recorded:
     def events(self, name: str = "anomaly.json") -> dict[str, Any]:
         return read(self.folder / name)
 
-    def judged(self, name: str = "judged.json") -> Judged:
-        return Judged.model_validate_json((self.folder / name).read_bytes())
+    def judged(self, name: str = "judged.json") -> ScanSummary:
+        return ScanSummary.model_validate_json((self.folder / name).read_bytes())
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_no_draft_is_left(recorded: Recorded) -> None:
 
 
 def test_a_step_whose_events_could_not_be_kept_does_not_count_as_judged(recorded: Recorded) -> None:
-    recorded.files._spelling.series = {}
+    recorded.files._formatter.series = {}
     with pytest.raises(KeyError):
         recorded.step(a=[NAN])
     recorded.scanner.save()

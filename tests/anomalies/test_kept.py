@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 
-from monitor.anomalies.event_files import Entry, Kept
+from monitor.anomalies.event_files import EventBuffer, EventEntry
 
 
-def entries(step: int, count: int) -> list[Entry]:
-    return [Entry((step, place), "rule", b"") for place in range(count)]
+def entries(step: int, count: int) -> list[EventEntry]:
+    return [EventEntry((step, place), "rule", b"") for place in range(count)]
 
 
-def kept(*counts: int, most: int = 100, most_of_a_step: int = 20) -> Kept:
+def kept(*counts: int, most: int = 100, most_of_a_step: int = 20) -> EventBuffer:
     """After steps with so many events."""
-    found = Kept(most, most_of_a_step)
+    found = EventBuffer(most, most_of_a_step)
     for step, count in enumerate(counts):
         found.add(step, entries(step, count))
     assert len(found) == len(list(found))
     return found
 
 
-def by_step(found: Kept) -> list[int]:
+def by_step(found: EventBuffer) -> list[int]:
     """How many are kept of each step; they are its first ones."""
     places: dict[int, list[int]] = {}
     for entry in found:

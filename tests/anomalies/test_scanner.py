@@ -11,7 +11,7 @@ from rule_parts import INF, NAN, Watched, said
 from sink_rows import Measured
 
 from monitor.anomalies.rules import RULES
-from monitor.anomalies.scanner import Findings
+from monitor.anomalies.scanner import StepFindings
 from monitor.config import AlertRule, RuleArgs
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, FEATURE_KINDS
 from monitor.stats.partials import COUNT, MAX, SUM, SUMSQ, Partials
@@ -114,7 +114,7 @@ class Listening:
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def judged(self, findings: Findings) -> None:
+    def judged(self, findings: StepFindings) -> None:
         self.told.append((findings.step, len(findings)))
 
     def not_judged(self, step: int, reason: str) -> None:
@@ -151,7 +151,7 @@ def test_a_step_in_which_the_rules_fail_counts_as_not_judged() -> None:
 
 def test_a_listener_that_fails_keeps_no_other_from_being_told() -> None:
     class Failing(Listening):
-        def judged(self, findings: Findings) -> None:
+        def judged(self, findings: StepFindings) -> None:
             raise OSError(f"no line about step {findings.step}")
 
     listening = Listening()

@@ -6,7 +6,7 @@ import pytest
 from filelock import FileLock
 
 from monitor.coordinator.identity import JobIdentity
-from monitor.coordinator.output import OutputError, set_aside
+from monitor.coordinator.output import OutputError, rotate_stale_output
 
 EARLIER = JobIdentity("0" * 32, "Dec03_21-34-40")
 JOB = JobIdentity("1a2b3c4d" * 4, "Dec04_08-00-00")
@@ -16,7 +16,7 @@ RANKS = 4
 
 def run_of_a_rank(base, rank, identity=JOB):
     """What every rank does: make room, then write its own files at once."""
-    moved = set_aside(base, "anomaly_detected", identity)
+    moved = rotate_stale_output(base, "anomaly_detected", identity)
     own = base / "anomaly_detected" / f"rank{rank}"
     own.mkdir(parents=True)
     (own / "anomaly.json").write_text(identity.job_id)
@@ -29,20 +29,20 @@ def texts(directory):
 
 def test_what_an_earlier_run_left_is_renamed_and_whole(tmp_path):
     run_of_a_rank(tmp_path, 0, EARLIER)
-    moved = set_aside(tmp_path, "anomaly_detected", JOB)
+    moved = rotate_stale_output(tmp_path, "anomaly_detected", JOB)
     assert moved == tmp_path / "anomaly_detected-before-Dec04_08-00-00-1a2b3c4d"
     assert texts(moved) == {"rank0/anomaly.json": EARLIER.job_id}
     assert not (tmp_path / "anomaly_detected").exists()
 
 
 def test_nothing_left_is_nothing_renamed(tmp_path):
-    assert set_aside(tmp_path / "new", "anomaly_detected", JOB) is None
+    assert rotate_stale_output(tmp_path / "new", "anomaly_detected", JOB) is None
     assert [path.name for path in (tmp_path / "new").iterdir() if not path.name.startswith(".")] == []
 
 
 def test_a_file_is_renamed_as_a_directory_is(tmp_path):
     (tmp_path / "module_struct").write_text("old")
-    assert set_aside(tmp_path, "module_struct", JOB).read_text() == "old"
+    assert rotate_stale_output(tmp_path, "module_struct", JOB).read_text() == "old"
 
 
 def test_a_rank_that_comes_late_leaves_what_its_job_has_written(tmp_path):
@@ -60,7 +60,7 @@ def test_a_rank_that_comes_late_does_so_even_where_nothing_was_left(tmp_path):
 def test_a_late_rank_of_a_job_whose_files_were_set_aside_moves_nothing(tmp_path):
     run_of_a_rank(tmp_path, 0)
     run_of_a_rank(tmp_path, 0, LATER)
-    assert set_aside(tmp_path, "anomaly_detected", JOB) is None
+    assert rotate_stale_output(tmp_path, "anomaly_detected", JOB) is None
 
 
 def test_each_run_sets_aside_the_one_before_and_none_is_lost(tmp_path):
@@ -70,14 +70,14 @@ def test_each_run_sets_aside_the_one_before_and_none_is_lost(tmp_path):
 
 
 def test_each_name_is_set_aside_by_itself(tmp_path):
-    set_aside(tmp_path, "anomaly_detected", JOB)
+    rotate_stale_output(tmp_path, "anomaly_detected", JOB)
     (tmp_path / "module_struct").mkdir()
-    assert set_aside(tmp_path, "module_struct", JOB) is not None
+    assert rotate_stale_output(tmp_path, "module_struct", JOB) is not None
 
 
 def test_the_list_of_jobs_does_not_grow_without_end(tmp_path):
     for number in range(80):
-        set_aside(tmp_path, "module_struct", JobIdentity(f"{number:032x}", "Dec03_21-34-40"))
+        rotate_stale_output(tmp_path, "module_struct", JobIdentity(f"{number:032x}", "Dec03_21-34-40"))
     entered = (tmp_path / ".module_struct.jobs").read_text().split()
     assert entered == [f"{number:032x}" for number in range(16, 80)]
 
@@ -125,10 +125,10 @@ def test_without_locks_the_new_name_keeps_a_rank_from_moving_its_own_job(tmp_pat
 
 def test_a_lock_that_is_never_released_is_a_clear_error(tmp_path):
     with FileLock(tmp_path / ".module_struct.lock"), pytest.raises(OutputError, match=r"\.module_struct\.lock is held by"):
-        set_aside(tmp_path, "module_struct", JOB, patience_s=0.2)
+        rotate_stale_output(tmp_path, "module_struct", JOB, patience_s=0.2)
 
 
 def test_a_base_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="no output can be written to"):
-        set_aside(tmp_path / "file", "module_struct", JOB)
+        rotate_stale_output(tmp_path / "file", "module_struct", JOB)

@@ -56,7 +56,7 @@ def agreed(store, ordinal=0):
 @given(st.datetimes(min_value=datetime(1970, 1, 1)))
 def test_an_identity_reads_back_as_it_was_spelled(moment):
     identity = JobIdentity.new(moment)
-    assert JobIdentity.parse(identity.spelled()) == identity
+    assert JobIdentity.parse(identity.serialized()) == identity
 
 
 @given(st.text(max_size=60))

@@ -231,5 +231,5 @@ def test_a_rank_on_its_own_is_a_group():
 
 
 def test_manifests_of_different_groups_are_refused():
-    with pytest.raises(ValueError, match="one pipeline group, and not of 2"):
+    with pytest.raises(ValueError, match="one pipeline group, received manifests of 2"):
         PipelineOrder.of([(manifest_of(0, (0, 1)), Flow()), (manifest_of(2, (2, 3)), Flow())])

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.coordinator.ownership import Ownership, alike_over, nobody_monitored, reaches
+from monitor.coordinator.ownership import Ownership, alike_over, no_rank_monitored, reaches
 from monitor.series import KINDS, LOCAL, Placement, Shard
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -172,14 +172,14 @@ def test_a_group_that_this_rank_is_not_in_decides_nothing():
 
 
 def test_ranks_that_are_not_in_the_job_are_told_of():
-    assert nobody_monitored([9, 8], 8) == (
+    assert no_rank_monitored([9, 8], 8) == (
         "module_ranks [8, 9] names no rank of this job, whose ranks are 0 to 7: nothing will be recorded"
     )
 
 
 @pytest.mark.parametrize("module_ranks", [(), (7, 8), range(8)])
 def test_ranks_that_are_in_the_job_are_not(module_ranks):
-    assert nobody_monitored(module_ranks, 8) is None
+    assert no_rank_monitored(module_ranks, 8) is None
 
 
 class Compared(int):

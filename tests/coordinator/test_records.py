@@ -40,7 +40,7 @@ RECORD = ManifestRecord(
 
 @pytest.fixture
 def path(tmp_path):
-    (tmp_path / "manifest.json").write_bytes(RECORD.spelled())
+    (tmp_path / "manifest.json").write_bytes(RECORD.to_json())
     return tmp_path / "manifest.json"
 
 
@@ -116,7 +116,7 @@ def test_a_missing_manifest_is_named(tmp_path):
 
 
 def test_a_directory_is_no_manifest(tmp_path):
-    with pytest.raises(ManifestError, match="cannot be read: this is no regular file"):
+    with pytest.raises(ManifestError, match="cannot be read: this is not a regular file"):
         read_manifest(tmp_path)
 
 
@@ -126,10 +126,10 @@ def test_a_file_without_end_is_not_read_to_the_end(path, monkeypatch):
         read_manifest(path)
 
 
-@given(st.integers(0, len(RECORD.spelled()) - 3))
+@given(st.integers(0, len(RECORD.to_json()) - 3))
 def test_a_manifest_cut_off_anywhere_is_refused(tmp_path_factory, length):
     path = tmp_path_factory.getbasetemp() / "cut.json"
-    path.write_bytes(RECORD.spelled()[:length])
+    path.write_bytes(RECORD.to_json()[:length])
     with pytest.raises(ManifestError, match=r"Invalid JSON"):
         read_manifest(path)
 
@@ -158,7 +158,7 @@ def test_a_manifest_from_before_pipelines_were_told_of_reads_without_one(path):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=st.sampled_from(sorted(ManifestRecord.model_fields)), value=JSON)
 def test_whatever_a_field_holds_reading_gives_a_manifest_or_says_what_is_wrong(path, field, value):
-    path.write_bytes(RECORD.spelled())
+    path.write_bytes(RECORD.to_json())
     outcome = manifest_or_message(changed(path, **{field: value}))
     assert isinstance(outcome, ManifestRecord) or str(path) in outcome
 

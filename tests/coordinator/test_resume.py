@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
-from monitor.coordinator.manifest_format import ManifestRecord, Watched, read_manifest
-from monitor.coordinator.output import claim, remove_drafts, write_whole
-from monitor.coordinator.rank_directory import home
+from monitor.coordinator.manifest_format import ManifestRecord, RecordedModel, read_manifest
+from monitor.coordinator.output import lock_directory, remove_drafts, write_whole
+from monitor.coordinator.rank_directory import resolve_rank_directory
 from monitor.coordinator.resume import (
     KILLED,
     MOST_EARLIER_RUNS,
     Earlier,
     Timeline,
     directories,
-    last_word,
+    last_manifest,
     newest_step,
     preferred,
 )
@@ -118,23 +118,27 @@ class TestDirectories:
         assert [preferred(newest_first, number).name for number in range(4)] == ["0", "1", "2", "2"]
 
     def test_a_recording_finds_that_of_what_it_watches_however_many_were_begun_before(self, tmp_path):
-        watched = [Watched("torch Teacher", "a"), Watched("torch Network", "b"), Watched("torch Network", "b", number=1)]
+        watched = [
+            RecordedModel("torch Teacher", "a"),
+            RecordedModel("torch Network", "b"),
+            RecordedModel("torch Network", "b", number=1),
+        ]
         for number, one in enumerate(watched):
             Rank(tmp_path / f"{number}", recording=number, watched=one).manifest.save()
         newest_first = [tmp_path / "2", tmp_path / "1", tmp_path / "0"]
         assert [preferred(newest_first, 0, one).name for one in watched] == ["0", "1", "2"]
-        assert preferred(newest_first, 1, Watched("torch AdamW Teacher", "a")).name == "0"
+        assert preferred(newest_first, 1, RecordedModel("torch AdamW Teacher", "a")).name == "0"
 
 
 class TestClaims:
     def test_a_directory_is_claimed_once(self, tmp_path):
-        first = claim(tmp_path)
-        assert claim(tmp_path) is None
+        first = lock_directory(tmp_path)
+        assert lock_directory(tmp_path) is None
         first.release()
-        second = claim(tmp_path)
+        second = lock_directory(tmp_path)
         assert second is not None
         first.release()
-        assert claim(tmp_path) is None
+        assert lock_directory(tmp_path) is None
         second.release()
         assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +146,7 @@ class TestClaims:
         """Some locks touch their file; those files of the first process that the recovery has yet to see would look older."""
         (tmp_path / ".lock").write_text("")
         os.utime(tmp_path / ".lock", ns=(5, 5))
-        held = claim(tmp_path)
+        held = lock_directory(tmp_path)
         assert (held.before_ns, (tmp_path / ".lock").stat().st_mtime_ns) == (5, 5)
         held.begin()
         assert (tmp_path / ".lock").stat().st_mtime_ns > 5
@@ -153,33 +157,33 @@ class TestClaims:
             raise OSError(errno.ENOLCK, "no locks available")
 
         monkeypatch.setattr(fcntl, "flock", no_locks)
-        first, second = claim(tmp_path), claim(tmp_path)
+        first, second = lock_directory(tmp_path), lock_directory(tmp_path)
         for one in (first, second):
             one.release()
         assert list(tmp_path.iterdir()) == []
 
     def test_a_forked_child_neither_holds_nor_releases_it(self, tmp_path):
-        held = claim(tmp_path)
+        held = lock_directory(tmp_path)
         child = os.fork()
         if child == 0:
             held.release()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert claim(tmp_path) is None
+        assert lock_directory(tmp_path) is None
         held.release()
 
     def test_it_does_not_outlive_a_process_that_was_killed_and_tells_when_that_began(self, tmp_path):
         program = (
-            "import sys, time; from pathlib import Path; from monitor.coordinator.output import claim;"
-            "held = claim(Path(sys.argv[1])); held.begin(); print('held', flush=True); time.sleep(600)"
+            "import sys, time; from pathlib import Path; from monitor.coordinator.output import lock_directory;"
+            "held = lock_directory(Path(sys.argv[1])); held.begin(); print('held', flush=True); time.sleep(600)"
         )
         process = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         with process:
             assert process.stdout.readline() == "held\n"
             began = (tmp_path / ".lock").stat().st_mtime_ns
-            assert claim(tmp_path) is None
+            assert lock_directory(tmp_path) is None
             process.send_signal(signal.SIGKILL)
-        held = claim(tmp_path)
+        held = lock_directory(tmp_path)
         assert held.before_ns == began
         held.release()
 
@@ -240,8 +244,8 @@ class TestTimeline:
             if count:
                 written = {step for step in written if step < first} | set(range(first, first + count))
                 ever |= written
-            line = Timeline.restored(record_with(**line.told()))
-        steps = line.told()["steps"]
+            line = Timeline.restored(record_with(**line.manifest_fields()))
+        steps = line.manifest_fields()["steps"]
         assert (set(steps.written.steps()), set(steps.abandoned.steps())) == (written, ever - written)
         assert steps.written.count == len(written)
 
@@ -249,9 +253,9 @@ class TestTimeline:
         line = Timeline()
         for step in range(6):
             line.write(step, "complete")
-        line = Timeline.restored(record_with(**line.told()))
+        line = Timeline.restored(record_with(**line.manifest_fields()))
         line.correct([(4, 7)], {"csv": {4, 6}}, [7])
-        told = line.told()
+        told = line.manifest_fields()
         assert listed(told["steps"].written) == [0, 1, 2, 3, 4, 6]
         assert listed(told["dropped"][KILLED]) == [5, 7]
 
@@ -260,27 +264,27 @@ class TestTimeline:
         line = Timeline()
         for step in range(6):
             line.write(step * interval, "complete")
-        line = Timeline.restored(record_with(**line.told()))
+        line = Timeline.restored(record_with(**line.manifest_fields()))
         line.write(resumed, "complete")
         line.write(resumed + interval, "complete")
-        told = line.told()["dropped"]
+        told = line.manifest_fields()["dropped"]
         assert {cause: listed(steps) for cause, steps in told.items()} == ({KILLED: lost} if lost else {})
 
     def test_a_run_that_ended_cleanly_has_lost_nothing(self):
         line = Timeline()
         line.write(0, "complete")
-        line = Timeline.restored(record_with(**line.told(), closed=True))
+        line = Timeline.restored(record_with(**line.manifest_fields(), closed=True))
         line.write(7, "complete")
-        assert line.told()["dropped"] == {}
+        assert line.manifest_fields()["dropped"] == {}
 
     def test_a_step_that_some_sinks_of_a_killed_run_have_is_lost_to_the_others(self):
         line = Timeline()
         for step in range(3):
             line.write(step, "complete")
         line.lose(3, "hdf5", "the disk was full")
-        line = Timeline.restored(record_with(**line.told()))
+        line = Timeline.restored(record_with(**line.manifest_fields()))
         line.correct([(0, 9), (2, 4)], {"csv": {0, 1, 3, 4, 5}, "hdf5": {0, 1, 2, 5}}, [])
-        told = line.told()
+        told = line.manifest_fields()
         assert listed(told["steps"].written) == [0, 1, 5]
         assert {cause: listed(steps) for cause, steps in told["lost"]["hdf5"].items()} == {
             "the disk was full": [3],
@@ -293,11 +297,11 @@ class TestTimeline:
         line = Timeline()
         for step in range(4):
             line.write(step, "complete")
-        line = Timeline.restored(record_with(**line.told()))
+        line = Timeline.restored(record_with(**line.manifest_fields()))
         line.write(1, "complete")
-        line = Timeline.restored(record_with(**line.told()))
+        line = Timeline.restored(record_with(**line.manifest_fields()))
         line.correct([(1, 99)], {"csv": {0, 1, 2, 3}, "hdf5": {0, 1}}, [])
-        told = line.told()
+        told = line.manifest_fields()
         assert (listed(told["steps"].written), listed(told["steps"].abandoned)) == ([0, 1], [2, 3])
         assert (told["lost"], told["dropped"]) == ({}, {})
 
@@ -354,18 +358,18 @@ class TestManifest:
         assert {path.name for path in tmp_path.glob("series-*")} == {saved.series.file, saved.resumed[0].series.file}
 
     def test_closing_lets_others_have_the_directory(self, tmp_path):
-        rank = Rank(tmp_path, held=claim(tmp_path))
+        rank = Rank(tmp_path, held=lock_directory(tmp_path))
         rank.manifest.save()
-        assert claim(tmp_path) is None
+        assert lock_directory(tmp_path) is None
         rank.manifest.close()
-        held = claim(tmp_path)
+        held = lock_directory(tmp_path)
         assert held is not None
         held.release()
 
     def test_one_that_cannot_be_read_is_set_aside_and_never_lost(self, tmp_path, caplog):
         for content in ("{", "[]"):
             (tmp_path / "manifest.json").write_text(content)
-            assert last_word(tmp_path) is None
+            assert last_manifest(tmp_path) is None
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
             "manifest.json.unreadable": "{",
             "manifest.json.unreadable.2": "[]",
@@ -373,7 +377,7 @@ class TestManifest:
         assert "manifest.json is damaged" in caplog.text
 
     def test_none_is_no_earlier_run(self, tmp_path):
-        assert last_word(tmp_path) is None
+        assert last_manifest(tmp_path) is None
         assert (Earlier.of(None).runs, newest_step(None)) == ((), -1)
 
     def test_drafts_of_a_process_that_was_killed_are_removed_and_nothing_else(self, tmp_path):
@@ -386,11 +390,11 @@ class TestManifest:
 
 class TestHome:
     def settle(self, base, *span, failures=None, recording=0, formats=("csv",)):
-        return home(base, 0, "Mar01_00-00-00", recording, span, formats, failures or Failures())
+        return resolve_rank_directory(base, 0, "Mar01_00-00-00", recording, span, formats, failures or Failures())
 
     def released(self, *homes):
         for one in homes:
-            one.claim.release()
+            one.lock.release()
 
     def test_without_append_output_every_run_has_a_directory_of_its_own(self, tmp_path):
         first, second = self.settle(tmp_path), self.settle(tmp_path)
@@ -403,14 +407,14 @@ class TestHome:
         begun = self.settle(tmp_path, *WINTER)
         assert begun.directory.name.startswith("Mar01_00-00-00-rank0-")
         assert caplog.text.count("append_output") == 1
-        assert "no directory of this rank is from Dec31_23-00-00 to Jan01_01-00-00" in caplog.text
+        assert "this rank has no directory from Dec31_23-00-00 to Jan01_01-00-00" in caplog.text
         self.released(begun)
 
     def test_of_several_the_newest_is_taken_which_is_said(self, tmp_path, caplog):
         made(tmp_path, *(f"Jan01_00-00-0{second}-rank0-1a2b3c4d" for second in range(3)))
         taken = self.settle(tmp_path, *WINTER)
         assert taken.directory.name == "Jan01_00-00-02-rank0-1a2b3c4d"
-        assert "of 3 directories in the range Jan01_00-00-02-rank0-1a2b3c4d is taken" in caplog.text
+        assert "3 directories are in the range; using Jan01_00-00-02-rank0-1a2b3c4d" in caplog.text
         self.released(taken)
 
     def test_one_that_another_job_writes_to_is_left_to_it_which_is_said(self, tmp_path, caplog):
@@ -418,7 +422,7 @@ class TestHome:
         first, second = self.settle(tmp_path, *WINTER), self.settle(tmp_path, *WINTER)
         assert first.directory.name == "Jan01_00-00-00-rank0-1a2b3c4d"
         assert second.directory.name.startswith("Mar01_00-00-00-rank0-")
-        assert "Jan01_00-00-00-rank0-1a2b3c4d is being written by another process" in caplog.text
+        assert "is writing Jan01_00-00-00-rank0-1a2b3c4d" in caplog.text
         self.released(first, second)
 
     def test_one_that_cannot_be_put_in_order_is_let_go_of_and_nothing_is_raised(self, tmp_path):
@@ -427,8 +431,8 @@ class TestHome:
         failures = Failures()
         begun = self.settle(tmp_path, *WINTER, failures=failures)
         assert begun.directory.name.startswith("Mar01_00-00-00-rank0-")
-        assert dict(failures.counts) == {"going on in an earlier directory: IsADirectoryError EISDIR": 1}
-        assert claim(directory) is not None
+        assert dict(failures.counts) == {"appending to an earlier directory: IsADirectoryError EISDIR": 1}
+        assert lock_directory(directory) is not None
         self.released(begun)
 
     @pytest.mark.parametrize("part", [".actv_0-4.csv.part", ".metrics_0-4.h5.part"])
@@ -451,5 +455,5 @@ class TestHome:
         (directory / "grad_reduced_0-1.csv").write_text("vpp_stage,name,step,norm\n0,w,0,1\n0,w,1,1\n")
         (directory / "grad_reduced_2-3.csv").write_text("vpp_stage,name,step,norm\n0,w,2,1\n0,w,3,1\n")
         taken = self.settle(tmp_path, *WINTER)
-        assert listed(taken.earlier.timeline.told()["steps"].written) == [0, 1, 2, 3]
+        assert listed(taken.earlier.timeline.manifest_fields()["steps"].written) == [0, 1, 2, 3]
         self.released(taken)

@@ -176,7 +176,7 @@ def test_a_file_that_is_no_gzip_is_refused(on_disk):
 def test_content_that_its_name_does_not_stand_for_is_refused(on_disk):
     path, manifest = on_disk
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"weight", b"wright")))
-    with pytest.raises(ManifestError, match="not what its name stands for"):
+    with pytest.raises(ManifestError, match="does not match the digest in its name"):
         read_series(path.parent, manifest)
 
 
@@ -192,10 +192,10 @@ def test_a_file_that_unpacks_without_end_is_refused(on_disk, monkeypatch):
     ("column", "value", "wrong"),
     [
         ("name", [], "the columns differ in length"),
-        ("kind", [1], "an entry points beyond the end"),
-        ("layout", [1], "an entry points beyond the end"),
+        ("kind", [1], "an index is out of range"),
+        ("layout", [1], "an index is out of range"),
         ("layout", [-2], "a layout or placement below -1"),
-        ("varies", [1], "an entry points beyond the end"),
+        ("varies", [1], "an index is out of range"),
         ("vpp_stage", ["0"], "vpp_stage.0: Input should be a valid integer"),
         ("flow_from", [0], "the columns differ in length"),
         ("passes", [[1, 0, 0]], "passes.0.0: Input should be a valid boolean"),
@@ -217,7 +217,7 @@ def changed(on_disk, change):
 
 
 def test_an_edge_beyond_the_last_series_is_refused(on_disk):
-    with pytest.raises(ManifestError, match="an entry points beyond the end"):
+    with pytest.raises(ManifestError, match="an index is out of range"):
         read_flow(*changed(on_disk, lambda columns: columns | {"flow_from": [0], "flow_to": [1]}))
 
 

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from monitor.coordinator.store.protocol import LocalStore
-from monitor.dynamic.consensus import COMMIT, Agreement, CompareSet, _done
-from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, Course, Proposal, Wishes
-from monitor.dynamic.step_boundary import Boundary, Horizon, Pace
+from monitor.dynamic.consensus import COMMIT, CompareSet, ConsensusProtocol, _done
+from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, ConfigTimeline, Proposal, ProposalQueue
+from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary, StepLookahead
 
-PACE = Pace(1.0, 1.0, 1.0, 1.0, 1.0)
+PACE = PollingIntervals(1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 class UnreachableError(Exception):
     """The store did not answer."""
 
 
-class Ahead(Horizon):
+class Ahead(StepLookahead):
     """Promises a fixed number of steps ahead."""
 
     def __init__(self, steps: int) -> None:
@@ -45,16 +45,16 @@ class ModelRank:
 
     def __init__(self, world: World, rank: int, ahead: int, last_step: int, refuses: str, retry_s: float) -> None:
         self._world, self.rank, self._last_step, self._refuses = world, rank, last_step, refuses
-        self.boundary: Boundary[str] = Boundary(0, PACE, lambda: None)
-        self.wishes = Wishes(retry_s)
-        self.agreement = Agreement(
+        self.boundary: StepBoundary[str] = StepBoundary(0, PACE, lambda: None)
+        self.queue = ProposalQueue(retry_s)
+        self.agreement = ConsensusProtocol(
             rank,
             world.size,
             0,
             Proposal(FROM_START, rank, {"name": "start"}),
-            Course({"name": "start"}, self._prepare),
+            ConfigTimeline({"name": "start"}, self._prepare),
             self.boundary,
-            self.wishes,
+            self.queue,
             Ahead(ahead),
             self,
             now=lambda: 0.0,
@@ -74,11 +74,11 @@ class ModelRank:
             raise ValueError("cannot be used here")
         return name
 
-    def began_otherwise(self) -> None: ...
+    def started_differently(self) -> None: ...
 
     def settled(self) -> None: ...
 
-    def denied(self, proposal: Proposal, reason: str) -> None:
+    def rejected(self, proposal: Proposal, reason: str) -> None:
         self._world.denied.append((self.rank, proposal.fields, reason))
 
     @property
@@ -153,7 +153,7 @@ class ModelRank:
             *(() if self._conversation is None else (self._operation, *self._position())),
             *(boundary.step, boundary.gate, boundary.promised, boundary.called_off, tuple(boundary._to_come)),
             *(slot.number, slot.horizon, slot.acknowledged, slot.complete, slot.proposal is None, self.agreement.joined),
-            tuple((wish.proposal.spelled(), wish.attempts) for wish in self.wishes._wished.values()),
+            tuple((one.proposal.serialized(), one.attempts) for one in self.queue._pending.values()),
         )
 
     def _position(self) -> Iterator[int]:
@@ -203,7 +203,7 @@ class World:
 
     def wish(self, rank: int, name: str, steps: int | None = None) -> None:
         origin, field = (FROM_FILE, "name") if steps is None else (FROM_ALERT, "detail")
-        self.ranks[rank].wishes.ask(Proposal(origin, rank, {field: name}, steps))
+        self.ranks[rank].queue.ask(Proposal(origin, rank, {field: name}, steps))
 
     def done(self, operation: Any) -> Any:
         before = dict(self.store._held)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from modelled import Ahead, ModelRank, World
 
 from monitor.dynamic.consensus import Add
-from monitor.dynamic.step_boundary import Boundary
+from monitor.dynamic.step_boundary import StepBoundary
 
 Ends = set[frozenset[tuple[int, int]]]
 
@@ -95,7 +95,7 @@ def test_what_one_rank_cannot_use_no_rank_uses_in_any_order():
 
 def test_a_promise_that_is_not_looked_at_again_is_found_out(monkeypatch):
     """The exploration would notice: training may begin a step while the gate is being moved there."""
-    monkeypatch.setattr(Boundary, "kept", lambda *_: True)
+    monkeypatch.setattr(StepBoundary, "kept", lambda *_: True)
     with pytest.raises(AssertionError, match=r"had begun step 0|began step"):
         explore(one_wish, most=100_000)
 

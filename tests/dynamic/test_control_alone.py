@@ -12,7 +12,7 @@ import pytest
 from journals import Noted
 
 from monitor.config import MonitorConfig, load_config
-from monitor.dynamic import Control, Job, Switch
+from monitor.dynamic import Controller, JobConnection, Switch
 from monitor.failures import Failures
 
 RULES = {"rules": [{"rule_name": "AnomalyNan"}]}
@@ -29,7 +29,7 @@ class Training:
         self.path = path
         self.told = Noted()
         self.failures = Failures()
-        self.control = Control(str(path), load_config(path), Job(), self.failures, interval_s=3600.0)
+        self.control = Controller(str(path), load_config(path), JobConnection(), self.failures, interval_s=3600.0)
         self.control.start(self.told)
         self.look()
         self.step = -1
@@ -183,12 +183,12 @@ def test_what_this_process_could_not_use_is_refused_with_the_reason(tmp_path: Pa
         if "hdf5" in config.formats:
             raise ValueError("format hdf5 needs h5py")
 
-    control = Control(str(path), load_config(path), Job(), Failures(), accept=accept, interval_s=3600.0)
+    control = Controller(str(path), load_config(path), JobConnection(), Failures(), accept=accept, interval_s=3600.0)
     control.start(Noted())
     path.write_text('{"format": "hdf5"}')
     control._watching.turn()
     assert control.begin(0) is None
-    assert "was not taken over by any rank: rank 0: format hdf5 needs h5py" in caplog.text
+    assert "No rank adopted the configuration that the file asked for: rank 0: format hdf5 needs h5py" in caplog.text
     control.close()
 
 
@@ -196,7 +196,7 @@ def test_a_rank_of_several_that_has_no_way_to_agree_stays_as_it_is(tmp_path: Pat
     path = tmp_path / "config.json"
     path.write_text("{}")
     failures = Failures()
-    control = Control(str(path), load_config(path), Job(0, 2), failures)
+    control = Controller(str(path), load_config(path), JobConnection(0, 2), failures)
     control.start(Noted())
     assert control._watching is None
     assert list(failures.counts) == ["no store"]
@@ -212,4 +212,4 @@ def test_a_thousand_switches_leave_nothing_behind(training: Training) -> None:
     assert threading.active_count() == threads
     boundary = training.control._boundary
     assert boundary._to_come == []
-    assert len(training.control._wishes._wished) == 0
+    assert len(training.control._queue._pending) == 0

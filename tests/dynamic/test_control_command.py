@@ -86,7 +86,7 @@ def test_set_takes_several_values_as_json_or_as_text(job: PlayedJob) -> None:
         (["set", "collect_times=many"], 'collect_times: "many" is not allowed'),
         (["set", "colect_times=1"], "colect_times: unknown field, did you mean `collect_times`?"),
         (["set", "collect_times"], "'collect_times' gives no value: write KEY=VALUE"),
-        (["set", "collect_times.x=1"], "collect_times is 5, which is no object with fields"),
+        (["set", "collect_times.x=1"], "collect_times is 5, which is not an object with fields"),
         (["set", "=1"], "'' names no field"),
         (["set"], "set needs values"),
         (["on", "x=1"], "on takes no values, and was given x=1"),
@@ -126,7 +126,7 @@ def test_a_rank_that_learned_late_and_one_that_is_cut_off_are_warned_of(job: Pla
     status, said = ran(job.base, "status")
     assert status == 1
     assert "rank 1 learned late of change 1: it has recorded steps 10 to 12 as before" in said
-    assert "rank 0 could not reach the others: from step 15 on it goes by its own configuration" in said
+    assert "rank 0 could not reach the others: from step 15 on it uses its own configuration" in said
 
 
 def test_a_rank_that_has_not_written_yet_does_not_disagree(job: PlayedJob) -> None:
@@ -151,7 +151,7 @@ def test_with_wait_it_returns_when_all_ranks_have_gone_over(job: PlayedJob) -> N
 def test_with_wait_it_says_so_when_time_is_up(job: PlayedJob) -> None:
     status, said = ran(job.base, "on", "--wait", "0.1")
     assert status == 1
-    assert "not all ranks have gone over yet" in said
+    assert "not all ranks have adopted the change yet" in said
 
 
 def test_a_job_that_does_not_look_at_its_file_is_left_alone(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_job_that_does_not_look_at_its_file_is_left_alone(tmp_path: Path) -> N
     status, said = ran(job.base, "on")
     assert (status, job.path.read_text()) == (2, START)
     assert "it was not started with DYNAMIC_MONITOR=True" in said
-    assert "does not look at its file" in ran(job.base, "status")[1]
+    assert "does not watch its file" in ran(job.base, "status")[1]
 
 
 def test_a_file_that_is_named_is_changed_without_a_job(tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ def test_what_is_no_key_is_said_to_be_none(key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "said"),
     [
-        ('{"a": 1}', "a.b", "a.b cannot be set: a is 1, which is no object with fields"),
-        ('{"a": [1]}', "a.b", "a.b cannot be set: a is [1], which is no object with fields"),
-        ("[]", "a", "a cannot be set: the file is [], which is no object with fields"),
+        ('{"a": 1}', "a.b", "a.b cannot be set: a is 1, which is not an object with fields"),
+        ('{"a": [1]}', "a.b", "a.b cannot be set: a is [1], which is not an object with fields"),
+        ("[]", "a", "a cannot be set: the file is [], which is not an object with fields"),
         ('{"a": {}}', "a[3]", "a[3] cannot be set: there is no element 3; set the whole list"),
         ("{}", "a[0]", "a[0] cannot be set: there is no element 0; set the whole list"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.dynamic.step_boundary import Pace
+from monitor.dynamic.step_boundary import PollingIntervals
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,6 @@ from monitor.dynamic.step_boundary import Pace
 def test_ranks_ask_as_often_as_their_store_can_answer_and_once_a_second_at_most(
     world: int, asked_per_second: int, idle: float, bound: float
 ) -> None:
-    pace = Pace.of(world, asked_per_second)
+    pace = PollingIntervals.of(world, asked_per_second)
     assert (pace.idle, pace.bound) == (idle, bound)
     assert world / pace.idle <= asked_per_second

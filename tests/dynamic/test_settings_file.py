@@ -185,5 +185,5 @@ def test_of_many_who_write_at_once_none_is_lost(path: Path) -> None:
 
 def test_a_lock_that_is_never_let_go_of_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_file, "LOCK_S", 0.1)
-    with FileLock(path.with_name(".config.json.lock")), pytest.raises(TimeoutError, match="held by another process"):
+    with FileLock(path.with_name(".config.json.lock")), pytest.raises(TimeoutError, match="another process has held"):
         change_file(str(path), {("dynamic_on",): False})

@@ -67,7 +67,7 @@ def test_that_ranks_have_no_place_to_meet_is_said_once_with_what_to_set(
     monkeypatch.setenv("MONITOR_STORE", "here")
     assert (_rendezvous(2), _rendezvous(2)) == (None, None)
     (said,) = caplog.messages
-    assert "MONITOR_STORE='here' is no address of a store: expected HOST:PORT" in said
+    assert "MONITOR_STORE='here' is not the address of a store: expected HOST:PORT" in said
     monkeypatch.delenv("MONITOR_STORE")
     caplog.clear()
     assert (_rendezvous(2), _rendezvous(2)) == (None, None)

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from watching import Output
 
-from monitor.anomalies.events import Judged
+from monitor.anomalies.events import ScanSummary
 from monitor.config import load_config
 from monitor.pytorch import RunEnded, TrainerMon
 from monitor.sinks.hdf5 import read_hdf5
@@ -91,7 +91,7 @@ def test_the_one_for_the_program_itself_answers_it(output: Output) -> None:
 def test_the_one_for_alerts_judges_every_step_and_finds_nothing_in_healthy_training(output: Output) -> None:
     trained(CONFIGS / "alerts.json").close()
     (said,) = (output.base / "anomaly_detected" / "rank0").iterdir()
-    judged = Judged.model_validate_json(said.read_bytes())
+    judged = ScanSummary.model_validate_json(said.read_bytes())
     assert (list(judged.steps.steps()), judged.not_judged, judged.closed) == (list(range(STEPS)), {}, True)
     assert judged.events == 0
     (path,) = output.directory().glob("metrics_0-99.h5")

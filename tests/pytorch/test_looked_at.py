@@ -38,7 +38,7 @@ def test_rules_without_a_kind_to_judge_are_a_warning_and_a_ranking_that_has_not_
     trained(output, **config)
     assert any('"wg_distribution": true' in said for said in warnings_in(caplog))
     status, said = ranked(output)
-    assert (status, "Not looked at: no rank recorded a row" in said, "No event in" in said) == (1, True, False)
+    assert (status, "Not judged: no rank recorded a row" in said, "No event in" in said) == (1, True, False)
 
 
 def test_a_healthy_run_is_told_with_the_rows_that_were_recorded(output: Output) -> None:
@@ -61,14 +61,14 @@ def test_a_healthy_run_is_told_with_the_rows_that_were_recorded(output: Output) 
 def test_steps_that_the_schedule_leaves_out_are_said(output: Output, config: dict[str, Any], said: str) -> None:
     trained(output, steps=7, start=10, **WEIGHTS, **config)
     status, told = ranked(output)
-    assert (status, f"Not looked at: {said}." in told) == (1, True), told
+    assert (status, f"Not judged: {said}." in told) == (1, True), told
 
 
 def test_a_step_in_which_the_rules_fail_is_said(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monitor.anomalies.scanner.own_columns", lambda _kind: 1 / 0)
     trained(output, steps=2, **WEIGHTS)
     status, told = ranked(output)
-    assert (status, "Not looked at: steps 0 to 1: the rules failed: ZeroDivisionError" in told) == (1, True), told
+    assert (status, "Not judged: steps 0 to 1: the rules failed: ZeroDivisionError" in told) == (1, True), told
 
 
 def test_steps_that_were_recorded_before_rules_were_switched_on_are_said(
@@ -81,4 +81,4 @@ def test_steps_that_were_recorded_before_rules_were_switched_on_are_said(
         one.train(4)
     status, told = ranked(output)
     assert (status, "steps 1 to 4: they were recorded, but no alert rule was on or could judge them" in told) == (1, True), told
-    assert "Not looked at: step 0: monitoring was switched off, or had not begun." in told
+    assert "Not judged: step 0: monitoring was switched off, or had not begun." in told

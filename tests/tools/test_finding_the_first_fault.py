@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from monitor.anomalies.ranking import location
-from monitor.anomalies.ranking.location import Where
+from monitor.anomalies.ranking.location import Cause
 from monitor.cli import app
 from monitor.config import load_config
 
@@ -149,28 +149,28 @@ def test_what_goes_into_a_module_is_kept_when_it_goes_wrong(
 
 
 SAID = {
-    Where.INSIDE: "its ",
-    Where.BETWEEN: "between ",
-    Where.DATA: "in what the model was given: the batch",
-    Where.BEFORE: "between the batch and ",
-    Where.STAGES: ": the communication between the stages",
-    Where.LOSS: "between the loss and the gradient of ",
-    Where.BEHIND: "behind what is watched of the forward, in the loss, or before ",
-    Where.PASSES: "in the backward of the model. Gradients of activations around it were not recorded",
-    Where.PARAMETER: ", between the gradient of its output and that of its parameter",
-    Where.AGGREGATION: "in the aggregation of gradients over ",
-    Where.UNSEEN_RANKS: ", whose own gradient is not known, or ",
-    Where.CHANGED_GRADIENTS: ", where all were changed together, as by clipping: any of them may have brought it in",
-    Where.MOMENTS: "in the optimizer's state, before step ",
-    Where.UPDATE: "in the optimizer's step ",
-    Where.WEIGHTS: "in the weights before step ",
-    Where.UNKNOWN: "the first event; its inputs are not known",
+    Cause.INSIDE: "its ",
+    Cause.BETWEEN: "between ",
+    Cause.DATA: "in what the model was given: the batch",
+    Cause.BEFORE: "between the batch and ",
+    Cause.STAGES: ": the communication between the stages",
+    Cause.LOSS: "between the loss and the gradient of ",
+    Cause.BEHIND: "after the watched part of the forward, in the loss, or before ",
+    Cause.PASSES: "in the backward of the model. Gradients of activations around it were not recorded",
+    Cause.PARAMETER: ", between the gradient of its output and that of its parameter",
+    Cause.AGGREGATION: "in the aggregation of gradients over ",
+    Cause.UNSEEN_RANKS: ", whose own gradient is not known, or ",
+    Cause.CHANGED_GRADIENTS: ", where all were changed together, as by clipping: any of them may be the cause",
+    Cause.MOMENTS: "in the optimizer's state, before step ",
+    Cause.UPDATE: "in the optimizer's step ",
+    Cause.WEIGHTS: "in the weights before step ",
+    Cause.UNKNOWN: "the first event; its inputs are not known",
 }
 """A part of each remark, which no name is in."""
 
 
-@pytest.mark.parametrize("where", Where)
-def test_what_to_look_at_next_is_said_for_every_remark_that_there_is(where: Where) -> None:
+@pytest.mark.parametrize("where", Cause)
+def test_what_to_look_at_next_is_said_for_every_remark_that_there_is(where: Cause) -> None:
     assert SAID[where] in Path(location.__file__).read_text()
     remarks = re.findall(r"^\| (`.*?) \|", DOCUMENT, flags=re.MULTILINE)
     assert any(SAID[where].strip() in remark for remark in remarks)

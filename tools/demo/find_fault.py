@@ -107,7 +107,7 @@ def found_in(events: Path) -> Place | None:
 
 
 def place_of(one: Ranked) -> Place:
-    series = one.subject.spelled
+    series = one.subject.recorded_as
     return Place(one.member.rank, one.step, one.micro_step, series.kind, series.name)
 
 

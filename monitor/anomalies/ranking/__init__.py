@@ -1,1 +1,1 @@
-"""Afterwards: the events of all ranks in the order in which they happened, and which of them came of nothing before."""
+"""The offline ranking: orders the events of all ranks by time, and decides which events are root causes (origins)."""

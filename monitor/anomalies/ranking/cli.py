@@ -13,7 +13,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from monitor.anomalies.ranking.coverage import Wanted
+from monitor.anomalies.ranking.coverage import StepFilter
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.report import advice, counts, listing, notes
@@ -23,14 +23,14 @@ from monitor.merge.atomic_output import MergeError
 from monitor.terminal import say
 
 WELL, NOT_WELL, NOTHING = 0, 1, 2
-"""Exit statuses: all was looked at and no rule has fired; a rule has, or something was not looked at; nothing was read."""
+"""Exit statuses: everything was judged and no rule fired; a rule fired, or something was not judged; nothing was read."""
 
 ANALYSIS_FILE: Final = "anomaly_analyse.json"
 
 _RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?(?::([1-9]\d{0,17}))?)?")
 
 _WIDTH: Final = 240
-"""Characters of a line where nobody says how wide the terminal is, or there is none."""
+"""Characters of a line if the terminal's width is unknown, or there is no terminal."""
 
 app = command_app()
 
@@ -110,9 +110,9 @@ def _output(folder: Path, given: Path | None) -> Path:
     return given if given.suffix == ".json" else given / ANALYSIS_FILE
 
 
-def _chosen(spelled: str | None) -> Wanted | None:
-    """Which of a column of steps are meant; None: all."""
-    listed = re.sub(r"\s", "", spelled or "")
+def _chosen(text: str | None) -> StepFilter | None:
+    """A filter for the steps of ``--step_list``; None: all steps."""
+    listed = re.sub(r"\s", "", text or "")
     if listed.startswith("[") and listed.endswith("]"):
         listed = listed[1:-1]
     if not listed:
@@ -121,7 +121,7 @@ def _chosen(spelled: str | None) -> Wanted | None:
     ranges = [(int(one[1]), _end(one), int(one[4] or 1)) for one in matches if one is not None]
     if len(ranges) < len(matches) or any(last < first for first, last, _ in ranges):
         raise NothingReadError(
-            f"--step_list is {spelled!r}. Write steps as in [1,2], or ranges as in 10:20, both included, 10: without an end, "
+            f"--step_list is {text!r}. Write steps as in [1,2], or ranges as in 10:20, both included, 10: without an end, "
             "0::5 for every fifth step."
         )
     return lambda steps: np.logical_or.reduce(

@@ -1,4 +1,4 @@
-"""How much of training the rules have judged: rows, ranks and steps, and which steps were not judged."""
+"""The coverage of the rules: how many rows, ranks and steps they judged, and which steps they did not judge, and why."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from monitor.anomalies.ranking.job import Columns, Flags, Job, Member
+from monitor.anomalies.ranking.job import Columns, Flags, Member, RankedJob
 from monitor.coordinator.manifest_format import EarlierRun, ManifestRecord, StepsRecord
 from monitor.coordinator.resume import KILLED
 
-# --- Steps of the runs that a resumed run continues: their events were set aside in directories of their own.
+# --- Steps of the earlier runs that a resumed run continues. Their events were renamed to directories of their own.
 
 
 class EarlierSteps(NamedTuple):
-    """Steps of an earlier run that the events of this one say nothing of.
+    """Steps of an earlier run, whose events are not among those of this run.
 
     Attributes:
         first: The first step of that run; ``end`` is the first step of the run after it.
@@ -32,10 +32,10 @@ class EarlierSteps(NamedTuple):
 
 
 def earlier_steps(member: Member) -> Iterator[EarlierSteps]:
-    """By run, what it wrote and what it lost when it was killed, latest run first."""
+    """The steps that each earlier run wrote or lost when it was killed, latest run first."""
     manifest = member.manifest
     if manifest is None or any(run.job_id == manifest.job_id for run in manifest.resumed):
-        return  # the events are an earlier run's themselves
+        return  # the events themselves are of an earlier run
     runs: list[EarlierRun | ManifestRecord] = [*manifest.resumed, manifest]
     end = manifest.first_step
     for run, following in reversed(list(pairwise(runs))):
@@ -50,7 +50,7 @@ def earlier_steps(member: Member) -> Iterator[EarlierSteps]:
 
 
 def _found_in(member: Member, following: EarlierRun | ManifestRecord) -> str:
-    """Where the events of a run are: the run after it renamed their directory."""
+    """Where the events of a run are: the next run renamed their directory."""
     own: Path = member.events.files.folder
     aside = own.parent.with_name(f"{own.parent.name}-before-{following.timestamp}-{following.job_id[:8]}")
     if (aside / own.name).is_dir():
@@ -59,18 +59,18 @@ def _found_in(member: Member, following: EarlierRun | ManifestRecord) -> str:
 
 
 MOST_STEPS: Final = 5_000_000
-"""Of a run. Of more steps, which a damaged file may claim, the first are gone through."""
+"""Largest number of steps of a run. If a file claims more, it may be damaged: only the first are examined."""
 
-Wanted = Callable[[Columns], Flags]
-"""Which of a column of steps are to be looked at."""
+StepFilter = Callable[[Columns], Flags]
+"""Maps a column of steps to flags: which of them are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class UnjudgedSteps:
     """Steps of training that were not judged.
 
     Attributes:
-        ranks: Of which they are.
+        ranks: The ranks that did not judge them.
     """
 
     reason: str
@@ -82,13 +82,13 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What was judged of the chosen steps.
+    """How much of the chosen steps was judged.
 
     Attributes:
-        rows: How many; None where that is not known: of a choice of steps, and in files of earlier versions.
-        steps: How many steps were judged on some rank.
-        ranks: Those that have judged rows.
-        idle: Those whose rules had no row to judge, although others had.
+        rows: Number of judged rows; None if unknown: for a choice of steps, and in files of earlier versions.
+        steps: Number of steps that some rank judged.
+        ranks: Ranks that have judged rows.
+        idle: Ranks whose rules had no row to judge, although others had.
         gaps: Steps that were not judged.
     """
 
@@ -96,11 +96,11 @@ class Coverage:
     steps: int
     ranks: tuple[int, ...]
     idle: tuple[int, ...]
-    gaps: tuple[Gap, ...]
+    gaps: tuple[UnjudgedSteps, ...]
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was nothing to judge."""
+        """Whether nothing was judged."""
         return not self.ranks or not self.steps
 
     @property
@@ -109,9 +109,9 @@ class Coverage:
         return not (self.is_empty or self.idle or self.gaps)
 
 
-def coverage_of(job: Job, wanted: Wanted | None) -> Coverage:
-    """What the ranks of a job have judged of the chosen steps; None: of all."""
-    chosen = {recording: _Chosen(*span, wanted) for recording, span in _spans(job.members).items()}
+def coverage_of(job: RankedJob, step_filter: StepFilter | None) -> Coverage:
+    """The coverage of the chosen steps by the ranks of a job; ``step_filter`` None: all steps."""
+    chosen = {recording: _Chosen(*span, step_filter) for recording, span in _spans(job.members).items()}
     found: dict[str, dict[int, Columns]] = defaultdict(dict)
     for one in job.members:
         for reason, steps in chosen[one.recording].left_by(one):
@@ -120,7 +120,7 @@ def coverage_of(job: Job, wanted: Wanted | None) -> Coverage:
     idle = {one.rank for one in job.members if one.events.judged.rows == 0}
     busy = {one.rank for one in job.members} - idle
     return Coverage(
-        sum(one or 0 for one in rows) if wanted is None and None not in rows else None,
+        sum(one or 0 for one in rows) if step_filter is None and None not in rows else None,
         sum(int(one.judged.sum()) for one in chosen.values()),
         tuple(sorted(busy)),
         tuple(sorted(idle)) if busy else (),
@@ -132,17 +132,17 @@ class _Chosen:
     """The chosen steps of a recording, from ``first`` to before ``end``.
 
     Attributes:
-        judged: Which of the steps some rank has judged.
+        judged: Flags: which steps some rank has judged.
     """
 
-    def __init__(self, first: int, end: int, wanted: Wanted | None) -> None:
+    def __init__(self, first: int, end: int, step_filter: StepFilter | None) -> None:
         self._steps = np.arange(first, end)
-        self._chosen = np.ones(len(self._steps), np.bool_) if wanted is None else wanted(self._steps)
+        self._chosen = np.ones(len(self._steps), np.bool_) if step_filter is None else step_filter(self._steps)
         self._known: dict[object, list[tuple[str, Columns]]] = {}
         self.judged = np.zeros(len(self._steps), np.bool_)
 
     def left_by(self, member: Member) -> list[tuple[str, Columns]]:
-        """The steps that a rank has not judged, by reason. Most ranks have judged the same."""
+        """The steps that a rank has not judged, by reason. Cached, since most ranks have judged the same steps."""
         judged, manifest = member.events.judged, member.manifest
         dropped = () if manifest is None else (manifest.steps.written, *manifest.dropped.items())
         key = (judged.steps, *judged.not_judged.items(), judged.closed, *dropped, *earlier_steps(member))
@@ -155,13 +155,13 @@ class _Chosen:
 
 
 def _spans(members: Sequence[Member]) -> Mapping[int, tuple[int, int]]:
-    """By recording, the first step of training that its ranks know of, and the one after the last."""
+    """By recording, the first known step of training, and the step after the last."""
     spans: dict[int, tuple[int, int]] = {}
     for one in members:
         judged = one.events.judged
         ends = [*_ends(judged.steps), *(end for steps in judged.not_judged.values() for end in _ends(steps))]
         ends += judged.trained or ()
-        if not judged.closed and one.manifest is not None:  # of which the files of events may not know yet
+        if not judged.closed and one.manifest is not None:  # the event files may not list its latest steps yet
             ends += [end for end in _ends(one.manifest.steps.written) if ends and end > max(ends)]
         for earlier in earlier_steps(one) if ends else ():
             ends += [end for end in _ends(earlier.steps) if end < earlier.end]
@@ -179,7 +179,7 @@ def _ends(steps: StepsRecord) -> list[int]:
 
 
 def _held(steps: Columns, record: StepsRecord) -> Flags:
-    """Which of ``steps``, which follow each other, the record holds. Those between what it only counts may all be meant."""
+    """Which of the consecutive ``steps`` the record holds. Steps that it only counts may be any within their bounds."""
     held = np.zeros(len(steps), np.bool_)
     if not len(steps):
         return held
@@ -191,7 +191,7 @@ def _held(steps: Columns, record: StepsRecord) -> Flags:
 
 
 def _reasons(member: Member, steps: Columns, left: Flags) -> Iterator[tuple[str, Flags]]:
-    """Why steps were not judged, and those of which each reason is true."""
+    """The reasons why steps were not judged, with the steps of each."""
     manifest, judged = member.manifest, member.events.judged
     if not judged.closed:
         after = left & (steps > max(_ends(judged.steps), default=-1))
@@ -235,7 +235,7 @@ def _if_any(reason: str, left: Flags) -> Iterator[tuple[str, Flags]]:
         yield reason, left
 
 
-def _gaps(found: Mapping[str, Mapping[int, Columns]]) -> Iterator[Gap]:
+def _gaps(found: Mapping[str, Mapping[int, Columns]]) -> Iterator[UnjudgedSteps]:
     for reason, by_rank in found.items():
         steps = np.unique(np.concatenate(list(by_rank.values())))
-        yield Gap(reason, tuple(sorted(by_rank)), len(steps), int(steps[0]), int(steps[-1]))
+        yield UnjudgedSteps(reason, tuple(sorted(by_rank)), len(steps), int(steps[0]), int(steps[-1]))

@@ -1,4 +1,4 @@
-"""What a rank's series file says of how its series hang together, in the form in which the ranking asks."""
+"""The dataflow graph of a rank, from its series file: which module a series belongs to, and what each tensor is made from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, Serie
 from monitor.merge.discovery import leads_out
 from monitor.series import ACTIVATION_KINDS, MOMENT_KINDS, REPLICA_KIND, Series
 
-# --- What an event is about, taken apart: the part that the series plays in a step, and the modules that it lies in.
+# --- The subject of an event: the role of its series in a step, and the modules around it.
 
 ROOT: Final = ""
 """The name of a chunk's root module."""
@@ -26,7 +26,7 @@ _SLOT: Final = re.compile(r"(?P<module>.*)\.(?P<slot>(?:input|output)(?:_.*?)?)(
 
 
 class Role(IntEnum):
-    """Parts of a step, in an order in which none needs a later one's numbers of the same step and micro-step."""
+    """Phases of a step, in an order such that no phase depends on a later one of the same step and micro-step."""
 
     ORIGINAL_WEIGHT = 0
     FORWARD = 1
@@ -54,15 +54,15 @@ class Subject:
     """A series, as the ranking sees it.
 
     Attributes:
-        series: A replica under the kind and name that it stands for.
-        spelled: As it stands in files.
-        module: Which the tensor goes into or comes out of; of a parameter the one that has it.
-        is_input: Whether the tensor, or the one that this is the gradient of, goes into the module.
-        call: How many calls of the module the micro-step had before.
+        series: The series; for a replica, the series that it replicates.
+        recorded_as: The series as in files.
+        module: The module that the tensor enters or leaves; for a parameter, the module that owns it.
+        is_input: Whether the tensor, or the tensor of this gradient, is an input of the module.
+        call: The number of earlier calls of the module in the micro-step.
     """
 
     series: Series
-    spelled: Series
+    recorded_as: Series
     role: Role
     module: str
     is_input: bool = False
@@ -70,18 +70,18 @@ class Subject:
 
     @property
     def is_entry(self) -> bool:
-        """Whether data comes into the module with it: an input on the way forward, an output's gradient on the way back."""
+        """Whether it carries data into the module: an input in the forward, an output's gradient in the backward."""
         return self.role == (Role.FORWARD if self.is_input else Role.BACKWARD)
 
     @property
     def around(self) -> tuple[str, ...]:
-        """The modules that it lies in, from within; the root is the last."""
+        """The modules around it, innermost first; the root is the last."""
         return modules_around(self.module)
 
 
 def subject_of(series: Series) -> Subject:
-    """Take a series apart. A name that no hook gives an activation is taken for one of the root."""
-    meant = stands_for(series)
+    """The subject of a series. An activation whose name no hook produces counts as one of the root."""
+    meant = underlying_series(series)
     role = _ROLES.get(meant.kind, Role.OTHER)
     if meant.kind not in ACTIVATION_KINDS:
         return Subject(meant, series, role, meant.name.rpartition(".")[0])
@@ -91,8 +91,8 @@ def subject_of(series: Series) -> Subject:
     return Subject(meant, series, role, found["module"], found["slot"].startswith("input"), int(found["call"] or 0))
 
 
-def stands_for(series: Series) -> Series:
-    """The series itself; of a replica the one that another rank writes."""
+def underlying_series(series: Series) -> Series:
+    """The series itself; for a replica, the series that another rank writes."""
     if series.kind != REPLICA_KIND:
         return series
     kind, slash, name = series.name.partition("/")
@@ -101,7 +101,7 @@ def stands_for(series: Series) -> Series:
 
 @lru_cache(maxsize=100_000)
 def modules_around(module: str) -> tuple[str, ...]:
-    """A module and those that it lies in; the root is the last."""
+    """A module and the modules around it; the root is the last."""
     return tuple(_climb(module))
 
 
@@ -121,19 +121,19 @@ Side = tuple[Role, int, str]
 
 
 class _Measured(NamedTuple):
-    """A series of a side of a module, and the call of the module that it is of."""
+    """A series of a side of a module, and the module call that it belongs to."""
 
     number: int
     call: int
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
-    """What a tensor was before it became an input.
+class SameTensor:
+    """The earlier series of the tensor that is now an input.
 
     Attributes:
-        series: It was seen as these.
-        made: Those of them that were not an input of a tensor seen before.
+        series: All series under which the tensor was measured before.
+        made: Those of them under which it was measured first.
     """
 
     series: tuple[Series, ...]
@@ -141,12 +141,13 @@ class Same:
 
 
 @dataclass(frozen=True, eq=False)
-class Wiring:
-    """The measured series of a rank in the order of their numbers, which for activations and their gradients is that in which
-    they were first measured, and the flow between them.
+class DataflowGraph:
+    """The measured series of a rank in the order of their numbers, and the dataflow between them.
+
+    For activations and their gradients, the order is that of their first measurement.
 
     Attributes:
-        sharded: Those of which the rank holds a part, and other ranks hold others.
+        sharded: Series of which each rank holds another part.
     """
 
     numbers: Mapping[Series, int]
@@ -158,16 +159,16 @@ class Wiring:
         return self.flow.passes
 
     def sources(self, series: Series) -> Sequence[Series]:
-        """Series of the same kind that are known to feed this one; of the input of a module they are the same tensor."""
+        """Series of the same kind with an edge to this one. For the input of a module they are the same tensor."""
         return self._sources.get(self.numbers.get(series, NOT_MEASURED), ())
 
-    def same_as(self, series: Series) -> Same | None:
-        """What the input of a module was before; None where it was not seen before."""
+    def same_as(self, series: Series) -> SameTensor | None:
+        """The earlier series of a module's input; None if it was not measured before."""
         if series not in self._same:
             self._same[series] = self._found_same(series) if self.sources(series) else None
         return self._same[series]
 
-    def _found_same(self, series: Series) -> Same:
+    def _found_same(self, series: Series) -> SameTensor:
         found, waiting = {series}, [series]
         made: list[Subject] = []
         while waiting:
@@ -180,12 +181,12 @@ class Wiring:
                     waiting.append(source)
                 else:
                     made.append(subject)
-        return Same(tuple(found - {series}), tuple(made))
+        return SameTensor(tuple(found - {series}), tuple(made))
 
     def closure(self, subject: Subject) -> str | None:
-        """The smallest module from whose measured entries, and from what happens within it, the tensor was made.
+        """The smallest module whose measured entries, with the computation inside it, produced the tensor.
 
-        None if nothing shows all that comes in: then the tensor is made from whatever comes into the chunk.
+        None if no module has all entries measured: then anything that enters the chunk may have produced the tensor.
         """
         if subject.series not in self._closures:
             self._closures[subject.series] = self._found_closure(subject)
@@ -198,13 +199,13 @@ class Wiring:
         for around in modules_around(parent(subject.module) if subject.is_entry else subject.module):
             entries = self._entries.get((subject.role, subject.series.vpp_stage, around), ())
             entries = [one for one in entries if one.call == subject.call] or entries
-            # A container's output is often its last child's, whose row comes first: it shows no more than the child's.
+            # A container's output is often its last child's, whose row comes first: it shows no more than the child's row.
             if entries and all(one.number < number for one in entries):
                 return around
         return None
 
     def entries_like(self, series: Series) -> Sequence[str]:
-        """Of a container's output the modules whose own it is: its gradient is first seen as theirs, and may change after."""
+        """The modules that share a container's output. Its gradient is first measured as theirs, and may change later."""
         if series not in self._likes:
             backward = [one.module for one in map(subject_of, self.sources(series)) if one.is_entry]
             forward = map(subject_of, self.sources(replace(series, kind="actv")))
@@ -212,12 +213,12 @@ class Wiring:
         return self._likes[series]
 
     def uses_itself(self, subject: Subject) -> bool:
-        """Of the gradient of a module's output: whether the module itself uses that output, as attention does a position bias
-        that it computes and returns. Such a gradient is made inside the module, too.
+        """Whether a module itself uses its output, given the gradient of that output.
 
-        Autograd runs what was computed last first. So if the gradient came after the backward of the module had begun, either
-        the module uses the output, or the output was there before the call: then an input's gradient is complete by then.
-        Where the module was called several times nothing says which call the backward was of.
+        Attention, for example, may compute, use and return a position bias. Such a gradient is made inside the module, too.
+        Autograd runs the last computation first. If the gradient came after the module's backward had begun, there are two
+        cases: the module uses the output, or the output existed before the call. In the latter case an input's gradient is
+        complete by then. If the module was called several times, the call of the backward is unknown.
         """
         side = subject.role, subject.series.vpp_stage, subject.module
         number, exits = self.numbers.get(subject.series, NOT_MEASURED), self._exits.get(side, ())
@@ -228,20 +229,20 @@ class Wiring:
         return any(not one.is_entry and subject.module in one.around for one in self.before(subject))
 
     def innermost(self, subject: Subject) -> Subject:
-        """The same side of the innermost module within that the tensor was seen at: a container takes what its parts take."""
+        """The same tensor at the innermost module where it was measured: a container's input is an input of its parts."""
         found = [one for one in map(subject_of, self.sources(subject.series)) if _is_within(one, subject)]
         return self.innermost(max(found, key=lambda one: self.numbers[one.series])) if found else subject
 
     def shows_entry(self, role: Role, chunk: int, module: str) -> bool:
-        """Whether what comes into the module was measured."""
+        """Whether any entry of the module was measured."""
         return (role, chunk, module) in self._entries
 
     def shows_exit(self, role: Role, chunk: int, module: str) -> bool:
-        """Whether what comes out of the module was measured."""
+        """Whether any exit of the module was measured."""
         return (role, chunk, module) in self._exits
 
     def has_weights(self, chunk: int, module: str) -> bool:
-        """Whether parameters below the module are known by any of their series."""
+        """Whether any series of a parameter below the module was measured."""
         return (chunk, module) in self._weights
 
     def records_weights(self, chunk: int, module: str) -> bool:
@@ -249,7 +250,7 @@ class Wiring:
         return (chunk, module) in self._measured_weights
 
     def owner(self, parameter: Subject) -> str | None:
-        """The nearest module around a parameter of which the output's gradient was measured."""
+        """The nearest module around a parameter whose output gradient was measured."""
         key = parameter.series.vpp_stage, parameter.module
         if key not in self._owners:
             around = modules_around(parameter.module)
@@ -257,7 +258,7 @@ class Wiring:
         return self._owners[key]
 
     def before(self, subject: Subject) -> Iterator[Subject]:
-        """Subjects of the same direction and chunk that were first measured before, the latest first."""
+        """Subjects of the same direction and chunk that were first measured earlier, the latest first."""
         number = self.numbers.get(subject.series, NOT_MEASURED)
         for _, one in reversed(self._in_order[subject.role, subject.series.vpp_stage][: self._place(subject, number)]):
             yield one
@@ -267,7 +268,7 @@ class Wiring:
         return sum(1 for other, _ in own if other < number)
 
     @cached_property
-    def _same(self) -> dict[Series, Same | None]:
+    def _same(self) -> dict[Series, SameTensor | None]:
         return {}
 
     @cached_property
@@ -295,7 +296,7 @@ class Wiring:
 
     @cached_property
     def kinds(self) -> frozenset[tuple[str, int]]:
-        """Those that were measured, with their chunks."""
+        """The measured kinds, with their chunks."""
         return frozenset((one.kind, one.vpp_stage) for one in self.numbers)
 
     @cached_property
@@ -322,7 +323,7 @@ class Wiring:
         return self._around({Role.ORIGINAL_WEIGHT, Role.UPDATED_WEIGHT})
 
     def _around(self, roles: Container[Role]) -> frozenset[tuple[int, str]]:
-        """Chunks and modules that hold what has one of these roles."""
+        """Chunks and modules that contain a subject of one of these roles."""
         found = (one for _, one in self._subjects if one.role in roles)
         return frozenset((one.series.vpp_stage, module) for one in found for module in one.around)
 
@@ -338,19 +339,19 @@ class Wiring:
 
 
 def _is_within(one: Subject, other: Subject) -> bool:
-    """Whether the one is on the same side of a module within the other's."""
+    """Whether ``one`` is on the same side of a module inside the module of ``other``."""
     return one.is_entry == other.is_entry and one.module != other.module and other.module in one.around
 
 
-class Wirings:
-    """Reads the wiring of each rank once. Ranks of the same stage mostly have the same."""
+class DataflowGraphs:
+    """Reads the graph of each rank once. Ranks of the same stage usually share one graph."""
 
     def __init__(self) -> None:
-        self._by_content: dict[str, Wiring] = {}
-        self._alike: dict[tuple[object, ...], Wiring] = {}
+        self._by_content: dict[str, DataflowGraph] = {}
+        self._alike: dict[tuple[object, ...], DataflowGraph] = {}
 
-    def read(self, directory: Path, manifest: ManifestRecord) -> Wiring | None:
-        """None where the rank has measured nothing.
+    def read(self, directory: Path, manifest: ManifestRecord) -> DataflowGraph | None:
+        """The graph of a rank; None if the rank has measured nothing.
 
         Raises:
             ManifestError: its series file is missing, damaged, or lies elsewhere.
@@ -368,7 +369,7 @@ class Wirings:
             self._by_content[path.name] = known
         return known
 
-    def _shared(self, columns: SeriesColumns) -> Wiring:
+    def _shared(self, columns: SeriesColumns) -> DataflowGraph:
         measured = tuple(number for number, layout in enumerate(columns.layout) if layout != NOT_MEASURED)
         flow = (columns.flow_from, columns.flow_to, columns.passes)
         sharded = _sharded(columns)
@@ -377,14 +378,14 @@ class Wirings:
         if known is None:
             every = zip(columns.kind, columns.vpp_stage, columns.name, strict=True)
             series = [Series(columns.kinds[kind], chunk, name) for kind, chunk, name in every]
-            numbers = {stands_for(series[number]): number for number in measured}
-            parts = frozenset(stands_for(series[number]) for number in sharded)
-            known = self._alike[key] = Wiring(numbers, columns.flow(), parts)
+            numbers = {underlying_series(series[number]): number for number in measured}
+            parts = frozenset(underlying_series(series[number]) for number in sharded)
+            known = self._alike[key] = DataflowGraph(numbers, columns.flow(), parts)
         return known
 
 
 def _sharded(columns: SeriesColumns) -> tuple[int, ...]:
-    """Numbers of series. Which part of them a rank holds is another matter on each."""
+    """Numbers of the sharded series. Each rank holds another part of them."""
     cut = [placement.shard is not None for placement in columns.placements]
     return tuple(
         number for number, placement in enumerate(columns.placement) if placement != LOCAL_PLACEMENT and cut[placement]

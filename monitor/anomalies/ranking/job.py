@@ -1,4 +1,4 @@
-"""The ranks that have judged, each with its manifest, and how they stand to each other."""
+"""The ranks of a job with events, their manifests and groups, and a table of all their events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.event_files import MOST
-from monitor.anomalies.ranking.graph import Subject, Wiring, Wirings, subject_of
+from monitor.anomalies.ranking.graph import DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
 from monitor.coordinator.identity import RankDirectory
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
@@ -22,18 +22,18 @@ from monitor.merge.discovery import Found, RankRun, discover
 from monitor.series import Series
 
 MOST_RANKS: Final = 1_000_000
-"""Of a job. A damaged number must not have us count for hours."""
+"""Upper bound on ranks, so that a damaged number does not cost hours of counting."""
 
 ONE_BY_ONE: Final = frozenset({"dp", "pp"})
-"""Roles of groups whose ranks do not exchange activations inside a module. Those of all others do."""
+"""Roles of groups whose ranks do not exchange activations inside a module. Ranks of all other groups do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PipelineGroup:
     """A pipeline of one recording.
 
     Attributes:
-        recording: Its number, the same on all ranks.
+        recording: The recording's number, the same on all ranks.
     """
 
     recording: int
@@ -46,14 +46,14 @@ class Member:
 
     Attributes:
         stage: Index of the rank in its pipeline group.
-        manifest: Of the run that the events are of; None if there is none, or not one to be trusted.
-        wiring: None without a manifest.
+        manifest: The manifest of the events' run; None if it is missing or does not match.
+        graph: The dataflow graph; None without a manifest.
     """
 
     events: RecordingEvents
-    group: Group
+    group: PipelineGroup
     manifest: ManifestRecord | None = None
-    wiring: Wiring | None = None
+    graph: DataflowGraph | None = None
 
     @property
     def rank(self) -> int:
@@ -72,25 +72,25 @@ class Member:
         return self.group.mates.index(self.rank)
 
     def place(self, chunk: int) -> int:
-        """Of a chunk, among those of all ranks of the pipeline."""
+        """The index of a chunk among the chunks of all ranks of the pipeline."""
         return self.stage + chunk * len(self.group.mates)
 
     @property
     def places(self) -> int:
-        """How many chunks the pipeline has."""
+        """The number of chunks of the pipeline."""
         chunks = 1
         if self.manifest is not None and self.manifest.pipeline is not None:
             chunks = len(self.manifest.pipeline.stages)
         return chunks * len(self.group.mates)
 
     def ranks(self, role: str) -> tuple[int, ...]:
-        """Of the group of this role that the rank belongs to; empty where none is known."""
+        """The ranks of this rank's group of a role; empty if unknown."""
         return () if self.manifest is None else self.manifest.groups.get(role, ())
 
     def has_judged_all(self, step: int) -> bool:
-        """Whether every event of the step was found and kept: then what did not fire is clean.
+        """Whether every event of the step was found and kept: then tensors without an event are clean.
 
-        Of a flood the first events of each step are kept, so a step without any had none, as long as there was room for steps.
+        In a flood, the first events of each step are kept. So a step without a kept event had none, unless steps were dropped.
         """
         judged = self.events.judged
         if not judged.steps.holds(step):
@@ -98,16 +98,16 @@ class Member:
         return not judged.not_kept or (len(self.events) < MOST and not (self.events.step == step).any())
 
     def skipped(self, step: int) -> bool:
-        """Whether the optimizer is known to have left out the step."""
+        """Whether the optimizer is known to have skipped the step."""
         return self.manifest is not None and self.manifest.steps.skipped.holds(step)
 
 
 @dataclass
-class Job:
+class RankedJob:
     """All members, in the order of their ranks.
 
     Attributes:
-        missing: Ranks of the job's groups that have judged nothing.
+        missing: Ranks of the job's groups that have judged no step.
         not_monitored: Ranks of the job that ``module_ranks`` leaves out.
         without_manifest: Ranks whose manifest, or series, could not be read.
     """
@@ -126,18 +126,18 @@ class Job:
         number = self._by_rank.get((recording, rank))
         return None if number is None else self.members[number]
 
-    def at_place(self, group: Group, place: int) -> Member | None:
-        """The member that has the chunk at a place of the pipeline."""
+    def at_place(self, group: PipelineGroup, place: int) -> Member | None:
+        """The member with the chunk at index ``place`` of the pipeline."""
         return self.member_of(group.recording, group.mates[place % len(group.mates)])
 
     def replicas(self, member: Member) -> list[Member]:
-        """Those of the same stage, the member among them, that are given other data."""
+        """The data-parallel replicas of a member: members of the same stage with other data, itself included."""
         found = (self.member_of(member.recording, rank) for rank in member.ranks("dp"))
         return [one for one in found if one is not None]
 
     @cached_property
     def joined(self) -> Sequence[int]:
-        """For each member a number that it shares with those with which it exchanges activations inside modules."""
+        """A number for each member. Members that exchange activations inside modules share the number."""
         number = list(range(len(self.members)))
         for one, member in enumerate(self.members):
             for other in self._exchanging(member):
@@ -153,15 +153,15 @@ class Job:
                 yield other
 
 
-def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> Job:
-    """Put what was read beside the manifests that lie around ``folder``."""
+def job_of(folder: Path, read: Iterable[RecordingEvents | Flaw]) -> RankedJob:
+    """Combine the read events with the manifests around ``folder``."""
     every = list(read)
     flaws = [one for one in every if isinstance(one, Flaw)]
     found = _manifests(folder.absolute().parent)
     matching = _Matching(found, flaws)
     judged = [one for one in every if isinstance(one, RecordingEvents)]
     members = [matching.member(one) for one in _of_one_job(judged, matching, flaws)]
-    job = Job(members, flaws, without_manifest=sorted({one.rank for one in members if one.wiring is None}))
+    job = RankedJob(members, flaws, without_manifest=sorted({one.rank for one in members if one.graph is None}))
     ranks, chosen = _ranks(members, found)
     known = {one.rank for one in members}
     job.missing = sorted(chosen - known - {one.rank for one in flaws})
@@ -177,15 +177,15 @@ def _manifests(base: Path) -> Found:
 
 
 def _of_one_job(events: Sequence[RecordingEvents], matching: _Matching, flaws: list[Flaw]) -> Iterator[RecordingEvents]:
-    """Those of the job that most are of, or of its launch; the others are flaws."""
+    """The events of the most frequent job or its launch; others become flaws."""
     jobs = Counter(matching.launch(one) for one in events)
     most = max(jobs, key=lambda job: (jobs[job], job), default="")
     for one in events:
         if matching.launch(one) == most:
             yield one
         else:
-            reason = f"is of job {one.judged.job_id}, most of the others of {most}: it was not ranked"
-            flaws.append(Flaw(one.files.rank, one.files.told, reason))
+            reason = f"is of job {one.judged.job_id}, most others are of {most}: it was not ranked"
+            flaws.append(Flaw(one.files.rank, one.files.label, reason))
 
 
 class _Matching:
@@ -194,7 +194,7 @@ class _Matching:
     def __init__(self, found: Found, flaws: list[Flaw]) -> None:
         self._runs = {run.directory.name: run for runs in found.jobs.values() for run in runs}
         self._unreadable = {one.path: one.reason for one in found.set_aside}
-        self._wirings = Wirings()
+        self._wirings = DataflowGraphs()
         self._flaws = flaws
         self._numbers = dict(_numbered(found))
         self._launches = {run.manifest.job_id: run.manifest.launch for run in self._runs.values()}
@@ -203,36 +203,34 @@ class _Matching:
             self._numbers_of_jobs.setdefault(self._runs[directory].manifest.job_id, set()).add(number)
 
     def launch(self, events: RecordingEvents) -> str:
-        """What the recordings of all ranks have in common that were begun together: the launch, or where that is not known the
-        job.
-        """
+        """The id that recordings share that were started together: the launch or, if unknown, the job."""
         run, job = self._runs.get(events.judged.directory), events.judged.job_id
-        if run is None:  # other ranks of the job may know it
+        if run is None:  # other ranks of the job may have the launch
             return self._launches.get(job) or job
         return run.manifest.launch or job if run.manifest.job_id == job else job
 
     def member(self, events: RecordingEvents) -> Member:
         mates = events.mates or (events.files.rank,)
         try:
-            manifest, wiring = self._wired(self._run(events), events)
+            manifest, graph = self._with_graph(self._run(events), events)
             pipeline = manifest.pipeline.ranks if manifest.pipeline else (manifest.rank,)
             if events.mates and pipeline != events.mates:
-                raise ManifestError(f"its pipeline group is {list(pipeline)}, that of the events {list(mates)}")
+                raise ManifestError(f"its pipeline group is {list(pipeline)}, that of the events is {list(mates)}")
         except ManifestError as error:
-            self._flaws.append(Flaw(events.files.rank, events.files.told, f"has no manifest to go with it: {error}"))
-            return Member(events, Group(self._recording(events), mates))
-        return Member(events, Group(self._recording(events), pipeline), manifest, wiring)
+            self._flaws.append(Flaw(events.files.rank, events.files.label, f"has no manifest to go with it: {error}"))
+            return Member(events, PipelineGroup(self._recording(events), mates))
+        return Member(events, PipelineGroup(self._recording(events), pipeline), manifest, graph)
 
     def _recording(self, events: RecordingEvents) -> int:
-        """That of its directory. If that is gone, the number that other ranks of the job have."""
+        """The recording's number, from its directory; without a directory, the number on other ranks of the job."""
         known = self._numbers.get(events.judged.directory)
         of_job = self._numbers_of_jobs.get(events.judged.job_id, set())
         if known is not None or len(of_job) == 1:
             return known if known is not None else next(iter(of_job))
         return max(self._numbers.values(), default=-1) + 1 + events.files.recording
 
-    def _wired(self, run: RankRun, events: RecordingEvents) -> tuple[ManifestRecord, Wiring | None]:
-        """Read once more where a rank that still runs has moved on to another series file meanwhile."""
+    def _with_graph(self, run: RankRun, events: RecordingEvents) -> tuple[ManifestRecord, DataflowGraph | None]:
+        """The manifest and graph. Read again if a running rank has replaced its series file meanwhile."""
         manifest = _manifest(run, events)
         try:
             return manifest, self._wirings.read(run.directory, manifest)
@@ -254,7 +252,7 @@ class _Matching:
 
 
 def _numbered(found: Found) -> Iterator[tuple[str, int]]:
-    """For each directory whose launch is known the number of its recording: a rank that watches more counts otherwise."""
+    """The number of the recording of each directory with a known launch. A rank with more models counts differently."""
     of_launches: dict[str, list[Sequence[RankRun]]] = {}
     for _, runs in sorted(found.jobs.items(), key=lambda one: (min(run.manifest.recording for run in one[1]), one[0])):
         launches = {run.manifest.launch for run in runs}
@@ -266,20 +264,20 @@ def _numbered(found: Found) -> Iterator[tuple[str, int]]:
 
 
 def _manifest(run: RankRun, events: RecordingEvents) -> ManifestRecord:
-    """As it stands, or for the earlier run that the events are of."""
+    """The manifest, reduced to the earlier run if the events are of one."""
     manifest, judged = run.manifest, events.judged
     if (manifest.rank, manifest.recording) != (judged.rank, judged.recording):
-        raise ManifestError(f"{run.directory.name} is of recording {manifest.recording} of rank {manifest.rank}")
+        raise ManifestError(f"{run.directory.name} belongs to recording {manifest.recording} of rank {manifest.rank}")
     if manifest.job_id == judged.job_id:
         return manifest
     for earlier in manifest.resumed:
         if earlier.job_id == judged.job_id:
             return manifest.model_copy(update={"series": earlier.series, "job_id": earlier.job_id})
-    raise ManifestError(f"{run.directory.name} is of job {manifest.job_id}, the events of {judged.job_id}")
+    raise ManifestError(f"{run.directory.name} is of job {manifest.job_id}, the events are of {judged.job_id}")
 
 
 def _ranks(members: Sequence[Member], found: Found) -> tuple[set[int], set[int]]:
-    """All ranks of the job, and those of them that should have judged."""
+    """All ranks of the job, and the ranks that should have judged."""
     ranks = {rank for member in members for rank in member.group.mates}
     manifests = [member.manifest for member in members if member.manifest is not None]
     ranks.update(rank for manifest in manifests for group in manifest.groups.values() for rank in group)
@@ -304,13 +302,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
-    """An entry an event, members after one another, each in the order of its file.
+class EventTable:
+    """Columns with one entry per event, member by member, each in the order of its file.
 
     Attributes:
-        members: Who wrote the events, in the order of ranks.
-        member: Index into ``members``; likewise ``subject``, ``op`` and ``rule`` into what they stand for.
-        mean: The running mean that a value was compared with; NaN where there is none.
+        members: The members that wrote the events, in the order of ranks.
+        member: Index into ``members``; likewise ``subject``, ``op`` and ``rule`` index ``subjects``, ``ops`` and ``rules``.
+        mean: The running mean that a value was compared with; NaN without one.
     """
 
     members: Sequence[Member]
@@ -328,7 +326,7 @@ class Evidence:
     mean: NDArray[np.float64]
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> Evidence:
+    def of(cls, members: Sequence[Member]) -> EventTable:
         """All events of these members."""
         series, ops, rules = _Numbers[Series](), _Numbers[str](), _Numbers[str]()
         every = [one.events for one in members]
@@ -367,13 +365,13 @@ class Evidence:
 
     @cached_property
     def meant(self) -> Columns:
-        """A number for each series, the same for a replica and for what it stands for."""
+        """A number for each series, the same for a series and its replicas."""
         numbers: dict[Series, int] = {}
         return self._of_subject(lambda one: numbers.setdefault(one.series, len(numbers)))
 
     @cached_property
     def finite(self) -> Flags:
-        """Whether the tensor had neither NaN nor Inf in it: a statistic of it deviated."""
+        """Whether the tensor held neither NaN nor Inf: one of its statistics deviated."""
         counts = [number for number, op in enumerate(self.ops) if op in ("nans", "infs")]
         found: Flags = np.isfinite(self.value) & ~np.isin(self.op, counts)
         return found
@@ -384,7 +382,7 @@ class Evidence:
 
     @cached_property
     def place(self) -> Columns:
-        """Of the chunk that an event is of, among all those of its pipeline."""
+        """The index of the event's chunk among all chunks of its pipeline."""
         return self.stage + self.chunk * self._of_member(lambda one: len(one.group.mates))
 
     @cached_property
@@ -396,7 +394,7 @@ class Evidence:
         return self._of_member(lambda one: one.recording)
 
     @cached_property
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Sequence[PipelineGroup]:
         return list(dict.fromkeys(one.group for one in self.members))
 
     @cached_property
@@ -412,14 +410,14 @@ class Evidence:
 
 
 class _Numbers(dict[T, int]):
-    """A number for each thing that was listed anywhere."""
+    """Numbers distinct values from several lists."""
 
     @property
     def listed(self) -> list[T]:
         return list(self)
 
     def map(self, listed: Iterable[T], pointers: Columns) -> Columns:
-        """Pointers into ``listed`` as pointers into the list of all."""
+        """Convert indices into ``listed`` to indices into the list of all values."""
         return np.array([self.setdefault(one, len(self)) for one in listed], dtype=np.int64)[pointers]
 
 

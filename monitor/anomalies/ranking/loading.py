@@ -1,4 +1,4 @@
-"""The files of ``anomaly_detected`` read and checked: the events of each rank as columns, and what cannot be read by name."""
+"""Reads and checks the files in ``anomaly_detected``: the events of each rank as columns, and the files with flaws."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from monitor.anomalies.events import EVENTS_FOLDER, JUDGED_LIMIT, Event, Judged, events_file, judged_file
+from monitor.anomalies.events import EVENTS_FOLDER, JUDGED_LIMIT, Event, ScanSummary, events_file, judged_file
 from monitor.coordinator.manifest_format import ManifestError, content_of, known_version, parsed
 from monitor.merge.discovery import leads_out
 from monitor.merge.executors import engine, run_in_order
 from monitor.series import Series
 
 EVENTS_LIMIT: Final = 2**30
-"""Bytes of a rank's file of events."""
+"""Largest size of a rank's event file, in bytes."""
 
 WORTH_A_POOL: Final = 32 * 2**20
-"""Bytes. Below, processes take longer to start than to read."""
+"""Bytes below which starting processes takes longer than reading in one."""
 
 MOST_WORKERS: Final = 8
 
 MOST_CHUNKS: Final = 100_000
-"""Of a model, on a rank. A damaged number must not have us count for hours."""
+"""Upper bound on model chunks of a rank, so that a damaged number does not cost hours of counting."""
 
 _RANK: Final = re.compile(r"rank(0|[1-9][0-9]{0,8})")
 _FILE: Final = re.compile(r"(?:judged|anomaly)(?:-([1-9][0-9]{0,5}))?\.json")
@@ -39,12 +39,12 @@ Columns = NDArray[np.int64]
 
 
 class NothingReadError(Exception):
-    """There is nothing to rank. The message says what was looked for and where."""
+    """There is nothing to rank. The message says which files were expected, and where."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingFiles:
-    """The files of one recording of one rank, whether or not they are there."""
+    """The paths of one recording of one rank, whether or not the files exist."""
 
     folder: Path
     rank: int
@@ -55,8 +55,8 @@ class RecordingFiles:
         return self.folder / events_file(self.recording)
 
     @property
-    def told(self) -> str:
-        """How the file of events is called in what people read."""
+    def label(self) -> str:
+        """The event file's name in messages."""
         return f"{self.folder.name}/{self.events.name}"
 
     @property
@@ -66,17 +66,17 @@ class RecordingFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordingEvents:
-    """What one recording of one rank has found. Numbers are columns, texts are listed once each and pointed at.
+    """The events of one recording of one rank, in columns. Texts are listed once each; columns hold their indices.
 
     Attributes:
-        mates: Ranks of its pipeline group; empty where there is no event to tell.
-        step, micro_step, call_id: A number an event.
-        series: Index into ``all_series``; likewise ``op`` and ``rule``.
-        mean: The running mean that the value was compared with; NaN where there is none.
+        mates: Ranks of its pipeline group; empty without an event.
+        step, micro_step, call_id: One number per event.
+        series: Index into ``all_series``; ``op`` and ``rule`` likewise index their lists.
+        mean: The running mean that the value was compared with; NaN without one.
     """
 
     files: RecordingFiles
-    judged: Judged
+    judged: ScanSummary
     mates: tuple[int, ...]
     step: Columns
     micro_step: Columns
@@ -96,7 +96,7 @@ class RecordingEvents:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A file that is missing, torn or not what it should be."""
+    """A file that is missing, truncated or of another kind."""
 
     rank: int
     path: str
@@ -104,10 +104,10 @@ class Flaw:
 
 
 def folder_of(path: Path) -> Path:
-    """The directory of events that is meant: ``path``, or the one in it.
+    """The directory of events: ``path``, or ``anomaly_detected`` in it.
 
     Raises:
-        NothingReadError: there is none.
+        NothingReadError: there is no such directory.
     """
     within = path / EVENTS_FOLDER
     folder = within if within.is_dir() else path
@@ -117,10 +117,10 @@ def folder_of(path: Path) -> Path:
 
 
 def files_in(folder: Path) -> list[RecordingFiles]:
-    """Of all ranks, in their order.
+    """The files of all ranks, in the order of ranks.
 
     Raises:
-        NothingReadError: the folder has none, or cannot be listed.
+        NothingReadError: the folder has no files of a rank, or cannot be listed.
     """
     try:
         found = [files for name in os.listdir(folder) for files in _files_of_rank(folder / name)]
@@ -128,14 +128,14 @@ def files_in(folder: Path) -> list[RecordingFiles]:
         raise NothingReadError(f"{folder} cannot be read: {error.strerror or error}.") from error
     if not found:
         raise NothingReadError(
-            f"{folder} holds no events of any rank. They are written where the configuration has `alert` with rules and "
+            f"{folder} holds no events of any rank. Ranks write events if the configuration has `alert` with rules and "
             '`"dump": true`.'
         )
     return sorted(found, key=lambda files: (files.rank, files.recording))
 
 
 def read_all(files: Sequence[RecordingFiles]) -> Iterator[RecordingEvents | Flaw]:
-    """Each in its turn; in several processes where there is much."""
+    """Read all files in order; in several processes if they are large."""
     size = sum(one.events.stat().st_size for one in files if one.events.is_file())
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if size > WORTH_A_POOL else 1
     with engine(workers) as (executor, count):
@@ -143,19 +143,19 @@ def read_all(files: Sequence[RecordingFiles]) -> Iterator[RecordingEvents | Flaw
 
 
 def read(files: RecordingFiles) -> RecordingEvents | Flaw:
-    """The events of one recording, or why there are none to be had."""
+    """The events of one recording, or the flaw that prevents reading them."""
     try:
         judged = _judged(files)
         return _columns(files, judged, entries(files) if judged.events or files.events.exists() else {})
     except (ManifestError, OSError) as error:
-        return Flaw(files.rank, files.told, str(error))
+        return Flaw(files.rank, files.label, str(error))
 
 
 def entries(files: RecordingFiles) -> dict[str, Event]:
-    """The entries of a file of events by their keys.
+    """The entries of an event file by their keys.
 
     Raises:
-        ManifestError: it is missing, torn, or holds what is not an event.
+        ManifestError: the file is missing, truncated, or not an event file.
     """
     content = _content(files.events, EVENTS_LIMIT)
     try:
@@ -174,8 +174,8 @@ def _files_of_rank(folder: Path) -> Iterator[RecordingFiles]:
     yield from (RecordingFiles(folder, int(rank[1]), number) for number in numbers)
 
 
-def _judged(files: RecordingFiles) -> Judged:
-    judged = parsed(Judged, _content(files.judged, JUDGED_LIMIT), files.judged)
+def _judged(files: RecordingFiles) -> ScanSummary:
+    judged = parsed(ScanSummary, _content(files.judged, JUDGED_LIMIT), files.judged)
     try:
         known_version(judged.schema_version)
     except ValueError as error:
@@ -193,7 +193,7 @@ def _content(path: Path, limit: int) -> bytes:
     return content_of(path, limit, "such file")
 
 
-def _columns(files: RecordingFiles, judged: Judged, found: dict[str, Event]) -> RecordingEvents:
+def _columns(files: RecordingFiles, judged: ScanSummary, found: dict[str, Event]) -> RecordingEvents:
     every = list(found.values())
     mates = _mates(files, every)
     parts = _Parts()
@@ -221,7 +221,7 @@ def _mates(files: RecordingFiles, every: Iterable[Event]) -> tuple[int, ...]:
 
 
 class _Parts:
-    """What events say in words. Of the same tag it is said again and again."""
+    """Parses the texts of events. Results are cached, since tags and rules repeat."""
 
     def __init__(self) -> None:
         self.series: list[int] = []
@@ -235,7 +235,7 @@ class _Parts:
         self._of_tag: dict[tuple[str, int], int] = {}
 
     def add(self, event: Event) -> None:
-        """Raises ``ValueError`` where the event does not say what one does."""
+        """Add an event. Raises ``ValueError`` if its texts are not those of an event."""
         key = event.tag_name, event.micro_step
         number = self._of_tag.get(key)
         if number is None:

@@ -1,4 +1,4 @@
-"""Where an origin lies: between the last series that was clean and this one, in the smallest module that holds both."""
+"""Locates an origin: between the last clean series and the event's, in the smallest module that contains both."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
-from monitor.anomalies.ranking.graph import ROOT, Role, Subject, Wiring, parent
-from monitor.anomalies.ranking.job import Job, Member
+from monitor.anomalies.ranking.graph import ROOT, DataflowGraph, Role, Subject, parent
+from monitor.anomalies.ranking.job import Member, RankedJob
 from monitor.anomalies.ranking.origins import notes_a_change
-from monitor.anomalies.ranking.step_propagation import seam
+from monitor.anomalies.ranking.step_propagation import stage_boundary
 from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, Series
 
-# --- How what people read is spelled.
+# --- Formatting helpers for messages.
 
 SHOWN: Final = 10
-"""Of one cause; more are counted."""
+"""At most so many ranks or files are listed; more are counted."""
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -26,16 +26,16 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def capitalized(said: str) -> str:
-    """With a capital first letter, the others as they are."""
+    """The text with a capital first letter."""
     return said[:1].upper() + said[1:]
 
 
 _MADE_OF: Final = {"gradients": GRADIENT_KINDS, "moments": MOMENT_KINDS, "the weight before": ("param_origin",)}
-"""A weight by the optimizer, and the kinds that show it."""
+"""The optimizer's inputs for a weight, and the kinds that record them."""
 
 
-class Where(Enum):
-    """What an origin points at."""
+class Cause(Enum):
+    """The part of training that an origin points at."""
 
     INSIDE = "inside a module"
     BETWEEN = "between modules"
@@ -55,95 +55,95 @@ class Where(Enum):
     UNKNOWN = "unknown"
 
 
-class Span(NamedTuple):
-    """What an origin points at, and that in words."""
+class FaultLocation(NamedTuple):
+    """The part of training that an origin points at, and its description for people."""
 
-    where: Where
-    told: str
+    cause: Cause
+    text: str
 
 
-def span_of(job: Job, member: Member, subject: Subject, step: int) -> Span:
-    """The span of an event that is an origin."""
-    wiring = member.wiring
-    if wiring is None:
-        return Span(Where.UNKNOWN, "the first event; its inputs are not known")
+def location_of(job: RankedJob, member: Member, subject: Subject, step: int) -> FaultLocation:
+    """The location of an event that is an origin."""
+    graph = member.graph
+    if graph is None:
+        return FaultLocation(Cause.UNKNOWN, "the first event; its inputs are not known")
     if subject.role == Role.FORWARD:
-        return _forward(job, member, wiring, subject, step)
+        return _forward(job, member, graph, subject, step)
     if subject.role == Role.BACKWARD:
-        return _backward(job, member, wiring, subject, step)
-    return _of_parameter(job, member, wiring, subject, step)
+        return _backward(job, member, graph, subject, step)
+    return _of_parameter(job, member, graph, subject, step)
 
 
-def _forward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
-    clean = _last_clean(wiring, subject)
+def _forward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
+    clean = _last_clean(graph, subject)
     if clean is not None:
         return _within(clean, subject, _own_module(subject), "")
-    other = seam(job, member, subject.series.vpp_stage, subject.role, step)
+    other = stage_boundary(job, member, subject.series.vpp_stage, subject.role, step)
     if other is not None:
         return _handed_over(member, other, subject, "output", "input")
     if member.place(subject.series.vpp_stage) > 0:
         return _not_shown(member, "before")
     if subject.is_input and subject.module == ROOT:
-        return Span(Where.DATA, "in what the model was given: the batch")
-    return Span(Where.BEFORE, f"between the batch and {name_of(subject)}")
+        return FaultLocation(Cause.DATA, "in what the model was given: the batch")
+    return FaultLocation(Cause.BEFORE, f"between the batch and {name_of(subject)}")
 
 
-def _backward(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
-    clean = _last_clean(wiring, subject)
+def _backward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
+    clean = _last_clean(graph, subject)
     if clean is not None:
-        around = subject.module if wiring.uses_itself(subject) else _own_module(subject)
-        return _within(wiring.innermost(clean), subject, around, "the gradients of ")
-    other = seam(job, member, subject.series.vpp_stage, subject.role, step)
+        around = subject.module if graph.uses_itself(subject) else _own_module(subject)
+        return _within(graph.innermost(clean), subject, around, "the gradients of ")
+    other = stage_boundary(job, member, subject.series.vpp_stage, subject.role, step)
     if other is not None:
         return _handed_over(member, other, subject, "input gradient", "output gradient")
     if member.place(subject.series.vpp_stage) < member.places - 1:
         return _not_shown(member, "after")
-    if wiring.shows_exit(Role.FORWARD, subject.series.vpp_stage, ROOT):
-        return Span(Where.LOSS, f"between the loss and the gradient of {name_of(subject)}")
-    return Span(
-        Where.BEHIND, f"behind what is watched of the forward, in the loss, or before the gradient of {name_of(subject)}"
+    if graph.shows_exit(Role.FORWARD, subject.series.vpp_stage, ROOT):
+        return FaultLocation(Cause.LOSS, f"between the loss and the gradient of {name_of(subject)}")
+    return FaultLocation(
+        Cause.BEHIND, f"after the watched part of the forward, in the loss, or before the gradient of {name_of(subject)}"
     )
 
 
-def _handed_over(member: Member, other: Member, subject: Subject, given: str, taken: str) -> Span:
-    """One that the root's own series do not show may also lie between the root and it."""
+def _handed_over(member: Member, other: Member, subject: Subject, given: str, taken: str) -> FaultLocation:
+    """A fault between stages. If the root's own series are not measured, it may also lie between the root and ``subject``."""
     there = f"stage {other.stage}'s {given} (rank {other.rank})"
     here = f"stage {member.stage}'s {taken}" if subject.module == ROOT else name_of(subject)
-    return Span(Where.STAGES, f"between {there} and {here} (rank {member.rank}): the communication between the stages")
+    return FaultLocation(Cause.STAGES, f"between {there} and {here} (rank {member.rank}): the communication between the stages")
 
 
-def _not_shown(member: Member, side: str) -> Span:
-    told = f"the first to show it on stage {member.stage}; what the stage {side} it handed over is not known"
-    return Span(Where.UNKNOWN, told)
+def _not_shown(member: Member, side: str) -> FaultLocation:
+    text = f"the first to show it on stage {member.stage}; what the stage {side} it sent is not known"
+    return FaultLocation(Cause.UNKNOWN, text)
 
 
-def _last_clean(wiring: Wiring, subject: Subject) -> Subject | None:
-    """The last series before this one, in the module from which it was made. Of an origin all of these are clean."""
-    same = wiring.same_as(subject.series) if subject.role == Role.FORWARD and subject.is_input else None
+def _last_clean(graph: DataflowGraph, subject: Subject) -> Subject | None:
+    """The last series before this one in the module that produced it. For an origin, all of these are clean."""
+    same = graph.same_as(subject.series) if subject.role == Role.FORWARD and subject.is_input else None
     if same is not None and same.made:
         return same.made[0]
-    closure = wiring.closure(subject)
+    closure = graph.closure(subject)
     around = ROOT if closure is None else closure
     own_entry = subject.is_entry and subject.module == ROOT
-    return None if own_entry else next((one for one in wiring.before(subject) if around in one.around), None)
+    return None if own_entry else next((one for one in graph.before(subject) if around in one.around), None)
 
 
-def _within(clean: Subject, subject: Subject, own: str, of: str) -> Span:
-    """``own``: the smallest module that the tensor may have been made in."""
+def _within(clean: Subject, subject: Subject, own: str, of: str) -> FaultLocation:
+    """A location inside or between modules. ``own`` is the smallest module that may have produced the tensor."""
     module = _holding(clean, own)
     inside = module == subject.module == own
     place = f"{'inside' if inside else 'in'} {module or 'the model'}"
-    told = f"{place}, between {of}{_relative(clean, module)} and {_relative(subject, module)}"
-    return Span(Where.INSIDE if inside else Where.BETWEEN, told)
+    text = f"{place}, between {of}{_relative(clean, module)} and {_relative(subject, module)}"
+    return FaultLocation(Cause.INSIDE if inside else Cause.BETWEEN, text)
 
 
 def _own_module(subject: Subject) -> str:
-    """What comes into a module was made in the one around it."""
+    """The module that produced the tensor: an entry of a module was made in the module around it."""
     return parent(subject.module) if subject.is_entry else subject.module
 
 
 def _holding(clean: Subject, module: str) -> str:
-    """The smallest module around this one that holds the clean tensor, too."""
+    """The smallest module around ``module`` that also contains the clean tensor."""
     while module not in clean.around:
         module = parent(module)
     return module
@@ -160,64 +160,66 @@ def _slot(subject: Subject) -> str:
 
 
 def name_of(subject: Subject) -> str:
-    """As people read it: of the root nothing but what it is."""
+    """The subject's name for people; for the root only its slot."""
     if subject.role in (Role.FORWARD, Role.BACKWARD) and subject.module == ROOT:
         return f"the model's {_slot(subject)}"
     return subject.series.name
 
 
-def _of_parameter(job: Job, member: Member, wiring: Wiring, subject: Subject, step: int) -> Span:
+def _of_parameter(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
     if subject.role == Role.LOCAL_GRADIENT:
-        return _local_gradient(wiring, subject)
+        return _local_gradient(graph, subject)
     if subject.role == Role.GRADIENT:
         return _aggregation(job, member, subject, step)
     if subject.role == Role.MOMENT:
-        return Span(Where.MOMENTS, f"in the optimizer's state, before step {step}")
+        return FaultLocation(Cause.MOMENTS, f"in the optimizer's state, before step {step}")
     if subject.role == Role.UPDATED_WEIGHT:
-        return Span(Where.UPDATE, f"in the optimizer's step {step}{_not_recorded(wiring, subject)}")
+        return FaultLocation(Cause.UPDATE, f"in the optimizer's step {step}{_not_recorded(graph, subject)}")
     if subject.role == Role.ORIGINAL_WEIGHT:
-        return Span(Where.WEIGHTS, f"in the weights before step {step}, after the last update that was judged")
-    return Span(Where.UNKNOWN, "the first on its rank")
+        return FaultLocation(Cause.WEIGHTS, f"in the weights before step {step}, after the last update that was judged")
+    return FaultLocation(Cause.UNKNOWN, "the first on its rank")
 
 
-def _local_gradient(wiring: Wiring, subject: Subject) -> Span:
-    module = wiring.owner(subject)
+def _local_gradient(graph: DataflowGraph, subject: Subject) -> FaultLocation:
+    module = graph.owner(subject)
     if module is not None:
         around = f"in the backward of {module or 'the model'}"
-        return Span(Where.PARAMETER, f"{around}, between the gradient of its output and that of its parameter")
-    forward = ("actv", subject.series.vpp_stage) in wiring.kinds
+        return FaultLocation(Cause.PARAMETER, f"{around}, between the gradient of its output and that of its parameter")
+    forward = ("actv", subject.series.vpp_stage) in graph.kinds
     if forward:
-        told = "in the backward of the model. Gradients of activations around it were not recorded"
+        text = "in the backward of the model. Gradients of activations around it were not recorded"
     else:
-        told = "in the forward or backward of the model. Activations were not recorded"
-    return Span(Where.PASSES, f"{told}, so the place is not known more closely")
+        text = "in the forward or backward of the model. Activations were not recorded"
+    return FaultLocation(Cause.PASSES, f"{text}, so the place is not known more precisely")
 
 
-def _aggregation(job: Job, member: Member, subject: Subject, step: int) -> Span:
+def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int) -> FaultLocation:
     ranks = member.ranks("dp")
     among = f"in the aggregation of gradients over {listed(ranks)}" if len(ranks) > 1 else ""
     after = among or "between the backward and the optimizer's step"
     if notes_a_change(member.manifest):
-        told = f"{after}, where all were changed together, as by clipping: any of them may have brought it in"
-        return Span(Where.CHANGED_GRADIENTS, told)
+        text = f"{after}, where all were changed together, as by clipping: any of them may be the cause"
+        return FaultLocation(Cause.CHANGED_GRADIENTS, text)
     unseen = [
         rank for rank in ranks or (member.rank,) if not _shows_its_own(job.member_of(member.recording, rank), subject, step)
     ]
     if not unseen:
-        return Span(Where.AGGREGATION, after)
-    return Span(Where.UNSEEN_RANKS, f"in the backward of {listed(unseen)}, whose own gradient is not known, or {after}")
+        return FaultLocation(Cause.AGGREGATION, after)
+    return FaultLocation(
+        Cause.UNSEEN_RANKS, f"in the backward of {listed(unseen)}, whose own gradient is not known, or {after}"
+    )
 
 
 def _shows_its_own(member: Member | None, subject: Subject, step: int) -> bool:
     """Whether the rank's local gradient of the parameter was measured and judged."""
     local = Series("grad_unreduced", subject.series.vpp_stage, subject.series.name)
-    return member is not None and member.has_judged_all(step) and member.wiring is not None and local in member.wiring.numbers
+    return member is not None and member.has_judged_all(step) and member.graph is not None and local in member.graph.numbers
 
 
-def _not_recorded(wiring: Wiring, subject: Subject) -> str:
-    """Of what the optimizer makes a weight from."""
+def _not_recorded(graph: DataflowGraph, subject: Subject) -> str:
+    """The optimizer's inputs that were not recorded, as a text."""
     chunk, name = subject.series.vpp_stage, subject.series.name
     missing = [
-        told for told, kinds in _MADE_OF.items() if not any(Series(kind, chunk, name) in wiring.numbers for kind in kinds)
+        text for text, kinds in _MADE_OF.items() if not any(Series(kind, chunk, name) in graph.numbers for kind in kinds)
     ]
     return f" (not recorded: {', '.join(missing)})" if missing else ""

@@ -1,9 +1,9 @@
-"""In which order events happened, across ranks whose clocks say nothing.
+"""Orders events in time, across ranks whose clocks cannot be compared.
 
-Steps come one after another. Within a step stand the weights that it began with, then forwards and backwards, then what the
-optimizer is given, then what it has made. Forwards and backwards stand in the turns that the schedule gives them
-(``monitor.coordinator.dataflow``). Where the schedule is unknown they stand by micro-step, and in each from stage to stage and
-back: what needs the numbers of another event never stands before it then either, but micro-batches that took turns stand apart.
+Steps come one after another. A step has the weights that it began with, then forwards and backwards, then the optimizer's
+inputs, then its results. Forwards and backwards are in the turns of the schedule (``monitor.coordinator.dataflow``). If the
+schedule is unknown, they are ordered by micro-step, and in each from stage to stage and back. Then, too, no event comes before
+one that it depends on, but micro-batches that took turns are listed apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.ranking.graph import Role
-from monitor.anomalies.ranking.job import Columns, Evidence, Member
+from monitor.anomalies.ranking.job import Columns, EventTable, Member
 from monitor.anomalies.ranking.loading import MOST_CHUNKS
 from monitor.coordinator.dataflow import IN_BACKWARD, IN_FORWARD, Pass, PipelineOrder, RankPasses, Spot
 from monitor.series import NO_MICRO_STEP
@@ -40,7 +40,7 @@ class Order:
 
     Attributes:
         events: Their numbers, the earliest first.
-        position: Of each event in ``events``.
+        position: The index of each event in ``events``.
         unknown: By recording, why its schedule is not known.
     """
 
@@ -49,33 +49,33 @@ class Order:
     position: Columns
 
 
-def order_of(evidence: Evidence) -> Order:
+def order_of(table: EventTable) -> Order:
     """Put all events in order."""
-    phase = np.array([_PHASE[Role(role)] for role in range(len(Role))])[evidence.role]
-    keys, unknown = _Keys(evidence), {}
-    for recording in np.unique(evidence.recording).tolist():
+    phase = np.array([_PHASE[Role(role)] for role in range(len(Role))])[table.role]
+    keys, unknown = _Keys(table), {}
+    for recording in np.unique(table.recording).tolist():
         try:
             keys.by_schedule(recording, phase)
         except ValueError as error:
             keys.by_micro_step(recording)
             if keys.matter(recording):
                 unknown[recording] = str(error)
-    last = (np.arange(len(evidence)), evidence.recording, evidence.rank, evidence.call_id)
-    events = np.lexsort((*last, *keys.columns[::-1], phase, evidence.step))
+    last = (np.arange(len(table)), table.recording, table.rank, table.call_id)
+    events = np.lexsort((*last, *keys.columns[::-1], phase, table.step))
     position = np.empty_like(events)
     position[events] = np.arange(len(events))
     return Order(events, unknown, position)
 
 
 class _Keys:
-    """Three numbers an event by which those of a phase of a step stand in order."""
+    """Three sort keys per event, for events of one phase of a step."""
 
-    def __init__(self, evidence: Evidence) -> None:
-        self._evidence = evidence
-        self.columns: Columns = np.zeros((3, len(evidence)), np.int64)
+    def __init__(self, table: EventTable) -> None:
+        self._table = table
+        self.columns: Columns = np.zeros((3, len(table)), np.int64)
 
     def by_micro_step(self, recording: int) -> None:
-        of, columns = self._evidence, self.columns
+        of, columns = self._table, self.columns
         own = of.recording == recording
         forward = of.role <= Role.FORWARD
         columns[0, own] = np.where(of.micro_step == NO_MICRO_STEP, _LAST, of.micro_step)[own]
@@ -83,8 +83,8 @@ class _Keys:
         columns[2, own] = np.where(forward, of.place, -of.place)[own]
 
     def by_schedule(self, recording: int, phase: Columns) -> None:
-        """Raises ``ValueError`` where the schedule is not known: the message says of what rank."""
-        of = self._evidence
+        """Raises ``ValueError`` if the schedule is not known: the message names the rank."""
+        of = self._table
         own = np.flatnonzero((of.recording == recording) & (phase > 0))
         own = own[np.lexsort((of.call_id[own], of.member[own], of.step[own], of.group[own]))]
         begins = _changes(of.group[own], of.step[own], of.member[own], of.role[own], of.chunk[own], of.micro_step[own])
@@ -94,14 +94,14 @@ class _Keys:
         self.columns[1, own] = of.stage[own]
 
     def matter(self, recording: int) -> bool:
-        """Whether there are micro-batches of several ranks whose turns one would want to know."""
-        of = self._evidence
+        """Whether a recording has micro-batches on several ranks, so that their order matters."""
+        of = self._table
         several = np.array([len(group.mates) > 1 for group in of.groups])[of.group]
         return bool(((of.recording == recording) & several & (of.role <= Role.BACKWARD) & (of.micro_step >= 0)).any())
 
     def _turns(self, events: Columns) -> Columns:
-        """Of events that stand by group and step."""
-        of, schedules = self._evidence, _Schedules(self._evidence.members)
+        """The turns of events that are sorted by group and step."""
+        of, schedules = self._table, _Schedules(self._table.members)
         turns = np.zeros(len(events), np.int64)
         begins = _changes(of.group[events], of.step[events])
         for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(events)], strict=True):
@@ -111,26 +111,26 @@ class _Keys:
 
 
 class _Schedules:
-    """The order of passes of each pipeline. Pipelines of the same job mostly have the same."""
+    """The order of passes of each pipeline. Pipelines of a job usually share one order."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
         self._known: dict[tuple[object, ...], PipelineOrder] = {}
         self._passes: dict[tuple[int, int, int], tuple[Pass, ...]] = {}
         for one in members:
-            if one.wiring is not None and one.wiring.passes:
-                self._passes.setdefault(_stage_of(one), one.wiring.passes)
+            if one.graph is not None and one.graph.passes:
+                self._passes.setdefault(_stage_of(one), one.graph.passes)
 
     def of(self, members: Sequence[Member]) -> PipelineOrder:
-        """Of one pipeline, its ranks numbered by stage.
+        """The order of one pipeline, its ranks numbered by stage.
 
-        A rank without a manifest has the passes of those of its stage in other pipelines: they run the same schedule.
+        A rank without a manifest gets the passes of its stage in other pipelines: they run the same schedule.
 
         Args:
-            members: Those of it with events.
+            members: Members of the pipeline with events.
 
         Raises:
-            ValueError: nobody knows their passes.
+            ValueError: their passes are unknown.
         """
         group = members[0].group
         size, own = len(group.mates), {one.stage: one for one in members}
@@ -138,7 +138,7 @@ class _Schedules:
         for stage in range(size):
             passes = self._of_stage(own.get(stage), (group.recording, size, stage))
             if not passes and stage in own:
-                raise ValueError(f"nobody knows in what order rank {own[stage].rank} took micro-batches")
+                raise ValueError(f"the order of micro-batches on rank {own[stage].rank} is not known")
             chunks = 1 + max((one.vpp_stage for one in passes), default=0)
             if chunks > MOST_CHUNKS:
                 raise ValueError(f"the manifest of stage {stage} has a pass of chunk {chunks - 1}")
@@ -149,7 +149,7 @@ class _Schedules:
         return self._known[key]
 
     def _of_stage(self, member: Member | None, stage: tuple[int, int, int]) -> tuple[Pass, ...]:
-        own = member.wiring.passes if member is not None and member.wiring is not None else ()
+        own = member.graph.passes if member is not None and member.graph is not None else ()
         return own or self._passes.get(stage, ())
 
 
@@ -160,11 +160,11 @@ def _stage_of(member: Member) -> tuple[int, int, int]:
 def _turns(order: PipelineOrder, spots: Sequence[Spot]) -> list[int]:
     for spot in spots:
         if spot.kind in IN_FORWARD | IN_BACKWARD and not order.knows(spot):
-            raise ValueError(f"nobody knows when stage {spot.rank} ran the pass that its {spot.kind} was measured in")
+            raise ValueError(f"it is not known when stage {spot.rank} ran the pass of its {spot.kind}")
     return order.turns(spots)
 
 
-def _spots(of: Evidence, events: Columns) -> Iterator[Spot]:
+def _spots(of: EventTable, events: Columns) -> Iterator[Spot]:
     kinds = [of.subjects[number].series.kind for number in of.subject[events]]
     columns = (column[events].tolist() for column in (of.stage, of.chunk, of.micro_step, of.call_id))
     for stage, chunk, micro_step, call_id, kind in zip(*columns, kinds, strict=True):
@@ -172,7 +172,7 @@ def _spots(of: Evidence, events: Columns) -> Iterator[Spot]:
 
 
 def _changes(*columns: Columns) -> NDArray[np.intp]:
-    """Where a row differs from the one before; the first does."""
+    """The indices of rows that differ from the row before; the first row counts as different."""
     if not len(columns[0]):
         return np.empty(0, np.intp)
     differs = np.ones(len(columns[0]), np.bool_)

@@ -1,8 +1,7 @@
-"""Which events are origins: nothing that they depend on had fired before them.
+"""Finds the origins: events for which nothing that they depend on had fired before.
 
-Steps are gone through one after another, since weights and moments carry what happens over to the next one. Where it is not
-known what a number was made from, everything that may have gone into it counts: an origin that is none sends people to the
-wrong place.
+Steps are processed in order, since weights and moments carry faults over to the next step. If it is not known what a tensor
+was made from, everything that may have contributed counts: a false origin sends people to the wrong place.
 """
 
 from __future__ import annotations
@@ -14,17 +13,25 @@ from typing import Final
 
 import numpy as np
 
-from monitor.anomalies.ranking.graph import Role, Subject, Wiring, modules_around, parent
-from monitor.anomalies.ranking.job import Columns, Evidence, Flags, Group, Job, Member
+from monitor.anomalies.ranking.graph import DataflowGraph, Role, Subject, modules_around, parent
+from monitor.anomalies.ranking.job import Columns, EventTable, Flags, Member, PipelineGroup, RankedJob
 from monitor.anomalies.ranking.order import Order
-from monitor.anomalies.ranking.step_propagation import IN_PASSES, PASSES, Pipeline, Sighting, StageChunk, Sweep, Weights
+from monitor.anomalies.ranking.step_propagation import (
+    IN_PASSES,
+    PASSES,
+    PipelineEvents,
+    Sighting,
+    StageChunk,
+    StepPropagation,
+    Weights,
+)
 from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
 
-# --- What the steps before have left behind in weights and moments.
+# --- The effect of earlier steps on weights and moments.
 
 CHANGED_NOTE: Final = "grad_reduced"
 CHANGED: Final = "changed in place"
-"""Where, and in which words, a manifest notes that gradients were clipped, or changed in another way, before they were read."""
+"""Key and words of the manifest's note that gradients were clipped, or changed in another way, before they were read."""
 
 _WEIGHTS: Final = ("param_origin", "param_updated")
 
@@ -33,7 +40,7 @@ Parameter = tuple[int, int, int, str]
 
 
 def notes_a_change(manifest: ManifestRecord | None) -> bool:
-    """Whether gradients were read after they had been changed together. The same note may say other things of gradients."""
+    """Whether gradients were read after they had been changed together. The same note may hold other remarks."""
     return manifest is not None and CHANGED in str(manifest.notes.get(CHANGED_NOTE, ""))
 
 
@@ -42,13 +49,13 @@ def _sets() -> defaultdict[Role, set[Parameter]]:
 
 
 @dataclass
-class Fired:
-    """What fired in a step.
+class StepEvents:
+    """The events of a step.
 
     Attributes:
-        roles: Of all ranks of a recording.
-        parameters: Those of which a series of that role fired.
-        incomplete: Recordings of which not all events of the step are there.
+        roles: By recording, the roles of series that fired on any rank.
+        parameters: By role, the parameters with a series that fired.
+        incomplete: Recordings that lack some events of the step.
     """
 
     step: int
@@ -56,29 +63,29 @@ class Fired:
     parameters: defaultdict[Role, set[Parameter]] = field(default_factory=_sets)
     incomplete: frozenset[int] = frozenset()
 
-    def of(self, recording: int) -> Fired:
-        """That of one recording."""
+    def of(self, recording: int) -> StepEvents:
+        """The events of one recording."""
         own = {role: {one for one in names if one[0] == recording} for role, names in self.parameters.items()}
-        return Fired(self.step, {recording: self.roles.get(recording, set())}, defaultdict(set, own), self.incomplete)
+        return StepEvents(self.step, {recording: self.roles.get(recording, set())}, defaultdict(set, own), self.incomplete)
 
-    def carried_over(self, later: Fired) -> Fired:
-        """What is left of it after a step whose update was skipped."""
+    def carried_over(self, later: StepEvents) -> StepEvents:
+        """The combined events after a later step whose update was skipped."""
         both = {role: self.parameters[role] | later.parameters[role] for role in {*self.parameters, *later.parameters}}
-        return Fired(later.step, self.roles, defaultdict(set, both), self.incomplete)
+        return StepEvents(later.step, self.roles, defaultdict(set, both), self.incomplete)
 
 
-class History:
-    """Told of each step, one after another.
+class EventHistory:
+    """The events of earlier steps, updated step by step.
 
     Attributes:
-        recordings: Of the job.
-        spoiled: Recordings whose moments have taken in a gradient that had fired.
-        moments: Those that have fired.
+        recordings: The recordings of the job.
+        spoiled: Recordings whose moments include a gradient that had fired.
+        moments: Parameters with moments that fired.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RankedJob) -> None:
         self.recordings = sorted({one.recording for one in job.members})
-        self.recorded = _Recorded(job)
+        self.recorded = _RecordedKinds(job)
         self.spoiled: set[int] = set()
         self.moments: set[Parameter] = set()
         self._judged: dict[int, set[StepsRecord]] = defaultdict(set)
@@ -87,31 +94,31 @@ class History:
             self._judged[one.recording].add(one.events.judged.steps)
             if one.manifest is not None:
                 self._skipped[one.recording].add(one.manifest.steps.skipped)
-        self._last: dict[int, Fired] = {}
+        self._last: dict[int, StepEvents] = {}
 
     def recordings_behind(self, step: int) -> frozenset[int]:
-        """Those of which some rank has not judged the step, or not yet: it may have had events."""
+        """Recordings with a rank that has not judged the step, or not yet: it may have had events."""
         return frozenset(one for one, every in self._judged.items() if not all(steps.holds(step) for steps in every))
 
     def begin(self, step: int) -> None:
-        """Forget what updates have come after."""
+        """Forget events that are older than the last update before ``step``."""
         self._last = {recording: one for recording, one in self._last.items() if not self._updated(recording, one.step, step)}
 
-    def add(self, fired: Fired) -> None:
+    def add(self, fired: StepEvents) -> None:
         """The step is over."""
         self.moments |= fired.parameters[Role.MOMENT]
         for recording in fired.roles:
             own = fired.of(recording)
             if any(steps.holds(fired.step) for steps in self._skipped[recording]):
-                last = self._last.get(recording, Fired(fired.step))
-                self._last[recording] = last.carried_over(Fired(own.step, {}, own.parameters))
+                last = self._last.get(recording, StepEvents(fired.step))
+                self._last[recording] = last.carried_over(StepEvents(own.step, {}, own.parameters))
             else:
                 self._last[recording] = own
                 if self.is_dirty(recording, own):
                     self.spoiled.add(recording)
 
-    def last_update(self, recording: int) -> Fired | None:
-        """What fired in the step whose update the current one began with; None if nothing did."""
+    def last_update(self, recording: int) -> StepEvents | None:
+        """The events of the step whose update the current step began with; None if there were none."""
         return self._last.get(recording)
 
     def doubtful(self, recording: int) -> bool:
@@ -119,16 +126,16 @@ class History:
         last = self._last.get(recording)
         return last is not None and self.is_dirty(recording, last)
 
-    def is_dirty(self, recording: int, fired: Fired) -> bool:
-        """Whether gradients that the optimizer was given had fired, as far as they are recorded."""
+    def is_dirty(self, recording: int, fired: StepEvents) -> bool:
+        """Whether gradients that the optimizer received had fired, as far as they are recorded."""
         roles = fired.roles.get(recording, set())
         for kind, role in (("grad_reduced", Role.GRADIENT), ("grad_unreduced", Role.LOCAL_GRADIENT)):
             if self.recorded.anywhere(recording, kind) and recording not in fired.incomplete:
                 return role in roles
         return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *IN_PASSES})
 
-    def weights(self, fired: Fired) -> Weights:
-        """What is known of the weights that a step began with in which ``fired`` fired."""
+    def weights(self, fired: StepEvents) -> Weights:
+        """The known state of the weights that the step of ``fired`` began with."""
         doubtful = frozenset(one for one in self.recordings if self.doubtful(one))
         unknown = {one for one in doubtful if one in fired.incomplete or one in self._last[one].incomplete}
         weights = Weights(frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful)
@@ -144,12 +151,12 @@ class History:
         return any(one.between(first + 1, last - 1).count > skipped for one in self._judged[recording])
 
 
-class _Recorded:
+class _RecordedKinds:
     """Which kinds ranks record at all."""
 
-    def __init__(self, job: Job) -> None:
-        wired = [(one, one.wiring) for one in job.members if one.wiring is not None]
-        kinds = {(one.recording, one.stage, id(wiring)): wiring.kinds for one, wiring in wired}
+    def __init__(self, job: RankedJob) -> None:
+        with_graph = [(one, one.graph) for one in job.members if one.graph is not None]
+        kinds = {(one.recording, one.stage, id(graph)): graph.kinds for one, graph in with_graph}
         self._kinds = {(recording, stage, chunk, kind) for (recording, stage, _), own in kinds.items() for kind, chunk in own}
         self._anywhere = {(recording, kind) for recording, _, _, kind in self._kinds}
         self._changed = {one.recording for one in job.members if notes_a_change(one.manifest)}
@@ -171,16 +178,16 @@ class _Recorded:
         return recording in self._changed
 
 
-def origins(job: Job, evidence: Evidence, order: Order) -> Flags:
-    """Which events are origins."""
-    found = np.zeros(len(evidence), np.bool_)
-    history = History(job)
-    if not len(evidence):
+def origins(job: RankedJob, table: EventTable, order: Order) -> Flags:
+    """Flags: which events are origins."""
+    found = np.zeros(len(table), np.bool_)
+    history = EventHistory(job)
+    if not len(table):
         return found
-    steps, begins = np.unique(evidence.step[order.events], return_index=True)
+    steps, begins = np.unique(table.step[order.events], return_index=True)
     for step, events in zip(steps.tolist(), np.split(order.events, begins[1:]), strict=True):
         history.begin(step)
-        found[list(_Step(job, evidence, history, step, events).origins())] = True
+        found[list(_Step(job, table, history, step, events).origins())] = True
     return found
 
 
@@ -188,26 +195,26 @@ class _Step:
     """One step of the whole job.
 
     Args:
-        events: Of the step, in order.
+        events: Numbers of the step's events, in order.
     """
 
-    def __init__(self, job: Job, evidence: Evidence, history: History, step: int, events: Columns) -> None:
-        self._job, self._of, self._history = job, evidence, history
+    def __init__(self, job: RankedJob, table: EventTable, history: EventHistory, step: int, events: Columns) -> None:
+        self._job, self._of, self._history = job, table, history
         self._step, self._events = step, events
-        writers = [evidence.members[number] for number in np.unique(evidence.member[events])]
+        writers = [table.members[number] for number in np.unique(table.member[events])]
         lacking = (one.recording for one in writers if not one.has_judged_all(step))
-        self._fired = Fired(step, incomplete=history.recordings_behind(step).union(lacking))
+        self._fired = StepEvents(step, incomplete=history.recordings_behind(step).union(lacking))
         self._modules: dict[StageChunk, set[str]] = defaultdict(set)
         self._parameters: dict[tuple[int, int], Parameter] = {}
 
     def origins(self) -> Iterator[int]:
-        """Numbers of the events that are."""
+        """Numbers of the events that are origins."""
         self._note_what_fired()
-        yield from self._of_unwired()
+        yield from self._without_graph()
         yield from self._of_passes()
         for number in self._numbers(*set(Role) - {*IN_PASSES}):
             member, subject = self._of.members[self._of.member[number]], self._of.subjects[self._of.subject[number]]
-            if member.wiring is not None and not self._explained(number, member.wiring, subject):
+            if member.graph is not None and not self._explained(number, member.graph, subject):
                 yield number
         self._history.add(self._fired)
 
@@ -220,8 +227,8 @@ class _Step:
             self._fired.parameters[Role(of.role[number])].add(self._parameter(number))
 
     def _numbers(self, *roles: Role) -> list[int]:
-        wanted = np.isin(self._of.role[self._events], roles)
-        found: list[int] = self._events[wanted].tolist()
+        selected = np.isin(self._of.role[self._events], roles)
+        found: list[int] = self._events[selected].tolist()
         return found
 
     def _parameter(self, number: int) -> Parameter:
@@ -232,12 +239,12 @@ class _Step:
             known = self._parameters[key] = (member.recording, member.stage, series.vpp_stage, series.name)
         return known
 
-    def _of_unwired(self) -> Iterator[int]:
-        """Of ranks without a manifest: the first event of the pipeline, in all its statistics."""
+    def _without_graph(self) -> Iterator[int]:
+        """The origins on ranks without a manifest: the first event of the pipeline, in all its statistics."""
         of, events = self._of, self._events
         _, first = np.unique(of.group[events], return_index=True)
         for number in events[first].tolist():
-            if of.members[of.member[number]].wiring is None and not self._may_follow(number):
+            if of.members[of.member[number]].graph is None and not self._may_follow(number):
                 same = (of.member[events] == of.member[number]) & (of.call_id[events] == of.call_id[number])
                 yield from events[same].tolist()
 
@@ -256,18 +263,18 @@ class _Step:
         joined = np.array(self._job.joined, dtype=np.int64)[of.member[numbers]]
         by_call = np.lexsort((of.call_id[numbers], joined))
         seen = list(self._sightings(numbers[by_call]))
-        pipelines: defaultdict[Group, Pipeline] = defaultdict(Pipeline)
+        pipelines: defaultdict[PipelineGroup, PipelineEvents] = defaultdict(PipelineEvents)
         for one in seen:
             pipelines[one.member.group].add(one)
         weights = self._history.weights(self._fired)
         begins = np.flatnonzero(np.diff(joined[by_call], prepend=-1)).tolist()
         for begin, end in zip(begins, [*begins[1:], len(seen)], strict=False):
-            sweep = Sweep(self._job, self._step, weights, pipelines)
-            yield from sweep.origins(seen[begin:end])
-            self._note_modules(seen[begin].member, sweep)
+            propagation = StepPropagation(self._job, self._step, weights, pipelines)
+            yield from propagation.origins(seen[begin:end])
+            self._note_modules(seen[begin].member, propagation)
 
-    def _note_modules(self, member: Member, sweep: Sweep) -> None:
-        for chunk, fired in sweep.chunks.items():
+    def _note_modules(self, member: Member, propagation: StepPropagation) -> None:
+        for chunk, fired in propagation.chunks.items():
             self._modules[member.recording, member.stage, chunk].update(module for _, module in fired.modules)
 
     def _sightings(self, numbers: Columns) -> Iterator[Sighting]:
@@ -276,12 +283,12 @@ class _Step:
         for number, call_id, member, subject, micro_step, finite in zip(numbers.tolist(), *columns, strict=True):
             yield Sighting(call_id, number, of.members[member], of.subjects[subject], micro_step, finite)
 
-    def _explained(self, number: int, wiring: Wiring, subject: Subject) -> bool:
+    def _explained(self, number: int, graph: DataflowGraph, subject: Subject) -> bool:
         parameter = self._parameter(number)
         recording = parameter[0]
         if subject.role == Role.GRADIENT:
             deviates_upstream = bool(self._of.finite[number]) and bool(self._fired.roles[recording] & {*PASSES})
-            return deviates_upstream or self._gradient(wiring, subject, parameter)
+            return deviates_upstream or self._gradient(graph, subject, parameter)
         if subject.role == Role.MOMENT:
             follows = bool(self._of.finite[number]) and self._history.last_update(recording) is not None
             return follows or recording in self._history.spoiled or parameter in self._history.moments
@@ -292,19 +299,19 @@ class _Step:
             return self._original_weight(parameter)
         return self._follows_another(number)
 
-    def _gradient(self, wiring: Wiring, subject: Subject, parameter: Parameter) -> bool:
-        """It is aggregated over ranks: each of them may have brought it in."""
+    def _gradient(self, graph: DataflowGraph, subject: Subject, parameter: Parameter) -> bool:
+        """Whether an aggregated gradient is explained: each rank of the aggregation may have contributed the fault."""
         recording, stage, chunk, _ = parameter
         roles, local = self._fired.roles[recording], self._fired.parameters[Role.LOCAL_GRADIENT]
         if self._history.recorded.changed_gradients(recording) or recording in self._fired.incomplete:
             return bool(roles & {*IN_PASSES})
         if parameter in local or self._history.recorded.by((recording, stage, chunk), "grad_unreduced"):
             return parameter in local
-        module = wiring.owner(subject)
+        module = graph.owner(subject)
         return bool(roles & {*PASSES}) if module is None else module in self._modules[recording, stage, chunk]
 
     def _original_weight(self, parameter: Parameter) -> bool:
-        """It is what the last update has left."""
+        """Whether a weight at the beginning of the step is explained by the last update."""
         recording, stage, chunk, _ = parameter
         last = self._history.last_update(recording)
         if last is None:
@@ -315,7 +322,7 @@ class _Step:
         return not known and self._history.doubtful(recording)
 
     def _follows_another(self, number: int) -> bool:
-        """Whether anything has fired before on the rank."""
+        """Whether anything fired earlier on the rank."""
         of, events = self._of, self._events
         own = events[of.member[events] == of.member[number]]
         return bool((of.call_id[own] < of.call_id[number]).any())

@@ -1,4 +1,4 @@
-"""What the command prints: a table of the earliest events, what else there is to know, and what to look at next."""
+"""The printed report: a table of the earliest events, notes on coverage and order, and advice what to look at next."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from monitor.anomalies.ranking.coverage import Coverage, Gap
+from monitor.anomalies.ranking.coverage import Coverage, UnjudgedSteps
 from monitor.anomalies.ranking.graph import Role
-from monitor.anomalies.ranking.location import SHOWN, Where, capitalized, listed, name_of
+from monitor.anomalies.ranking.location import SHOWN, Cause, capitalized, listed, name_of
 from monitor.anomalies.ranking.ranking import Ranked, Ranking, Surroundings
 from monitor.anomalies.ranking.step_propagation import IN_PASSES
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.terminal import plain
 
 _ANY_WIDTH: Final = 10_000
-"""Of a console on which every line of a table fits."""
+"""Width of a console on which every line of a table fits."""
 
 _COUNTED: Final = {"nans": "NaN", "infs": "infinite"}
 
 
 def listing(ranking: Ranking, console: Console) -> RenderableType:
-    """The earliest events, in order: as a table, or where the console is too narrow for one, a few lines each."""
+    """The earliest events, in order: as a table or, on a narrow console, a few lines each."""
     wide = _table(ranking)
     whole = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), wide).maximum
     return wide if whole <= console.width else Text("\n".join(plain(line) for one in ranking.ranked for line in _lines(one)))
@@ -64,25 +64,25 @@ def _table(ranking: Ranking) -> Table:
             f"{one.value:.6g}{_mean(one)}",
         ]
         cells += [one.rule, _origin(one), remark(one)]
-        found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: what looks like markup in a name is none
+        found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: names must not be parsed as markup
     return found
 
 
 def tensor(one: Ranked) -> str:
-    """Its kind, chunk and name, as in a tag."""
-    series = one.subject.spelled
+    """The tensor's kind, chunk and name, as in a tag."""
+    series = one.subject.recorded_as
     return f"{series.kind} {series.vpp_stage}:{series.name}"
 
 
 def remark(one: Ranked) -> str:
-    """The span of an origin, and whether other replicas have it too."""
-    if one.span is None:
+    """The location of an origin, and whether it is on this replica only."""
+    if one.location is None:
         return "on this replica only" if one.alone else ""
-    return f"{one.span.told}; {one.alone}" if one.alone else one.span.told
+    return f"{one.location.text}; {one.alone}" if one.alone else one.location.text
 
 
 def counts(ranking: Ranking) -> str:
-    """How much there is, in a line."""
+    """The numbers of events, ranks and origins, in one line."""
     judged = [one.events.judged for one in ranking.job.members]
     not_kept = sum(sum(one.not_kept.values()) for one in judged)
     parts = [
@@ -95,13 +95,13 @@ def counts(ranking: Ranking) -> str:
 
 
 def notes(ranking: Ranking) -> Iterator[str]:
-    """What a reader must know of the order and of what is missing."""
+    """Notes on the order and on missing files, ranks and steps."""
     job = ranking.job
     if ranking.events:
         yield from _of_the_order(ranking)
     if job.missing:
-        origins = ": what is called an origin may have come from there" if ranking.events else ""
-        yield f"{listed(job.missing)} left no events and judged no step{origins}."
+        origins = ": a fault that is called an origin may have started there" if ranking.events else ""
+        yield f"{listed(job.missing)} wrote no events and judged no step{origins}."
     open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
     if open_ranks:
         yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
@@ -115,7 +115,7 @@ def notes(ranking: Ranking) -> Iterator[str]:
 def _of_the_order(ranking: Ranking) -> Iterator[str]:
     job = ranking.job
     yield from (
-        f"Forwards and backwards are in order of micro-steps and stages alone: {reason}."
+        f"Forwards and backwards are ordered by micro-steps and stages only: {reason}."
         for reason in dict.fromkeys(ranking.unordered.values())
     )
     if job.without_manifest:
@@ -138,33 +138,33 @@ def _not_looked_at(ranking: Ranking) -> Iterator[str]:
     everybody = {one.rank for one in job.members}
     if coverage.is_empty and coverage.steps:
         yield (
-            'Not looked at: no rank recorded a row that alert rules judge. Switch a kind on, such as "wg_distribution": true '
+            'Not judged: no rank recorded a row that alert rules judge. Switch a kind on, such as "wg_distribution": true '
             'for gradients or "xy_distribution" for activations.'
         )
     elif coverage.is_empty:
-        yield "Not looked at: no rank has judged any of these steps."
+        yield "Not judged: no rank has judged any of these steps."
     for gap in coverage.gaps[:SHOWN]:
         on = "" if set(gap.ranks) == everybody else f" of {listed(gap.ranks)}"
-        yield f"Not looked at: {_spelled(gap)}{on}: {gap.reason}."
+        yield f"Not judged: {_steps_text(gap)}{on}: {gap.reason}."
     if len(coverage.gaps) > SHOWN:
-        yield f"Not looked at: more steps, for {len(coverage.gaps) - SHOWN} other reasons."
+        yield f"Not judged: more steps, for {len(coverage.gaps) - SHOWN} other reasons."
     if coverage.idle:
-        yield f"Not looked at: {listed(coverage.idle)} recorded no row that alert rules judge."
+        yield f"Not judged: {listed(coverage.idle)} recorded no row that alert rules judge."
     if job.not_monitored:
         yield f"Not monitored, as module_ranks says: {listed(job.not_monitored)}."
     if any(one.manifest is not None and one.manifest.config.get("replica_check") is False for one in job.members):
         yield "replica_check is false: tensors that several ranks hold were judged on one rank only."
 
 
-def _spelled(gap: Gap) -> str:
+def _steps_text(gap: UnjudgedSteps) -> str:
     if gap.count == 1:
         return f"step {gap.first}"
     between = f"{gap.first} to {gap.last}"
     return f"steps {between}" if gap.count == gap.last - gap.first + 1 else f"{gap.count:,} of the steps {between}"
 
 
-def told_value(one: Ranked) -> str:
-    """What became of the statistic, in words."""
+def described_value(one: Ranked) -> str:
+    """The statistic's value, in words."""
     if one.op in _COUNTED:
         return f"{one.value:g} elements are {_COUNTED[one.op]}" if one.value > 1 else f"an element is {_COUNTED[one.op]}"
     return f"{one.op} is {one.value:.6g}{_mean(one)}"
@@ -177,37 +177,37 @@ def _mean(one: Ranked) -> str:
 # --- The last line: what was found first, and what to look at next.
 
 _NEXT: Final = {
-    Where.INSIDE: "Dump what goes into {module} there, and run it again on another device{because}.",
-    Where.BETWEEN: "Look at the code between these two, {which}, and dump what goes into it.",
-    Where.DATA: "Look at the batch that rank {rank} loaded for step {step}.",
-    Where.BEFORE: "Nothing before it is watched: look at the batch that rank {rank} loaded for step {step}, and watch more.",
-    Where.STAGES: "Both ends were measured: look at the link and at the communication library between these ranks.",
-    Where.LOSS: "Look at the loss function, its labels and the loss scale.",
-    Where.BEHIND: "Watch the forward up to the model's output, or look at the loss function, its labels and the loss scale.",
-    Where.PASSES: "Record activations and their gradients as well (xy_distribution), and go through step {step} again.",
-    Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward on another device.",
-    Where.AGGREGATION: "No rank had brought it in: look at the communication library, and at what scales or clips gradients.",
-    Where.UNSEEN_RANKS: "See whether their events are missing or not recorded (module_ranks), then look at the communication.",
-    Where.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
-    Where.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
-    Where.UPDATE: "What is recorded of what it was made from was clean: look at the learning rate, eps and the optimizer.",
-    Where.WEIGHTS: "Look at what changed the weights of rank {rank} {since}: a loaded checkpoint, a broadcast{unjudged}, or "
+    Cause.INSIDE: "Dump what goes into {module} there, and run it again on another device{because}.",
+    Cause.BETWEEN: "Look at the code between these two, {which}, and dump what goes into it.",
+    Cause.DATA: "Look at the batch that rank {rank} loaded for step {step}.",
+    Cause.BEFORE: "Nothing before it is watched: look at the batch that rank {rank} loaded for step {step}, and watch more.",
+    Cause.STAGES: "Both ends were measured: look at the link and at the communication library between these ranks.",
+    Cause.LOSS: "Look at the loss function, its labels and the loss scale.",
+    Cause.BEHIND: "Watch the forward up to the model's output, or look at the loss function, its labels and the loss scale.",
+    Cause.PASSES: "Record activations and their gradients as well (xy_distribution), and go through step {step} again.",
+    Cause.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward on another device.",
+    Cause.AGGREGATION: "No rank's own gradient was bad: look at the communication library, and what scales or clips gradients.",
+    Cause.UNSEEN_RANKS: "See whether their events are missing or not recorded (module_ranks), then look at the communication.",
+    Cause.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
+    Cause.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
+    Cause.UPDATE: "Its recorded inputs were clean: look at the learning rate, eps and the optimizer.",
+    Cause.WEIGHTS: "Look at what changed the weights of rank {rank} {since}: a loaded checkpoint, a broadcast{unjudged}, or "
     "the device's memory.",
-    Where.UNKNOWN: "Look at what comes before it.",
+    Cause.UNKNOWN: "Look at what comes before it.",
 }
 
 
 _SHARED: Final = {
-    Where.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
-    Where.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward again on the CPU.",
+    Cause.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
+    Cause.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward again on the CPU.",
 }
-"""Instead, where all replicas have the event: then it is no fault of one device."""
+"""Replaces the advice if all replicas have the event: then it is not the fault of one device."""
 
 _SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
-"""What a loss scale multiplies."""
+"""Roles that a loss scale multiplies."""
 
 _KEPT: Final = (Role.ORIGINAL_WEIGHT, Role.MOMENT, Role.UPDATED_WEIGHT)
-"""Replicas of these are updated with the same gradients: data of one rank cannot spoil one replica."""
+"""Roles whose replicas are updated with the same gradients: one rank's data cannot spoil one replica."""
 
 _NOUNS: Final = {
     Role.FORWARD: "",
@@ -224,18 +224,18 @@ def advice(ranking: Ranking) -> str:
     first = ranking.first_origin
     if first is None:
         return (
-            f"First came {_found(ranking.ranked[0])}, but it follows from something before, none of these is an origin: "
-            "rank the steps before, too."
+            f"First came {_found(ranking.ranked[0])}, but an earlier event caused it, and none of these is an origin: "
+            "rank earlier steps, too."
         )
     return " ".join([f"First came {_located(first)}.", *_next(first), *_not_finite(ranking, first)])
 
 
 def _located(one: Ranked) -> str:
-    return f"{_found(one)}, {one.span.told}" if one.span else f"{_found(one)}, which may follow from something before"
+    return f"{_found(one)}, {one.location.text}" if one.location else f"{_found(one)}, which may follow from something before"
 
 
 def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
-    """A deviation may be a false alarm. A NaN is none."""
+    """The first NaN or Inf, if a deviation came first: a deviation may be a false alarm, a NaN is not."""
     other = ranking.first_not_finite
     if other is None or other is first or not first.is_finite:
         return []
@@ -245,46 +245,46 @@ def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
 def _found(one: Ranked) -> str:
     subject, rank = one.subject, one.member.rank
     kind = _NOUNS.get(subject.role, f"{subject.series.kind} ")
-    replica = f" (rank {rank}'s replica)" if subject.spelled.kind == REPLICA_KIND else ""
+    replica = f" (rank {rank}'s replica)" if subject.recorded_as.kind == REPLICA_KIND else ""
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
     where = f"on rank {rank} ({one.member.host}) in step {one.step}{micro_step}"
-    return f"{kind}{name_of(subject)}{replica} {where}: {told_value(one)}"
+    return f"{kind}{name_of(subject)}{replica} {where}: {described_value(one)}"
 
 
 def _next(one: Ranked) -> list[str]:
-    where = one.span.where if one.span else Where.UNKNOWN
-    told = []
+    where = one.location.cause if one.location else Cause.UNKNOWN
+    parts = []
     if one.member.skipped(one.step):
         scaled = one.subject.role in _SCALED
         because = (
             ", as it does where the loss scale is too high: harmless unless it repeats"
             if scaled
-            else ": weights did not take it in"
+            else ": the weights are unaffected"
         )
-        told.append(f"The optimizer skipped step {one.step}{because}.")
-    elif where == Where.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
-        told.append("An infinity there is most often a loss scale that is too high.")
+        parts.append(f"The optimizer skipped step {one.step}{because}.")
+    elif where == Cause.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
+        parts.append("An infinity there is most often a loss scale that is too high.")
     if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is on every rank
-        told.append(
+        parts.append(
             f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights."
         )
     deviates = one.around is not None and one.is_finite and one.subject.role in IN_PASSES
     data = "" if one.subject.role in _KEPT else ", or its data"
     if one.alone is not None and not (deviates and one.around is not None and one.around.all_ranks):
-        told.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}{data}.")
+        parts.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}{data}.")
     elif deviates and one.around is not None:
-        return [*told, _turbulence(one, one.around)]
+        return [*parts, _deviation(one, one.around)]
     module = one.subject.module or "the model"
     which = "which is in no module that is watched" if one.subject.is_entry else f"{module} among it"
     next_step = _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
     since, unjudged = _since(one)
     more = {"because": _because(one), "since": since, "unjudged": unjudged}
-    told.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, **more))
-    return told
+    parts.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, **more))
+    return parts
 
 
 def _since(one: Ranked) -> tuple[str, str]:
-    """When the weights changed that a step began with, and whether steps in between were not judged."""
+    """When the step's initial weights changed, and whether steps in between were not judged."""
     before = one.member.events.judged.steps.between(0, one.step - 1)
     if not before.ranges:
         return f"before step {one.step}", ""
@@ -294,8 +294,8 @@ def _since(one: Ranked) -> tuple[str, str]:
     return f"between {update}step {last} and step {one.step}", unjudged
 
 
-def _turbulence(one: Ranked, around: Surroundings) -> str:
-    """A deviation that is not known to be of one device."""
+def _deviation(one: Ranked, around: Surroundings) -> str:
+    """Advice for a deviation that is not known to be of one device."""
     if around.tensors == 1:
         again = f" It deviates in {around.steps:,} steps." if around.steps > 1 else ""
         return (
@@ -310,30 +310,30 @@ def _turbulence(one: Ranked, around: Surroundings) -> str:
 
 
 def _weights_unseen(one: Ranked) -> str:
-    """A step of the optimizer that was too large shows in weights first."""
-    wiring, subject = one.member.wiring, one.subject
+    """A remark if weights are not recorded: an optimizer step that is too large shows in weights first."""
+    graph, subject = one.member.graph, one.subject
     chunk, module = subject.series.vpp_stage, subject.module
-    if wiring is None or not wiring.has_weights(chunk, module) or wiring.records_weights(chunk, module):
+    if graph is None or not graph.has_weights(chunk, module) or graph.records_weights(chunk, module):
         return ""
     return " Weights are not recorded (param_distribution): the update before this step may have been too large."
 
 
 def _no_event(coverage: Coverage, *, whole: bool) -> str:
-    """What was looked at without a rule firing."""
+    """A summary of what was judged, if no rule fired."""
     if coverage.is_empty:
         return "Nothing was judged. No events does not mean healthy."
     on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
     steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
     looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
-    return f"No event in {looked}." + ("" if whole else " The lines above say what was not looked at.")
+    return f"No event in {looked}." + ("" if whole else " The lines above say what was not judged.")
 
 
 def _because(one: Ranked) -> str:
-    """What is known of what goes into the module, its weights among it."""
-    wiring, subject, chunk = one.member.wiring, one.subject, one.subject.series.vpp_stage
-    if wiring is None or not wiring.shows_entry(subject.role, chunk, subject.module):
+    """What is known of the module's inputs and weights."""
+    graph, subject, chunk = one.member.graph, one.subject, one.subject.series.vpp_stage
+    if graph is None or not graph.shows_entry(subject.role, chunk, subject.module):
         return ""
-    if not wiring.has_weights(chunk, subject.module) or wiring.records_weights(chunk, subject.module):
+    if not graph.has_weights(chunk, subject.module) or graph.records_weights(chunk, subject.module):
         return ": its inputs were clean"
     return (
         f": its inputs were clean. Rank {one.member.rank}'s weights were not recorded (set param_distribution and "

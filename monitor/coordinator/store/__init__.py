@@ -1,8 +1,8 @@
-"""A key-value store of our own, for jobs whose launcher gives the ranks an address to meet at and no store: one process serves
-a dictionary on a thread, the others ask it.
+"""The monitor's own key-value store, for jobs whose launcher gives the ranks an address to meet at but no store.
 
-It has the operations of torch's stores that are used here, and none that waits: ``check``, ``get`` of a key that exists,
-``add``, ``compare_set``, ``clone``. Every call is bounded in time. Any thread may call.
+One process serves a dictionary on a thread; the others are clients. The store has the operations of torch's stores that the
+monitor uses, and none that waits: ``check``, ``get`` of a key that exists, ``add``, ``compare_set``, ``clone``. Every call has
+a timeout. Any thread may call.
 """
 
 from monitor.coordinator.store.protocol import Rendezvous

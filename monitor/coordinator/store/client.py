@@ -1,4 +1,4 @@
-"""``StoreClient``: asks the job's store over a connection of its own, which is made when there is something to ask."""
+"""``StoreClient``: sends requests to the job's store over its own connection, which it opens at the first request."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
 
-from monitor.coordinator.store.protocol import Hello, ProtocolError, RefusedError, Rendezvous, receive, spell
+from monitor.coordinator.store.protocol import Hello, ProtocolError, RefusedError, Rendezvous, encode, receive
 
 FIRST_S: Final = 20.0
-"""How long the store is looked for: it is there once the process that serves it comes to its first record. With the call that
-follows this is less than what the name of a job is waited for.
+"""How long a client looks for the store, which exists once the serving process makes its first record. Together with the
+request that follows, this is less than the timeout for agreeing on the job's name.
 """
 
 GREETING_S: Final = 8.0
-"""How long one port may take to say whose it is. A stranger may say nothing; a store that thousands of ranks come to at once
-takes seconds.
+"""Timeout for a greeting at one port. Another program may not answer; a store takes seconds if thousands of ranks connect at
+once.
 """
 
 ANSWER_S: Final = 8.0
 PAUSE_S: Final = 0.1
 
 
-class Meeting:
-    """Where the store was found, for all clients of a process.
+class StoreLocator:
+    """The address at which the store was found, for all clients of a process.
 
-    Another server that comes up in its place, after a restart, holds nothing of what was agreed on: it is not taken for it.
+    A server that replaces it after a restart does not hold the agreements, so the clients do not accept it.
 
     Args:
-        first_s: How long to look for it the first time. Later on it is there or has gone.
+        first_s: How long to look for the store the first time. Later it either exists or has ended.
     """
 
     def __init__(self, rendezvous: Rendezvous, hello: Hello, first_s: float = FIRST_S) -> None:
@@ -42,7 +42,7 @@ class Meeting:
         """A connection to the store of this job.
 
         Raises:
-            ConnectionError: There is none, or was none in time. Says which ports were asked and what the last has said.
+            ConnectionError: No store was found in time. The message names the ports and the last answer.
         """
         if self._found is not None:
             return self._greeted([self._found[0]])
@@ -56,7 +56,7 @@ class Meeting:
             time.sleep(PAUSE_S)
 
     def _greeted(self, ports: Any) -> socket.socket:
-        """At the first port that is the store's. What a store says is told rather than that nothing listens."""
+        """A connection to the first port of the store. A refusal by a store is reported rather than a silent port."""
         said: OSError | None = None
         for port in ports:
             try:
@@ -69,30 +69,30 @@ class Meeting:
             if self._found == (port, instance):
                 return connection
             connection.close()
-            said = RefusedError("its process was replaced by another, which does not hold what was agreed on")
+            said = RefusedError("another process replaced its server, and does not hold the agreements")
         raise ConnectionError(f"no store of this job at {self.rendezvous}: {said}")
 
 
 def greet(host: str, port: int, hello: Hello, timeout_s: float = GREETING_S) -> tuple[socket.socket, str]:
-    """Connect, and have the server say whose it is.
+    """Connect, and have the server identify itself.
 
     Returns:
-        The connection, and which server it is of all that have ever been at this port.
+        The connection, and the id of the server, which is unique among all servers ever at this port.
 
     Raises:
-        OSError: Nothing listens there, or a stranger.
-        RefusedError: It is a store that does not let this rank in.
+        OSError: No server listens there, or the server is not a store.
+        RefusedError: The store does not admit this rank.
     """
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((host, port), timeout_s)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(spell(hello.spelled()))
+        connection.sendall(encode(hello.to_message()))
         reply = receive(connection, deadline)
         if "refused" in reply:
             raise RefusedError(str(reply["refused"]))
         if reply.get("welcome") != hello.job or not reply.get("instance"):
-            raise ProtocolError("it is no store")
+            raise ProtocolError("it is not a store")
     except BaseException:
         connection.close()
         raise
@@ -100,23 +100,23 @@ def greet(host: str, port: int, hello: Hello, timeout_s: float = GREETING_S) -> 
 
 
 class StoreClient:
-    """A ``Store`` that another process serves.
+    """A store that another process serves.
 
-    A question is sent once: of one that was not answered it is not known whether it took effect.
+    Each request is sent once: a request without an answer may or may not have taken effect.
 
     Raises:
         ConnectionError: From every operation: the store cannot be reached. The next one tries again.
         TimeoutError: It did not answer.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, locator: StoreLocator) -> None:
+        self._locator = locator
         self._connection: socket.socket | None = None
         self._lock = Lock()
 
     def clone(self) -> StoreClient:
         """Another connection, for another thread."""
-        return StoreClient(self._meeting)
+        return StoreClient(self._locator)
 
     def check(self, keys: list[str], /) -> bool:
         return bool(self._ask("check", keys))
@@ -136,7 +136,7 @@ class StoreClient:
             try:
                 reply = self._answered({"do": operation, "with": arguments})
             except BaseException:
-                self._disconnect()  # an answer that comes late must not be taken for that to the next question
+                self._disconnect()  # a late answer must not be taken for the answer to the next request
                 raise
         if "error" in reply:
             raise (KeyError if reply["error"].startswith("KeyError") else RuntimeError)(reply["error"])
@@ -144,9 +144,9 @@ class StoreClient:
 
     def _answered(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._connection is None:
-            self._connection = self._meeting.connect()
+            self._connection = self._locator.connect()
         self._connection.settimeout(ANSWER_S)
-        self._connection.sendall(spell(question))
+        self._connection.sendall(encode(question))
         return receive(self._connection, time.monotonic() + ANSWER_S)
 
     def _disconnect(self) -> None:
@@ -155,5 +155,5 @@ class StoreClient:
             self._connection = None
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the interpreter may be going
+        with suppress(Exception):  # the interpreter may be shutting down
             self._disconnect()

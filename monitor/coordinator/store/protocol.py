@@ -1,4 +1,4 @@
-"""Where the ranks of a job look for its store, and how they make sure that it is theirs."""
+"""The store's protocol: where ranks look for the store, how the server admits them, its dictionary, and the messages."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, Final
 
 PORT_OFFSET: Final = 1_000
 PORTS: Final = 4
-"""How many ports in a row are tried: the first of them may be a stranger's."""
+"""How many consecutive ports are tried: another program may use the first."""
 
 HIGHEST_PORT: Final = 65_535
 
 
 class RefusedError(ConnectionError):
-    """There is a store, and it is not this rank's."""
+    """The store at the address belongs to another job or run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Every rank derives the same one from what the launcher has told it.
+    """The address of the store. Every rank derives the same address from the launcher's settings.
 
     Attributes:
-        host: Where the process runs that serves the store.
+        host: The host of the serving process.
         ports: In the order in which they are tried.
-        job: What the store of another job is recognised by.
+        job: Identifies the job; a store of another job has another value.
     """
 
     host: str
@@ -37,7 +37,7 @@ class Rendezvous:
 
     @classmethod
     def beside(cls, host: str, port: int, world_size: int) -> Rendezvous:
-        """On the host of the launcher's own meeting point, ``PORT_OFFSET`` above its port, or below where there is no above."""
+        """On the host of the launcher's own rendezvous, ``PORT_OFFSET`` above its port, or below if that is out of range."""
         first = port + PORT_OFFSET if port + PORT_OFFSET + PORTS - 1 <= HIGHEST_PORT else port - PORT_OFFSET
         return cls(host, tuple(range(first, first + PORTS)), f"{port}/{world_size}")
 
@@ -46,11 +46,11 @@ class Rendezvous:
         """At ``HOST:PORT`` and nowhere else.
 
         Raises:
-            ValueError: It is spelled otherwise.
+            ValueError: ``address`` has another form.
         """
         host, _, port = address.strip().rpartition(":")
         if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) <= HIGHEST_PORT):
-            raise ValueError(f"{address!r} is no address of a store: expected HOST:PORT, such as 10.0.0.1:29501.")
+            raise ValueError(f"{address!r} is not the address of a store: expected HOST:PORT, such as 10.0.0.1:29501.")
         return cls(host.strip("[]"), (int(port),), f"{port}/{world_size}")
 
     def __str__(self) -> str:
@@ -60,30 +60,30 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a client says first.
+    """The first message of a client.
 
     Attributes:
-        process: Of the client, drawn at random: another process that says to be the same rank is of another run.
+        process: Random id of the client's process. Another process with the same rank belongs to another run.
     """
 
     job: str
     rank: int
     process: str
 
-    def spelled(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         return {"hello": self.job, "rank": self.rank, "process": self.process}
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Hello:
-        """Raises ``KeyError`` for what is none."""
+        """Raises ``KeyError`` if ``message`` is not a hello."""
         return cls(message["hello"], message["rank"], message["process"])
 
 
 class Admission:
-    """Whom a server lets in: each rank of its own job, and of those only the process that came first.
+    """Decides which clients a server admits: each rank of its own job, and only the first process of each rank.
 
-    A server may outlive its job, when its process hangs, and the next job may be told to meet at the same place. The ranks of
-    that one are new processes, which have to look further.
+    A server may outlive its job if its process hangs, and the next job may use the same address. The ranks of the next job
+    are new processes; they have to try the next port.
     """
 
     def __init__(self, first: Hello) -> None:
@@ -92,7 +92,7 @@ class Admission:
         self._outlived = False
 
     def refusal(self, hello: Hello) -> str:
-        """Why not; "" if it is let in."""
+        """Why the client is refused; "" if it is admitted."""
         if hello.job != self._job:
             return "it belongs to another job"
         known = self._processes.get(hello.rank)
@@ -105,11 +105,11 @@ class Admission:
         return f"it belongs to an earlier run: another process has used it as rank {hello.rank}"
 
 
-# --- The store of a process that has no other ranks, and what a ``StoreServer`` serves to those that it has.
+# --- The dictionary of a store: used directly by a single process, and served to other ranks by ``StoreServer``.
 
 
 class LocalStore:
-    """A ``Store`` in the memory of a process that has no other ranks."""
+    """A store in the memory of this process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -120,7 +120,7 @@ class LocalStore:
             return all(key in self._held for key in keys)
 
     def get(self, key: str, /) -> bytes:
-        """Raises ``KeyError`` where others would wait: nobody else could set it."""
+        """Raises ``KeyError`` if the key does not exist, where torch's stores would wait."""
         with self._lock:
             return self._held[key]
 
@@ -139,19 +139,19 @@ class LocalStore:
             return expected.encode() if held is None else held
 
 
-# --- Messages between a store and those who ask it: a line of JSON each.
+# --- Messages between a store and its clients: one line of JSON each.
 
 MOST_BYTES: Final = 1 << 20
-"""Of a line. The longest that is sent is a configuration."""
+"""Largest size of a line. The longest message is a configuration."""
 
 BLOCK: Final = 1 << 16
 
 
 class ProtocolError(ConnectionError):
-    """The other side speaks something else."""
+    """The peer does not speak this protocol."""
 
 
-def spell(message: Mapping[str, Any]) -> bytes:
+def encode(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
@@ -167,13 +167,13 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """The one message that is under way. Bounded however slowly it comes.
+    """Receive one message by the deadline, however slowly it arrives.
 
     Args:
-        deadline: By ``time.monotonic``.
+        deadline: In the time of ``time.monotonic``.
 
     Raises:
-        OSError: It did not come, or is none.
+        OSError: No message arrived in time, or it is not valid.
     """
     line = b""
     while not line.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""``StoreServer``: a dictionary that the other ranks of a job ask, served by a daemon thread."""
+"""``StoreServer``: serves a dictionary to the other ranks of a job, on a daemon thread."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
-from monitor.coordinator.store.protocol import BLOCK, MOST_BYTES, Admission, Hello, LocalStore, ProtocolError, parse, spell
+from monitor.coordinator.store.protocol import BLOCK, MOST_BYTES, Admission, Hello, LocalStore, ProtocolError, encode, parse
 
 OPERATIONS: Final = ("check", "get", "add", "compare_set")
 BACKLOG: Final = 4_096
-"""All ranks come at once; the system may allow fewer."""
+"""All ranks connect at once; the system may allow fewer."""
 
 OUT_OF_DESCRIPTORS_S: Final = 0.05
 ASKED_PER_SECOND: Final = 200
-"""Questions that are answered in a second at least. One takes 30 µs, but where training computes in Python the thread gets its
-turn every 5 ms only.
+"""Requests that the server answers in a second at least. One takes 30 µs, but while training computes in Python the thread
+runs only every 5 ms.
 """
 
 SEND_S: Final = 1.0
-"""How long a client may take for an answer. Answers are short, so the system has room for them and it takes no time at all."""
+"""Timeout for sending an answer. Answers are short and fit the system's buffer, so that sending usually takes no time."""
 
 JOIN_S: Final = 1.0
 
@@ -31,12 +31,12 @@ JOIN_S: Final = 1.0
 class StoreServer:
     """Serves ``held`` at one port from now on.
 
-    One thread for all connections, so operations take effect one after the other. A client that does not take its answers is
-    left.
+    One thread serves all connections, so operations take effect one after the other. A client that does not read its answers
+    is disconnected.
 
     Args:
-        listener: Bound. Belongs to the server from now on.
-        own: What the serving process would say of itself to a server.
+        listener: A bound socket, owned by the server from now on.
+        own: The hello of the serving process itself.
     """
 
     def __init__(self, listener: socket.socket, held: LocalStore, own: Hello) -> None:
@@ -54,12 +54,12 @@ class StoreServer:
     def close(self) -> None:
         """End, within a second. Clients lose their connections."""
         self._closed = True
-        with suppress(OSError):  # the thread was awake, has seen it, and is gone
+        with suppress(OSError):  # the thread may have ended already
             self._waker.send(b"\0")
         self._thread.join(JOIN_S)
 
     def abandon(self) -> None:
-        """In a forked child, which has no such thread: close what it inherited, so that clients see the end of the parent."""
+        """In a forked child, which lacks the thread: close inherited sockets, so that clients notice the parent's end."""
         for inherited in (self._listener, self._woken, self._waker, *(peer.connection for peer in list(self._peers))):
             inherited.close()
 
@@ -79,7 +79,7 @@ class StoreServer:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there is no descriptor left: others may end meanwhile
+        except OSError:  # the client has gone, or no descriptor is free: others may close meanwhile
             time.sleep(OUT_OF_DESCRIPTORS_S)
             return
         connection.settimeout(SEND_S)
@@ -90,8 +90,8 @@ class StoreServer:
     def _hear(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
         try:
             for line in peer.lines():
-                peer.connection.sendall(spell(self._answer(peer, parse(line))))
-        except Exception:  # it has ended, does not listen, or is a stranger who may send anything
+                peer.connection.sendall(encode(self._answer(peer, parse(line))))
+        except Exception:  # the client has ended, does not read, or is another program that may send anything
             selector.unregister(peer.connection)
             self._peers.discard(peer)
             peer.connection.close()
@@ -102,7 +102,7 @@ class StoreServer:
         try:
             hello = Hello.parse(message)
         except KeyError:
-            raise ProtocolError("a stranger") from None
+            raise ProtocolError("the client did not send a hello") from None
         if refusal := self._admission.refusal(hello):
             return {"refused": refusal}
         peer.admitted = True
@@ -120,7 +120,7 @@ class StoreServer:
 
 
 class _Peer:
-    """A client's end, and what of a line it has sent so far."""
+    """A client's connection, and the incomplete line that it has sent so far."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -128,7 +128,7 @@ class _Peer:
         self._received = b""
 
     def lines(self) -> list[bytes]:
-        """Those that are complete now. Raises ``OSError`` at its end."""
+        """The lines that are complete now. Raises ``OSError`` when the connection is closed."""
         received = self.connection.recv(BLOCK)
         *lines, self._received = (self._received + received).split(b"\n")
         if not received or len(self._received) > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""The stores of this process: one for each place where ranks meet, however many monitors it has."""
+"""The stores of this process: one for each rendezvous, shared by all monitors of the process."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import uuid
 from threading import Lock
 from typing import Final
 
-from monitor.coordinator.store.client import Meeting, StoreClient, greet
+from monitor.coordinator.store.client import StoreClient, StoreLocator, greet
 from monitor.coordinator.store.protocol import Hello, LocalStore, Rendezvous
 from monitor.coordinator.store.server import StoreServer
 from monitor.failures import LOGGER
 
 OCCUPANT_S: Final = 0.5
-"""How long training may be held up to tell the run before, if it is still there, that it has been outlived."""
+"""How long training may be delayed to notify a server of an earlier run that its run is over."""
 
 JobStore = LocalStore | StoreClient
 
 
 class Stores:
-    """What this process serves, and what it asks.
+    """The stores that this process serves or connects to.
 
-    It serves to its very end, and not only as far as to its exit: frameworks wait there for collectives, in which ranks may be
-    that have not asked yet. Then the system closes what is open, and they see it.
+    The process serves until it ends, also during its exit: frameworks wait there for collectives with ranks that may not have
+    sent their requests yet. At the end the system closes the connections, and the clients notice.
     """
 
     def __init__(self) -> None:
@@ -39,31 +39,31 @@ class Stores:
         """The job's store, the same at every call. Does not wait for another rank.
 
         Args:
-            serves: Whether this is the process that serves it where ``rendezvous.host`` is its own: one a host at most. It
-                needs no connection itself.
+            serves: Whether this process serves the store if ``rendezvous.host`` is its own host. At most one process a host
+                does; it needs no connection itself.
         """
         with self._lock:
             if rendezvous not in self._stores:
                 self._watch()
                 hello = Hello(rendezvous.job, rank, self._process)
                 served = self._served(rendezvous, hello) if serves and not self._forked else None
-                self._stores[rendezvous] = served or StoreClient(Meeting(rendezvous, hello))
+                self._stores[rendezvous] = served or StoreClient(StoreLocator(rendezvous, hello))
             return self._stores[rendezvous]
 
     def _served(self, rendezvous: Rendezvous, hello: Hello) -> LocalStore | None:
-        """None where ``host`` is another's, or no port is free."""
+        """A store that this process serves; None if ``host`` is another machine, or no port is free."""
         for port in rendezvous.ports:
             try:
                 listener = _bound(rendezvous.host, port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     return None
-                _tell_occupant(rendezvous.host, port, hello)
+                _notify_occupant(rendezvous.host, port, hello)
                 continue
             held = LocalStore()
             self._servers.append(StoreServer(listener, held, hello))
             return held
-        LOGGER.warning("[rank %d] cannot serve the job's store: something else uses %s.", hello.rank, rendezvous)
+        LOGGER.warning("[rank %d] cannot serve the job's store: another program uses %s.", hello.rank, rendezvous)
         return None
 
     def _watch(self) -> None:
@@ -72,7 +72,7 @@ class Stores:
             os.register_at_fork(after_in_child=self._in_forked_child)
 
     def _in_forked_child(self) -> None:
-        """Nothing of the parent's is used: it has the connections, and a child that served would be asked by nobody."""
+        """Use nothing of the parent's: it keeps the connections, and no client would connect to the child."""
         self._forked = True
         self._lock = Lock()
         self._process = uuid.uuid4().hex
@@ -82,7 +82,7 @@ class Stores:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Raises ``OSError``: with ``EADDRINUSE`` where somebody listens, with others where ``host`` is another machine's."""
+    """Raises ``OSError``: ``EADDRINUSE`` if the port is in use, another error if ``host`` is another machine."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -95,8 +95,8 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _tell_occupant(host: str, port: int, hello: Hello) -> None:
-    """If it is the store of a run before this one, it lets in no more ranks from now on."""
+def _notify_occupant(host: str, port: int, hello: Hello) -> None:
+    """If the occupant is the store of an earlier run, it admits no more ranks from now on."""
     try:
         connection, _ = greet(host, port, hello, OCCUPANT_S)
     except OSError:
@@ -105,4 +105,4 @@ def _tell_occupant(host: str, port: int, hello: Hello) -> None:
 
 
 STORES: Final = Stores()
-"""Belongs to no object of the user's: ports are the process's."""
+"""Module-level because ports belong to the process, not to a monitor."""

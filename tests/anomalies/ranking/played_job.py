@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from monitor.anomalies.events import EVENTS_FOLDER, Event, Judged, Signal, events_file, judged_file, message
+from monitor.anomalies.events import EVENTS_FOLDER, Event, ScanSummary, Signal, events_file, judged_file, message
 from monitor.anomalies.ranking.ranking import Ranked, Ranking, ranking_of
 from monitor.coordinator.dataflow import Edge, Flow, Pass
 from monitor.coordinator.identity import JobIdentity, RankDirectory
@@ -208,7 +208,7 @@ class PlayedRank:
             )
             entries[f"{event.key}_{op}" if event.key in entries else event.key] = event.model_dump(mode="json")
         (folder / events_file(self.recording)).write_text(json.dumps(entries))
-        judged = Judged(
+        judged = ScanSummary(
             schema_version=1,
             job_id=self.job,
             rank=self.rank,
@@ -262,4 +262,4 @@ def origins(ranking: Ranking) -> list[str]:
 
 
 def spelled(one: Ranked) -> str:
-    return f"{one.subject.spelled.kind}/{one.subject.spelled.name}"
+    return f"{one.subject.recorded_as.kind}/{one.subject.recorded_as.name}"

@@ -132,7 +132,7 @@ def test_a_pass_that_the_recorded_step_did_not_have_leaves_the_order_to_micro_st
     first.recorded_passes = gpipe(0, 2, 2, 1)
     found = ranked(tmp_path, first.fire("actv", "b.output", micro_step=2), second.fire("actv", "b.output", micro_step=1))
     assert [one[0] for one in told(found)] == [1, 0]
-    assert "nobody knows when stage 0 ran the pass" in found.unordered[0]
+    assert "it is not known when stage 0 ran the pass" in found.unordered[0]
 
 
 def test_weights_stand_before_the_forwards_of_their_step(tmp_path):

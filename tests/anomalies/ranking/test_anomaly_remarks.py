@@ -31,18 +31,18 @@ ALONE = "only on rank 1 of its 3 data-parallel replicas"
     ],
 )
 def test_the_span_of_an_origin(kind, name, span, tmp_path):
-    assert ranked(tmp_path, PlayedRank().fire(kind, name)).ranked[0].span.told == span
+    assert ranked(tmp_path, PlayedRank().fire(kind, name)).ranked[0].location.text == span
 
 
 def test_a_module_without_a_clean_series_in_it_is_spanned_by_its_inputs(tmp_path):
     rank = PlayedRank(without=["actv/a.x.output", "actv/a.y.output", "actv/a.y.input", "actv/a.x.input"])
     found = ranked(tmp_path, rank.fire("actv", "a.output"))
-    assert found.ranked[0].span.told == "inside a, between its input and its output"
+    assert found.ranked[0].location.text == "inside a, between its input and its output"
 
 
 def test_the_span_between_two_stages(tmp_path):
     first, second = pipeline()
-    assert ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].span.told == (
+    assert ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].location.text == (
         "between stage 0's output (rank 0) and stage 1's input (rank 1): the communication between the stages"
     )
 
@@ -50,8 +50,8 @@ def test_the_span_between_two_stages(tmp_path):
 def test_a_stage_of_which_the_one_before_is_missing_says_so(tmp_path):
     first, second = pipeline()
     first.judged = False
-    span = ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].span
-    assert span.told == "the first to show it on stage 1; what the stage before it handed over is not known"
+    span = ranked(tmp_path, first, second.fire("actv", ".input")).ranked[0].location
+    assert span.text == "the first to show it on stage 1; what the stage before it sent is not known"
 
 
 def test_an_event_of_one_replica_is_marked(tmp_path):
@@ -173,20 +173,20 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
         (
             ["actv"],
             *("actv_grad", "b.output"),
-            "behind what is watched of the forward, in the loss, or before the gradient of b.output",
+            "after the watched part of the forward, in the loss, or before the gradient of b.output",
             "Watch the forward up to the model's output",
         ),
         (
             ["actv", "actv_grad"],
             *("grad_unreduced", "b.weight"),
-            "in the forward or backward of the model. Activations were not recorded, so the place is not known more closely",
+            "in the forward or backward of the model. Activations were not recorded, so the place is not known more precisely",
             "Record activations and their gradients",
         ),
         (
             ["actv_grad"],
             *("grad_unreduced", "b.weight"),
             "in the backward of the model. Gradients of activations around it were not recorded, so the place "
-            "is not known more closely",
+            "is not known more precisely",
             "Record activations and their gradients",
         ),
         (
@@ -199,13 +199,13 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
             ["exp_avg", "param_origin"],
             *("param_updated", "b.weight"),
             "in the optimizer's step 1 (not recorded: moments, the weight before)",
-            "What is recorded of what it was made from was clean",
+            "Its recorded inputs were clean",
         ),
     ],
 )
 def test_nothing_that_is_not_recorded_is_called_clean(without, kind, name, span, said, tmp_path):
     found = ranked(tmp_path, PlayedRank(without=without).fire(kind, name))
-    assert found.ranked[0].span.told == span
+    assert found.ranked[0].location.text == span
     assert said in advice(found)
 
 
@@ -213,22 +213,24 @@ def test_a_gradient_that_a_rank_without_a_recording_may_have_brought_in_is_not_b
     one, other = replicas()
     other.judged = False
     found = ranked(tmp_path, one.fire("grad_reduced", "b.weight"), other)
-    assert found.ranked[0].span.told == (
+    assert found.ranked[0].location.text == (
         "in the backward of rank 1, whose own gradient is not known, or in the aggregation of gradients over ranks 0, 1"
     )
-    assert "No rank had brought it in" not in advice(found)
+    assert "No rank's own gradient was bad" not in advice(found)
 
 
 def test_of_very_many_ranks_that_aggregate_only_the_first_are_named(tmp_path):
     ranks = replicas(40)
     found = ranked(tmp_path, ranks[0].fire("grad_reduced", "b.weight"), *ranks[1:])
-    assert found.ranked[0].span.told == ("in the aggregation of gradients over ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 30 more")
+    assert found.ranked[0].location.text == (
+        "in the aggregation of gradients over ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 30 more"
+    )
 
 
 def test_gradients_that_were_clipped_together_are_said_to_be_so(tmp_path):
     rank = PlayedRank(notes={"grad_reduced": "changed in place between backward and the optimizer's step"})
     found = ranked(tmp_path, rank.fire("grad_reduced", "a.x.weight").fire("grad_reduced", "b.weight"))
-    assert "where all were changed together, as by clipping: any of them may have brought it in" in advice(found)
+    assert "where all were changed together, as by clipping: any of them may be the cause" in advice(found)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_a_nan_that_may_follow_from_a_deviation_is_told_to(tmp_path):
 
 def test_a_nan_of_the_forward_in_a_step_that_was_skipped_is_not_blamed_on_the_loss_scale(tmp_path):
     told = advice(ranked(tmp_path, PlayedRank(skipped=[1]).fire("actv", "b.output")))
-    assert "The optimizer skipped step 1: weights did not take it in." in told
+    assert "The optimizer skipped step 1: the weights are unaffected." in told
 
 
 def deviating(ranks, *names, step=1, kind="actv"):

@@ -132,7 +132,7 @@ def test_the_input_of_a_stage_is_an_origin_if_the_output_of_the_stage_before_was
     first, second = pipeline()
     found = ranked(tmp_path, first.fire("actv", "a.x.output"), second.fire("actv", ".input"))
     assert origins(found) == ["0:actv/a.x.output", "1:actv/.input"]
-    assert "the communication" in found.ranked[1].span.told
+    assert "the communication" in found.ranked[1].location.text
 
 
 def test_the_output_of_the_stage_before_counts_in_its_own_micro_step_alone(tmp_path):
@@ -158,7 +158,7 @@ def test_a_stage_that_kept_no_event_of_the_step_had_none(tmp_path):
     first, second = pipeline()
     first.not_kept = {"AnomalyNan": 3}
     found = ranked(tmp_path, first.fire("actv", "a.x.output", step=0), second.fire("actv", ".input"))
-    assert "the communication" in found.ranked[1].span.told
+    assert "the communication" in found.ranked[1].location.text
 
 
 def test_where_the_roots_input_is_not_measured_the_first_tensor_of_a_stage_comes_from_the_stage_before(tmp_path):
@@ -218,7 +218,7 @@ def test_the_output_gradient_of_a_stage_is_an_origin_if_the_input_gradient_of_th
     first, second = pipeline()
     found = ranked(tmp_path, first.fire("actv_grad", "b.output"), second.fire("actv_grad", "a.y.input"))
     assert origins(found) == ["1:actv_grad/a.y.input", "0:actv_grad/b.output"]
-    assert "the communication" in found.ranked[1].span.told
+    assert "the communication" in found.ranked[1].location.text
 
 
 def test_where_the_input_gradient_of_the_next_stage_is_not_measured_all_that_fired_there_counts(tmp_path):

@@ -50,7 +50,7 @@ def test_an_aggregated_gradient_that_was_clean_on_every_rank_is_an_origin(tmp_pa
     owner, other = replicas()
     found = ranked(tmp_path, owner.fire("grad_reduced", "b.weight"), other.fire("grad_unreduced", "a.x.weight"))
     assert origins(found) == ["1:grad_unreduced/a.x.weight", "0:grad_reduced/b.weight"]
-    assert found.ranked[1].span.told == "in the aggregation of gradients over ranks 0, 1"
+    assert found.ranked[1].location.text == "in the aggregation of gradients over ranks 0, 1"
 
 
 def test_where_local_gradients_are_not_recorded_an_aggregated_one_comes_from_what_these_would(tmp_path):

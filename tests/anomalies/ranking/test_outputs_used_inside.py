@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.anomalies.ranking.graph import Wiring, subject_of
+from monitor.anomalies.ranking.graph import DataflowGraph, subject_of
 from monitor.coordinator.dataflow import Edge, Flow
 from monitor.series import Series
 
 BIAS = "m.output_1"
 
 
-def wiring_of(*names: str, same: tuple[tuple[str, str], ...] = ()) -> Wiring:
+def graph_of(*names: str, same: tuple[tuple[str, str], ...] = ()) -> DataflowGraph:
     """Gradients in the order in which they were first measured."""
     numbers = {Series("actv_grad", 0, name): number for number, name in enumerate(names)}
     edges = tuple(Edge(names.index(source), names.index(target)) for source, target in same)
-    return Wiring(numbers, Flow(edges))
+    return DataflowGraph(numbers, Flow(edges))
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ def wiring_of(*names: str, same: tuple[tuple[str, str], ...] = ()) -> Wiring:
 def test_an_output_is_used_inside_if_its_gradient_is_complete_after_gradients_of_inputs_within(
     names: tuple[str, ...], used: bool
 ) -> None:
-    assert wiring_of(*names).uses_itself(subject_of(Series("actv_grad", 0, BIAS))) is used
+    assert graph_of(*names).uses_itself(subject_of(Series("actv_grad", 0, BIAS))) is used
 
 
 @pytest.mark.parametrize("name", ["m.input", "m.o.input"])
 def test_that_is_asked_of_outputs_alone(name: str) -> None:
-    wiring = wiring_of("m.output_0", "m.o.output", "m.o.input", BIAS, "m.input")
-    assert not wiring.uses_itself(subject_of(Series("actv_grad", 0, name)))
+    graph = graph_of("m.output_0", "m.o.output", "m.o.input", BIAS, "m.input")
+    assert not graph.uses_itself(subject_of(Series("actv_grad", 0, name)))
 
 
 def test_a_containers_gradient_is_that_of_the_innermost_module_with_the_tensor() -> None:
     names = ("m.o.x.input", "m.o.input", "m.input", "m.o.output")
-    wiring = wiring_of(*names, same=(("m.o.x.input", "m.o.input"), ("m.o.input", "m.input")))
-    found = wiring.innermost(subject_of(Series("actv_grad", 0, "m.input")))
+    graph = graph_of(*names, same=(("m.o.x.input", "m.o.input"), ("m.o.input", "m.input")))
+    found = graph.innermost(subject_of(Series("actv_grad", 0, "m.input")))
     assert found.series.name == "m.o.x.input"

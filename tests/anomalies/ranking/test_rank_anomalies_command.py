@@ -122,14 +122,14 @@ def test_steps_that_are_spelled_otherwise_are_refused_with_how_to_spell_them(job
 def test_steps_that_are_not_listed_still_tell_where_events_came_from(tmp_path):
     rank = PlayedRank().fire("param_updated", "b.weight", step=0).fire("param_origin", "b.weight", step=1)
     status, said = ran(written(tmp_path, rank), "-s", "1")
-    assert (status, "propagated" in said, "0 origins" in said, "rank the steps before, too" in said) == (1, True, True, True)
+    assert (status, "propagated" in said, "0 origins" in said, "rank earlier steps, too" in said) == (1, True, True, True)
 
 
 def test_no_event_is_good_news(tmp_path):
     status, said = ran(written(tmp_path, *replicas()))
     rows = 3 * len(list(PlayedRank().rows()))
     assert (status, said.endswith(f"No event in {2 * rows:,} rows of 2 ranks in 3 steps.")) == (0, True)
-    assert "Not looked at" not in said
+    assert "Not judged" not in said
     assert analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json") == []
 
 
@@ -143,7 +143,7 @@ def test_a_rank_of_a_group_that_left_nothing_is_missing(tmp_path):
     first, second = pipeline()
     second.judged = False
     status, said = ran(written(tmp_path, first.fire("actv", "b.output"), second))
-    assert (status, "rank 1 left no events" in said) == (1, True)
+    assert (status, "rank 1 wrote no events" in said) == (1, True)
 
 
 def test_a_rank_that_is_not_monitored_is_not_missing(tmp_path):

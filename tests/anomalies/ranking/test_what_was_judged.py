@@ -32,7 +32,7 @@ def test_rules_without_a_row_to_judge_have_looked_at_nothing(tmp_path):
     assert not found.is_well
     assert advice(found) == "Nothing was judged. No events does not mean healthy."
     [note] = notes(found)
-    assert note.startswith("Not looked at: no rank recorded a row that alert rules judge.")
+    assert note.startswith("Not judged: no rank recorded a row that alert rules judge.")
     assert '"wg_distribution": true' in note
 
 
@@ -41,7 +41,7 @@ def test_a_rank_without_a_row_beside_others_is_named(tmp_path):
     other.rows_judged = 0
     found = ranked(tmp_path, one, other)
     assert (advice(found).partition(".")[0], found.is_well) == (f"No event in {3 * ROWS:,} rows of 1 rank in 3 steps", False)
-    assert list(notes(found)) == ["Not looked at: rank 1 recorded no row that alert rules judge."]
+    assert list(notes(found)) == ["Not judged: rank 1 recorded no row that alert rules judge."]
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_a_rank_without_a_row_beside_others_is_named(tmp_path):
 def test_steps_that_no_rule_has_judged_are_said_with_the_reason_and_the_status_is_1(changes, said, tmp_path):
     PlayedRank(**changes).write(tmp_path)
     status, told = ran(tmp_path)
-    assert (status, f"Not looked at: {said}." in told) == (1, True), told
-    assert told.endswith("The lines above say what was not looked at.")
+    assert (status, f"Not judged: {said}." in told) == (1, True), told
+    assert told.endswith("The lines above say what was not judged.")
 
 
 def test_steps_that_one_rank_alone_has_not_judged_are_said_to_be_its_own(tmp_path):
     one, other = replicas(steps=range(10))
     other.steps = range(6)
     found = ranked(tmp_path, one, other)
-    assert list(notes(found)) == ["Not looked at: steps 6 to 9 of rank 1: they were not collected."]
+    assert list(notes(found)) == ["Not judged: steps 6 to 9 of rank 1: they were not collected."]
 
 
 def test_of_chosen_steps_only_those_count(tmp_path):
@@ -88,14 +88,14 @@ def test_of_chosen_steps_only_those_count(tmp_path):
 def test_chosen_steps_that_nobody_has_judged_are_not_called_clean(tmp_path):
     PlayedRank().write(tmp_path)
     status, said = ran(tmp_path, "-s", "100:200")
-    assert (status, "Not looked at: no rank has judged any of these steps." in said) == (1, True)
+    assert (status, "Not judged: no rank has judged any of these steps." in said) == (1, True)
     assert "No event in" not in said
 
 
 def test_a_rank_of_the_job_that_left_no_file_is_missing_whatever_groups_are_known(tmp_path):
     PlayedRank(1, {"mp": (1, 2)}).write(tmp_path)
     status, said = ran(tmp_path)
-    assert (status, "ranks 0, 2 left no events and judged no step." in said) == (1, True)
+    assert (status, "ranks 0, 2 wrote no events and judged no step." in said) == (1, True)
 
 
 def test_replicas_that_the_configuration_leaves_out_are_said(tmp_path):
@@ -135,8 +135,8 @@ def test_a_resumed_run_is_not_green_and_the_events_of_the_run_before_are_named(t
     status, told = ran(tmp_path)
     where = f"Rank its events with -d {directory}."
     assert status == 1
-    assert f"Not looked at: steps 0 to 2: an earlier run recorded them. {where}" in told
-    assert f"Not looked at: steps 3 to 4: an earlier run was killed before they were written. {where}" in told
+    assert f"Not judged: steps 0 to 2: an earlier run recorded them. {where}" in told
+    assert f"Not judged: steps 3 to 4: an earlier run was killed before they were written. {where}" in told
 
 
 def test_a_resumed_run_without_the_events_of_the_run_before_is_not_green_either(tmp_path):

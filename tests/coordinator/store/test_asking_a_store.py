@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 import pytest
 from serving import JOB, served
 
-from monitor.coordinator.store.client import Meeting, StoreClient, greet
+from monitor.coordinator.store.client import StoreClient, StoreLocator, greet
 from monitor.coordinator.store.protocol import MOST_BYTES, Hello, LocalStore, RefusedError, Rendezvous
 from monitor.coordinator.store.server import StoreServer
 
 HOST = "127.0.0.1"
-MakeMeeting = Callable[[], Meeting]
+MakeLocator = Callable[[], StoreLocator]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _no_thread_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def meet() -> Iterator[MakeMeeting]:
+def meet() -> Iterator[MakeLocator]:
     with served() as meet:
         yield meet
 
@@ -66,10 +66,10 @@ def stranger(reply: Callable[[bytes], bytes]) -> Iterator[int]:
 
 
 def client(*ports: int, rank: int = 1, process: str = "process 1", first_s: float = 0.0) -> StoreClient:
-    return StoreClient(Meeting(Rendezvous(HOST, ports, JOB), Hello(JOB, rank, process), first_s))
+    return StoreClient(StoreLocator(Rendezvous(HOST, ports, JOB), Hello(JOB, rank, process), first_s))
 
 
-def test_a_key_is_set_by_who_expects_what_it_holds_and_by_nobody_else(meet: MakeMeeting) -> None:
+def test_a_key_is_set_by_who_expects_what_it_holds_and_by_nobody_else(meet: MakeLocator) -> None:
     one, other = StoreClient(meet()), StoreClient(meet())
     assert one.compare_set("key", "", "first") == b"first"
     assert other.compare_set("key", "", "second") == b"first"
@@ -79,7 +79,7 @@ def test_a_key_is_set_by_who_expects_what_it_holds_and_by_nobody_else(meet: Make
     assert not one.check(["no such key"])
 
 
-def test_keys_exist_once_they_are_set(meet: MakeMeeting) -> None:
+def test_keys_exist_once_they_are_set(meet: MakeLocator) -> None:
     one, other = StoreClient(meet()), StoreClient(meet())
     assert not one.check(["counter"])
     assert other.add("counter", 2) == 2
@@ -89,7 +89,7 @@ def test_keys_exist_once_they_are_set(meet: MakeMeeting) -> None:
     assert other.get("counter") == b"-1"
 
 
-def test_a_key_that_is_not_there_is_an_error_and_not_waited_for(meet: MakeMeeting) -> None:
+def test_a_key_that_is_not_there_is_an_error_and_not_waited_for(meet: MakeLocator) -> None:
     store = StoreClient(meet())
     with pytest.raises(KeyError):
         store.get("missing")
@@ -100,11 +100,11 @@ def test_a_key_that_is_not_there_is_an_error_and_not_waited_for(meet: MakeMeetin
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}\n\n', "é\0\u2028 \\", "x" * 300_000], ids=["lines", "characters", "long"])
-def test_any_text_comes_back_as_it_was_set(meet: MakeMeeting, text: str) -> None:
+def test_any_text_comes_back_as_it_was_set(meet: MakeLocator, text: str) -> None:
     assert StoreClient(meet()).compare_set(text[:1_000], "", text).decode() == text
 
 
-def test_of_many_that_ask_at_once_each_is_counted_and_one_is_first(meet: MakeMeeting) -> None:
+def test_of_many_that_ask_at_once_each_is_counted_and_one_is_first(meet: MakeLocator) -> None:
     """32 threads stand for ranks."""
 
     def of_a_rank(rank: int) -> tuple[bytes, list[int]]:
@@ -117,13 +117,13 @@ def test_of_many_that_ask_at_once_each_is_counted_and_one_is_first(meet: MakeMee
     assert sorted(count for _, counts in told for count in counts) == list(range(1, 32 * 50 + 1))
 
 
-def test_threads_that_share_a_client_get_their_own_answers(meet: MakeMeeting) -> None:
+def test_threads_that_share_a_client_get_their_own_answers(meet: MakeLocator) -> None:
     store = StoreClient(meet())
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda n: store.compare_set(str(n), "", str(n)), range(400))) == [b"%d" % n for n in range(400)]
 
 
-def test_a_clone_has_a_connection_of_its_own(meet: MakeMeeting) -> None:
+def test_a_clone_has_a_connection_of_its_own(meet: MakeLocator) -> None:
     store = StoreClient(meet())
     store.add("count", 1)
     assert store.clone().add("count", 1) == 2
@@ -163,9 +163,9 @@ def test_a_store_that_came_up_in_place_of_ours_is_not_taken_for_it() -> None:
     with serving(port):
         with pytest.raises(ConnectionError):  # the old connection
             store.add("count", 1)
-        with pytest.raises(ConnectionError, match="replaced by another"):
+        with pytest.raises(ConnectionError, match="another process replaced its server"):
             store.add("count", 1)
-        with pytest.raises(ConnectionError, match="replaced by another"):
+        with pytest.raises(ConnectionError, match="another process replaced its server"):
             store.clone().add("count", 1)
 
 
@@ -269,5 +269,5 @@ def test_an_address_that_is_given_holds_for_one_port(address: str, host: str) ->
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1", "10.0.0.1:", ":29501", "host:0", "host:65536", "host:²", "host:port"])
 def test_what_is_no_address_is_named(address: str) -> None:
-    with pytest.raises(ValueError, match="is no address of a store: expected HOST:PORT"):
+    with pytest.raises(ValueError, match="is not the address of a store: expected HOST:PORT"):
         Rendezvous.at(address, 8)

@@ -110,7 +110,9 @@ def test_a_rank_that_is_started_again_alone_has_a_name_of_its_own_and_says_so(st
     ranks = [start(rank, "identity(); wait()") for rank in range(2)]
     names = [line(rank) for rank in ranks]
     end(ranks[1])
-    again = start(1, "from monitor.coordinator.store import stores\nstores.Meeting.__init__.__defaults__ = (0.2,)\nidentity()")
+    again = start(
+        1, "from monitor.coordinator.store import stores\nstores.StoreLocator.__init__.__defaults__ = (0.2,)\nidentity()"
+    )
     status, said, errors = end(again)
     assert status == 0
     assert said[0].startswith("False ")
@@ -164,7 +166,7 @@ except ConnectionError:
 def test_a_forked_child_neither_serves_nor_keeps_the_port_nor_the_name(start: Start) -> None:
     forks = """
 from monitor.coordinator.store import stores
-stores.Meeting.__init__.__defaults__ = (0.2,)
+stores.StoreLocator.__init__.__defaults__ = (0.2,)
 identity()
 store().add("count", 1)
 if os.fork() == 0:
@@ -199,4 +201,4 @@ def test_where_no_port_is_free_that_is_said(start: Start, port: int) -> None:
     for one in taken:
         one.close()
     assert (status, said) == (0, ["StoreClient"])
-    assert f"something else uses 127.0.0.1, ports {port + PORT_OFFSET} to {port + PORT_OFFSET + PORTS - 1}." in errors
+    assert f"another program uses 127.0.0.1, ports {port + PORT_OFFSET} to {port + PORT_OFFSET + PORTS - 1}." in errors

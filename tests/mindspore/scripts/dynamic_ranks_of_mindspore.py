@@ -25,12 +25,12 @@ from ranks import tell
 import monitor.recording.switching as switching
 from monitor.config import MonitorConfig
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.dynamic import Control
+from monitor.dynamic import Controller
 from monitor.dynamic.controller import digest_of
-from monitor.dynamic.step_boundary import Pace
+from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.mindspore import TrainerMon
 
-PACE = Pace(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)
+PACE = PollingIntervals(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)
 COMMON: dict[str, Any] = {"ops": ["norm"], "step_count_per_record": 1000}
 ON: dict[str, Any] = {**COMMON, "dynamic_on": True, "wg_distribution": True}
 OFF: dict[str, Any] = {**COMMON, "dynamic_on": False}
@@ -128,7 +128,7 @@ class Rank:
         return bool(told.asnumpy()[0])
 
 
-switching.Control = partial(Control, pace=PACE, interval_s=0.02)  # type: ignore[misc]
+switching.Controller = partial(Controller, pace=PACE, interval_s=0.02)  # type: ignore[misc]
 ms.set_device("CPU")
 communication.init("mccl")
 rank = Rank(Path(sys.argv[1]))

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from monitor.config import load_config
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.coordinator.store import STORES, Rendezvous
-from monitor.dynamic import Control, Job
-from monitor.dynamic.step_boundary import Pace
+from monitor.dynamic import Controller, JobConnection
+from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.failures import Failures
 
 LAST = 999
-PACE = Pace(idle=0.05, open=0.01, waiting=0.005, patience=0.3, bound=0.9)
+PACE = PollingIntervals(idle=0.05, open=0.01, waiting=0.005, patience=0.3, bound=0.9)
 
 
-class Journal:
+class ConfigJournal:
     def __init__(self) -> None:
         self.records: list[dict[str, object]] = []
         self.undecided_since: int | None = None
@@ -47,10 +47,10 @@ def main(store: str, path: str, result: str) -> None:
     else:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     found = own_store(rank, world) if store == "own" else dist.distributed_c10d._get_default_store()
-    job = Job(rank, world, found, "job/", dist.is_initialized)
+    job = JobConnection(rank, world, found, "job/", dist.is_initialized)
     del found
-    journal = Journal()
-    control = Control(path, load_config(path), job, Failures(rank), pace=PACE, interval_s=0.02)
+    journal = ConfigJournal()
+    control = Controller(path, load_config(path), job, Failures(rank), pace=PACE, interval_s=0.02)
     control.start(journal)
     ran, longest = train(control, random.Random(rank))
     told = {"ran": ran, "longest": longest, "records": journal.records, "undecided_since": journal.undecided_since}
@@ -63,7 +63,7 @@ def own_store(rank: int, world: int) -> Any:
     return STORES.at(rendezvous, rank, serves=rank == 0)
 
 
-def train(control: Control, delays: random.Random) -> tuple[list[int], float]:
+def train(control: Controller, delays: random.Random) -> tuple[list[int], float]:
     ran: list[int] = []
     longest = 0.0
     while True:

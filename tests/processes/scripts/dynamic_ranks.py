@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor.recording.switching as switching
-from monitor.dynamic import Control
-from monitor.dynamic.step_boundary import Pace
+from monitor.dynamic import Controller
+from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.pytorch import TrainerMon
 
 torch.set_num_threads(1)
-PACE = Pace(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)
+PACE = PollingIntervals(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)
 ORIGINAL = dict(vars(dist.ProcessGroup))
 
 
@@ -95,7 +95,7 @@ class Rank:
 
 
 def main(config: str, result: str, nan_step: str = "-1", more: str = "") -> None:
-    switching.Control = partial(Control, pace=PACE, interval_s=0.02)  # type: ignore[misc]
+    switching.Controller = partial(Controller, pace=PACE, interval_s=0.02)  # type: ignore[misc]
     dist.init_process_group("gloo")
     rank = Rank(Path(result), int(nan_step), more == "copy")
     monitored = rank.train(config, None)

@@ -115,7 +115,7 @@ def ranked(run_job: Callable[..., Job]) -> Callable[[str, str], Ranking]:
 
 
 def told(one: Ranked) -> str:
-    series = one.subject.spelled
+    series = one.subject.recorded_as
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f".{one.micro_step}"
     return f"{one.step}{micro_step} {series.kind} {series.name}"
 
@@ -123,7 +123,7 @@ def told(one: Ranked) -> str:
 def places(ranking: Ranking) -> set[tuple[int, str, str]]:
     """Ranks, kinds and names of all origins."""
     found = [one for one in ranking.ranked if one.is_origin]
-    return {(one.member.rank, one.subject.spelled.kind, one.subject.spelled.name) for one in found}
+    return {(one.member.rank, one.subject.recorded_as.kind, one.subject.recorded_as.name) for one in found}
 
 
 @pytest.mark.parametrize("case", ALONE)

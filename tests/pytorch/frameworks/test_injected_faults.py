@@ -48,7 +48,7 @@ def found_first(fault: dict[str, Any], most: int = 8) -> list[Ranked]:
 
 
 def place(one: Ranked) -> tuple[int, int, int, int, str, str]:
-    series = one.subject.spelled
+    series = one.subject.recorded_as
     return one.member.rank, series.vpp_stage, one.step, one.micro_step, series.kind, series.name
 
 
