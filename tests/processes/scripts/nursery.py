@@ -2,12 +2,16 @@
 
 A line of JSON on standard input asks for one. The child is what a new interpreter would be: it runs the script as its main
 program, in its own session, and ends the way an interpreter ends. Its id and its exit status are written to files.
+
+A request with ``modules`` asks for a second process like this one, which has imported those, too. It reads requests from the
+named pipe ``requests``.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -50,6 +54,17 @@ def tell(path: Path, number: int) -> None:
     draft.replace(path)
 
 
+def import_more(request: dict[str, Any]) -> None:
+    """Become a process that has imported more, and reads its own requests."""
+    requests = os.open(request["requests"], os.O_RDONLY)
+    os.dup2(requests, sys.stdin.fileno())
+    os.close(requests)
+    sys.stdin = open(sys.stdin.fileno(), closefd=False)  # noqa: SIM115  (the one before may have read ahead)
+    os.environ.update(request["environment"])
+    for module in request["modules"]:
+        importlib.import_module(module)
+
+
 def settle(request: dict[str, Any]) -> None:
     """Become the process that was asked for."""
     os.setsid()
@@ -65,5 +80,9 @@ def settle(request: dict[str, Any]) -> None:
     faulthandler.enable()  # whatever crashes says in whose hands it was
 
 
-settle(asked())
+request = asked()
+while "modules" in request:
+    import_more(request)
+    request = asked()
+settle(request)
 exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec"), globals())  # what it defines lives until the interpreter ends
