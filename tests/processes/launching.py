@@ -14,6 +14,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any, NamedTuple, Protocol, TextIO
 
+from evidence import PROVES
 from hanging import IDLE_S, ends, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +180,7 @@ class Launcher:
         config: dict[str, Any] | None = None,
         base: Path | None = None,
         preload: str = "",
+        brief: bool = False,
         **environment: str,
     ) -> Started:
         """Start a script in a fork of the nursery.
@@ -187,12 +189,14 @@ class Launcher:
             config: How it is monitored; None: it is not.
             base: Where it records to, in place of ``base``.
             preload: Which of ``PRELOADS`` it finds imported.
+            brief: Whether a script that has come to its end need not free what was imported.
             environment: Variables beside those of this process.
         """
         place = self._place()
         request = {
             "place": str(place),
             "work": str(self._work),
+            "brief": brief and not PROVES,
             "environment": self._environment(place, config, base or self.base, environment),
             "command": [str(SCRIPTS / script), *map(str, arguments)],
         }

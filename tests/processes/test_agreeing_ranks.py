@@ -24,7 +24,7 @@ class Job:
         self._path, self._directory = directory / "config.json", directory
         self.edit(0)
         place = directory / "store" if store == "file" else store
-        self.ranks: list[Started] = launcher.start_ranks(count, "agreeing.py", place, self._path, directory)
+        self.ranks: list[Started] = launcher.start_ranks(count, "agreeing.py", place, self._path, directory, brief=True)
         for rank in self.ranks:
             rank.wait_for("training")
 

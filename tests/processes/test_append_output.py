@@ -43,7 +43,7 @@ class Job:
             if int(path.name.split("-")[0]) > start:
                 path.unlink()
         arguments = ("resumable.py", self.checkpoints, start, steps, *how)
-        options: dict[str, Any] = {"config": self.config | config, "base": self.base}
+        options: dict[str, Any] = {"config": self.config | config, "base": self.base, "brief": True}
         return (
             self.launcher.start_ranks(self.ranks, *arguments, **options)
             if self.ranks

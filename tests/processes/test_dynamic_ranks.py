@@ -42,7 +42,9 @@ class Job:
         self.path, self.base, self._directory = directory / "config.json", launcher.base, directory
         self.edited: dict[str, MonitorConfig] = {}
         self.edit(**config)
-        self.ranks: list[Started] = launcher.start_ranks(ranks, "dynamic_ranks.py", self.path, directory, *arguments)
+        self.ranks: list[Started] = launcher.start_ranks(
+            ranks, "dynamic_ranks.py", self.path, directory, *arguments, brief=True
+        )
         for rank in self.ranks:
             rank.wait_for("step 5")
 

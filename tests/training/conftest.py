@@ -24,7 +24,7 @@ def train_ranks(nursery: Nursery) -> Iterator[Callable[..., tuple[list[dict[str,
     def train(base: Path, script: str, *arguments: object, preload: str = "") -> tuple[list[dict[str, Any]], list[str]]:
         launchers.append(Launcher(base, nursery))
         path = Path(__file__).parent / "scripts" / script
-        ended = [one.end() for one in launchers[-1].start_ranks(2, str(path), *arguments, preload=preload)]
+        ended = [one.end() for one in launchers[-1].start_ranks(2, str(path), *arguments, preload=preload, brief=True)]
         assert [one.status for one in ended] == [0, 0], "\n".join(one.err[-3000:] for one in ended)
         return [json.loads((base / f"rank{rank}.json").read_text()) for rank in range(2)], [one.err for one in ended]
 

@@ -36,7 +36,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Ite
         config = {"cc_distribution": {"enable": True, **wanted}, **WHOLE_STATISTICS, **(others or {})}
         of_parameters = {"wg_distribution": False, "param_distribution": False, "mv_distribution": False}
         path = str(SCRIPTS / script)
-        return start(launchers[-1], directory, path, ranks, *arguments, preload=preload, **of_parameters | config)
+        return start(launchers[-1], directory, path, ranks, *arguments, preload=preload, brief=False, **of_parameters | config)
 
     yield run
     for launcher in launchers:

@@ -82,17 +82,25 @@ PRELOADED = {
 
 
 def start(
-    launcher: Launcher, directory: Path, script: str, ranks: int, *arguments: object, preload: str = "", **config: Any
+    launcher: Launcher,
+    directory: Path,
+    script: str,
+    ranks: int,
+    *arguments: object,
+    preload: str = "",
+    brief: bool = True,
+    **config: Any,
 ) -> Job:
     """Run ``scripts/{script}`` as each of ``ranks`` ranks, and wait for them. It calls ``framework_run.run``.
 
     Args:
         preload: What it finds imported, where ``PRELOADED`` does not say it.
+        brief: Whether its end is of no interest; see ``launching``.
         config: What is monitored; ``OF_PARAMETERS`` where it says nothing.
     """
     results = directory / "results"
     results.mkdir()
-    how = {"preload": preload or PRELOADED.get(Path(script).name, ""), "FRAMEWORK_RESULTS": str(results)}
+    how = {"preload": preload or PRELOADED.get(Path(script).name, ""), "brief": brief, "FRAMEWORK_RESULTS": str(results)}
     started = launcher.start_ranks(ranks, str(SCRIPTS / script), *arguments, config=OF_PARAMETERS | config, **how)
     ends = [one.end() for one in started]
     assert [ended.status for ended in ends] == [0] * ranks, "\n".join(ended.err[-3000:] for ended in ends)
