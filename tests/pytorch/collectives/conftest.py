@@ -29,6 +29,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Ite
         *arguments: object,
         others: dict[str, object] | None = None,
         preload: str = "",
+        brief: bool = True,
         **wanted: object,
     ) -> Job:
         directory = tmp_path_factory.mktemp("job")
@@ -36,7 +37,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Ite
         config = {"cc_distribution": {"enable": True, **wanted}, **WHOLE_STATISTICS, **(others or {})}
         of_parameters = {"wg_distribution": False, "param_distribution": False, "mv_distribution": False}
         path = str(SCRIPTS / script)
-        return start(launchers[-1], directory, path, ranks, *arguments, preload=preload, brief=False, **of_parameters | config)
+        return start(launchers[-1], directory, path, ranks, *arguments, preload=preload, brief=brief, **of_parameters | config)
 
     yield run
     for launcher in launchers:
