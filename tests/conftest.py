@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from launching import Nursery
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that runs the tests in the background starts them with SIGINT ignored, and every process that they start, too.
@@ -38,3 +43,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True if of_others else None
     of_mindspore = "mindspore" in str(collection_path.relative_to(TESTS))
     return True if of_mindspore != config.getoption("--mindspore") else None
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """The processes that fork scripts for the tests of all folders; see ``processes/launching.py``."""
+    if (folder := str(TESTS / "processes")) not in sys.path:
+        sys.path.append(folder)
+    from launching import Nursery
+
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()

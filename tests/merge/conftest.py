@@ -16,11 +16,10 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+def launch(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Callable[..., Path]]:
     """Runs a script, one way of it, on its ranks. They record to ``out`` in the directory that is returned, and what the
     script itself has to tell is in ``told.json``. No process and no file elsewhere is left.
     """
-    nursery = Nursery()
     launchers: list[Launcher] = []
 
     def run(script: str, how: str, ranks: int, **config: object) -> Path:
@@ -35,5 +34,4 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., P
 
     yield run
     left = [launcher.clean_up() for launcher in launchers]
-    nursery.close()
     assert left == [([], [])] * len(launchers)

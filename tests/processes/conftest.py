@@ -11,13 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import Launcher, Nursery
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
 @pytest.fixture
 def launcher(tmp_path: Path, nursery: Nursery) -> Iterator[Launcher]:
     """Starts this test's scripts. Whatever happens, no process, no mount and no file outside its directory is left."""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TextIO
 
+from evidence import PROVES
 from hanging import IDLE_S, ends, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,16 @@ EVERY_STEP: dict[str, Any] = {
     "ops": ["min", "max", "mean", "norm", "zeros", "nans"],
 }
 """What is recorded in these tests: six kinds, each of which has rows in every step."""
+
+
+PRELOADS = {
+    "compiler": ("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    "lightning": ("lightning.pytorch",),
+    "megatron": ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt", "megatron.core.pipeline_parallel"),
+    "transformers": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate.utils"),
+}
+"""What scripts may find imported already: the frameworks that take more than half a second each time."""
 
 
 class Ended(NamedTuple):
@@ -90,23 +101,54 @@ class Started:
 
 
 class Nursery:
-    """A process that forks the scripts from itself; see ``scripts/nursery.py``."""
+    """A process that forks the scripts from itself, and one more for each of ``PRELOADS``; see ``scripts/nursery.py``."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        """Start the first; ``directory`` is where the others are asked."""
         command = [sys.executable, str(SCRIPTS / "nursery.py")]
+        self._directory = directory
         self._process = subprocess.Popen(command, env=_surroundings(), stdin=subprocess.PIPE, text=True)
-
-    def fork(self, request: dict[str, Any]) -> ForkedChild:
-        place = Path(request["place"])
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        assert ends(lambda: (place / "pid").exists() or self._process.poll() is not None, lambda: [self._process.pid])
-        return ForkedChild(place)
+        self._requests: dict[str, TextIO] = {"": self._process.stdin}
+        self._preloaded: list[ForkedChild] = []
+
+    def fork(self, request: dict[str, Any], preload: str = "") -> ForkedChild:
+        """Fork a script from the process that has imported what ``PRELOADS`` has under this name."""
+        if preload not in self._requests:
+            self._preload(preload)
+        return self._ask(self._requests[preload], request)
 
     def close(self) -> None:
-        self._process.communicate(timeout=IDLE_S)
-        assert self._process.returncode == 0
+        """End all of them."""
+        for requests in self._requests.values():
+            requests.close()
+        for child in self._preloaded:
+            assert until(lambda child=child: child.poll() is not None, IDLE_S)
+            assert child.poll() == 0
+        assert self._process.wait(timeout=IDLE_S) == 0
+
+    def _preload(self, name: str) -> None:
+        place = self._directory / name
+        place.mkdir()
+        os.mkfifo(place / "requests")
+        requests = os.open(place / "requests", os.O_RDWR)  # which waits for no reader
+        self._requests[name] = open(requests, "w", encoding="utf-8")  # noqa: SIM115  (until ``close``)
+        request = {"place": str(place), "requests": str(place / "requests"), "modules": PRELOADS[name]}
+        request["environment"] = {"DS_ACCELERATOR": "cpu"} if name == "deepspeed" else {}
+        self._preloaded.append(self._ask(self._requests[""], request))
+
+    def _ask(self, requests: TextIO, request: dict[str, Any]) -> ForkedChild:
+        place = Path(request["place"])
+        requests.write(json.dumps(request) + "\n")
+        requests.flush()
+        assert ends(lambda: (place / "pid").exists() or self._ended(), self._processes)
+        return ForkedChild(place)
+
+    def _ended(self) -> bool:
+        return self._process.poll() is not None or any(child.poll() is not None for child in self._preloaded)
+
+    def _processes(self) -> list[int]:
+        return [self._process.pid, *(child.pid for child in self._preloaded)]
 
 
 class ForkedChild:
@@ -137,6 +179,8 @@ class Launcher:
         *arguments: object,
         config: dict[str, Any] | None = None,
         base: Path | None = None,
+        preload: str = "",
+        brief: bool = False,
         **environment: str,
     ) -> Started:
         """Start a script in a fork of the nursery.
@@ -144,16 +188,19 @@ class Launcher:
         Args:
             config: How it is monitored; None: it is not.
             base: Where it records to, in place of ``base``.
+            preload: Which of ``PRELOADS`` it finds imported.
+            brief: Whether a script that has come to its end need not free what was imported.
             environment: Variables beside those of this process.
         """
         place = self._place()
         request = {
             "place": str(place),
             "work": str(self._work),
+            "brief": brief and not PROVES,
             "environment": self._environment(place, config, base or self.base, environment),
             "command": [str(SCRIPTS / script), *map(str, arguments)],
         }
-        return self._keep(Started(self._nursery.fork(request), place, self._running))
+        return self._keep(Started(self._nursery.fork(request, preload), place, self._running))
 
     def start_ranks(self, count: int, script: str, *arguments: object, **how: Any) -> list[Started]:
         """Start a script as each rank of a job."""

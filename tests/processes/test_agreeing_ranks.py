@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import sampled
 from launching import Launcher, Started
 
 BOUND_S = 0.9
@@ -23,7 +24,7 @@ class Job:
         self._path, self._directory = directory / "config.json", directory
         self.edit(0)
         place = directory / "store" if store == "file" else store
-        self.ranks: list[Started] = launcher.start_ranks(count, "agreeing.py", place, self._path, directory)
+        self.ranks: list[Started] = launcher.start_ranks(count, "agreeing.py", place, self._path, directory, brief=True)
         for rank in self.ranks:
             rank.wait_for("training")
 
@@ -64,7 +65,11 @@ def test_edits_at_random_moments_hold_from_the_same_steps_in_all_processes(
     assert all(record["since"] == record["from_step"] for record in first["records"])
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize(
+    ("store", "stopped"),
+    sampled([("tcp", 0), ("tcp", 1), ("file", 0), ("file", 1), ("own", 0), ("own", 1)], 1, 4),
+    indirect=["store"],
+)
 def test_a_process_that_is_stopped_in_an_agreement_holds_up_for_the_bound_at_most_and_all_stay_alike(
     launcher: Launcher, tmp_path: Path, store: str, stopped: int
 ) -> None:

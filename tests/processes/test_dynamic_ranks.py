@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import sampled
 from hanging import until
 from launching import Launcher, Started
 from recorded import listed, rank_directories
@@ -41,7 +42,9 @@ class Job:
         self.path, self.base, self._directory = directory / "config.json", launcher.base, directory
         self.edited: dict[str, MonitorConfig] = {}
         self.edit(**config)
-        self.ranks: list[Started] = launcher.start_ranks(ranks, "dynamic_ranks.py", self.path, directory, *arguments)
+        self.ranks: list[Started] = launcher.start_ranks(
+            ranks, "dynamic_ranks.py", self.path, directory, *arguments, brief=True
+        )
         for rank in self.ranks:
             rank.wait_for("step 5")
 
@@ -119,7 +122,7 @@ def due(log: list[ConfigurationRecord], edited: dict[str, MonitorConfig], end: i
     return steps
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", sampled([2, 4]))
 def test_fifty_edits_at_random_moments_lead_to_the_same_steps_on_all_ranks(start: Start, ranks: int) -> None:
     job = start(ranks, dynamic_on=False)
     moments = random.Random(ranks)

@@ -8,11 +8,12 @@ import time
 
 import pytest
 from event_files import ALWAYS, events_of, judged_of, steps_of
+from evidence import examples
 from launching import EVERY_STEP, Launcher
 from recorded import listed, only_recording
 from test_full_disk import own_mounts, train_on_small_disk
 
-KILLS = 8
+KILLS = examples(3, 8)
 
 
 def test_a_run_that_is_killed_leaves_whole_files_with_the_first_events(launcher: Launcher) -> None:

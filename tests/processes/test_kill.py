@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from evidence import examples
 from launching import EVERY_STEP, Launcher, Started
 from recorded import Recorded, rank_directories
 
@@ -16,7 +17,7 @@ from monitor.coordinator.manifest_format import read_manifest
 STEPS = 150
 """More than a run gets to before it is killed, as a rule."""
 
-WAVES = 13
+WAVES = examples(3, 13)
 """Of two kills each."""
 
 

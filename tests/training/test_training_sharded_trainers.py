@@ -34,7 +34,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, train_ranks: TrainRanks) -> Ru
         base = tmp_path_factory.mktemp(how)
         (base / "train.yaml").write_text(EVERYTHING.format(base=base))
         script = f"metrics_of_sharded_{'lightning' if how == 'lightning' else 'trainer'}.py"
-        told, errors = train_ranks(base, script, how, base / "train.yaml", base)
+        preload = "lightning" if how == "lightning" else "transformers"
+        told, errors = train_ranks(base, script, how, base / "train.yaml", base, preload=preload)
         said = [[line for line in error.splitlines() if line.startswith("[monitor] WARNING")] for error in errors]
         return Job(told, [scalars(base / "board" / f"rank_{rank}") for rank in range(2)], said)
 

@@ -47,7 +47,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, train_ranks: TrainRanks) -> 
     base = tmp_path_factory.mktemp("job")
     (base / "template.yaml").write_text(EVERYTHING)
     names = [*UNSCALED, "zero1-fp16"]
-    told, _ = train_ranks(base, "metrics_of_shards.py", base, *names)
+    told, _ = train_ranks(base, "metrics_of_shards.py", base, *names, preload="deepspeed")
     return {
         name: Case(
             [one[name] for one in told],

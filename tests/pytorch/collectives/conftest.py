@@ -16,13 +16,6 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 WHOLE_STATISTICS = {"ops": ["min", "max", "mean", "norm", "zeros", "nans", "infs", "std", "shape"], "ndigits": 17}
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
 @pytest.fixture(scope="module")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Callable[..., Job]]:
     """Runs a script of this directory as the ranks of a job, with ``cc_distribution`` enabled and as the keywords say; see
@@ -30,12 +23,21 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Ite
     """
     launchers: list[Launcher] = []
 
-    def run(script: str, ranks: int, *arguments: object, others: dict[str, object] | None = None, **wanted: object) -> Job:
+    def run(
+        script: str,
+        ranks: int,
+        *arguments: object,
+        others: dict[str, object] | None = None,
+        preload: str = "",
+        brief: bool = True,
+        **wanted: object,
+    ) -> Job:
         directory = tmp_path_factory.mktemp("job")
         launchers.append(Launcher(directory, nursery))
         config = {"cc_distribution": {"enable": True, **wanted}, **WHOLE_STATISTICS, **(others or {})}
         of_parameters = {"wg_distribution": False, "param_distribution": False, "mv_distribution": False}
-        return start(launchers[-1], directory, str(SCRIPTS / script), ranks, *arguments, **of_parameters | config)
+        path = str(SCRIPTS / script)
+        return start(launchers[-1], directory, path, ranks, *arguments, preload=preload, brief=brief, **of_parameters | config)
 
     yield run
     for launcher in launchers:

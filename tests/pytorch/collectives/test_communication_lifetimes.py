@@ -15,7 +15,7 @@ CASES = ("loaded", "forked", "grouped", "destroyed", "begun again", "afterwards"
 
 @pytest.fixture(scope="module")
 def job(run_ranks: Callable[..., Job]) -> Job:
-    return run_ranks("lifetimes.py", 2, cc_pre_hook=True)
+    return run_ranks("lifetimes.py", 2, brief=False, cc_pre_hook=True)
 
 
 def step_of(job: Job, case: str) -> int:

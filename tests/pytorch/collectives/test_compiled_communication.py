@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from evidence import sampled
 from jobs import Job
 from outcomes import calls, outcome, together, values
 
@@ -25,7 +26,7 @@ BY_OPERATOR = {
 NEEDS_A_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=NEEDS_A_COMPILER)]
 CASES = [
-    *(pytest.param("inductor", case, marks=NEEDS_A_COMPILER) for case in TRACED),
+    *(pytest.param("inductor", case, marks=NEEDS_A_COMPILER) for case in sampled(TRACED)),
     *(pytest.param("aot_eager", case) for case in TRACED),
     *(pytest.param("untraced", case) for case in UNTRACED),
 ]
@@ -33,7 +34,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def inductor(run_ranks: Callable[..., Job]) -> Job:
-    return run_ranks("compiled.py", 2, "inductor", "", *TRACED, cc_pre_hook=True)
+    return run_ranks("compiled.py", 2, "inductor", "", *sampled(TRACED), cc_pre_hook=True)
 
 
 @pytest.fixture(scope="module")

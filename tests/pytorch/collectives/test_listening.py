@@ -12,7 +12,7 @@ from jobs import Job
 @pytest.fixture(scope="module")
 def told(run_ranks: Callable[..., Job]) -> list[dict[str, Any]]:
     """What ``lifecycle.py`` told on each rank."""
-    return run_ranks("lifecycle.py", 2).plain
+    return run_ranks("lifecycle.py", 2, brief=False).plain
 
 
 def test_after_a_hundred_times_torch_distributed_and_the_dispatcher_are_as_they_were(told: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from jobs import Job
 
 @pytest.fixture(scope="module")
 def job(run_ranks: Callable[..., Job]) -> Job:
-    return run_ranks("several_monitors.py", 2, cc_pre_hook=True)
+    return run_ranks("several_monitors.py", 2, brief=False, cc_pre_hook=True)
 
 
 def told(job: Job, part: str) -> list[Any]:
@@ -60,7 +60,7 @@ def test_nothing_is_warned_of(job: Job) -> None:
 
 
 def test_one_that_is_made_before_the_process_group_and_never_closed_is_quiet(run_ranks: Callable[..., Job]) -> None:
-    job = run_ranks("left_open.py", 2)
+    job = run_ranks("left_open.py", 2, brief=False)
     assert job.monitored == [[2.0, 3.0]] * 2
     for rank in range(2):
         rows = [row for row in job.rows("other", rank) if row.name == "all_to_all_single.post_0"]

@@ -34,7 +34,7 @@ NOBODY_WAITS = ("polled", "below the dispatcher", "in Python")
 
 @pytest.fixture(scope="module")
 def job(run_ranks: Callable[..., Job]) -> Job:
-    return run_ranks("works.py", 2, cc_pre_hook=True)
+    return run_ranks("works.py", 2, brief=False, cc_pre_hook=True)
 
 
 def rows_of(job: Job, rank: int, case: str) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config
 from compiling import WAYS, Compile, Make, Place, Trained, Ways, batch, recorded, trained
 from evidence import sampled
-from networks import Attention, Checkpointed, Forked, InPlace, Interrupted, OneLayer, Shared
+from networks import Attention, Checkpointed, Forked, InPlace, Interrupted, NoLayer, OneLayer, Shared
 from observing import seeded
 from watching import EVERYTHING, Output, attached, train
 
@@ -104,7 +104,7 @@ def test_each_way_of_compiling_has_the_rows_of_eager_code(way: str, output: Outp
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.usefixtures("one_compiler")
-@pytest.mark.parametrize("model", sampled([OneLayer, InPlace, Shared, Checkpointed]))
+@pytest.mark.parametrize("model", sampled([NoLayer, InPlace, Shared, Checkpointed]))
 @needs_a_compiler
 def test_what_inductor_compiles_has_the_rows_of_eager_code_and_trains_as_without(model: Make, output: Output) -> None:
     alone = trained(model, Ways.whole, fullgraph=True)

@@ -13,13 +13,6 @@ from jobs import Job, start  # noqa: E402
 from launching import Launcher, Nursery  # noqa: E402
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
 @pytest.fixture(scope="module")
 def run_job(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Callable[..., Job]]:
     """Runs a script as the ranks of a job; see ``jobs.start``. No process and no file outside its directory is left."""

@@ -69,16 +69,39 @@ class Job:
         return [line for said in self.said for line in said.splitlines() if line.startswith("[monitor] WARNING")]
 
 
-def start(launcher: Launcher, directory: Path, script: str, ranks: int, *arguments: object, **config: Any) -> Job:
+PRELOADED = {
+    "compiled.py": "compiler",
+    "compiled_wrapped.py": "compiler",
+    "deepspeed_zero.py": "deepspeed",
+    "lightning_run.py": "lightning",
+    "megatron_features.py": "megatron",
+    "megatron_run.py": "megatron",
+    "trainers.py": "transformers",
+}
+"""What is imported already when a script starts; see ``launching.PRELOADS``."""
+
+
+def start(
+    launcher: Launcher,
+    directory: Path,
+    script: str,
+    ranks: int,
+    *arguments: object,
+    preload: str = "",
+    brief: bool = True,
+    **config: Any,
+) -> Job:
     """Run ``scripts/{script}`` as each of ``ranks`` ranks, and wait for them. It calls ``framework_run.run``.
 
     Args:
+        preload: What it finds imported, where ``PRELOADED`` does not say it.
+        brief: Whether its end is of no interest; see ``launching``.
         config: What is monitored; ``OF_PARAMETERS`` where it says nothing.
     """
     results = directory / "results"
     results.mkdir()
-    environment = {"FRAMEWORK_RESULTS": str(results)}
-    started = launcher.start_ranks(ranks, str(SCRIPTS / script), *arguments, config=OF_PARAMETERS | config, **environment)
+    how = {"preload": preload or PRELOADED.get(Path(script).name, ""), "brief": brief, "FRAMEWORK_RESULTS": str(results)}
+    started = launcher.start_ranks(ranks, str(SCRIPTS / script), *arguments, config=OF_PARAMETERS | config, **how)
     ends = [one.end() for one in started]
     assert [ended.status for ended in ends] == [0] * ranks, "\n".join(ended.err[-3000:] for ended in ends)
     told = [json.loads((results / f"rank{rank}.json").read_text()) for rank in range(ranks)]

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
+from evidence import PROVES, sampled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -69,6 +70,10 @@ class Grid:
         size, stride = {"dp": (self.dp, self.tp), "tp": (self.tp, 1), "pp": (self.pp, self.tp * self.dp)}[role]
         first = rank - rank // stride % size * stride
         return [first + stride * place for place in range(size)]
+
+
+GRID = Grid(dp=4, tp=4, pp=4) if PROVES else Grid(dp=2, tp=2, pp=4)
+"""Of ``world``."""
 
 
 class Layer(nn.Module):
@@ -215,8 +220,8 @@ def told() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, told: list[str]) -> World:
-    """64 ranks, all of which are monitored."""
-    return written(tmp_path_factory.mktemp("all"), Grid(dp=4, tp=4, pp=4), told.copy)
+    """All of its ranks are monitored."""
+    return written(tmp_path_factory.mktemp("all"), GRID, told.copy)
 
 
 def expected_parts(grid: Grid, kind: str, monitored: range | list[int]) -> dict[Part, int]:
@@ -231,29 +236,29 @@ def expected_parts(grid: Grid, kind: str, monitored: range | list[int]) -> dict[
 
 
 @pytest.mark.parametrize("kind", OF_PARAMETERS)
-def test_of_64_ranks_each_part_of_a_parameter_is_written_once_by_the_first_that_holds_it(world: World, kind: str) -> None:
+def test_each_part_of_a_parameter_is_written_once_by_the_first_that_holds_it(world: World, kind: str) -> None:
     rows = [(world.part(kind, rank, row.name), rank) for rank, row in world.rows(kind)]
-    assert sorted(expected_parts(world.grid, kind, range(64)).items(), key=str) == sorted(rows, key=str)
+    assert sorted(expected_parts(world.grid, kind, range(GRID.world)).items(), key=str) == sorted(rows, key=str)
 
 
 def test_activations_are_every_ranks_own(world: World) -> None:
     for kind in ("actv", "actv_grad"):
         counts = Counter(rank for rank, _ in world.rows(kind))
-        assert counts.keys() == set(range(64))
+        assert counts.keys() == set(range(GRID.world))
         assert len(set(counts.values())) == 1
 
 
 def test_the_norm_of_all_rows_of_weights_is_that_of_the_whole_model(world: World) -> None:
     parts: dict[Part, float] = {}
-    for rank in range(64):
+    for rank in range(GRID.world):
         for name, p in Stage(world.grid, rank).named_parameters():
             parts[world.part("param_origin", rank, name)] = float(p.detach().double().square().sum())
     recorded = sum(row.values["norm"] ** 2 for _, row in world.rows("param_origin", step=0))
     assert math.fsum(parts.values()) == pytest.approx(recorded, rel=1e-6)
 
 
-def test_all_64_ranks_are_of_one_job_and_say_where_they_stand(world: World) -> None:
-    manifests = [world.manifest(rank) for rank in range(64)]
+def test_all_ranks_are_of_one_job_and_say_where_they_stand(world: World) -> None:
+    manifests = [world.manifest(rank) for rank in range(GRID.world)]
     assert len({(one.job_id, one.timestamp) for one in manifests}) == 1
     for rank, one in enumerate(manifests):
         assert one.groups == {role: tuple(world.grid.group(rank, role)) for role in ("dp", "tp", "pp")}
@@ -276,11 +281,11 @@ def test_what_was_announced_at_the_start_is_what_is_written(world: World) -> Non
     (said,) = [message for message in world.said if "each collected step of this job" in message][:1]
     rows, series, ranks = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:row|series|rank)", said))
     found = [row for kind in (*OF_PARAMETERS, "actv", "actv_grad") for row in world.rows(kind)]
-    no_gradient = 64 * len([".input", "layers.0.input", "layers.0.norm.input"])
-    assert (rows - no_gradient, series - no_gradient, ranks) == (len(found), len(found), 64)
+    no_gradient = GRID.world * len([".input", "layers.0.input", "layers.0.norm.input"])
+    assert (rows - no_gradient, series - no_gradient, ranks) == (len(found), len(found), GRID.world)
 
 
-@pytest.mark.parametrize("module_ranks", [[63], [5, 2, 33, 21, 34], list(range(1, 64, 3))], ids=len)
+@pytest.mark.parametrize("module_ranks", sampled([[63], [5, 2, 33, 21, 34], list(range(1, 64, 3))], 1), ids=len)
 def test_of_some_monitored_ranks_the_first_that_holds_a_part_writes_it(
     tmp_path: Path, told: list[str], module_ranks: list[int]
 ) -> None:
@@ -293,9 +298,11 @@ def test_of_some_monitored_ranks_the_first_that_holds_a_part_writes_it(
         assert sorted(expected_parts(grid, kind, sorted(module_ranks)).items(), key=str) == sorted(rows, key=str)
 
 
-def test_of_1024_ranks_each_gradient_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grid", sampled([Grid(dp=4, tp=2, pp=4), Grid(dp=16, tp=8, pp=8)]), ids=lambda grid: str(grid.world))
+def test_of_up_to_1024_ranks_each_gradient_is_measured_once(
+    grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without files: what each rank measures is asked for."""
-    grid = Grid(dp=16, tp=8, pp=8)
     found: dict[str, list[tuple[Part, int]]] = {"grad_reduced": [], "grad_unreduced": []}
     world = World(grid, Output(tmp_path), [])
 
@@ -310,12 +317,12 @@ def test_of_1024_ranks_each_gradient_is_measured_once(tmp_path: Path, monkeypatc
         assert sorted(expected_parts(grid, kind, range(grid.world)).items(), key=str) == sorted(measured, key=str)
 
 
-DATA, TENSOR = 16, 4
-"""The mesh of 64 ranks."""
+DATA, TENSOR = (16, 4) if PROVES else (5, 2)
+"""The mesh."""
 
 
 class Mlp(nn.Module):
-    """Sizes that 16 ranks cannot share evenly: some hold nothing of a parameter."""
+    """Sizes that 16 ranks cannot share evenly, nor 5: some hold nothing of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +334,7 @@ class Mlp(nn.Module):
 
 @pytest.fixture(scope="module")
 def meshed(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """64 ranks that cut each parameter in two directions: tensor-parallel, and fully sharded over the data-parallel ranks."""
+    """Ranks that cut each parameter in two directions: tensor-parallel, and fully sharded over the data-parallel ranks."""
     directory = tmp_path_factory.mktemp("meshed")
     config = EVERYTHING | {"xy_distribution": False, "mv_distribution": False}
     (directory / "config.json").write_text(json.dumps(config))
@@ -372,20 +379,20 @@ def covered(meshed: World, kind: str, ranks: range) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["grad_reduced", "param_origin", "param_updated"])
-def test_of_parameters_that_64_ranks_share_out_each_element_is_in_one_row(meshed: World, kind: str) -> None:
+def test_of_parameters_that_ranks_share_out_in_two_directions_each_element_is_in_one_row(meshed: World, kind: str) -> None:
     assert {name: {1} for name, _ in Mlp().named_parameters()} == {
-        name: set(times.flatten().tolist()) for name, times in covered(meshed, kind, range(64)).items()
+        name: set(times.flatten().tolist()) for name, times in covered(meshed, kind, range(DATA * TENSOR)).items()
     }
 
 
 def test_of_local_gradients_each_element_is_in_one_row_of_each_tensor_parallel_group(meshed: World) -> None:
-    for first in range(0, 64, TENSOR):
+    for first in range(0, DATA * TENSOR, TENSOR):
         times = covered(meshed, "grad_unreduced", range(first, first + TENSOR))
         assert all((one == 1).all() for one in times.values())
 
 
 def test_the_manifest_knows_the_mesh(meshed: World) -> None:
-    for rank in (0, 6, 63):
+    for rank in (0, 6, DATA * TENSOR - 1):
         groups = meshed.manifest(rank).groups
         assert groups["tp"] == tuple(range(rank - rank % TENSOR, rank - rank % TENSOR + TENSOR))
-        assert groups["dp"] == tuple(range(rank % TENSOR, 64, TENSOR))
+        assert groups["dp"] == tuple(range(rank % TENSOR, DATA * TENSOR, TENSOR))
