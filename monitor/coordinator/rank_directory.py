@@ -15,7 +15,7 @@ from monitor.coordinator.output import Claim, claim, prepare, remove_drafts
 from monitor.coordinator.resume import Earlier, Span, directories, last_word, newest_step, preferred
 from monitor.failures import LOGGER, Failures
 from monitor.sinks import RECOVERIES
-from monitor.sinks.recovery import put_in_order
+from monitor.sinks.recovery import recover_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _put_in_order(directory: Path, rank: int, formats: Sequence[str], begun_ns: 
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
     recoveries = {name: make() for name, make in RECOVERIES.items() if name in (*written, *formats)}
-    found = put_in_order(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
+    found = recover_all(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
     for path in found.aside:
         LOGGER.warning("[rank %d] %s was left by a process that was killed and is damaged: it was set aside.", rank, path)
     earlier = Earlier.of(record)

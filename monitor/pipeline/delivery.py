@@ -12,9 +12,9 @@ from time import monotonic
 from typing import Any, Final, Generic, TypeVar
 
 from monitor.failures import EarlierFailure, Failures
-from monitor.pipeline.protocols import Journal, Sealed, Watcher
-from monitor.pipeline.step_queue import GATHERED_BYTES, Gaps
-from monitor.sinks.protocol import Foresighted, Sink
+from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
+from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES, DroppedSteps
+from monitor.sinks.protocol import BatchSink, Sink
 from monitor.stats.rows import StepRows
 
 # --- Code that is not the pipeline's own: a sink, a watcher, the journal. It may raise, and it may never return.
@@ -34,7 +34,7 @@ _ADVICE: Final = {
 }
 
 
-class Guarded(Generic[T]):
+class ErrorGuard(Generic[T]):
     """``inner``, used by one thread at a time; what it raises is reported and handed back, never raised.
 
     The lock lets another thread serve the rest while the writer is stuck in one of them. Neither the training thread, nor a
@@ -85,14 +85,14 @@ def advice(error: BaseException) -> str:
 S = TypeVar("S", bound=Sealed)
 
 
-Arranged = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
+ConsumerFactory = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
 """Says which sinks and watchers are to be served, by name; those that are already are the same objects."""
 
 UNREADABLE: Final = "could not be read"
 
 
 @dataclass(frozen=True, slots=True)
-class InHand:
+class DeliveryProgress:
     """The steps that are being delivered.
 
     Attributes:
@@ -124,51 +124,51 @@ class Delivery(Generic[S]):
     def __init__(
         self,
         sinks: Mapping[str, Sink],
-        journal: Journal,
+        journal: StepJournal,
         failures: Failures,
-        gaps: Gaps,
+        gaps: DroppedSteps,
         put_back: Callable[[S], None],
         *,
         watchers: Mapping[str, Watcher],
         save_seconds: float,
     ) -> None:
-        self._failures, self._gaps, self._put_back = failures, gaps, put_back
+        self._failures, self._dropped_steps, self._put_back = failures, gaps, put_back
         self._sinks = {name: self._guarded_sink(name, sink) for name, sink in sinks.items()}
-        self._watchers = [Guarded(name, watcher, failures) for name, watcher in watchers.items()]
-        self._journal = Guarded("the manifest", journal, failures)
+        self._watchers = [ErrorGuard(name, watcher, failures) for name, watcher in watchers.items()]
+        self._journal = ErrorGuard("the manifest", journal, failures)
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
-        self._in_hand = InHand()
+        self._in_progress = DeliveryProgress()
         self._left = False  # what is in hand has been given up, should this thread ever come back
 
     def steps(self, submitted: Sequence[tuple[int, S]]) -> None:
         """Deliver steps, in this order.
 
-        They are read together, and foretold, as many as hold ``GATHERED_BYTES``, except that none stays behind while another is
+        They are read together, and foretold, as many as hold ``BATCH_LIMIT_BYTES``, except that none stays behind while another is
         waited for: that one may never come.
         """
         left = deque(step for step, _ in submitted)
-        self._in_hand = InHand(tuple(left))
-        for together in _at_hand_together(submitted):
+        self._in_progress = DeliveryProgress(tuple(left))
+        for together in _batches(submitted):
             outcomes = [self._read(sealed) for _, sealed in together]
-            self._foretell([rows for rows in outcomes if isinstance(rows, StepRows)])
+            self._prepare([rows for rows in outcomes if isinstance(rows, StepRows)])
             for outcome in outcomes:
                 if self._left:
                     return
                 if isinstance(outcome, StepRows):
-                    self._hand_on(outcome, self._in_hand)
+                    self._deliver(outcome, self._in_progress)
                 else:
                     self._give_up(left[0], outcome)
                 left.popleft()
-                self._in_hand = InHand(tuple(left))
+                self._in_progress = DeliveryProgress(tuple(left))
         self._changed = True
 
     @property
-    def in_hand(self) -> tuple[int, ...]:
+    def in_progress(self) -> tuple[int, ...]:
         """The steps being delivered."""
-        return self._in_hand.steps
+        return self._in_progress.steps
 
-    def rearrange(self, arranged: Arranged) -> None:
+    def rearrange(self, arranged: ConsumerFactory) -> None:
         """Serve other sinks and watchers from the next step on. Sinks that are not among them are closed; watchers are saved,
         since whoever comes after them goes on with what they found.
         """
@@ -179,7 +179,7 @@ class Delivery(Generic[S]):
             return
         before, watched = self._sinks, self._watchers
         self._sinks = {name: _among(before.values(), sink) or self._guarded_sink(name, sink) for name, sink in sinks.items()}
-        self._watchers = [_among(watched, one) or Guarded(name, one, self._failures) for name, one in watchers.items()]
+        self._watchers = [_among(watched, one) or ErrorGuard(name, one, self._failures) for name, one in watchers.items()]
         for sink in before.values():
             if sink not in self._sinks.values():
                 sink.use(lambda sink: sink.close(), last=True)
@@ -191,7 +191,7 @@ class Delivery(Generic[S]):
     def flush(self, *, wait: bool = True) -> bool:
         """Make everything delivered so far visible; whether that went well everywhere."""
         errors = [sink.use(lambda sink: sink.flush(), wait=wait) for sink in self._sinks.values()]
-        return _none_of([*errors, *self.save(wait=wait)])
+        return _all_succeeded([*errors, *self.save(wait=wait)])
 
     def close(self, *, wait: bool = True, complete: bool = True) -> bool:
         """As ``flush``, and for good: nothing is used after this, whoever delivers.
@@ -202,9 +202,9 @@ class Delivery(Generic[S]):
         errors = [sink.use(lambda sink: sink.close(), wait=wait, last=True) for sink in self._sinks.values()]
         self._journal.use(self._tell, wait=wait)
         errors += self._use_watchers(_close if complete else _save, wait=wait, last=True)
-        end = self._tell_and_close if complete and _none_of(errors) else self._tell_and_save
+        end = self._tell_and_close if complete and _all_succeeded(errors) else self._tell_and_save
         errors.append(self._journal.use(end, wait=wait, last=True))
-        return _none_of(errors)
+        return _all_succeeded(errors)
 
     def leave(self, steps: Sequence[int], reason: str) -> bool:
         """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten.
@@ -212,16 +212,16 @@ class Delivery(Generic[S]):
         The step that is half way is lost only to the sinks that have not been served; those before them have it.
         """
         self._left = True
-        in_hand = self._in_hand
-        half_way = in_hand.half_way
+        in_progress = self._in_progress
+        half_way = in_progress.half_way
         unwritten = [step for step in steps if step != half_way]
-        self._gaps.counts[reason] += len(unwritten)
+        self._dropped_steps.counts[reason] += len(unwritten)
         self._journal.use(lambda journal: _drop_all(journal, unwritten, reason), wait=False)
         for watcher in self._watchers:
-            unseen = [step for step in steps if step not in in_hand.steps[:1] or watcher.name not in in_hand.looked]
+            unseen = [step for step in steps if step not in in_progress.steps[:1] or watcher.name not in in_progress.looked]
             watcher.use(partial(_drop_all, steps=unseen, reason=reason), wait=False)
         if half_way is not None:
-            rest = [name for name in self._sinks if name not in in_hand.served]
+            rest = [name for name in self._sinks if name not in in_progress.served]
             self._journal.use(lambda journal: _lose(journal, half_way, rest, reason), wait=False)
         return self.close(wait=False, complete=False)
 
@@ -231,16 +231,16 @@ class Delivery(Generic[S]):
 
     def seconds_to_save(self) -> float | None:
         """When the journal is to be saved next; ``None`` while it has nothing new."""
-        return max(self._save_at - monotonic(), 0.0) if self._changed or self._gaps.untold else None
+        return max(self._save_at - monotonic(), 0.0) if self._changed or self._dropped_steps.unreported else None
 
     @property
     def stuck_in(self) -> str:
         """What the delivering thread is in the middle of."""
-        guarded: list[Guarded[Any]] = [*self._watchers, *self._sinks.values(), self._journal]
+        guarded: list[ErrorGuard[Any]] = [*self._watchers, *self._sinks.values(), self._journal]
         return ", ".join(one.name for one in guarded if one.busy) or "reading a step from the device"
 
-    def _guarded_sink(self, name: str, sink: Sink) -> Guarded[Sink]:
-        return Guarded(f"sink {name!r}", sink, self._failures)
+    def _guarded_sink(self, name: str, sink: Sink) -> ErrorGuard[Sink]:
+        return ErrorGuard(f"sink {name!r}", sink, self._failures)
 
     def _read(self, sealed: S) -> StepRows | BaseException:
         try:
@@ -256,43 +256,43 @@ class Delivery(Generic[S]):
             self._failures.owe(error)
         else:
             self._failures.report("reading a step", error, advice(error))
-        self._gaps.counts[UNREADABLE] += 1
+        self._dropped_steps.counts[UNREADABLE] += 1
         reason = f"{UNREADABLE}: {error!r}"
         self._journal.use(lambda journal: journal.dropped(step, reason))
         self._use_watchers(lambda watcher: watcher.dropped(step, reason))
 
-    def _foretell(self, steps: Sequence[StepRows]) -> None:
+    def _prepare(self, steps: Sequence[StepRows]) -> None:
         if len(steps) > 1:
             for sink in self._sinks.values():
-                sink.use(lambda sink: _foretell(sink, steps))
+                sink.use(lambda sink: _prepare(sink, steps))
 
-    def _hand_on(self, rows: StepRows, in_hand: InHand) -> None:
+    def _deliver(self, rows: StepRows, in_progress: DeliveryProgress) -> None:
         self.latest = rows
         for watcher in self._watchers:
             watcher.use(lambda watcher: watcher.look(rows))
-            in_hand.looked.add(watcher.name)
+            in_progress.looked.add(watcher.name)
         for name, sink in self._sinks.items():
-            in_hand.served[name] = sink.use(lambda sink: sink.write(rows))
-        self._journal.use(lambda journal: _enter(journal, rows, in_hand.served))
+            in_progress.served[name] = sink.use(lambda sink: sink.write(rows))
+        self._journal.use(lambda journal: _enter(journal, rows, in_progress.served))
 
-    def _tell_and_save(self, journal: Journal) -> None:
+    def _tell_and_save(self, journal: StepJournal) -> None:
         self._save_at = monotonic() + self._save_seconds
         self._tell(journal)
         journal.save()
         self._changed = False
 
-    def _tell_and_close(self, journal: Journal) -> None:
+    def _tell_and_close(self, journal: StepJournal) -> None:
         self._tell(journal)
         journal.close()
 
-    def _tell(self, journal: Journal) -> None:
+    def _tell(self, journal: StepJournal) -> None:
         """Of steps that were dropped before they came here. A watcher that hangs does not hear of them, and keeps nobody up."""
 
         def dropped(step: int, reason: str) -> None:
             journal.dropped(step, reason)
             self._use_watchers(lambda watcher: watcher.dropped(step, reason), wait=False)
 
-        self._gaps.tell(dropped)
+        self._dropped_steps.tell(dropped)
 
     def _use_watchers(
         self, call: Callable[[Watcher], object], *, wait: bool = True, last: bool = False
@@ -300,33 +300,33 @@ class Delivery(Generic[S]):
         return [watcher.use(call, wait=wait, last=last) for watcher in self._watchers]
 
 
-def _at_hand_together(submitted: Sequence[tuple[int, S]]) -> Iterator[Sequence[tuple[int, S]]]:
+def _batches(submitted: Sequence[tuple[int, S]]) -> Iterator[Sequence[tuple[int, S]]]:
     """Steps one behind the other, of which none but the first is waited for and which hold no more than is gathered; each
     when those before are dealt with.
     """
     start, held = 0, 0
     for end in range(1, len(submitted) + 1):
         held += submitted[end - 1][1].nbytes
-        if end == len(submitted) or held >= GATHERED_BYTES or not submitted[end][1].at_hand:
+        if end == len(submitted) or held >= BATCH_LIMIT_BYTES or not submitted[end][1].ready:
             yield submitted[start:end]
             start, held = end, 0
 
 
-def _foretell(sink: Sink, steps: Sequence[StepRows]) -> None:
-    if isinstance(sink, Foresighted):
-        sink.foresee(steps)
+def _prepare(sink: Sink, steps: Sequence[StepRows]) -> None:
+    if isinstance(sink, BatchSink):
+        sink.prepare(steps)
 
 
-def _among(guarded: Iterable[Guarded[T]], inner: T) -> Guarded[T] | None:
+def _among(guarded: Iterable[ErrorGuard[T]], inner: T) -> ErrorGuard[T] | None:
     return next((one for one in guarded if one.inner is inner), None)
 
 
-def _none_of(errors: Iterable[BaseException | None]) -> bool:
+def _all_succeeded(errors: Iterable[BaseException | None]) -> bool:
     return all(error is None for error in errors)
 
 
-def _enter(journal: Journal, rows: StepRows, errors: Mapping[str, BaseException | None]) -> None:
-    if _none_of(errors.values()):
+def _enter(journal: StepJournal, rows: StepRows, errors: Mapping[str, BaseException | None]) -> None:
+    if _all_succeeded(errors.values()):
         journal.written(rows)
     for name, error in errors.items():
         if error is not None:
@@ -341,11 +341,11 @@ def _close(watcher: Watcher) -> None:
     watcher.close()
 
 
-def _drop_all(told: Journal | Watcher, steps: Iterable[int], reason: str) -> None:
+def _drop_all(told: StepJournal | Watcher, steps: Iterable[int], reason: str) -> None:
     for step in steps:
         told.dropped(step, reason)
 
 
-def _lose(journal: Journal, step: int, sinks: Iterable[str], reason: str) -> None:
+def _lose(journal: StepJournal, step: int, sinks: Iterable[str], reason: str) -> None:
     for sink in sinks:
         journal.lost(step, sink, reason)

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import Arranged, Delivery
-from monitor.pipeline.protocols import Journal, Sealed, Watcher
-from monitor.pipeline.step_queue import Gaps, Patience, Ring
-from monitor.pipeline.writer import Writer
+from monitor.pipeline.delivery import ConsumerFactory, Delivery
+from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
+from monitor.pipeline.step_queue import BackpressureBudget, DroppedSteps, Ring
+from monitor.pipeline.writer import StepWriter
 from monitor.sinks.protocol import Sink
 from monitor.stats.rows import StepRows
 
@@ -47,7 +47,7 @@ class Pipeline(Generic[S]):
     def __init__(
         self,
         sinks: Mapping[str, Sink],
-        journal: Journal,
+        journal: StepJournal,
         failures: Failures,
         new_sealed: Callable[[], S],
         *,
@@ -59,13 +59,13 @@ class Pipeline(Generic[S]):
         save_seconds: float = 30.0,
     ) -> None:
         self._failures = failures
-        self._gaps = Gaps()
+        self._dropped_steps = DroppedSteps()
         self._ring = Ring(new_sealed, queue_bytes)
-        self._patience = Patience(queue_wait_seconds, failures)
+        self._backpressure = BackpressureBudget(queue_wait_seconds, failures)
         self._delivery: Delivery[S] = Delivery(
-            sinks, journal, failures, self._gaps, self._ring.put_back, watchers=watchers, save_seconds=save_seconds
+            sinks, journal, failures, self._dropped_steps, self._ring.put_back, watchers=watchers, save_seconds=save_seconds
         )
-        self._writer = Writer(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
+        self._writer = StepWriter(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
         self._reserved: dict[int, int] = {}
         self._newest: int | None = None
         weakref.finalize(self, self._writer.retire).atexit = False  # at exit the process closes its writers, within bounds
@@ -78,7 +78,7 @@ class Pipeline(Generic[S]):
     @property
     def dropped(self) -> Counter[str]:
         """Steps that no sink has, by reason."""
-        return self._gaps.counts
+        return self._dropped_steps.counts
 
     def reserve(self, step: int) -> S | None:
         """A sealed copy to fill with ``step``; ``None`` if the step is dropped."""
@@ -89,11 +89,11 @@ class Pipeline(Generic[S]):
             sealed = self._copy()
         except Exception as error:
             self._failures.report("making room for a step", error, "The step is dropped, the next one is tried.")
-            self._gaps.add(step, NO_COPY)
+            self._dropped_steps.add(step, NO_COPY)
             return None
         if sealed is None:
-            self._patience.drop(step)
-            self._gaps.add(step, QUEUE_FULL)
+            self._backpressure.drop(step)
+            self._dropped_steps.add(step, QUEUE_FULL)
         else:
             self._reserved[id(sealed)] = step
         return sealed
@@ -104,10 +104,10 @@ class Pipeline(Generic[S]):
         if step is None or self._writer.inert:
             return
         if self._writer.closing:
-            self._gaps.add(step, CLOSED)
+            self._dropped_steps.add(step, CLOSED)
             return
         try:
-            self._writer.put(step, sealed, hurry=not self._ring.roomy)
+            self._writer.put(step, sealed, urgent=not self._ring.may_batch)
         except Exception as error:
             self._failures.report("submitting a step", error, "The step is dropped, the next one is tried.")
             self._put_back(sealed, step, NOT_SUBMITTED)
@@ -118,7 +118,7 @@ class Pipeline(Generic[S]):
         if step is not None and not self._writer.inert:
             self._put_back(sealed, step, NOT_SEALED)
 
-    def rearrange(self, arranged: Arranged) -> None:
+    def rearrange(self, arranged: ConsumerFactory) -> None:
         """Hand the steps that are submitted from now on to other sinks and watchers. Does not wait.
 
         Args:
@@ -150,19 +150,19 @@ class Pipeline(Generic[S]):
             return True
         complete = self._writer.close()
         if complete:
-            self._patience.restore()
+            self._backpressure.restore()
         return complete
 
     def _copy(self) -> S | None:
         if self._ring.mostly_free:
-            self._patience.restore()
+            self._backpressure.restore()
         sealed = self._ring.take(0.0)
         if sealed is None:
             began = monotonic()
-            sealed = self._ring.take(self._patience.left)
-            self._patience.spend(monotonic() - began)
+            sealed = self._ring.take(self._backpressure.left)
+            self._backpressure.spend(monotonic() - began)
         return sealed
 
     def _put_back(self, sealed: S, step: int, reason: str) -> None:
-        self._gaps.add(step, reason)
+        self._dropped_steps.add(step, reason)
         self._ring.put_back(sealed)

@@ -121,7 +121,7 @@ class Flushable(Protocol):
 
     def ask_flush(self) -> Ticket: ...
 
-    def flush_without(self) -> Ticket: ...
+    def flush_without_writer(self) -> Ticket: ...
 
 
 Live = Callable[[], Sequence[Flushable]]
@@ -204,7 +204,7 @@ def flush_all(live: Sequence[Flushable], share: float) -> None:
     asked = [(one, one.ask_flush()) for one in live]
     late = [one for one, ticket in asked if not ticket.wait(began + share * one.signal_seconds - monotonic())]
     if share < 1.0:
-        without = [(one, one.flush_without()) for one in late]
+        without = [(one, one.flush_without_writer()) for one in late]
         for one, ticket in without:
             ticket.wait(began + one.signal_seconds - monotonic())
 

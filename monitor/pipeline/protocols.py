@@ -15,14 +15,14 @@ class Sealed(Protocol):
         """Memory it holds now. It may change whenever a step is sealed into it, since the table grows."""
 
     @property
-    def at_hand(self) -> bool:
+    def ready(self) -> bool:
         """Whether ``rows`` is sure not to wait. Does not wait itself."""
 
     def rows(self) -> StepRows:
         """The step as columns of their own, on the writer thread. May wait for the device. Never called once given back."""
 
 
-class Journal(Protocol):
+class StepJournal(Protocol):
     """What became of each step: the rank's manifest.
 
     Called by one thread at a time, never by the training thread. Raising is allowed: it is reported once and stops nothing.

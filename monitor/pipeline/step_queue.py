@@ -13,10 +13,10 @@ from monitor.pipeline.protocols import Sealed
 
 S = TypeVar("S", bound=Sealed)
 
-FEWEST: Final = 2
+MIN_COPIES: Final = 2
 """One copy is filled while the other is read, whatever their size."""
 
-GATHERED_BYTES: Final = 4 << 20
+BATCH_LIMIT_BYTES: Final = 4 << 20
 """Copies that wait to be read together hold no more: beyond that nothing is gained."""
 
 
@@ -48,10 +48,10 @@ class Ring(Generic[S]):
         return 2 * self._free.qsize() > len(self._copies)
 
     @property
-    def roomy(self) -> bool:
+    def may_batch(self) -> bool:
         """Whether what was taken may wait for more."""
         taken, most = len(self._copies) - self._free.qsize(), self._most()
-        return 2 * taken < most and taken * self._largest < GATHERED_BYTES
+        return 2 * taken < most and taken * self._largest < BATCH_LIMIT_BYTES
 
     def take(self, seconds: float) -> S | None:
         """A free copy, or a new one while there is room for it, or the first that comes back within ``seconds``."""
@@ -69,7 +69,7 @@ class Ring(Generic[S]):
 
     def _most(self) -> int:
         self._largest = max(self._largest, *(sealed.nbytes for sealed in self._copies), 0)
-        return max(FEWEST, self._queue_bytes // self._largest)
+        return max(MIN_COPIES, self._queue_bytes // self._largest)
 
     def _make(self) -> S:
         sealed = self._new_sealed()
@@ -85,11 +85,11 @@ class Ring(Generic[S]):
 
 # --- How long training may be held up when the queue is full.
 
-MOST_WARNINGS: Final = 10
+MAX_WARNINGS: Final = 10
 """Incidents that are spoken of one by one; later ones are only counted."""
 
 
-class Patience:
+class BackpressureBudget:
     """A budget of waiting per incident, shared by the steps that meet the full queue one after the other.
 
     An incident begins when the queue is full and is over when most of the ring is free again. One free copy is not enough: it
@@ -122,7 +122,7 @@ class Patience:
         """The queue has room again: the incident, if there was one, is over."""
         if self._began is None:
             return
-        if self._dropped and self._incidents <= MOST_WARNINGS:
+        if self._dropped and self._incidents <= MAX_WARNINGS:
             took = monotonic() - self._began
             LOGGER.info(
                 "[rank %d] The writer caught up after %.1f s; %d steps dropped.", self._failures.rank, took, self._dropped
@@ -130,8 +130,8 @@ class Patience:
         self._began, self._dropped, self.left = None, 0, self._seconds
 
     def _warn(self, step: int) -> None:
-        number = min(self._incidents, MOST_WARNINGS + 1)
-        cause = f"queue full, incident {number}" if number <= MOST_WARNINGS else "queue full, later incidents"
+        number = min(self._incidents, MAX_WARNINGS + 1)
+        cause = f"queue full, incident {number}" if number <= MAX_WARNINGS else "queue full, later incidents"
         self._failures.warn(
             cause,
             f"The writer is behind: the queue is full, and {self._seconds - self.left:.1f} s of waiting brought no room. "
@@ -143,7 +143,7 @@ class Patience:
 # --- Steps that never reached the writer: counted where they are dropped, told to the journal by whoever writes.
 
 
-class Gap:
+class DroppedRange:
     """Steps dropped for one reason, evenly spaced, so that a writer that hangs for a day costs a few bytes."""
 
     def __init__(self, step: int, reason: str) -> None:
@@ -166,7 +166,7 @@ class Gap:
             self.told += 1
 
 
-class Gaps:
+class DroppedSteps:
     """One thread drops, another tells, neither ever waits for the other.
 
     Only the last gap grows, and only the training thread replaces its ``steps``; a gap that is not the last never changes.
@@ -174,24 +174,24 @@ class Gaps:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._gaps: deque[Gap] = deque()
+        self._dropped_steps: deque[DroppedRange] = deque()
 
     def add(self, step: int, reason: str) -> None:
         """On the training thread."""
         self.counts[reason] += 1
-        if not self._gaps or not self._gaps[-1].reach(step, reason):
-            self._gaps.append(Gap(step, reason))
+        if not self._dropped_steps or not self._dropped_steps[-1].reach(step, reason):
+            self._dropped_steps.append(DroppedRange(step, reason))
 
     def tell(self, dropped: Callable[[int, str], None]) -> None:
         """Tell what is new since the last time. One caller at a time."""
-        while self._gaps:
-            final = len(self._gaps) > 1
-            self._gaps[0].tell(dropped)
+        while self._dropped_steps:
+            final = len(self._dropped_steps) > 1
+            self._dropped_steps[0].tell(dropped)
             if not final:
                 return
-            self._gaps.popleft()
+            self._dropped_steps.popleft()
 
     @property
-    def untold(self) -> bool:
-        gaps = self._gaps
+    def unreported(self) -> bool:
+        gaps = self._dropped_steps
         return len(gaps) > 1 or (len(gaps) == 1 and gaps[0].told < len(gaps[0].steps))

@@ -24,7 +24,7 @@ from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import PutInForce, Switching
 from monitor.selection import clean_name
 from monitor.series import SeriesTable
-from monitor.stats.rows import KindRows, Layout
+from monitor.stats.rows import KindRows, TensorLayout
 from monitor.stats.table import combined_micro_steps
 
 Listening = Callable[[SeriesTable], Watcher]
@@ -182,7 +182,7 @@ class Recording:
                 "the step of the checkpoint, to go on after them.",
             )
 
-    def current(self) -> tuple[Mapping[str, KindRows], list[Layout]]:
+    def current(self) -> tuple[Mapping[str, KindRows], list[TensorLayout]]:
         """Rows of the step in progress; until the next one begins with a forward, of the step just ended."""
         table = self._recorder.table
         if self._recorder.has_rows:

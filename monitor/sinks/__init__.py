@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from monitor.sinks.protocol import Sink, SinkContext
-from monitor.sinks.recovery import Recovery
+from monitor.sinks.recovery import CrashRecovery
 
 __all__ = ["FORMATS", "RECOVERIES", "Recovery", "Sink", "SinkContext", "make_sink"]
 
@@ -36,13 +36,13 @@ def _api(context: SinkContext) -> Sink:
     return MemorySink(context)
 
 
-def _csv_recovery() -> Recovery:
+def _csv_recovery() -> CrashRecovery:
     from monitor.sinks import csv_recovery
 
     return csv_recovery
 
 
-def _hdf5_recovery() -> Recovery:
+def _hdf5_recovery() -> CrashRecovery:
     from monitor.sinks import hdf5_recovery
 
     return hdf5_recovery
@@ -53,7 +53,7 @@ FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType(
 )
 """What makes the sink of each format, by the name that the configuration uses."""
 
-RECOVERIES: Final[Mapping[str, Callable[[], Recovery]]] = MappingProxyType({"csv": _csv_recovery, "hdf5": _hdf5_recovery})
+RECOVERIES: Final[Mapping[str, Callable[[], CrashRecovery]]] = MappingProxyType({"csv": _csv_recovery, "hdf5": _hdf5_recovery})
 """What puts the files of an earlier process in order. The other formats have none: every step of theirs is whole when it can be
 seen, and nothing is hidden."""
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
-from monitor.sinks.files import Steps
-from monitor.sinks.text_cache import Cells
+from monitor.sinks.files import StepRange
+from monitor.sinks.text_cache import TextCache
 from monitor.stats.features import FEATURES, as_scalar
-from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, ending, spelled
-from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, counted, derive, is_of
+from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive, has_histogram, has_op
 from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials
-from monitor.stats.rows import Layout, StepRows
+from monitor.stats.rows import StepRows, TensorLayout
 
 # --- Histograms as a column of Arrow: of each row the bins that hold something, null where there is none.
 #
@@ -35,7 +35,7 @@ WHOLE: Final = pa.large_list(pa.int64())
 
 
 _ENTRY: Final = list(FILLED.value_type)
-_SPELLED: Final = pa.array([ending(upper) for upper in UPPER.tolist()], type=pa.large_string())
+_SPELLED: Final = pa.array([upper_text(upper) for upper in UPPER.tolist()], type=pa.large_string())
 
 
 def upper_of(kind: str) -> Floats:
@@ -61,7 +61,7 @@ def of_kinds(kinds: Sequence[Partials]) -> pa.LargeListArray | None:
 
 
 def parsed(texts: pa.ChunkedArray) -> pa.LargeListArray:
-    """The column of what ``monitor.stats.histograms.spelled`` has made text of.
+    """The column of what ``monitor.stats.histograms.histogram_text`` has made text of.
 
     Raises:
         ValueError: a text is something else.
@@ -166,10 +166,10 @@ class Measurements:
     """Makes tables of the rows of one rank. Keeps the text of each series and layout that it has met."""
 
     def __init__(self, series: SeriesTable) -> None:
-        self._names = Cells(series, lambda one: one.name)
+        self._names = TextCache(series, lambda one: one.name)
         self._stages = np.zeros(0, dtype=np.int64)
         self._series = series
-        self._layouts: dict[str, Cells[Layout]] = {}
+        self._layouts: dict[str, TextCache[TensorLayout]] = {}
 
     def of(self, rows: StepRows) -> pa.RecordBatch:
         """All rows of a step, kind by kind, in the columns ``SCHEMA`` or ``WITH_HISTOGRAMS``."""
@@ -202,11 +202,11 @@ class Measurements:
         stages: NDArray[np.int64] = self._stages[series]
         return stages
 
-    def _cells_of(self, layouts: list[Layout]) -> dict[str, Cells[Layout]]:
+    def _cells_of(self, layouts: list[TensorLayout]) -> dict[str, TextCache[TensorLayout]]:
         if not self._layouts or self._layouts["shape"].of is not layouts:
             self._layouts = {
-                "shape": Cells(layouts, lambda layout: str(list(layout.shape))),
-                "dtype": Cells(layouts, lambda layout: layout.dtype),
+                "shape": TextCache(layouts, lambda layout: str(list(layout.shape))),
+                "dtype": TextCache(layouts, lambda layout: layout.dtype),
             }
         return self._layouts
 
@@ -261,11 +261,11 @@ def _texts(index: NDArray[np.int32], texts: Iterable[str]) -> pa.DictionaryArray
 
 def _calls(rows: StepRows) -> pa.Array:
     """How many calls each row combines."""
-    counted = [kind in rows.counted_kinds for kind in rows.kinds]
-    if not any(counted):
+    counts_calls = [kind in rows.counted_kinds for kind in rows.kinds]
+    if not any(counts_calls):
         return pa.nulls(len(rows), pa.int64())
     values, valid = zip(*(derive(CALLS, kind.partials) for kind in rows.kinds.values()), strict=True)
-    there = np.concatenate(valid) & np.repeat(counted, [*map(len, rows.kinds.values())])
+    there = np.concatenate(valid) & np.repeat(counts_calls, [*map(len, rows.kinds.values())])
     return pa.array(np.concatenate(values).astype(np.int64), mask=~there)
 
 
@@ -279,7 +279,7 @@ def _as_read(table: pa.Table) -> Partials:
 
 
 def _rows_with(op: str, kinds: pa.DictionaryArray) -> NDArray[np.bool_]:
-    return _are(kinds, lambda kind: is_of(op, kind))
+    return _are(kinds, lambda kind: has_op(op, kind))
 
 
 def _are(kinds: pa.DictionaryArray, which: Callable[[str], bool]) -> NDArray[np.bool_]:
@@ -298,8 +298,8 @@ def _derived(op: str, partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
 
 
 def _spelled(partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
-    histogram, there = partials.histogram, (counted(partials) & rows).tolist()
-    texts = [spelled(histogram[i]) if histogram is not None and it_is else None for i, it_is in enumerate(there)]
+    histogram, there = partials.histogram, (has_histogram(partials) & rows).tolist()
+    texts = [histogram_text(histogram[i]) if histogram is not None and it_is else None for i, it_is in enumerate(there)]
     return pa.array(texts, type=pa.string())
 
 
@@ -315,11 +315,11 @@ SCHEMA_VERSION: Final = 2
 """Of the ``hdf5`` format. Columns of version 1 were compressed by gzip."""
 
 METADATA: Final = b"monitor"
-"""Where ``Facts`` stand in the metadata of an Arrow schema, as JSON."""
+"""Where ``ShardMetadata`` stand in the metadata of an Arrow schema, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ShardMetadata:
     """What is to be known of some steps.
 
     Attributes:
@@ -336,21 +336,21 @@ class Facts:
     skipped: tuple[int, ...] = ()
     incomplete: tuple[int, ...] = ()
 
-    def of(self, rows: StepRows) -> Facts:
+    def of(self, rows: StepRows) -> ShardMetadata:
         """The same of one step."""
         marked = {status: (rows.step,) if rows.status == status else () for status in ("skipped", "incomplete")}
-        return Facts(self.rank, self.eps, rows.ops, marked["skipped"], marked["incomplete"])
+        return ShardMetadata(self.rank, self.eps, rows.ops, marked["skipped"], marked["incomplete"])
 
-    def fits(self, other: Facts) -> bool:
+    def fits(self, other: ShardMetadata) -> bool:
         """Whether rows of both mean the same."""
         return (self.rank, self.eps) == (other.rank, other.eps)
 
-    def then(self, later: Facts) -> Facts:
+    def then(self, later: ShardMetadata) -> ShardMetadata:
         """Of these steps and later ones."""
         skipped, incomplete = (*self.skipped, *later.skipped), (*self.incomplete, *later.incomplete)
         return replace(later, skipped=skipped, incomplete=incomplete)
 
-    def only(self, steps: Steps) -> Facts:
+    def only(self, steps: StepRange) -> ShardMetadata:
         """Of those of the steps that lie between these."""
         within = ((s for s in marked if steps.first <= s <= steps.last) for marked in (self.skipped, self.incomplete))
         skipped, incomplete = map(tuple, within)
@@ -362,7 +362,7 @@ class Facts:
         return {METADATA: json.dumps({"schema_version": SCHEMA_VERSION, **fields}).encode()}
 
     @classmethod
-    def unpacked(cls, metadata: Mapping[bytes, bytes]) -> Facts:
+    def unpacked(cls, metadata: Mapping[bytes, bytes]) -> ShardMetadata:
         fields = json.loads(metadata[METADATA])
         lists = {name: tuple(fields[name]) for name in ("ops", "skipped", "incomplete")}
         return cls(fields["rank"], fields["eps"], **lists)

@@ -14,15 +14,15 @@ from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable, shown_kind
 from monitor.sinks import csv_text
-from monitor.sinks.csv_files import Shards
-from monitor.sinks.csv_text import Column, Counts, Join, Numbers, Texts, python_lines
+from monitor.sinks.csv_files import CsvShards
+from monitor.sinks.csv_text import Column, CountColumn, Join, NumberColumn, TextColumn, python_lines
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.text_cache import Cells, Piece, blocks
+from monitor.sinks.text_cache import RowPiece, TextCache, row_blocks
 from monitor.stats.features import FEATURES
-from monitor.stats.histograms import LOSSES, MAGNITUDES, spelled
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, TEXT_OPS, counted, derive_all
+from monitor.stats.histograms import LOSSES, MAGNITUDES, histogram_text
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, TEXT_OPS, derive_all, has_histogram
 from monitor.stats.partials import Partials
-from monitor.stats.rows import Layout, StepRows
+from monitor.stats.rows import StepRows, TensorLayout
 
 # --- Rows as lines of CSV text, a block of rows at a time.
 #
@@ -50,53 +50,53 @@ def quoted(cell: str) -> str:
     return '"' + cell.replace('"', '""') + '"' if _STRUCTURAL.intersection(cell) else cell
 
 
-class Lines:
+class CsvLines:
     """Spells the rows of one rank. Keeps the text of each series and layout that it has met."""
 
     def __init__(self, series: SeriesTable, ndigits: int) -> None:
         self._ndigits = ndigits
-        self._series = Cells(series, _series_cells)
-        self._layouts: dict[str, Cells[Layout]] = {}
-        self._join: Join = csv_text.native_lines if csv_text.is_there() else python_lines
+        self._series = TextCache(series, _series_cells)
+        self._layouts: dict[str, TextCache[TensorLayout]] = {}
+        self._join: Join = csv_text.native_lines if csv_text.is_built() else python_lines
 
     def of(self, steps: Sequence[StepRows]) -> Iterator[tuple[StepRows, str, memoryview]]:
         """The lines of each kind of each step, each ended by a newline. A kind of many rows comes in several pieces.
 
         One call for many small steps takes a fraction of what a call for each does.
         """
-        for block in blocks(steps, BLOCK_ROWS):
+        for block in row_blocks(steps, BLOCK_ROWS):
             self._know(block[0].step.layouts)
             texts = self._join(self._columns(block), [len(piece.rows) for piece in block], self._ndigits)
             for piece, text in zip(block, texts, strict=True):
                 yield piece.step, piece.kind, text
 
-    def _know(self, layouts: list[Layout]) -> None:
+    def _know(self, layouts: list[TensorLayout]) -> None:
         if not self._layouts or self._layouts["shape"].of is not layouts:
-            self._layouts = {op: Cells(layouts, _LAYOUT_CELLS[op]) for op in LAYOUT_OPS}
+            self._layouts = {op: TextCache(layouts, _LAYOUT_CELLS[op]) for op in LAYOUT_OPS}
 
-    def _columns(self, block: list[Piece]) -> list[Column]:
+    def _columns(self, block: list[RowPiece]) -> list[Column]:
         """Series, when, and the ops in the order asked for."""
         series = np.concatenate([piece.rows.series for piece in block])
-        return [Texts(self._series, series), _when(block), *self._op_columns(block[0].ops, block)]
+        return [TextColumn(self._series, series), _when(block), *self._op_columns(block[0].ops, block)]
 
-    def _op_columns(self, ops: tuple[str, ...], block: list[Piece]) -> list[Column]:
+    def _op_columns(self, ops: tuple[str, ...], block: list[RowPiece]) -> list[Column]:
         layout = np.concatenate([piece.rows.layout for piece in block])
         partials = Partials.joined(piece.rows.partials for piece in block)
-        columns: dict[str, Column] = {op: Texts(self._layouts[op], layout) for op in ops if op in LAYOUT_OPS}
+        columns: dict[str, Column] = {op: TextColumn(self._layouts[op], layout) for op in ops if op in LAYOUT_OPS}
         columns |= {op: _histograms(partials) for op in ops if op == MAGNITUDES}
         numbers = derive_all([op for op in ops if op not in columns], partials)
-        columns |= {op: (Counts if op in INTEGER_OPS else Numbers)(*of_op) for op, of_op in numbers.items()}
+        columns |= {op: (CountColumn if op in INTEGER_OPS else NumberColumn)(*of_op) for op, of_op in numbers.items()}
         return [columns[op] for op in ops]
 
 
-def _histograms(partials: Partials) -> Texts:
+def _histograms(partials: Partials) -> TextColumn:
     """The histograms of rows, empty where there is none."""
-    histogram, there = partials.histogram, counted(partials).tolist()
-    cells = [spelled(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
-    return Texts(Cells(cells, str), np.arange(len(cells)))
+    histogram, there = partials.histogram, has_histogram(partials).tolist()
+    cells = [histogram_text(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
+    return TextColumn(TextCache(cells, str), np.arange(len(cells)))
 
 
-def _when(block: list[Piece]) -> Texts:
+def _when(block: list[RowPiece]) -> TextColumn:
     """Step and micro-step of each row: without that column, with an empty one, or with micro-step 0, 1, and so on."""
     micro_step = np.concatenate([piece.rows.micro_step for piece in block])
     steps: dict[tuple[int, bool], int] = {}
@@ -110,7 +110,7 @@ def _when(block: list[Piece]) -> Texts:
     if len(cells) > len(index):  # no more are spelled than there are rows
         cells, index = np.unique(index, return_inverse=True)
     keys = list(steps)
-    return Texts(Cells([_when_cell(keys[cell // places], cell % places) for cell in cells.tolist()], str), index)
+    return TextColumn(TextCache([_when_cell(keys[cell // places], cell % places) for cell in cells.tolist()], str), index)
 
 
 def _when_cell(of: tuple[int, bool], place: int) -> str:
@@ -129,11 +129,11 @@ def _series_cells(series: Series) -> str:
     return f"{series.vpp_stage},{quoted(series.name)}"
 
 
-def _shape_cell(layout: Layout) -> str:
+def _shape_cell(layout: TensorLayout) -> str:
     return quoted(str(list(layout.shape)))
 
 
-def _dtype_cell(layout: Layout) -> str:
+def _dtype_cell(layout: TensorLayout) -> str:
     return quoted(layout.dtype)
 
 
@@ -166,17 +166,17 @@ class CsvSink:
     """
 
     def __init__(self, context: SinkContext) -> None:
-        self._lines = Lines(context.series, context.ndigits)
-        self._shards = Shards(context.directory, context.step_count_per_record)
-        self._foreseen: list[tuple[StepRows, list[tuple[str, memoryview]]]] = []
+        self._lines = CsvLines(context.series, context.ndigits)
+        self._shards = CsvShards(context.directory, context.step_count_per_record)
+        self._prepared: list[tuple[StepRows, list[tuple[str, memoryview]]]] = []
 
-    def foresee(self, steps: Sequence[StepRows]) -> None:
+    def prepare(self, steps: Sequence[StepRows]) -> None:
         """Spell the rows of several steps at once. Each is written, or not, by ``write``."""
-        self._foreseen = []
+        self._prepared = []
         texts: dict[int, list[tuple[str, memoryview]]] = {id(rows): [] for rows in steps}
         for rows, kind, text in self._lines.of(steps):
             texts[id(rows)].append((kind, text))
-        self._foreseen = [(rows, texts[id(rows)]) for rows in steps]
+        self._prepared = [(rows, texts[id(rows)]) for rows in steps]
 
     def write(self, rows: StepRows) -> None:
         """Add one step to the files of its kinds. Rows of a step that was written before take the place of the old ones, and
@@ -196,9 +196,9 @@ class CsvSink:
         self._shards.close()
 
     def _texts(self, rows: StepRows) -> Iterable[tuple[str, memoryview]]:
-        while self._foreseen:  # those before it came to nothing
-            foreseen, texts = self._foreseen.pop(0)
-            if foreseen is rows:
+        while self._prepared:  # those before it came to nothing
+            prepared, texts = self._prepared.pop(0)
+            if prepared is rows:
                 return texts
         return ((kind, text) for _, kind, text in self._lines.of([rows]))
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
-from monitor.sinks.files import Named, Part, Steps, draft_name, part_name, shard_name, shards_in
+from monitor.sinks.files import NamedShard, PartialFile, StepRange, draft_name, part_name, shard_name, shards_in
 
 # --- Rows as they stand in a CSV file, each with its step, so that some of them can be kept and others not.
 
@@ -39,7 +39,7 @@ _ONE_THREAD: Final = ReadOptions(use_threads=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CsvRows:
     """The content of a file: whole lines, each of which has a step.
 
     Attributes:
@@ -55,13 +55,13 @@ class Written:
     steps: NDArray[np.int64]
 
     @classmethod
-    def nothing(cls, header: bytes) -> Written:
+    def nothing(cls, header: bytes) -> CsvRows:
         """A header and no rows."""
         none = np.empty(0, np.int64)
         return cls(header, np.empty(0, np.uint8), none, none)
 
     @classmethod
-    def read(cls, path: Path) -> Written | None:
+    def read(cls, path: Path) -> CsvRows | None:
         """None if there is no such file, or if it is not one of ours."""
         try:
             return cls.parse(path.read_bytes())
@@ -69,7 +69,7 @@ class Written:
             return None
 
     @classmethod
-    def parse(cls, text: bytes) -> Written | None:
+    def parse(cls, text: bytes) -> CsvRows | None:
         """None if it is not whole, or not one of ours."""
         ends = line_ends(text)
         if not text.startswith(BEGINNING) or ends[-1:].tolist() != [len(text)]:
@@ -82,11 +82,11 @@ class Written:
             return None
         return cls(text[: ends[0]], np.frombuffer(text, dtype=np.uint8)[ends[0] :], np.diff(ends), steps)
 
-    def only(self, kept: NDArray[np.bool_]) -> Written:
+    def only(self, kept: NDArray[np.bool_]) -> CsvRows:
         """Some of the rows; ``kept`` has the shape ``(rows,)``."""
-        return Written(self.header, self.rows[np.repeat(kept, self.lengths)], self.lengths[kept], self.steps[kept])
+        return CsvRows(self.header, self.rows[np.repeat(kept, self.lengths)], self.lengths[kept], self.steps[kept])
 
-    def before(self, step: int) -> Written:
+    def before(self, step: int) -> CsvRows:
         return self.only(self.steps < step)
 
     def text(self) -> bytes:
@@ -126,7 +126,7 @@ Write = Callable[[str, bytes | memoryview], None]
 
 
 @dataclass(slots=True)
-class Shard:
+class OpenShard:
     """The open file of a kind.
 
     Attributes:
@@ -138,9 +138,9 @@ class Shard:
     """
 
     kind: str
-    record: Steps
+    record: StepRange
     header: bytes
-    part: Part
+    part: PartialFile
     replaces: Path | None
     shares_record: bool
     first: int | None
@@ -156,14 +156,14 @@ class Shard:
         return self.header == header and (self.last is None or self.last < step) and not self.part.released
 
     @property
-    def called_after(self) -> Steps:
+    def called_after(self) -> StepRange:
         """The steps that its name says."""
         if not self.shares_record or self.first is None or self.last is None:
             return self.record
-        return Steps(self.first, self.last)
+        return StepRange(self.first, self.last)
 
 
-class Shards:
+class CsvShards:
     """The shards of a directory, one open a kind at most, all of one record.
 
     Every method may raise OSError: every shard then holds whole steps, and the next step can be tried.
@@ -173,9 +173,9 @@ class Shards:
         self._directory = directory
         self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
-        self._open: dict[str, Shard] = {}
+        self._open: dict[str, OpenShard] = {}
         self._since: int | None = None  # the first step that was written since the files were last made visible
-        self._there: _Files | None = None
+        self._there: _FileIndex | None = None
 
     @contextmanager
     def step(self, step: int, headers: Mapping[str, bytes]) -> Iterator[Write]:
@@ -220,11 +220,13 @@ class Shards:
                     shard.part.release()
             self._open.clear()
 
-    def carried_on(self, named: Named, header: bytes) -> Written:
+    def carried_on(self, named: NamedShard, header: bytes) -> CsvRows:
         """What is visible of the record that a file in the making belongs to, in the columns of ``header``."""
         return _joined(self._files().of(named.kind, named.steps), header)[1]
 
-    def take_up(self, since: int, left: Mapping[Named, tuple[Part, Written]], written_before: Callable[[Path], bool]) -> None:
+    def take_up(
+        self, since: int, left: Mapping[NamedShard, tuple[PartialFile, CsvRows]], written_before: Callable[[Path], bool]
+    ) -> None:
         """Make visible what another process had in the making: parts of one record that hold whole steps.
 
         Args:
@@ -235,15 +237,15 @@ class Shards:
             files = self._files().of(named.kind, named.steps)
             replaces, _ = _joined(files, rows.header)
             shares = any(one.path != replaces for one in files)
-            shard = Shard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
+            shard = OpenShard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
             self._open[named.kind] = shard
-        self._take_out(Steps(since, self._record_of(since).last), written_before)
+        self._take_out(StepRange(since, self._record_of(since).last), written_before)
         self.close()
 
-    def _record_of(self, step: int) -> Steps:
-        return Steps.of_record(step, self._steps_per_record)
+    def _record_of(self, step: int) -> StepRange:
+        return StepRange.of_record(step, self._steps_per_record)
 
-    def _make_way(self, step: int, record: Steps, headers: Mapping[str, bytes]) -> None:
+    def _make_way(self, step: int, record: StepRange, headers: Mapping[str, bytes]) -> None:
         """Finish the shards if rows of ``step`` cannot be added to them."""
         self._miss_removed()
         shards = self._open.values()
@@ -273,12 +275,12 @@ class Shards:
             elif shard is not None:
                 shard.part.forget()
 
-    def _drop(self, kind: str) -> Part:
+    def _drop(self, kind: str) -> PartialFile:
         part = self._open.pop(kind).part
         part.discard()
         return part
 
-    def _new(self, kind: str, record: Steps, header: bytes, step: int, text: bytes | memoryview) -> Shard:
+    def _new(self, kind: str, record: StepRange, header: bytes, step: int, text: bytes | memoryview) -> OpenShard:
         """One that holds ``text`` behind what is carried over."""
         before, replaces, first, shares_record = header, None, None, False
         if files := self._files().of(kind, record):
@@ -286,26 +288,26 @@ class Shards:
             carried = rows.before(step if self._since is None else self._since)
             before, first = carried.text(), carried.first()
             shares_record = any(one.path != replaces for one in files)
-        part = Part.begin(self._within + part_name(shard_name(kind, record)), before, text)
-        return Shard(kind, record, header, part, replaces, shares_record, first)
+        part = PartialFile.begin(self._within + part_name(shard_name(kind, record)), before, text)
+        return OpenShard(kind, record, header, part, replaces, shares_record, first)
 
-    def _publish(self, shards: list[Shard]) -> None:
+    def _publish(self, shards: list[OpenShard]) -> None:
         """Give each shard its name; of several errors raise the first, when all were tried."""
         if shards and self._since is not None:
-            self._take_out(Steps(self._since, shards[0].record.last))
+            self._take_out(StepRange(self._since, shards[0].record.last))
             self._since = None
         errors = [error for error in map(self._publish_one, shards) if error is not None]
         if errors:
             raise errors[0]
 
-    def _take_out(self, steps: Steps, among: Callable[[Path], bool] = os.path.lexists) -> None:
+    def _take_out(self, steps: StepRange, among: Callable[[Path], bool] = os.path.lexists) -> None:
         """Rid the files that no shard replaces of what they hold of these steps: they were written again."""
         for one in self._files().with_some_of(self._record_of(steps.first)):
             replaced = any(one.path == shard.replaces for shard in self._open.values())
             if not replaced and one.steps.meets(steps) and among(one.path):
                 _take_out(one.path, steps)
 
-    def _publish_one(self, shard: Shard) -> OSError | None:
+    def _publish_one(self, shard: OpenShard) -> OSError | None:
         try:
             shard.part.release()
             self._give_name(shard)
@@ -316,7 +318,7 @@ class Shards:
             return error
         return None
 
-    def _give_name(self, shard: Shard) -> None:
+    def _give_name(self, shard: OpenShard) -> None:
         steps = shard.called_after
         path = self._free_path(shard.kind, steps, shard.replaces)
         # By way of the file that it replaces, so that its rows are never there twice.
@@ -325,21 +327,21 @@ class Shards:
             os.replace(shard.replaces, path)
         self._files().add(shard.kind, steps, path)
 
-    def _free_path(self, kind: str, steps: Steps, replaces: Path | None) -> str:
+    def _free_path(self, kind: str, steps: StepRange, replaces: Path | None) -> str:
         for copy in count(1):
             path = self._within + shard_name(kind, steps, copy)
             if not os.path.lexists(path) or (replaces is not None and Path(path) == replaces):
                 break
         return path
 
-    def _files(self) -> _Files:
+    def _files(self) -> _FileIndex:
         """The directory is listed once, for the files that were there."""
         if self._there is None:
-            self._there = _Files(self._directory, self._steps_per_record)
+            self._there = _FileIndex(self._directory, self._steps_per_record)
         return self._there
 
 
-class _Files:
+class _FileIndex:
     """The files of a directory by the records that they hold steps of.
 
     Those that are called after a record are not remembered: there may be a million, and their names can be told. Nobody else
@@ -350,20 +352,20 @@ class _Files:
         self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
         self._kinds: set[str] = set()
-        self._others: dict[Steps, set[Named]] = defaultdict(set)
-        self._long: set[Named] = set()
+        self._others: dict[StepRange, set[NamedShard]] = defaultdict(set)
+        self._long: set[NamedShard] = set()
         self._newest = -1
         for named in shards_in(directory):
             self.add(named.kind, named.steps, os.fspath(named.path))
 
-    def add(self, kind: str, steps: Steps, path: str) -> None:
+    def add(self, kind: str, steps: StepRange, path: str) -> None:
         self._kinds.add(kind)
         self._newest = max(self._newest, steps.last)
         record = self._record_of(steps.first)
         if record != steps or not path.endswith(shard_name(kind, record)):
-            self._add_other(Named(kind, steps, Path(path)), record)
+            self._add_other(NamedShard(kind, steps, Path(path)), record)
 
-    def _add_other(self, named: Named, record: Steps) -> None:
+    def _add_other(self, named: NamedShard, record: StepRange) -> None:
         if named.steps.last - record.first >= MOST_RECORDS * self._steps_per_record:
             self._long.add(named)
             return
@@ -371,39 +373,39 @@ class _Files:
             self._others[record].add(named)
             record = self._record_of(record.last + 1)
 
-    def of(self, kind: str, record: Steps) -> list[Named]:
+    def of(self, kind: str, record: StepRange) -> list[NamedShard]:
         """The files of a kind that hold nothing but steps of this record: the one called after it first."""
         kinds = [kind] if kind in self._kinds else []
         return [one for one in self._found(kinds, record) if one.kind == kind and record.holds(one.steps)]
 
-    def with_some_of(self, record: Steps) -> list[Named]:
+    def with_some_of(self, record: StepRange) -> list[NamedShard]:
         """The files of all kinds that may hold steps of this record."""
         return self._found(sorted(self._kinds), record)
 
-    def _found(self, kinds: Iterable[str], record: Steps) -> list[Named]:
+    def _found(self, kinds: Iterable[str], record: StepRange) -> list[NamedShard]:
         """Those of ``kinds`` that are called after the record, and the others of any kind."""
         if record.first > self._newest:
             return []
         names = ((kind, self._within + shard_name(kind, record)) for kind in kinds)
-        files = [Named(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
+        files = [NamedShard(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
         return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]
 
-    def _record_of(self, step: int) -> Steps:
-        return Steps.of_record(step, self._steps_per_record)
+    def _record_of(self, step: int) -> StepRange:
+        return StepRange.of_record(step, self._steps_per_record)
 
 
-def _joined(files: Iterable[Named], header: bytes) -> tuple[Path | None, Written]:
+def _joined(files: Iterable[NamedShard], header: bytes) -> tuple[Path | None, CsvRows]:
     """The first of these files that rows below ``header`` can join, and what it holds."""
     for one in files:
-        rows = Written.read(one.path)
+        rows = CsvRows.read(one.path)
         if rows is not None and rows.header == header:
             return one.path, rows
-    return None, Written.nothing(header)
+    return None, CsvRows.nothing(header)
 
 
-def _take_out(path: Path, steps: Steps) -> None:
-    rows = Written.read(path)
+def _take_out(path: Path, steps: StepRange) -> None:
+    rows = CsvRows.read(path)
     if rows is None:
         return
     kept = (rows.steps < steps.first) | (rows.steps > steps.last)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from monitor.sinks.csv_files import Shards, Written, line_ends
-from monitor.sinks.files import UNFINISHED, Named, Part, Steps, drafts_in, parts_in, shards_in
-from monitor.sinks.recovery import Recovered, changed, checked, is_regular, set_aside
+from monitor.sinks.csv_files import CsvRows, CsvShards, line_ends
+from monitor.sinks.files import UNFINISHED, NamedShard, PartialFile, StepRange, drafts_in, parts_in, shards_in
+from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
 
 
-class Left:
+class LeftoverPart:
     """The part of a process that was killed.
 
     Attributes:
@@ -28,44 +28,44 @@ class Left:
         unfinished: The last step of which ``whole`` would have a line.
     """
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: NamedShard) -> None:
         self.named = named
         text = checked(named.path).read_bytes()
         self._begun = _unfinished_from(text)
         self._first = bytes([text[self._begun] & ~UNFINISHED]) if self._begun < len(text) else b""
         restored = text[: self._begun] + self._first + text[self._begun + 1 :]
-        self.finished = self._parsed(text[: self._begun]) if self._begun else Written.nothing(b"")
+        self.finished = self._parsed(text[: self._begun]) if self._begun else CsvRows.nothing(b"")
         self.whole = self._parsed(restored) if self._first else None
         self.unfinished = self._last_line_of(restored) if self._first else None
 
-    def part(self, rows: Written) -> Part:
+    def part(self, rows: CsvRows) -> PartialFile:
         """The file, of which ``rows`` are to be kept."""
-        part = Part.left_behind(self.named.path, self._begun, len(rows.text()), self._first)
+        part = PartialFile.left_behind(self.named.path, self._begun, len(rows.text()), self._first)
         part.finish()
         part.keep()
         return part
 
-    def _parsed(self, text: bytes) -> Written | None:
+    def _parsed(self, text: bytes) -> CsvRows | None:
         """None also where the steps are not those of the record, in order."""
-        rows = Written.parse(text)
+        rows = CsvRows.parse(text)
         if rows is None or (rows.steps[1:] < rows.steps[:-1]).any():
             return None
         first, last = rows.first(), rows.last()
-        return rows if first is None or last is None or self.named.steps.holds(Steps(first, last)) else None
+        return rows if first is None or last is None or self.named.steps.holds(StepRange(first, last)) else None
 
     def _last_line_of(self, restored: bytes) -> int | None:
         end = max(line_ends(restored).tolist(), default=0)
-        lines = Written.parse(restored[:end]) if end > self._begun else None
+        lines = CsvRows.parse(restored[:end]) if end > self._begun else None
         return None if lines is None else lines.last()
 
 
-def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recovered:
-    """See ``monitor.sinks.recovery.Recovery``."""
+def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
     for draft in drafts_in(directory):  # what it was to replace is there
         draft.unlink()
-    recovered, records = Recovered(), defaultdict(list)
+    recovered, records = RecoveredFiles(), defaultdict(list)
     for named in parts_in(directory):
-        records[named.steps].append(Left(named))
+        records[named.steps].append(LeftoverPart(named))
     for record, left in sorted(records.items()):
         _recover_record(directory, record, left, begun_ns, recovered)
     late = (one.steps for one in shards_in(directory) if one.steps.last >= newest and changed(one.path) >= saved_ns)
@@ -73,23 +73,25 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
     return recovered
 
 
-def held(directory: Path, steps: Steps) -> set[int]:
-    """See ``monitor.sinks.recovery.Recovery``."""
-    files = (Written.read(one.path) for one in shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
+def held(directory: Path, steps: StepRange) -> set[int]:
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    files = (CsvRows.read(one.path) for one in shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
     return {step for rows in files if rows is not None for step in np.unique(rows.steps).tolist()}
 
 
-def _recover_record(directory: Path, record: Steps, left: list[Left], begun_ns: int, recovered: Recovered) -> None:
+def _recover_record(
+    directory: Path, record: StepRange, left: list[LeftoverPart], begun_ns: int, recovered: RecoveredFiles
+) -> None:
     kept = _agreed(left)
     if kept is None:
-        recovered.aside += [set_aside(one.named.path) for one in left]
+        recovered.aside += [rename_damaged(one.named.path) for one in left]
         return
     newest = max((last for rows in kept.values() if (last := rows.last()) is not None), default=-1)
     recovered.cut.update(one.unfinished for one in left if one.unfinished is not None and one.unfinished > newest)
     _make_visible(directory, record, kept, begun_ns)
 
 
-def _agreed(left: list[Left]) -> dict[Left, Written] | None:
+def _agreed(left: list[LeftoverPart]) -> dict[LeftoverPart, CsvRows] | None:
     """The steps that every kind has that should. A step that one part marks as finished was written to all of them.
 
     None if a part is damaged.
@@ -101,8 +103,8 @@ def _agreed(left: list[Left]) -> dict[Left, Written] | None:
     return whole if len(whole) == len(left) else None
 
 
-def _make_visible(directory: Path, record: Steps, kept: Mapping[Left, Written], begun_ns: int) -> None:
-    shards = Shards(directory, record.last - record.first + 1)
+def _make_visible(directory: Path, record: StepRange, kept: Mapping[LeftoverPart, CsvRows], begun_ns: int) -> None:
+    shards = CsvShards(directory, record.last - record.first + 1)
     news = [step for one, rows in kept.items() if (step := _news(rows, shards.carried_on(one.named, rows.header))) is not None]
     for one, rows in kept.items():
         if not news or not len(rows.steps):
@@ -112,7 +114,7 @@ def _make_visible(directory: Path, record: Steps, kept: Mapping[Left, Written], 
         shards.take_up(min(news), parts, lambda path: changed(path) <= begun_ns)
 
 
-def _news(rows: Written, visible: Written) -> int | None:
+def _news(rows: CsvRows, visible: CsvRows) -> int | None:
     """The first step of which these rows have something else than the visible ones."""
     steps = sorted(set(rows.steps.tolist()))
     return next((step for step in steps if rows.rows_of(step) != visible.rows_of(step)), None)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.sinks.text_cache import Cells
+from monitor.sinks.text_cache import TextCache
 from monitor.stats.host.native import is_wanted
 from monitor.stats.partials import Floats
 
@@ -23,7 +23,7 @@ from monitor.stats.partials import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextColumn:
     """Texts that were spelled before, each found by its number.
 
     Attributes:
@@ -31,12 +31,12 @@ class Texts:
         index: Which of them each row has; int64, shape ``(rows,)``.
     """
 
-    of: Cells[Any]
+    of: TextCache[Any]
     index: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class NumberColumn:
     """Numbers, written as ``monitor.sinks.csv_text`` says.
 
     Attributes:
@@ -49,11 +49,11 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts(Numbers):
+class CountColumn(NumberColumn):
     """Numbers that are integers."""
 
 
-Column = Texts | Numbers
+Column = TextColumn | NumberColumn
 
 Join = Callable[[Sequence[Column], Sequence[int], int], Iterator[memoryview]]
 """Takes columns, how many rows each text is to have, and ``ndigits``: makes lines, each ended by a newline."""
@@ -86,11 +86,11 @@ def fixed_from(ndigits: int) -> float:
 
 
 def _cells(column: Column, ndigits: int) -> list[str]:
-    if isinstance(column, Texts):
+    if isinstance(column, TextColumn):
         texts: list[str] = column.of.take(column.index).to_pylist()
         return texts
     cells = zip(column.values.tolist(), column.valid.tolist(), strict=True)
-    if isinstance(column, Counts):
+    if isinstance(column, CountColumn):
         return [f"{int(value)}" if valid else "" for value, valid in cells]
     least, digits = fixed_from(ndigits), min(ndigits, MOST_DIGITS)
     return [_text(value, least, digits) if valid else "" for value, valid in cells]
@@ -121,7 +121,7 @@ SCALE: Final = 1400
 _WORD: Final = (1 << 64) - 1
 
 
-def is_there() -> bool:
+def is_built() -> bool:
     """Whether it was built and is wanted."""
     return _lines is not None and is_wanted()
 
@@ -131,16 +131,16 @@ def native_lines(columns: Sequence[Column], lengths: Sequence[int], ndigits: int
     ends = np.cumsum(lengths)
     positions = np.empty_like(ends)
     digits = min(ndigits, MOST_DIGITS)
-    told = tuple(map(_told, columns))
+    told = tuple(map(_native_column, columns))
     text = memoryview(_lines.lines(told, ends, _powers_of_ten(), LEAST_POWER, digits, fixed_from(ndigits), positions))
     for begin, end in pairwise((0, *positions.tolist())):
         yield text[begin:end]
 
 
-def _told(column: Column) -> tuple[Any, ...]:
-    if isinstance(column, Texts):
+def _native_column(column: Column) -> tuple[Any, ...]:
+    if isinstance(column, TextColumn):
         return (_TEXT, *column.of.characters(), column.index)
-    return (_COUNT if isinstance(column, Counts) else _NUMBER, column.values, column.valid)
+    return (_COUNT if isinstance(column, CountColumn) else _NUMBER, column.values, column.valid)
 
 
 @cache

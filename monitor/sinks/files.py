@@ -15,7 +15,7 @@ _DRAFT_NAME: Final = re.compile(r"\..+\.csv\.draft")
 _PART_NAME: Final = re.compile(r"\.(?P<shard>.+)\.part")
 
 
-class Steps(NamedTuple):
+class StepRange(NamedTuple):
     """The steps from ``first`` to ``last``, both included."""
 
     first: int
@@ -23,28 +23,28 @@ class Steps(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=4)  # a step is asked for a dozen times
-    def of_record(cls, step: int, steps_per_record: int) -> Steps:
+    def of_record(cls, step: int, steps_per_record: int) -> StepRange:
         """The record that ``step`` falls in."""
         first = step - step % steps_per_record
         return cls(first, first + steps_per_record - 1)
 
-    def holds(self, other: Steps) -> bool:
+    def holds(self, other: StepRange) -> bool:
         return self.first <= other.first and other.last <= self.last
 
-    def meets(self, other: Steps) -> bool:
+    def meets(self, other: StepRange) -> bool:
         """Whether they have a step in common."""
         return self.first <= other.last and other.first <= self.last
 
 
-class Named(NamedTuple):
+class NamedShard(NamedTuple):
     """A file, and what its name says of it."""
 
     kind: str
-    steps: Steps
+    steps: StepRange
     path: Path
 
 
-def shard_name(kind: str, steps: Steps, copy: int = 1) -> str:
+def shard_name(kind: str, steps: StepRange, copy: int = 1) -> str:
     return f"{kind}_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.csv"
 
 
@@ -58,14 +58,14 @@ def draft_name(shard: str) -> str:
     return f".{shard}.draft"
 
 
-def shards_in(directory: Path) -> Iterator[Named]:
+def shards_in(directory: Path) -> Iterator[NamedShard]:
     """The files that a reader sees."""
     for name in _names(directory):
         if (named := _named(name, directory / name)) is not None:
             yield named
 
 
-def parts_in(directory: Path) -> Iterator[Named]:
+def parts_in(directory: Path) -> Iterator[NamedShard]:
     """The files in the making."""
     for name in _names(directory):
         match = _PART_NAME.fullmatch(name)
@@ -77,9 +77,9 @@ def drafts_in(directory: Path) -> list[Path]:
     return [directory / name for name in _names(directory) if _DRAFT_NAME.fullmatch(name)]
 
 
-def _named(name: str, path: Path) -> Named | None:
+def _named(name: str, path: Path) -> NamedShard | None:
     match = _SHARD_NAME.fullmatch(name)
-    return Named(match["kind"], Steps(int(match["first"]), int(match["last"])), path) if match else None
+    return NamedShard(match["kind"], StepRange(int(match["first"]), int(match["last"])), path) if match else None
 
 
 def _names(directory: Path) -> list[str]:
@@ -92,7 +92,7 @@ def _names(directory: Path) -> list[str]:
 # --- A file that grows by whole steps, whatever the disk does in between.
 
 
-class GrowingFile:
+class AppendFile:
     """Written at its end only; what was written stays once it is kept.
 
     Every method but ``forget`` and ``discard`` may raise OSError. What was kept before stays as it was.
@@ -199,7 +199,7 @@ UNFINISHED: Final = 0x80
 of a process that was killed sees where the whole steps end."""
 
 
-class Part(GrowingFile):
+class PartialFile(AppendFile):
     """The hidden file ``.{name}.part`` (``shard_names.part_name``).
 
     A step is written in two phases, so that it can be told of all parts whether it was finished: ``write`` of every part,
@@ -213,7 +213,7 @@ class Part(GrowingFile):
         self._first = first
 
     @classmethod
-    def begin(cls, path: str, text: bytes, rows: bytes | memoryview = b"") -> Part:
+    def begin(cls, path: str, text: bytes, rows: bytes | memoryview = b"") -> PartialFile:
         """A new one, which begins with ``text`` and ``rows``. One that could not be begun is gone."""
         part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC), new=True)
         try:
@@ -224,7 +224,7 @@ class Part(GrowingFile):
         return part
 
     @classmethod
-    def left_behind(cls, path: Path, kept: int, end: int, first: bytes) -> Part:
+    def left_behind(cls, path: Path, kept: int, end: int, first: bytes) -> PartialFile:
         """The part of a process that ended: ``kept`` bytes of whole steps, and a step that begins with ``first`` and ends at
         ``end``.
         """

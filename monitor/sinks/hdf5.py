@@ -16,13 +16,13 @@ import h5py
 import numpy as np
 import pyarrow as pa
 
-from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Facts, Measurements, whole, with_ops
-from monitor.sinks.files import GrowingFile, Steps, opened
-from monitor.sinks.hdf5_files import Names, Shard, is_shard, part_name, shard_name, write_hidden
+from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, whole, with_ops
+from monitor.sinks.files import AppendFile, StepRange, opened
+from monitor.sinks.hdf5_files import Hdf5Shard, ShardIndex, is_shard, part_name, shard_name, write_hidden
 from monitor.sinks.hdf5_read import ALL_STEPS, NotAShardError, read_rows
 from monitor.sinks.hdf5_write import image
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.step_spool import Block, blocks
+from monitor.sinks.step_spool import SpoolBlock, read_blocks
 from monitor.stats.rows import StepRows
 
 # --- The files of the ``hdf5`` format in a rank's directory: what is in which, when they are seen, what becomes of those
@@ -48,7 +48,7 @@ FULL: Final = 16 * MIB
 
 
 @dataclass(slots=True)
-class _Part:
+class _PartialShard:
     """A shard in the making.
 
     Attributes:
@@ -60,8 +60,8 @@ class _Part:
         replaces: The shards that it carries on.
     """
 
-    file: GrowingFile
-    record: Steps
+    file: AppendFile
+    record: StepRange
     first: int
     since: int
     last: int | None = None
@@ -69,7 +69,7 @@ class _Part:
 
     def takes(self, step: int) -> bool:
         """Whether ``step`` can be added at its end."""
-        return self.record.holds(Steps(step, step)) and (self.last is None or self.last < step) and not self.file.released
+        return self.record.holds(StepRange(step, step)) and (self.last is None or self.last < step) and not self.file.released
 
 
 class Hdf5Shards:
@@ -81,10 +81,10 @@ class Hdf5Shards:
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
         self._steps_per_record = steps_per_record
-        self._part: _Part | None = None
-        self._names = Names(directory, steps_per_record)
+        self._part: _PartialShard | None = None
+        self._names = ShardIndex(directory, steps_per_record)
 
-    def write(self, step: int, block: Block) -> None:
+    def write(self, step: int, block: SpoolBlock) -> None:
         """Add one step."""
         self._make_way(step)
         part = self._part = self._part or self._new(step, block.facts)
@@ -121,7 +121,7 @@ class Hdf5Shards:
                     self._part.file.release()
             self._part = None
 
-    def take_up(self, left: Path, record: Steps, size: int, rows: pa.Table, facts: Facts) -> None:
+    def take_up(self, left: Path, record: StepRange, size: int, rows: pa.Table, facts: ShardMetadata) -> None:
         """Make visible what another process had in the making, unless all of it is.
 
         Args:
@@ -135,8 +135,8 @@ class Hdf5Shards:
             left.unlink()
             return
         carried_on = [shard.path for shard in fitting if {step for step in shard.steps() if step < since} <= steps]
-        file = GrowingFile(left, opened(left), size, size)
-        self._publish(_Part(file, record, min(steps), since, max(steps), carried_on))
+        file = AppendFile(left, opened(left), size, size)
+        self._publish(_PartialShard(file, record, min(steps), since, max(steps), carried_on))
 
     def _make_way(self, step: int) -> None:
         """Finish the part if ``step`` cannot be added to it."""
@@ -147,20 +147,20 @@ class Hdf5Shards:
         if part is not None and not part.takes(step):
             self.flush()
 
-    def _forget(self, part: _Part) -> None:
+    def _forget(self, part: _PartialShard) -> None:
         if part.last is None:
             self._drop(part)
         else:
             part.file.forget()
 
-    def _drop(self, part: _Part) -> None:
+    def _drop(self, part: _PartialShard) -> None:
         part.file.discard()
         self._part = None
 
-    def _new(self, step: int, facts: Facts) -> _Part:
-        record = Steps.of_record(step, self._steps_per_record)
+    def _new(self, step: int, facts: ShardMetadata) -> _PartialShard:
+        record = StepRange.of_record(step, self._steps_per_record)
         path = self._directory / part_name(shard_name(record))
-        part = _Part(GrowingFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
+        part = _PartialShard(AppendFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
         try:
             for shard in _carried_on(self._names.shards_of(record), step, facts):
                 self._carry(part, shard)
@@ -169,30 +169,30 @@ class Hdf5Shards:
             raise
         return part
 
-    def _carry(self, part: _Part, shard: Shard) -> None:
+    def _carry(self, part: _PartialShard, shard: Hdf5Shard) -> None:
         """Begin ``part`` with what the shard holds of earlier steps."""
-        earlier = Steps(part.record.first, part.since - 1)
+        earlier = StepRange(part.record.first, part.since - 1)
         for block in shard.blocks(earlier):
             part.file.write(block.packed())
         part.file.keep()
         part.first = min(part.first, shard.span.first)
         part.replaces.append(shard.path)
 
-    def _publish(self, part: _Part) -> None:
+    def _publish(self, part: _PartialShard) -> None:
         size = part.file.size
         part.file.release()
         _make_shard(Path(part.file.path))
         self._take_out(part)
         self._give_name(part, cut=size >= MOST_BYTES)
 
-    def _take_out(self, part: _Part) -> None:
+    def _take_out(self, part: _PartialShard) -> None:
         """Rid the shards that ``part`` does not carry on of what was written again."""
-        again = Steps(part.since, part.record.last)
+        again = StepRange(part.since, part.record.last)
         for shard in self._names.shards_of(part.record, anywhere=True):
             if shard.path not in part.replaces and shard.span.meets(again):
                 _rewrite(shard, again)
 
-    def _give_name(self, part: _Part, *, cut: bool) -> None:
+    def _give_name(self, part: _PartialShard, *, cut: bool) -> None:
         path = self._free_path(part, cut=cut)
         # By way of a file that it replaces, and when the others are gone, so that its rows are never there twice.
         first, *others = part.replaces or [path]
@@ -203,15 +203,15 @@ class Hdf5Shards:
             os.replace(first, path)
         self._names.add(path)
 
-    def _free_path(self, part: _Part, *, cut: bool) -> Path:
+    def _free_path(self, part: _PartialShard, *, cut: bool) -> Path:
         last = part.record.last if part.last is None else part.last
         shares = any(path not in part.replaces for path in self._names.of(part.record))
-        steps = Steps(part.first, last) if shares or (cut and last < part.record.last) else part.record
+        steps = StepRange(part.first, last) if shares or (cut and last < part.record.last) else part.record
         paths = (self._directory / shard_name(steps, copy) for copy in count(1))
         return next(path for path in paths if path in part.replaces or not os.path.lexists(path))
 
 
-def _carried_on(shards: list[Shard], step: int, facts: Facts) -> list[Shard]:
+def _carried_on(shards: list[Hdf5Shard], step: int, facts: ShardMetadata) -> list[Hdf5Shard]:
     """Those with steps from ``step`` on, which are to go, and the last one before it, unless it is full."""
     fitting = sorted((shard for shard in shards if shard.facts.fits(facts)), key=lambda shard: shard.span)
     before = [shard for shard in fitting if shard.span.last < step]
@@ -223,15 +223,15 @@ def _make_shard(path: Path) -> None:
     if is_shard(path):
         return
     try:
-        content = image(blocks(path))
+        content = image(read_blocks(path))
     except (ValueError, RuntimeError) as error:  # nothing to be done with it, now or later
         path.unlink(missing_ok=True)
         raise OSError(errno.EIO, f"no shard could be made of it, and it is gone: {error!r}", str(path)) from error
     write_hidden(path, content)
 
 
-def _rewrite(shard: Shard, without: Steps) -> None:
-    kept = [*shard.blocks(Steps(0, without.first - 1)), *shard.blocks(Steps(without.last + 1, shard.span.last))]
+def _rewrite(shard: Hdf5Shard, without: StepRange) -> None:
+    kept = [*shard.blocks(StepRange(0, without.first - 1)), *shard.blocks(StepRange(without.last + 1, shard.span.last))]
     if kept:
         write_hidden(shard.path, image(kept))
     else:
@@ -272,13 +272,13 @@ class Hdf5Sink:
 
     def __init__(self, context: SinkContext) -> None:
         self._measurements = Measurements(context.series)
-        self._facts = Facts(context.rank, context.eps)
+        self._facts = ShardMetadata(context.rank, context.eps)
         self._shards = Hdf5Shards(context.directory, context.step_count_per_record)
 
     def write(self, rows: StepRows) -> None:
         """Add one step. A step that was written before takes the place of the old one, and of those after it in its record."""
         if len(rows):
-            self._shards.write(rows.step, Block(self._measurements.of(rows), self._facts.of(rows)))
+            self._shards.write(rows.step, SpoolBlock(self._measurements.of(rows), self._facts.of(rows)))
 
     def flush(self) -> None:
         """Make the open record visible as it is. Its next steps join it."""
@@ -300,7 +300,7 @@ def read_hdf5(
     histograms a column ``histogram`` follows, lists of the elements of every bin; null in the rows that have none.
 
     Kind by kind, and within a kind in the order in which they were measured. What is to be known of the steps stands in the
-    table's metadata (``Facts.unpacked``).
+    table's metadata (``ShardMetadata.unpacked``).
 
     Args:
         kinds: Those to read; None: all.
@@ -314,5 +314,5 @@ def read_hdf5(
         ValueError: there is no such op.
     """
     with h5py.File(fspath(path), "r", locking=False) as file:
-        table = read_rows(file, kinds, ALL_STEPS if steps is None else Steps(*steps))
+        table = read_rows(file, kinds, ALL_STEPS if steps is None else StepRange(*steps))
     return whole(table) if ops is None else with_ops(table, ops)

@@ -13,10 +13,10 @@ from typing import Final
 import h5py
 import pyarrow as pa
 
-from monitor.sinks.arrow import Facts
-from monitor.sinks.files import Steps
-from monitor.sinks.hdf5_read import NotAShardError, read_facts, read_rows, read_span, read_steps
-from monitor.sinks.step_spool import Block
+from monitor.sinks.arrow import ShardMetadata
+from monitor.sinks.files import StepRange
+from monitor.sinks.hdf5_read import NotAShardError, read_metadata, read_rows, read_span, read_steps
+from monitor.sinks.step_spool import SpoolBlock
 
 _SHARD_NAME: Final = re.compile(r"metrics_(\d+)-(\d+)(?:\.\d+)?\.h5")
 _PART_NAME: Final = re.compile(r"\.metrics_(\d+)-(\d+)\.h5\.part")
@@ -24,7 +24,7 @@ _DRAFT_NAME: Final = re.compile(r"\.metrics_\d+-\d+(?:\.\d+)?\.h5(?:\.part)?\.dr
 _SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
 
-def shard_name(steps: Steps, copy: int = 1) -> str:
+def shard_name(steps: StepRange, copy: int = 1) -> str:
     return f"metrics_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.h5"
 
 
@@ -52,7 +52,7 @@ def write_hidden(path: Path, content: bytes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Hdf5Shard:
     """A visible file that is ours.
 
     Attributes:
@@ -61,22 +61,22 @@ class Shard:
     """
 
     path: Path
-    facts: Facts
-    span: Steps
+    facts: ShardMetadata
+    span: StepRange
     size: int
 
     @classmethod
-    def read(cls, path: Path) -> Shard | None:
+    def read(cls, path: Path) -> Hdf5Shard | None:
         """None if it is gone, out of reach, not one of ours, or without a row."""
         try:
             content = path.read_bytes()
             with _opened(content) as file:
                 span = read_span(file)
-                return cls(path, read_facts(file), span, len(content)) if span else None
+                return cls(path, read_metadata(file), span, len(content)) if span else None
         except (FileNotFoundError, IsADirectoryError, PermissionError, NotAShardError):
             return None
 
-    def rows(self, steps: Steps) -> pa.Table:
+    def rows(self, steps: StepRange) -> pa.Table:
         """Those of these steps, kind by kind."""
         with _opened(self.path.read_bytes()) as file:
             return read_rows(file, steps=steps)
@@ -86,13 +86,13 @@ class Shard:
         with _opened(self.path.read_bytes()) as file:
             return read_steps(file)
 
-    def blocks(self, steps: Steps) -> list[Block]:
+    def blocks(self, steps: StepRange) -> list[SpoolBlock]:
         """Its rows of these steps."""
         rows = self.rows(steps)
-        return [Block(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
+        return [SpoolBlock(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
 
 
-class Names:
+class ShardIndex:
     """The files of a directory by the records that they hold steps of.
 
     Those that are called after a record are not remembered: there may be very many, and their names can be told. The others are
@@ -102,44 +102,44 @@ class Names:
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
         self._steps_per_record = steps_per_record
-        self._others: dict[Path, Steps] | None = None
+        self._others: dict[Path, StepRange] | None = None
 
     def add(self, path: Path) -> None:
         self._known().update(self._otherwise([path.name]))
 
-    def of(self, record: Steps) -> list[Path]:
+    def of(self, record: StepRange) -> list[Path]:
         """The files that by their names hold nothing but steps of this record: the one that is called after it first."""
         return self._existing(record, [path for path, steps in self._known().items() if record.holds(steps)])
 
-    def shards_of(self, record: Steps, *, anywhere: bool = False) -> list[Shard]:
+    def shards_of(self, record: StepRange, *, anywhere: bool = False) -> list[Hdf5Shard]:
         """Those of the files ``of`` this record that are ours; ``anywhere``: also those that hold steps of other ones, too."""
         others = [path for path, steps in self._known().items() if steps.meets(record)]
         paths = self._existing(record, others) if anywhere else self.of(record)
-        return [shard for path in paths if (shard := Shard.read(path)) is not None]
+        return [shard for path in paths if (shard := Hdf5Shard.read(path)) is not None]
 
-    def _existing(self, record: Steps, others: list[Path]) -> list[Path]:
+    def _existing(self, record: StepRange, others: list[Path]) -> list[Path]:
         return [path for path in (self._directory / shard_name(record), *others) if os.path.lexists(path)]
 
-    def _known(self) -> dict[Path, Steps]:
+    def _known(self) -> dict[Path, StepRange]:
         if self._others is None:
             self._others = dict(self._otherwise(_listed(self._directory)))
         return self._others
 
-    def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, Steps]]:
+    def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, StepRange]]:
         """Those that are not called after a record."""
         for name in names:
             if match := _SHARD_NAME.fullmatch(name):
-                steps = Steps(int(match[1]), int(match[2]))
-                if name != shard_name(Steps.of_record(steps.first, self._steps_per_record)):
+                steps = StepRange(int(match[1]), int(match[2]))
+                if name != shard_name(StepRange.of_record(steps.first, self._steps_per_record)):
                     yield self._directory / name, steps
 
 
-def shards_in(directory: Path) -> Iterator[tuple[Path, Steps]]:
+def shards_in(directory: Path) -> Iterator[tuple[Path, StepRange]]:
     """The files that a reader sees, and the steps that they are called after."""
     return _matching(_SHARD_NAME, directory)
 
 
-def parts_in(directory: Path) -> Iterator[tuple[Path, Steps]]:
+def parts_in(directory: Path) -> Iterator[tuple[Path, StepRange]]:
     """The hidden files in the making, with their records."""
     return _matching(_PART_NAME, directory)
 
@@ -149,10 +149,10 @@ def drafts_in(directory: Path) -> list[Path]:
     return [directory / name for name in _listed(directory) if _DRAFT_NAME.fullmatch(name)]
 
 
-def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path, Steps]]:
+def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path, StepRange]]:
     for name in _listed(directory):
         if match := pattern.fullmatch(name):
-            yield directory / name, Steps(int(match[1]), int(match[2]))
+            yield directory / name, StepRange(int(match[1]), int(match[2]))
 
 
 def _listed(directory: Path) -> list[str]:

@@ -19,11 +19,11 @@ from monitor.sinks.arrow import (
     SCHEMA,
     SCHEMA_VERSION,
     WITH_HISTOGRAMS,
-    Facts,
+    ShardMetadata,
     filled,
     upper_of,
 )
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepRange
 from monitor.sinks.hdf5_write import TABLES
 from monitor.stats.ops import CALLS
 
@@ -34,7 +34,7 @@ from monitor.stats.ops import CALLS
 # 4.
 
 
-class Column:
+class DatasetColumn:
     """A dataset of an entry a row, whose content is in this very file, and was written.
 
     Args:
@@ -104,7 +104,7 @@ def _path(group: h5g.GroupID, name: str = "") -> str:
     return f"{path}/{name}" if name else path
 
 
-ALL_STEPS: Final = Steps(0, 2**63 - 1)
+ALL_STEPS: Final = StepRange(0, 2**63 - 1)
 
 HISTOGRAMS_AT_ONCE: Final = 4096
 """Read together: 9 MB, of which a tenth is left."""
@@ -117,7 +117,7 @@ class NotAShardError(ValueError):
     """The file is not one of ours, or is damaged. The message says in what."""
 
 
-def read_facts(file: h5py.File) -> Facts:
+def read_metadata(file: h5py.File) -> ShardMetadata:
     """What the attributes say.
 
     Raises:
@@ -129,12 +129,12 @@ def read_facts(file: h5py.File) -> Facts:
             raise NotAShardError(f"its schema version is {version}, and this version of the monitor reads {SCHEMA_VERSION}")
         ops = tuple(str(op) for op in file.attrs["ops"])
         marked = (tuple(np.asarray(file.attrs[name], dtype=np.int64).tolist()) for name in ("skipped", "incomplete"))
-        return Facts(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
+        return ShardMetadata(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
 
-def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Steps = ALL_STEPS) -> pa.Table:
+def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: StepRange = ALL_STEPS) -> pa.Table:
     """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` where a kind has any.
 
     Args:
@@ -143,7 +143,7 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
     Raises:
         NotAShardError: they are not those of a shard.
     """
-    facts = read_facts(file)
+    facts = read_metadata(file)
     about = facts.only(steps).packed()
     try:
         tables = [_rows(kind, group, steps) for kind, group in _groups(file, kinds)] or [SCHEMA.empty_table()]
@@ -153,7 +153,7 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
         raise _not_a_shard(error) from error
 
 
-def read_kind(file: h5py.File, kind: str, steps: Steps) -> pa.Table:
+def read_kind(file: h5py.File, kind: str, steps: StepRange) -> pa.Table:
     """The rows of one kind of a file that is known to be a shard: what ``read_rows`` gives, without what is told of the steps.
 
     Raises:
@@ -172,7 +172,7 @@ def read_steps(file: h5py.File) -> set[int]:
         NotAShardError: the file is not a shard.
     """
     try:
-        return {step for _, group in _groups(file, None) for step in np.unique(Column(group, "step").read()).tolist()}
+        return {step for _, group in _groups(file, None) for step in np.unique(DatasetColumn(group, "step").read()).tolist()}
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -184,21 +184,21 @@ def read_lengths(file: h5py.File) -> dict[str, int]:
         NotAShardError: the file is not a shard.
     """
     try:
-        return {kind: len(Column(group, "step")) for kind, group in _groups(file, None)}
+        return {kind: len(DatasetColumn(group, "step")) for kind, group in _groups(file, None)}
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
 
-def read_span(file: h5py.File) -> Steps | None:
+def read_span(file: h5py.File) -> StepRange | None:
     """The first and the last step of which there are rows; None if there are none.
 
     Raises:
         NotAShardError: the file is not a shard.
     """
     try:
-        steps = [Column(group, "step") for _, group in _groups(file, None)]
+        steps = [DatasetColumn(group, "step") for _, group in _groups(file, None)]
         ends = [(int(step.read(0, 1)[0]), int(step.read(len(step) - 1)[0])) for step in steps if len(step)]
-        return Steps(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
+        return StepRange(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -209,8 +209,8 @@ def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[st
             yield kind, group_in(file.id, kind)
 
 
-def _rows(kind: str, group: h5g.GroupID, steps: Steps) -> pa.Table:
-    step = Column(group, "step").read()
+def _rows(kind: str, group: h5g.GroupID, steps: StepRange) -> pa.Table:
+    step = DatasetColumn(group, "step").read()
     rows = _rows_of(step, steps)
     columns = [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
     if not group.links.exists(HISTOGRAM.encode()):
@@ -219,7 +219,7 @@ def _rows(kind: str, group: h5g.GroupID, steps: Steps) -> pa.Table:
 
 
 def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.ChunkedArray:
-    histograms = Column(group, HISTOGRAM, len(upper_of(kind)))
+    histograms = DatasetColumn(group, HISTOGRAM, len(upper_of(kind)))
     if len(histograms) != length:
         raise ValueError(f"{kind}/{HISTOGRAM} has {len(histograms)} rows and not {length}")
     starts = range(rows.start, rows.stop, HISTOGRAMS_AT_ONCE)
@@ -227,7 +227,7 @@ def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.C
     return pa.chunked_array([filled(part.astype(np.int64, casting="safe", copy=False)) for part in parts], type=FILLED)
 
 
-def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:
+def _rows_of(step: NDArray[np.int64], steps: StepRange) -> slice:
     if (step[1:] < step[:-1]).any():
         raise ValueError("its steps are not in order")
     return slice(*np.searchsorted(step, [steps.first, steps.last + 1 if steps.last < ALL_STEPS.last else steps.last]).tolist())
@@ -239,12 +239,12 @@ def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length:
     if field.name == CALLS and not group.links.exists(CALLS.encode()):
         return pa.nulls(rows.stop - rows.start, field.type)
     name, table = TABLES.get(field.name, (field.name, None))
-    column = Column(group, name)
+    column = DatasetColumn(group, name)
     if len(column) != length:
         raise ValueError(f"{kind}/{name} has {len(column)} rows and not {length}")
     numbers = column.read(rows.start, rows.stop)
     if table is not None:
-        return _texts(Column(group, table).texts(), numbers)
+        return _texts(DatasetColumn(group, table).texts(), numbers)
     wanted = np.float64 if field.type == pa.float64() else np.int64
     missing = numbers == MISSING if name in NULLABLE else None
     return pa.array(numbers.astype(wanted, casting="safe", copy=False), mask=missing)

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepRange
 from monitor.sinks.hdf5 import Hdf5Shards
-from monitor.sinks.hdf5_files import Shard, drafts_in, is_shard, parts_in, shards_in
-from monitor.sinks.recovery import Recovered, changed, checked, is_regular, set_aside
-from monitor.sinks.step_spool import blocks, whole_bytes
+from monitor.sinks.hdf5_files import Hdf5Shard, drafts_in, is_shard, parts_in, shards_in
+from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
+from monitor.sinks.step_spool import read_blocks, whole_bytes
 
 
-def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recovered:  # noqa: ARG001 - one file has all kinds
-    """See ``monitor.sinks.recovery.Recovery``."""
+def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:  # noqa: ARG001 - one file has all kinds
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
     for draft in drafts_in(directory):  # what it was to replace is there
         draft.unlink()
-    recovered = Recovered()
+    recovered = RecoveredFiles()
     for path, record in list(parts_in(directory)):
         recovered.ranges.add(record)
         if is_shard(checked(path)):
@@ -33,23 +33,23 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
     return recovered
 
 
-def held(directory: Path, steps: Steps) -> set[int]:
-    """See ``monitor.sinks.recovery.Recovery``."""
-    shards = (Shard.read(path) for path, named in shards_in(directory) if named.meets(steps) and is_regular(path))
+def held(directory: Path, steps: StepRange) -> set[int]:
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    shards = (Hdf5Shard.read(path) for path, named in shards_in(directory) if named.meets(steps) and is_regular(path))
     return {step for shard in shards if shard is not None for step in shard.steps()}
 
 
-def _recover_shard(path: Path, record: Steps, recovered: Recovered) -> None:
+def _recover_shard(path: Path, record: StepRange, recovered: RecoveredFiles) -> None:
     """It lacked its name only."""
-    shard = Shard.read(path)
+    shard = Hdf5Shard.read(path)
     if shard is None or not record.holds(shard.span):
-        recovered.aside.append(set_aside(path))
+        recovered.aside.append(rename_damaged(path))
     else:
         _shards_of(path, record).take_up(path, record, shard.size, shard.rows(record), shard.facts)
 
 
-def _recover_steps(path: Path, record: Steps) -> None:
-    left = list(blocks(path))
+def _recover_steps(path: Path, record: StepRange) -> None:
+    left = list(read_blocks(path))
     if not left:
         path.unlink()
         return
@@ -58,5 +58,5 @@ def _recover_steps(path: Path, record: Steps) -> None:
     _shards_of(path, record).take_up(path, record, whole_bytes(path), rows, left[-1].facts)
 
 
-def _shards_of(path: Path, record: Steps) -> Hdf5Shards:
+def _shards_of(path: Path, record: StepRange) -> Hdf5Shards:
     return Hdf5Shards(path.parent, record.last - record.first + 1)

@@ -17,8 +17,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.sinks.arrow import HISTOGRAM, MISSING, PARTIALS, SCHEMA, SCHEMA_VERSION, Facts, by_kind, counts_of, upper_of
-from monitor.sinks.step_spool import Block
+from monitor.sinks.arrow import (
+    HISTOGRAM,
+    MISSING,
+    PARTIALS,
+    SCHEMA,
+    SCHEMA_VERSION,
+    ShardMetadata,
+    by_kind,
+    counts_of,
+    upper_of,
+)
+from monitor.sinks.step_spool import SpoolBlock
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
 from monitor.stats.partials import COLUMNS, WRITES, Partials
@@ -43,13 +53,13 @@ TABLES: Final = {"name": ("series_id", "series"), "shape": ("shape_id", "shape")
 """Of each column of text the dataset of its numbers and the one of what they stand for."""
 
 
-def image(blocks: Iterable[Block]) -> bytes:
+def image(blocks: Iterable[SpoolBlock]) -> bytes:
     """The content of a shard with the rows of these blocks.
 
     Raises:
         ValueError: there are none.
     """
-    facts: Facts | None = None
+    facts: ShardMetadata | None = None
     with h5py.File.in_memory(libver=READABLE_SINCE, rdcc_nbytes=NO_CACHE) as file:
         groups: dict[str, _Group] = {}
         for block in blocks:
@@ -68,7 +78,7 @@ def image(blocks: Iterable[Block]) -> bytes:
         return content
 
 
-def attributes(facts: Facts) -> dict[str, Any]:
+def attributes(facts: ShardMetadata) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "rank": facts.rank,

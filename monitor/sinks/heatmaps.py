@@ -18,7 +18,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from monitor.series import ADAM_KINDS, SeriesTable
 from monitor.sinks.text_cache import encodable
 from monitor.stats.histograms import UNIT_BINS, UNIT_UPPER
-from monitor.stats.ops import counted
+from monitor.stats.ops import has_histogram
 from monitor.stats.partials import Floats
 from monitor.stats.rows import StepRows
 
@@ -52,7 +52,7 @@ def shades(counts: NDArray[np.int64], elements: Floats) -> Shades:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class HeatmapHistory:
     """Columns of shades in the order of the recorded steps. A column of several steps has the deepest shade of each bin in
     any of them: what stood out in one step is not averaged away.
 
@@ -71,7 +71,7 @@ class History:
     in_last: int = 0
 
     @classmethod
-    def empty(cls, bins: int) -> History:
+    def empty(cls, bins: int) -> HeatmapHistory:
         """Of no step yet."""
         return cls(np.empty((0, bins), dtype=np.uint8), np.empty(0, dtype=np.int64))
 
@@ -80,7 +80,7 @@ class History:
         """How many steps there are."""
         return (len(self.last) - 1) * self.each + self.in_last if len(self.last) else 0
 
-    def with_step(self, step: int, shade: Shades, most: int) -> History:
+    def with_step(self, step: int, shade: Shades, most: int) -> HeatmapHistory:
         """With one step more. Columns that reach it are dropped first: the run has gone back.
 
         Args:
@@ -92,31 +92,31 @@ class History:
             history = history._halved()
         return history._joined(step, shade) if 0 < history.in_last < history.each else history._followed(step, shade)
 
-    def _before(self, step: int) -> History:
+    def _before(self, step: int) -> HeatmapHistory:
         kept = int(np.searchsorted(self.last, step))
         if kept == len(self.last):
             return self
         if not kept:
-            return History.empty(self.shades.shape[1])
-        return History(self.shades[:kept], self.last[:kept], self.first, self.each, self.each)
+            return HeatmapHistory.empty(self.shades.shape[1])
+        return HeatmapHistory(self.shades[:kept], self.last[:kept], self.first, self.each, self.each)
 
-    def _halved(self) -> History:
+    def _halved(self) -> HeatmapHistory:
         """Two columns become one."""
         first_of_pair = np.arange(0, len(self.last), 2)
         last_of_pair = np.minimum(first_of_pair + 1, len(self.last) - 1)
         in_last = self.in_last if len(self.last) % 2 else self.each + self.in_last
         joined = np.maximum.reduceat(self.shades, first_of_pair, axis=0)
-        return History(joined, self.last[last_of_pair], self.first, 2 * self.each, in_last)
+        return HeatmapHistory(joined, self.last[last_of_pair], self.first, 2 * self.each, in_last)
 
-    def _joined(self, step: int, shade: Shades) -> History:
+    def _joined(self, step: int, shade: Shades) -> HeatmapHistory:
         columns, last = self.shades.copy(), self.last.copy()
         np.maximum(columns[-1], shade, out=columns[-1])
         last[-1] = step
-        return History(columns, last, self.first, self.each, self.in_last + 1)
+        return HeatmapHistory(columns, last, self.first, self.each, self.in_last + 1)
 
-    def _followed(self, step: int, shade: Shades) -> History:
+    def _followed(self, step: int, shade: Shades) -> HeatmapHistory:
         first = self.first if len(self.last) else step
-        return History(np.vstack([self.shades, shade]), np.append(self.last, step), first, self.each, 1)
+        return HeatmapHistory(np.vstack([self.shades, shade]), np.append(self.last, step), first, self.each, 1)
 
 
 # --- A heatmap as a picture: steps from left to right, values from bottom to top, colour for the share of elements.
@@ -154,7 +154,7 @@ class Picture(NamedTuple):
     height: int
 
 
-def drawn(history: History) -> Picture:
+def drawn(history: HeatmapHistory) -> Picture:
     """The picture of a history of at least one step. Its pixels are indices into a palette: shades are their own.
 
     Args:
@@ -244,7 +244,7 @@ def _draw_legend(draw: ImageDraw.ImageDraw) -> None:
     draw.text((left + 16, none + 6), "none", fill=INK, font=_font(), anchor="lm")
 
 
-def _write_steps(image: Image.Image, history: History) -> None:
+def _write_steps(image: Image.Image, history: HeatmapHistory) -> None:
     draw = ImageDraw.Draw(image)
     y = TOP + PLOT_HEIGHT + 4
     draw.text((LEFT, y), f"step {history.first}", fill=INK, font=_font(), anchor="lt")
@@ -286,9 +286,9 @@ class Heatmaps:
     def __init__(self, series: SeriesTable, rank: int) -> None:
         self._series = series
         self._rank = rank
-        self._kept: dict[int, History] = {}
+        self._kept: dict[int, HeatmapHistory] = {}
         self._shown: dict[int, int] = {}
-        self._now: dict[int, History] = {}
+        self._now: dict[int, HeatmapHistory] = {}
         self._shown_now: dict[int, int] = {}
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
@@ -316,13 +316,13 @@ class Heatmaps:
         turns = {series: turn for turn, series in enumerate(self._kept)}
         most = _most_columns(max(len(turns), sum(len(rows.kinds.get(kind, ())) for kind in ADAM_KINDS)))
         for series, shade in _shades(rows):
-            history = self._kept.get(series, History.empty(BINS)).with_step(rows.step, shade, most)
+            history = self._kept.get(series, HeatmapHistory.empty(BINS)).with_step(rows.step, shade, most)
             turn = turns.setdefault(series, len(turns))
             self._now[series] = history
             if is_due(history.recorded, turn):
                 yield self._picture(series, history)
 
-    def _picture(self, series: int, history: History) -> memoryview:
+    def _picture(self, series: int, history: HeatmapHistory) -> memoryview:
         self._shown_now[series] = int(history.last[-1])
         picture = drawn(history)
         tag = encodable(f"{self._series[series].tag(self._rank)}_heatmap")
@@ -356,7 +356,7 @@ def _shades(rows: StepRows) -> Iterator[tuple[int, Shades]]:
         if kind not in rows.kinds:
             continue
         of_kind = rows.read(kind)
-        there = np.flatnonzero(counted(of_kind.partials))
+        there = np.flatnonzero(has_histogram(of_kind.partials))
         partials = of_kind.partials.take(there)
         if partials.histogram is not None and len(there):
             shaded = shades(partials.histogram[:, :BINS], partials["count"])

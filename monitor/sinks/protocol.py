@@ -45,10 +45,10 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class Foresighted(Protocol):
+class BatchSink(Protocol):
     """A sink that does better what it does for several steps at once."""
 
-    def foresee(self, steps: Sequence[StepRows]) -> None:
+    def prepare(self, steps: Sequence[StepRows]) -> None:
         """These are about to be written, in this order, each by a call of its own, or come to nothing. Whatever was foreseen
         before counts no longer. Where this raises, they are written all the same.
         """

@@ -13,11 +13,11 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepRange
 
 
 @dataclass(slots=True)
-class Recovered:
+class RecoveredFiles:
     """What a format has put in order.
 
     Attributes:
@@ -26,15 +26,15 @@ class Recovered:
         aside: Files that were set aside, under their new names.
     """
 
-    ranges: set[Steps] = field(default_factory=set)
+    ranges: set[StepRange] = field(default_factory=set)
     cut: set[int] = field(default_factory=set)
     aside: list[Path] = field(default_factory=list)
 
 
-class Recovery(Protocol):
+class CrashRecovery(Protocol):
     """What a format does with the files of an earlier process. A module each."""
 
-    def recover(self, directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recovered:
+    def recover(self, directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:
         """Make visible what a process that was killed left in ``directory``, as far as its steps are whole.
 
         Args:
@@ -47,13 +47,13 @@ class Recovery(Protocol):
         """
         ...
 
-    def held(self, directory: Path, steps: Steps) -> set[int]:
+    def held(self, directory: Path, steps: StepRange) -> set[int]:
         """The steps of which there are rows in visible files: all of those in ``steps``, and some near them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecoverySummary:
     """What a directory holds.
 
     Attributes:
@@ -63,28 +63,28 @@ class Found:
         aside: Files that were set aside, under their new names.
     """
 
-    ranges: Collection[Steps]
+    ranges: Collection[StepRange]
     held: Mapping[str, Collection[int]]
     cut: Collection[int]
     aside: Collection[Path]
 
 
-def put_in_order(
+def recover_all(
     directory: Path,
-    recoveries: Mapping[str, Recovery],
+    recoveries: Mapping[str, CrashRecovery],
     asked: Collection[str],
     first: int,
     newest: int,
     saved_ns: int,
     begun_ns: int,
-) -> Found:
+) -> RecoverySummary:
     """Recover the files of all formats, and look for the steps in some.
 
     Args:
         recoveries: By format.
         asked: The formats that the last process is known to have written.
         first: Its first step. Those before it are known.
-        newest, saved_ns, begun_ns: As in ``Recovery.recover``.
+        newest, saved_ns, begun_ns: As in ``CrashRecovery.recover``.
 
     Raises:
         OSError: something could not be read or written.
@@ -92,11 +92,11 @@ def put_in_order(
     recovered = {name: one.recover(directory, newest, saved_ns, begun_ns) for name, one in recoveries.items()}
     known = [name for name in recovered if name in asked]
     touched = {steps for name in known for steps in recovered[name].ranges if steps.last >= first}
-    ranges = {Steps(max(steps.first, first), steps.last) for steps in touched}
-    all_of_them = Steps(min((one.first for one in ranges), default=0), max((one.last for one in ranges), default=-1))
+    ranges = {StepRange(max(steps.first, first), steps.last) for steps in touched}
+    all_of_them = StepRange(min((one.first for one in ranges), default=0), max((one.last for one in ranges), default=-1))
     held = {name: recoveries[name].held(directory, all_of_them) for name in known}
     cut = {step for name in known for step in recovered[name].cut if step >= first}.difference(*held.values())
-    return Found(ranges, held, cut, [path for one in recovered.values() for path in one.aside])
+    return RecoverySummary(ranges, held, cut, [path for one in recovered.values() for path in one.aside])
 
 
 def changed(path: Path) -> int:
@@ -119,7 +119,7 @@ def checked(path: Path) -> Path:
     return path
 
 
-def set_aside(path: Path) -> Path:
+def rename_damaged(path: Path) -> Path:
     """A file in the making, from now on visible, and called nothing that a reader of shards would take up."""
     name = path.name.removeprefix(".").removesuffix(".part")
     names = (f"{name}.damaged{f'.{copy}' if copy > 1 else ''}" for copy in count(1))

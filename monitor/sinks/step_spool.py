@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
-from monitor.sinks.arrow import Facts, completed
+from monitor.sinks.arrow import ShardMetadata, completed
 
 _FRAME: Final = struct.Struct("<II")
 _OPTIONS: Final = IpcWriteOptions(compression="lz4", use_threads=False)
@@ -24,11 +24,11 @@ _READING: Final = IpcReadOptions(use_threads=False)
 """A thread that Arrow cannot start ends the process: training, too."""
 
 
-class Block(NamedTuple):
+class SpoolBlock(NamedTuple):
     """Rows of one step, or of several, and what is to be known of these steps."""
 
     rows: pa.RecordBatch
-    facts: Facts
+    facts: ShardMetadata
 
     def packed(self) -> bytes:
         """For the end of a file."""
@@ -39,7 +39,7 @@ class Block(NamedTuple):
         return _FRAME.pack(len(content), zlib.crc32(content)) + memoryview(content)
 
 
-def blocks(path: Path) -> Iterator[Block]:
+def read_blocks(path: Path) -> Iterator[SpoolBlock]:
     """The blocks of a file, as far as they are whole.
 
     Raises:
@@ -48,7 +48,7 @@ def blocks(path: Path) -> Iterator[Block]:
     for content in _contents(path):
         with open_stream(content, options=_READING) as stream:  # type: ignore[no-untyped-call]
             (rows,) = stream
-            yield Block(completed(rows), Facts.unpacked(stream.schema.metadata))
+            yield SpoolBlock(completed(rows), ShardMetadata.unpacked(stream.schema.metadata))
 
 
 def whole_bytes(path: Path) -> int:

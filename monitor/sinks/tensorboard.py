@@ -23,12 +23,12 @@ from tensorboard.plugins.histogram import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.series import ADAM_KINDS, NO_MICRO_STEP, Series, SeriesTable, shown_kind
-from monitor.sinks.files import GrowingFile, opened
+from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.text_cache import Cells, Piece, blocks, encodable
+from monitor.sinks.text_cache import RowPiece, TextCache, encodable, row_blocks
 from monitor.stats.histograms import FIRST_POWER, MAGNITUDES, UNIT_BINS, UNIT_UPPER, UPPER
-from monitor.stats.ops import TEXT_OPS, counted, derive
+from monitor.stats.ops import TEXT_OPS, derive, has_histogram
 from monitor.stats.partials import Floats, Partials
 from monitor.stats.rows import KindRows, StepRows
 
@@ -57,18 +57,18 @@ class Scalars:
 
     def __init__(self, series: SeriesTable, rank: int) -> None:
         self._rank = rank
-        self._names = Cells(series, _beginning)
+        self._names = TextCache(series, _beginning)
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
         """Fields ``value`` of a summary, many in each piece. A piece may be empty."""
-        for block in blocks([rows], BLOCK_ROWS):
+        for block in row_blocks([rows], BLOCK_ROWS):
             tags = self._tags(block)
             partials = Partials.joined(piece.rows.partials for piece in block)
             for op in block[0].ops:
                 if op not in TEXT_OPS:
                     yield scalar_values(tags, op, *derive(op, partials))
 
-    def _tags(self, block: list[Piece]) -> pa.BinaryArray:
+    def _tags(self, block: list[RowPiece]) -> pa.BinaryArray:
         """Of each row: ``Series.tag``."""
         series = np.concatenate([piece.rows.series for piece in block])
         micro_step = np.concatenate([piece.rows.micro_step for piece in block]) - NO_MICRO_STEP
@@ -215,7 +215,7 @@ class Histograms:
 
     def _spelled(self, rows: KindRows, ending: str, described: SummaryMetadata) -> Iterator[memoryview]:
         buckets_of = signed if ending == SIGNED else magnitudes
-        for row in np.flatnonzero(counted(rows.partials)).tolist():
+        for row in np.flatnonzero(has_histogram(rows.partials)).tolist():
             buckets = buckets_of(rows.partials, row)
             if len(buckets):
                 tag = self._series[rows.series[row]].tag(self._rank, int(rows.micro_step[row]))
@@ -325,7 +325,7 @@ class EventFile:
 
     def __init__(self, new_path: Callable[[], Path]) -> None:
         self._new_path = new_path
-        self._file: GrowingFile | None = None
+        self._file: AppendFile | None = None
         self._last: int | None = None
 
     def write(self, step: int, values: Iterator[memoryview], wall_time: float) -> None:
@@ -350,7 +350,7 @@ class EventFile:
         if file is not None:
             file.release()
 
-    def _append(self, file: GrowingFile, events: Iterator[bytes]) -> None:
+    def _append(self, file: AppendFile, events: Iterator[bytes]) -> None:
         try:
             for event in events:
                 file.write(record(event))
@@ -366,23 +366,23 @@ class EventFile:
             begun = SessionLog(status=SessionLog.START)
             yield Event(wall_time=wall_time, step=step, session_log=begun).SerializeToString()
 
-    def _open_file(self) -> GrowingFile:
+    def _open_file(self) -> AppendFile:
         if self._file is not None and self._file.gone():
             directory = Path(self._file.path).parent
             self._drop(self._file)
             raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(directory))
         if self._file is None:
             path = self._new_path()
-            self._file, self._last = GrowingFile(path, opened(path, os.O_CREAT | os.O_EXCL)), None
+            self._file, self._last = AppendFile(path, opened(path, os.O_CREAT | os.O_EXCL)), None
         return self._file
 
-    def _forget(self, file: GrowingFile) -> None:
+    def _forget(self, file: AppendFile) -> None:
         if self._last is None:
             self._drop(file)
         else:
             file.forget()
 
-    def _drop(self, file: GrowingFile) -> None:
+    def _drop(self, file: AppendFile) -> None:
         file.discard()
         self._file = None
 

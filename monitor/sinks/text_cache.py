@@ -25,7 +25,7 @@ class Growing(Protocol[T_co]):
         """One of them."""
 
 
-class Cells(Generic[T]):
+class TextCache(Generic[T]):
     """The text of each item of a growing sequence, spelled when it is first asked for."""
 
     def __init__(self, of: Growing[T], spelled: Callable[[T], str]) -> None:
@@ -75,7 +75,7 @@ def encodable(text: str) -> str:
 # --- The rows of steps cut and gathered into pieces of a convenient size.
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Some of the rows that a step has of a kind."""
 
     step: StepRows
@@ -92,7 +92,7 @@ class Piece(NamedTuple):
         """Whether magnitudes were counted in the step."""
         return self.rows.partials.histogram is not None
 
-    def goes_with(self, other: Piece) -> bool:
+    def goes_with(self, other: RowPiece) -> bool:
         """Whether what one column is made of is the same for both. Rows of a step without histograms, put beside some that have
         them, would seem to have empty ones.
         """
@@ -100,11 +100,11 @@ class Piece(NamedTuple):
         return alike and self.has_histograms == other.has_histograms
 
 
-def blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[Piece]]:
+def row_blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[RowPiece]]:
     """The rows of steps in blocks of at most ``most`` rows; small kinds with the same ops share one, whatever their steps."""
-    block: list[Piece] = []
+    block: list[RowPiece] = []
     room = most
-    for whole in (Piece(step, kind, step.read(kind)) for step in steps for kind in step.kinds):
+    for whole in (RowPiece(step, kind, step.read(kind)) for step in steps for kind in step.kinds):
         if block and not whole.goes_with(block[0]):
             yield block
             block, room = [], most

@@ -19,7 +19,7 @@ Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class LowPrecisionFormat:
     """A format of low precision, with rounding to nearest, ties to even.
 
     Attributes:
@@ -37,10 +37,10 @@ def _below(limit: float) -> float:
 
 
 FORMATS: Final = {
-    "fp16": Format(2.0**-25, _below(65520.0)),
-    "bf16": Format(2.0**-134, _below(2.0**128 - 2.0**119)),
-    "e4m3": Format(2.0**-10, 464.0),  # the tie between 448, the greatest, and what would be next goes to 448
-    "e5m2": Format(2.0**-17, _below(61440.0)),
+    "fp16": LowPrecisionFormat(2.0**-25, _below(65520.0)),
+    "bf16": LowPrecisionFormat(2.0**-134, _below(2.0**128 - 2.0**119)),
+    "e4m3": LowPrecisionFormat(2.0**-10, 464.0),  # the tie between 448, the greatest, and what would be next goes to 448
+    "e5m2": LowPrecisionFormat(2.0**-17, _below(61440.0)),
 }
 
 FIRST_POWER: Final = -149
@@ -64,7 +64,7 @@ LOSSES: Final = tuple(f"{what}_{name}" for name in FORMATS for what in ("underfl
 HISTOGRAM_OPS: Final = (MAGNITUDES, *LOSSES)
 
 
-def lost(op: str, counts: Counts) -> Counts:
+def lost_elements(op: str, counts: Counts) -> Counts:
     """How many elements of each row one of ``LOSSES`` is about: zeros do not underflow, and Inf and NaN are in no bin."""
     what, _, name = op.partition("_")
     if what == "underflow":
@@ -75,12 +75,12 @@ def lost(op: str, counts: Counts) -> Counts:
     return elements
 
 
-def ending(upper: float) -> str:
+def upper_text(upper: float) -> str:
     """The upper end of a bin as text."""
     return f"{upper:.8g}"
 
 
-def spelled(counts: NDArray[np.int64]) -> str:
+def histogram_text(counts: NDArray[np.int64]) -> str:
     """A row's histogram as text: of each bin that is not empty its upper end and its elements, ``0:12 0.5:7 1:3``."""
     filled = np.flatnonzero(counts)
-    return " ".join(f"{ending(UPPER[i])}:{counts[i]}" for i in filled.tolist())
+    return " ".join(f"{upper_text(UPPER[i])}:{counts[i]}" for i in filled.tolist())

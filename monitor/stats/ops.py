@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from monitor.series import ADAM_KINDS, DIRECTION_KIND
 from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
-from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost
+from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost_elements
 from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
 
 Valid = NDArray[np.bool_]
@@ -142,7 +142,7 @@ def _derived(op: str, partials: Partials, special: bool) -> tuple[Floats, Valid]
     return values, np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
 
 
-def is_of(op: str, kind: str) -> bool:
+def has_op(op: str, kind: str) -> bool:
     """Whether rows of a kind may have an op: partials of features are sums of something else, and histograms of signed numbers
     say nothing of magnitudes.
     """
@@ -151,7 +151,7 @@ def is_of(op: str, kind: str) -> bool:
     return not (kind in (*ADAM_KINDS, DIRECTION_KIND) and op in HISTOGRAM_OPS)
 
 
-def counted(partials: Partials) -> Valid:
+def has_histogram(partials: Partials) -> Valid:
     """Which rows have a histogram: all of their finite elements are in it."""
     if partials.histogram is None:
         return np.zeros(len(partials), dtype=np.bool_)
@@ -161,8 +161,8 @@ def counted(partials: Partials) -> Valid:
 
 def _share_lost(op: str, partials: Partials) -> tuple[Floats, Valid]:
     if partials.histogram is None:
-        return np.zeros(len(partials)), counted(partials)
-    return lost(op, partials.histogram) / partials["count"], counted(partials)
+        return np.zeros(len(partials)), has_histogram(partials)
+    return lost_elements(op, partials.histogram) / partials["count"], has_histogram(partials)
 
 
 def known_ops(ops: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -23,7 +23,7 @@ REPLICA_OPS: Final = ("norm",)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """Shape and dtype of a tensor as measured, for the ops ``shape`` and ``dtype`` and for the manifest."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class KindRows:
         series: Index of each row's series in the rank's ``SeriesTable``.
         micro_step: Micro-step of each row, ``NO_MICRO_STEP`` where the row belongs to the whole step.
         call_id: Place in the rank's execution order of the step.
-        layout: Index of each row's ``Layout`` in ``StepRows.layouts``.
+        layout: Index of each row's ``TensorLayout`` in ``StepRows.layouts``.
         partials: What was measured.
     """
 
@@ -66,7 +66,7 @@ class StepRows:
     step: int
     ops: tuple[str, ...]
     kinds: Mapping[str, KindRows]
-    layouts: list[Layout]
+    layouts: list[TensorLayout]
     status: Status = "complete"
     micro_step_kinds: frozenset[str] = field(default_factory=frozenset)
     """Kinds whose rows carry a micro-step, decided by the configuration and not by what happens to be there."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials, combine_groups
-from monitor.stats.rows import KindRows, Layout, Status, StepRows
+from monitor.stats.rows import KindRows, Status, StepRows, TensorLayout
 
 PAGE_ROWS: Final = 1024
 NOT_AN_ALIAS: Final = -1
@@ -55,7 +55,7 @@ class PageCopy(Protocol):
     """
 
     nbytes: int
-    at_hand: bool
+    ready: bool
 
     def take(self, rows: int) -> None:
         """On the training thread, in its stream: copy the first ``rows`` of the live page, which are all that were given away,
@@ -82,7 +82,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class RowSlot:
     """The rows of one series on one page: one row, or one for each micro-step.
 
     Attributes:
@@ -151,7 +151,7 @@ class RowIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RowOrder:
     """Which rows of a table a step has, and in which order: most steps repeat the one before.
 
     Attributes:
@@ -162,7 +162,7 @@ class Standing:
         kinds: Where each kind's rows are.
     """
 
-    told_by: tuple[bytes, ...]
+    key: tuple[bytes, ...]
     rows: NDArray[np.int64]
     series: NDArray[np.int64]
     micro_step: NDArray[np.int64]
@@ -171,7 +171,7 @@ class Standing:
 
 
 class StatsTable:
-    """Live table. Used from the training thread only; ``Sealed`` copies of it go to the writer.
+    """Live table. Used from the training thread only; ``SealedTable`` copies of it go to the writer.
 
     Attributes:
         standing: Of the step that was read last; the writer's.
@@ -179,12 +179,12 @@ class StatsTable:
 
     def __init__(self, series: SeriesTable) -> None:
         self.series = series
-        self.layouts: list[Layout] = []
+        self.layouts: list[TensorLayout] = []
         self.pages: list[Page] = []
         self.columns = HostColumns.of(0)
         self.identity = RowIdentity.of(0)
         self.writes = 0
-        self.standing: Standing | None = None
+        self.row_order: RowOrder | None = None
         self._order, self._layout, self._alias = self.columns.cells()
         self._layout_index: dict[tuple[object, object], int] = {}
 
@@ -203,9 +203,9 @@ class StatsTable:
         """Bytes of one sealed copy."""
         return self.rows * 8 * (len(COLUMNS) + 5)
 
-    def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> Slot:
+    def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> RowSlot:
         """Give the next free rows of ``page`` to a series: one for each of ``micro_steps``."""
-        slot = Slot(page, page.used, page.first_row + page.used, len(micro_steps))
+        slot = RowSlot(page, page.used, page.first_row + page.used, len(micro_steps))
         page.used += len(micro_steps)
         rows = slice(slot.row, slot.row + slot.rows)
         self.identity.series[rows] = self.series.index_of(series)
@@ -227,7 +227,7 @@ class StatsTable:
         index = self._layout_index.get((shape, dtype))
         if index is None:
             index = self._layout_index[shape, dtype] = len(self.layouts)
-            self.layouts.append(Layout(tuple(shape), str(dtype)))
+            self.layouts.append(TensorLayout(tuple(shape), str(dtype)))
         return index
 
     def note(self, row: int, layout: int, alias: int = NOT_AN_ALIAS) -> None:
@@ -239,7 +239,7 @@ class StatsTable:
         if alias != NOT_AN_ALIAS:
             self.columns.alias_order[row] = self._order[alias]
 
-    def note_captured(self, slot: Slot, layout: int) -> None:
+    def note_captured(self, slot: RowSlot, layout: int) -> None:
         """Enter the host columns of rows that are written by code which runs without us, whenever they are."""
         rows = slice(slot.row, slot.row + slot.rows)
         self.columns.captured_order[rows] = self.next_order()
@@ -257,7 +257,7 @@ class StatsTable:
         self.columns.layout[rows] = layouts
         self.columns.alias[rows] = NOT_AN_ALIAS
 
-    def seal(self, into: Sealed) -> None:
+    def seal(self, into: SealedTable) -> None:
         """Copy everything into ``into`` and begin anew. Does not wait for the device."""
         into.take(self)
         self._begin_anew()
@@ -283,7 +283,7 @@ class StatsTable:
 
 
 @dataclass
-class Sealed:
+class SealedTable:
     """A sealed copy of the table: filled on the training thread, read on the writer thread, then reused."""
 
     step: int = 0
@@ -318,9 +318,9 @@ class Sealed:
         self.nbytes = sum(copy.nbytes for copy in (*self._copies, *self._histograms.values())) + self._columns.nbytes
 
     @property
-    def at_hand(self) -> bool:
+    def ready(self) -> bool:
         """Whether ``rows`` is sure not to wait."""
-        return all(copy.at_hand for copy in (*self._copies, *self._histograms.values()))
+        return all(copy.ready for copy in (*self._copies, *self._histograms.values()))
 
     def rows(self) -> StepRows:
         """The rows that were measured, in arrays of their own. May wait for the device."""
@@ -330,7 +330,7 @@ class Sealed:
         found = [self._histograms.get(i) for i in range(len(self._lengths))]
         counted = [None if one is None else one.rows()[:length] for one, length in zip(found, self._lengths, strict=True)]
         histograms, table = _whole(counted, self._lengths), self._table
-        kinds, table.standing = measured(numbers, self._columns, self._identity, histograms, table.standing)
+        kinds, table.row_order = measured(numbers, self._columns, self._identity, histograms, table.row_order)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         return StepRows(self.step, self.ops, kinds, table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
 
@@ -353,8 +353,8 @@ def measured(
     columns: HostColumns,
     identity: RowIdentity,
     histograms: Floats | None = None,
-    before: Standing | None = None,
-) -> tuple[dict[str, KindRows], Standing]:
+    before: RowOrder | None = None,
+) -> tuple[dict[str, KindRows], RowOrder]:
     """The rows that were written, by kind and in the order in which they were.
 
     Args:
@@ -364,35 +364,35 @@ def measured(
     """
     order = columns.order[: len(numbers)]
     _resolve_aliases(numbers, order, columns, histograms)
-    standing = _standing(numbers[:, WRITES] > 0, order, columns.captured_order[: len(numbers)], identity, before)
-    rows = standing.rows
+    row_order = _row_order(numbers[:, WRITES] > 0, order, columns.captured_order[: len(numbers)], identity, before)
+    rows = row_order.rows
     counted = None if histograms is None else histograms[rows].astype(np.int64)
     partials = Partials(Partials.from_rows(numbers[rows]).columns, counted)
-    together = KindRows(standing.series, standing.micro_step, standing.place, columns.layout[rows], partials)
-    return {kind: _take(together, where) for kind, where in standing.kinds.items()}, standing
+    together = KindRows(row_order.series, row_order.micro_step, row_order.place, columns.layout[rows], partials)
+    return {kind: _take(together, where) for kind, where in row_order.kinds.items()}, row_order
 
 
-def _standing(
+def _row_order(
     there: NDArray[np.bool_],
     order: NDArray[np.int64],
     captured_order: NDArray[np.int64],
     identity: RowIdentity,
-    before: Standing | None,
-) -> Standing:
-    told_by = (there.tobytes(), order.tobytes(), captured_order.tobytes())
-    if before is not None and before.told_by == told_by:
+    before: RowOrder | None,
+) -> RowOrder:
+    key = (there.tobytes(), order.tobytes(), captured_order.tobytes())
+    if before is not None and before.key == key:
         return before
     (present,) = there.nonzero()
     # Nobody was there when captured code wrote: its rows stand where they stood when it was captured.
-    standing = np.where(order > 0, order, captured_order)
-    present = present[standing[present].argsort(kind="stable")]
+    row_order = np.where(order > 0, order, captured_order)
+    present = present[row_order[present].argsort(kind="stable")]
     kinds = identity.kind[present]
     place = kinds.argsort(kind="stable")
     rows, kinds = present[place], kinds[place]
     series, micro_step = identity.series[rows], identity.micro_step[rows]
     for shared in (rows, series, micro_step, place):
         shared.flags.writeable = False
-    return Standing(told_by, rows, series, micro_step, place, _parted(kinds))
+    return RowOrder(key, rows, series, micro_step, place, _parted(kinds))
 
 
 def _parted(kinds: NDArray[np.int64]) -> dict[str, slice]:

@@ -244,7 +244,7 @@ class Writing:
         self._reporting.flush()
         ticket.settle(True)
 
-    def flush_without(self) -> Ticket:
+    def flush_without_writer(self) -> Ticket:
         """What cannot wait for this thread cannot be written."""
         ticket = Ticket()
         ticket.settle(False)

@@ -57,7 +57,7 @@ class TestForesight:
             sink = CsvSink(rank.context)
             steps = [rank.step(step, W if step % 3 else BOTH, ("norm",) if step < 5 else SIX_OPS) for step in range(9)]
             if foresees:
-                sink.foresee(steps[:7])
+                sink.prepare(steps[:7])
             for rows in steps:
                 if rows.step not in (2, 3):  # which came to nothing
                     sink.write(rows)
@@ -69,7 +69,7 @@ class TestForesight:
     def test_what_was_foreseen_and_could_not_be_written_is_let_go_of(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
         steps = [rank.step(step, BOTH) for step in range(4)]
-        sink.foresee(steps)
+        sink.prepare(steps)
         out.mkdir(parents=True)
         (out / ".actv_0-4.csv.part").mkdir()
         with pytest.raises(IsADirectoryError):
@@ -82,9 +82,9 @@ class TestForesight:
 
     def test_foreseeing_again_takes_the_place_of_what_was_foreseen(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
-        sink.foresee([rank.step(step, W) for step in (0, 1)])
+        sink.prepare([rank.step(step, W) for step in (0, 1)])
         again = [rank.step(step, {"grad_reduced": [Measured("w", [6.0, 8.0])]}) for step in (0, 1)]
-        sink.foresee(again)
+        sink.prepare(again)
         for rows in again:
             sink.write(rows)
         sink.close()

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, SMALLS, WRITES
-from monitor.stats.torch.device_kernel import DeviceKernel
-from monitor.stats.torch.host_kernel import PIECE, HostKernel
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
+from monitor.stats.torch.host_kernel import PIECE, TorchHostKernel
 from monitor.stats.torch.tensors import pieces
 from monitor.stats.triton.elements import Blocks
 from monitor.stats.triton.launch import FusedKernel
@@ -26,11 +26,11 @@ EPS = 1e-8
 Reduce = Callable[[torch.Tensor], np.ndarray]
 
 
-def portable(eps: float) -> HostKernel:
-    return HostKernel(eps, with_native=False)
+def portable(eps: float) -> TorchHostKernel:
+    return TorchHostKernel(eps, with_native=False)
 
 
-def host(eps: float = EPS, kernel: Callable[[float], HostKernel] = HostKernel) -> Reduce:
+def host(eps: float = EPS, kernel: Callable[[float], TorchHostKernel] = TorchHostKernel) -> Reduce:
     own = kernel(eps)
 
     def reduce(x: torch.Tensor) -> np.ndarray:
@@ -48,7 +48,7 @@ def host_portable(eps: float = EPS) -> Reduce:
 
 
 def device(eps: float = EPS) -> Reduce:
-    return into_a_page(DeviceKernel(eps, chunk=1 << 12))
+    return into_a_page(TorchDeviceKernel(eps, chunk=1 << 12))
 
 
 def fused(eps: float = EPS) -> Reduce:
@@ -56,7 +56,7 @@ def fused(eps: float = EPS) -> Reduce:
     return into_a_page(fused_kernel(eps, Blocks(lanes=8192, rows=16, parts=4, tiles=4)))
 
 
-def into_a_page(kernel: DeviceKernel | FusedKernel) -> Reduce:
+def into_a_page(kernel: TorchDeviceKernel | FusedKernel) -> Reduce:
     def reduce(x: torch.Tensor) -> np.ndarray:
         page = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
         assert kernel.reduce_into(x, page, 1)
@@ -260,7 +260,7 @@ def test_what_has_no_data_has_no_row() -> None:
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(3)
     for x in (torch.empty(3, device="meta"), fake):
-        assert not HostKernel(EPS).reduce_into(x, page, 0)
+        assert not TorchHostKernel(EPS).reduce_into(x, page, 0)
     assert not page.any()
 
 
@@ -304,23 +304,29 @@ def fused_alone(eps: float) -> FusedKernel:
 
 
 @pytest.mark.parametrize("make", FREED.values(), ids=FREED)
-@pytest.mark.parametrize("kernel", [HostKernel, portable, DeviceKernel, fused_alone], ids=["native", "host", "device", "fused"])
+@pytest.mark.parametrize(
+    "kernel", [TorchHostKernel, portable, TorchDeviceKernel, fused_alone], ids=["native", "host", "device", "fused"]
+)
 def test_what_was_freed_is_not_read(kernel: Callable[[float], object], make: Callable[[], torch.Tensor]) -> None:
     own, page = kernel(EPS), torch.zeros((1, len(COLUMNS)), dtype=torch.float64)
-    assert not own.reduce_into(make(), page.numpy() if isinstance(own, HostKernel) else page, 0)
+    assert not own.reduce_into(make(), page.numpy() if isinstance(own, TorchHostKernel) else page, 0)
     assert not page.any()
 
 
 @pytest.mark.parametrize("make", [lambda: normal(50), lambda: normal(50).bfloat16()[20:], lambda: normal(5, 9)[:, ::2]])
-@pytest.mark.parametrize("kernel", [HostKernel, portable], ids=["native", "host"])
-def test_what_was_shrunk_is_not_read(kernel: Callable[[float], HostKernel], make: Callable[[], torch.Tensor]) -> None:
+@pytest.mark.parametrize("kernel", [TorchHostKernel, portable], ids=["native", "host"])
+def test_what_was_shrunk_is_not_read(kernel: Callable[[float], TorchHostKernel], make: Callable[[], torch.Tensor]) -> None:
     page = np.zeros((1, len(COLUMNS)))
     assert not kernel(EPS).reduce_into(shrunk(make()), page, 0)
     assert not page.any()
 
 
-@pytest.mark.parametrize("kernel", [HostKernel(EPS), portable(EPS), DeviceKernel(EPS)], ids=["native", "host", "device"])
-def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users(kernel: HostKernel | DeviceKernel) -> None:
+@pytest.mark.parametrize(
+    "kernel", [TorchHostKernel(EPS), portable(EPS), TorchDeviceKernel(EPS)], ids=["native", "host", "device"]
+)
+def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users(
+    kernel: TorchHostKernel | TorchDeviceKernel,
+) -> None:
     class Everything(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
@@ -328,7 +334,7 @@ def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users
 
     seen: list[object] = []
     page = torch.zeros(1, len(COLUMNS), dtype=torch.float64)
-    into = page if isinstance(kernel, DeviceKernel) else page.numpy()
+    into = page if isinstance(kernel, TorchDeviceKernel) else page.numpy()
     x = normal(500).requires_grad_()
     version, state = x._version, torch.random.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16), Everything():
@@ -338,9 +344,11 @@ def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("kernel", [HostKernel, portable], ids=["native", "portable"])
+@pytest.mark.parametrize("kernel", [TorchHostKernel, portable], ids=["native", "portable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_storage_of_what_was_read_can_still_be_resized(kernel: Callable[[float], HostKernel], dtype: torch.dtype) -> None:
+def test_the_storage_of_what_was_read_can_still_be_resized(
+    kernel: Callable[[float], TorchHostKernel], dtype: torch.dtype
+) -> None:
     """As FSDP does: torch resizes no storage that numpy has a view of."""
     x = torch.randn(40).to(dtype)
     kernel(EPS).reduce(x)

@@ -25,7 +25,7 @@ from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable, chunks_of
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch.dispatch import reduce_into
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import beneath, has_memory, is_plain, local_shard, unseen
 
 # --- Tensors of torch as a dump keeps them.
@@ -54,7 +54,7 @@ class Reader:
 
     def __init__(self, *, checksums: bool) -> None:
         self._checksums = checksums
-        self._kernel = HostKernel(EPS)
+        self._kernel = TorchHostKernel(EPS)
 
     def leaf(self, x: Tensor, file: str | None) -> Leaf:
         if _is_transformed(x):

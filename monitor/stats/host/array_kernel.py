@@ -275,7 +275,7 @@ def _of_chunk(v: Reals) -> NDArray[np.int64]:
     counts = of_singles(single, _counted)
     if v.dtype == np.float64:
         lost = np.count_nonzero((single == 0) & (v != 0))
-        give_back_what_rounded(counts, lost, np.count_nonzero(np.isfinite(v) & np.isinf(single)))
+        restore_rounded(counts, lost, np.count_nonzero(np.isfinite(v) & np.isinf(single)))
     return counts
 
 
@@ -300,7 +300,7 @@ def of_singles(v: NDArray[np.float32], count: CountBins) -> NDArray[np.int64]:
     return counts
 
 
-def give_back_what_rounded(counts: NDArray[np.int64], to_zero: int, to_infinity: int) -> None:
+def restore_rounded(counts: NDArray[np.int64], to_zero: int, to_infinity: int) -> None:
     """What single precision rounded to zero is the smallest there is, and what it made infinite the greatest."""
     counts[0] -= to_zero
     counts[1] += to_zero

@@ -99,7 +99,7 @@ class HostPage:
 class HostPageCopy:
     """A sealed copy of a ``HostPage``."""
 
-    at_hand = True
+    ready = True
 
     def __init__(self, page: HostPage) -> None:
         self._page = page

@@ -75,7 +75,7 @@ class _Constants:
         return exponent, factor
 
 
-class DeviceKernel:
+class MindSporeDeviceKernel:
     """Reduces tensors of any device to piece rows, in the order of the device's queue."""
 
     def __init__(self, eps: float, piece: int = PIECE) -> None:
@@ -144,11 +144,11 @@ def combined(end_to_end: NDArray[np.float32] | Floats) -> Floats:
     rows[:, COUNT:] = pieces[:, : len(COLUMNS) - 1]
     rows[:, COUNT] += rows[:, COUNT + 1 : NEGINFS + 1].sum(axis=1)
     rows[:, [MIN, MAX]] += pieces[:, -2:]
-    _let_go_of_exponents(rows)
+    _clear_exponents(rows)
     return rows[0] if len(rows) == 1 else union(rows)
 
 
-def _let_go_of_exponents(rows: Floats) -> None:
+def _clear_exponents(rows: Floats) -> None:
     """Exponent 0 wherever the sums of squares fit a float64: always, but for elements of double precision."""
     fits = (np.abs(rows[:, EXPONENT]) < _STEP[ms.float64]) | (rows[:, SUMSQ] == 0)
     exponents = np.where(fits, rows[:, EXPONENT], 0.0).astype(np.int64)
@@ -162,7 +162,7 @@ def _let_go_of_exponents(rows: Floats) -> None:
 # take a fraction of the time of MindSpore's own, and which has a reduction for every dtype.
 
 
-class HostKernel:
+class MindSporeHostKernel:
     """Reduces host tensors to table rows. Waits for what was called before, as ``on_host`` does."""
 
     def __init__(self, eps: float) -> None:

@@ -58,24 +58,24 @@ Read = Callable[[Raw], Floats]
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _PageEntry:
     tensor: Tensor
     read: Read
 
 
-class DevicePage:
+class MindSporeDevicePage:
     """A page of which the device holds what its rows are made of."""
 
     def __init__(self, rows: int, columns: int = len(COLUMNS)) -> None:
         self.shape = rows, columns
-        self._written: dict[int, _Written] = {}
+        self._written: dict[int, _PageEntry] = {}
 
     def write(self, row: int, tensor: Tensor, read: Read) -> None:
         """Let a row be what ``read`` makes of ``tensor``, of one dimension, which nobody changes. Does not wait."""
-        self._written[row] = _Written(tensor, read)
+        self._written[row] = _PageEntry(tensor, read)
 
     def new_copy(self) -> PageCopy:
-        return DevicePageCopy(self)
+        return MindSporeDevicePageCopy(self)
 
     def clear(self) -> None:
         self._written = {}
@@ -84,23 +84,23 @@ class DevicePage:
         self._written.pop(row, None)
 
     def rows_now(self) -> Floats:
-        return _Joined(self._written).rows(self.shape)
+        return _JoinedTensors(self._written).rows(self.shape)
 
-    def taken(self) -> _Joined:
+    def taken(self) -> _JoinedTensors:
         """What was written, on its way to the host; the page is empty from then on."""
-        joined = _Joined(self._written)
+        joined = _JoinedTensors(self._written)
         self.clear()
         return joined
 
 
-class DevicePageCopy:
-    """A sealed copy of a ``DevicePage``."""
+class MindSporeDevicePageCopy:
+    """A sealed copy of a ``MindSporeDevicePage``."""
 
-    at_hand = False
+    ready = False
 
-    def __init__(self, page: DevicePage) -> None:
+    def __init__(self, page: MindSporeDevicePage) -> None:
         self._page = page
-        self._sealed = _Joined({})
+        self._sealed = _JoinedTensors({})
         self.nbytes = 0
 
     def take(self, rows: int) -> None:
@@ -113,15 +113,15 @@ class DevicePageCopy:
         return self._sealed.rows(self._page.shape)
 
 
-class _Joined:
+class _JoinedTensors:
     """Tensors of several rows as one of each dtype: one transfer to the host instead of thousands.
 
     Attributes:
         nbytes: Their size.
     """
 
-    def __init__(self, written: dict[int, _Written]) -> None:
-        by_dtype: dict[object, dict[int, _Written]] = {}
+    def __init__(self, written: dict[int, _PageEntry]) -> None:
+        by_dtype: dict[object, dict[int, _PageEntry]] = {}
         for row, one in written.items():
             by_dtype.setdefault(one.tensor.dtype, {})[row] = one
         self._groups = [(mint.cat([one.tensor for one in group.values()]), _sources(group)) for group in by_dtype.values()]
@@ -138,7 +138,7 @@ class _Joined:
         return numbers
 
 
-def _sources(group: dict[int, _Written]) -> list[tuple[int, int, Read]]:
+def _sources(group: dict[int, _PageEntry]) -> list[tuple[int, int, Read]]:
     """Rows and sizes without the tensors, whose memory is free as soon as they are joined."""
     return [(row, one.tensor.size, one.read) for row, one in group.items()]
 

@@ -40,11 +40,11 @@ _HALF: Final = UNIT_BINS // 2
 Numbers = Mapping[int, Number]
 """By column of partials."""
 
-Kept = Any
+TensorSnapshot = Any
 """A copy of a tensor: an array on the host, a tensor on a device."""
 
 
-def kept(x: Tensor) -> Kept:
+def snapshot(x: Tensor) -> TensorSnapshot:
     """What a tensor holds now, to be compared with later.
 
     Raises:
@@ -81,8 +81,8 @@ def _agreeing(g: Reals, m: Reals, *, uphill: bool) -> int:
     return len(g) - differing
 
 
-def squares_of_update(after: Tensor, before: Kept) -> tuple[Number, Number]:
-    """The squares of the norms of ``after - before`` and of ``before``, as ``kept`` has left it; of one shape.
+def squares_of_update(after: Tensor, before: TensorSnapshot) -> tuple[Number, Number]:
+    """The squares of the norms of ``after - before`` and of ``before``, as ``snapshot`` has left it; of one shape.
 
     On a device they are float32: norms are told between 1e-19 and 1e19.
 
@@ -105,7 +105,7 @@ def squares_of_update(after: Tensor, before: Kept) -> tuple[Number, Number]:
         return update, weight
 
 
-class Signed(Protocol):
+class MindSporeSigned(Protocol):
     """Partials and a histogram of chunks of a tensor that is never whole, of signed numbers that are mostly between -1 and 1.
 
     Bins as in ``UNIT_UPPER``.
@@ -130,7 +130,7 @@ def adam_vectors(
     eps: float,
     *,
     eps_on_root: bool = False,
-) -> tuple[Signed, Signed]:
+) -> tuple[MindSporeSigned, MindSporeSigned]:
     """What Adam makes of its moments: ``m / (sqrt(v) + adam_eps)`` and ``m / sqrt(v)``, which is 0 where both are 0.
 
     Args:
@@ -148,7 +148,7 @@ def adam_vectors(
             corrections = [float(on.of(one)) if isinstance(one, Tensor) else one for one in given]
             added = adam_eps / math.sqrt(corrections[1]) if eps_on_root else adam_eps
             return _vectors_seen(on.of(mean), on.of(square), corrections, added, eps)
-        updates, ratios = DeviceSigned(eps), DeviceSigned(eps)
+        updates, ratios = MindSporeDeviceSigned(eps), MindSporeDeviceSigned(eps)
         there: Number = adam_eps * (square_correction**-0.5) if eps_on_root else adam_eps
         for m, v in _pieces(mean, square):
             m, root = m / mean_correction, mint.sqrt(v / square_correction)
@@ -158,9 +158,11 @@ def adam_vectors(
         return updates, ratios
 
 
-def _vectors_seen(mean: Raw, square: Raw, corrections: list[float], adam_eps: float, eps: float) -> tuple[Signed, Signed]:
+def _vectors_seen(
+    mean: Raw, square: Raw, corrections: list[float], adam_eps: float, eps: float
+) -> tuple[MindSporeSigned, MindSporeSigned]:
     kernel = NumpyKernel(eps)
-    updates, ratios = HostSigned(kernel), HostSigned(kernel)
+    updates, ratios = MindSporeHostSigned(kernel), MindSporeHostSigned(kernel)
     for given_mean, given_square in _chunks(mean, square):
         m = given_mean / given_mean.dtype.type(corrections[0])
         root = given_square / given_square.dtype.type(corrections[1])
@@ -174,7 +176,7 @@ def _vectors_seen(mean: Raw, square: Raw, corrections: list[float], adam_eps: fl
     return updates, ratios
 
 
-class HostSigned:
+class MindSporeHostSigned:
     """On the host, where a look at a value costs nothing."""
 
     def __init__(self, kernel: NumpyKernel) -> None:
@@ -200,7 +202,7 @@ class HostSigned:
         return self._counts
 
 
-class DeviceSigned:
+class MindSporeDeviceSigned:
     """On any device, without a look at a value: a tensor of float32 for each number.
 
     What partials need scaling for does not happen to such numbers. Counting into bins waits for MindSpore to have handed out

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, WRITES
-from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
+from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 1 << 22
 """Elements of a chunk: enough to fill a device, 16 MiB of float32 for a temporary."""
 
 
-class DeviceKernel:
+class TorchDeviceKernel:
     """Reduces tensors of any device to table rows, in stream order."""
 
     def __init__(self, eps: float, chunk: int = CHUNK) -> None:
@@ -36,7 +36,7 @@ class DeviceKernel:
             page: float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``.
             offset: A whole number on the same device, never looked at by the host. Where it is negative nothing is written.
         """
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
             source = readable(x)
             if source is None:
                 return False

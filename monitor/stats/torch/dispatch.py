@@ -19,11 +19,11 @@ from torch import Tensor
 
 from monitor.failures import LOGGER
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch.device_kernel import DeviceKernel
-from monitor.stats.torch.host_kernel import HostKernel
-from monitor.stats.torch.memory import DevicePage
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
+from monitor.stats.torch.memory import TorchDevicePage
 from monitor.stats.torch.tensors import capturing
-from monitor.stats.triton.launch import WHAT_TO_DO, Driver, Engine, FusedKernel
+from monitor.stats.triton.launch import TRITON_ADVICE, Driver, FusedEngine, FusedKernel
 from monitor.stats.triton.tensor_list import FusedList
 
 # --- Which kernel reduces the tensors of a device: the fused one where Triton compiles for it, or else the portable one.
@@ -36,11 +36,11 @@ class DeviceKernels:
     """The kernels of a process for the tensors of its devices, made when they are first asked for."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, Engine | None] = {}
-        self._kernels: dict[tuple[float, str], DeviceKernel | FusedKernel] = {}
+        self._engines: dict[str, FusedEngine | None] = {}
+        self._kernels: dict[tuple[float, str], TorchDeviceKernel | FusedKernel] = {}
         self._lists: dict[tuple[float, str], FusedList | None] = {}
 
-    def kernel(self, eps: float, device: torch.device) -> DeviceKernel | FusedKernel:
+    def kernel(self, eps: float, device: torch.device) -> TorchDeviceKernel | FusedKernel:
         """What reduces one tensor of ``device``."""
         found = self._kernels.get((eps, device.type))
         return self._new_kernel(eps, device) if found is None else found
@@ -55,21 +55,21 @@ class DeviceKernels:
             self._lists[key] = FusedList(kernel, engine)
         return self._lists[key]
 
-    def _new_kernel(self, eps: float, device: torch.device) -> DeviceKernel | FusedKernel:
+    def _new_kernel(self, eps: float, device: torch.device) -> TorchDeviceKernel | FusedKernel:
         if device.type not in self._engines and capturing(device):
-            return DeviceKernel(eps)  # for now: while work is recorded nothing is tried
+            return TorchDeviceKernel(eps)  # for now: while work is recorded nothing is tried
         engine = self._engine(device)
-        kernel = DeviceKernel(eps) if engine is None else FusedKernel(eps, engine)
+        kernel = TorchDeviceKernel(eps) if engine is None else FusedKernel(eps, engine)
         self._kernels[eps, device.type] = kernel
         return kernel
 
-    def _engine(self, device: torch.device) -> Engine | None:
+    def _engine(self, device: torch.device) -> FusedEngine | None:
         if device.type not in self._engines:
             self._engines[device.type] = engine_for(device)
         return self._engines[device.type]
 
 
-def engine_for(device: torch.device) -> Engine | None:
+def engine_for(device: torch.device) -> FusedEngine | None:
     """The fused kernels for devices of this type; None where they do not work, which is said if they should."""
     try:
         driver = _driver_of(device)
@@ -77,13 +77,13 @@ def engine_for(device: torch.device) -> Engine | None:
             return None
         from monitor.stats.triton import source
 
-        engine = Engine(source, driver)
+        engine = FusedEngine(source, driver)
         if _runs(engine, device):  # if not, it was said why
             return engine
     except Exception as error:
         LOGGER.warning(
             "The fused kernels do not run on %s: %r. Slower operations of torch take their place, with the same rows. %s",
-            device.type, error, WHAT_TO_DO,
+            device.type, error, TRITON_ADVICE,
         )  # fmt: skip
     return None
 
@@ -114,7 +114,7 @@ def _on(index: int) -> AbstractContextManager[Any]:
     return torch.accelerator.device_index(index)
 
 
-def _runs(engine: Engine, device: torch.device) -> bool:
+def _runs(engine: FusedEngine, device: torch.device) -> bool:
     """Launch once. What goes wrong on the device would take a wait to see."""
     page = torch.empty(1, len(COLUMNS), dtype=torch.float64, device=device)
     return FusedKernel(0.0, engine).reduces(torch.zeros(1, device=device), page, 0)
@@ -122,7 +122,7 @@ def _runs(engine: Engine, device: torch.device) -> bool:
 
 SCHEMA: Final = "reduce_into(Tensor x, Tensor(a!) page, int row, Tensor? micro_step, float eps) -> ()"
 
-_host_kernel = lru_cache(HostKernel)
+_host_kernel = lru_cache(TorchHostKernel)
 DEVICE_KERNELS: Final = DeviceKernels()
 """The kernels behind the operator on devices, with what was compiled for them: one set, as there is one operator."""
 
@@ -161,15 +161,15 @@ dimensions on that device, or None for 0. Where it is negative nothing is writte
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedTensor:
     """A tensor of a device, one of many, and the row that is for it."""
 
     tensor: Tensor
-    page: DevicePage
+    page: TorchDevicePage
     row: int
 
 
-def reduce_listed(items: Sequence[Listed], eps: float) -> list[tuple[int, Exception]]:
+def reduce_listed(items: Sequence[ListedTensor], eps: float) -> list[tuple[int, Exception]]:
     """Write the rows of tensors of any devices, with as few launches as there are kinds of them.
 
     Returns:
@@ -185,7 +185,9 @@ def reduce_listed(items: Sequence[Listed], eps: float) -> list[tuple[int, Except
     return failed
 
 
-def _reduce_listed(items: Sequence[Listed], here: list[int], device: torch.device, eps: float) -> list[tuple[int, Exception]]:
+def _reduce_listed(
+    items: Sequence[ListedTensor], here: list[int], device: torch.device, eps: float
+) -> list[tuple[int, Exception]]:
     together, left, failed = DEVICE_KERNELS.list(eps, device), here, []
     if together is not None:
         tensors, pages, rows = zip(*((items[i].tensor, items[i].page.tensor, items[i].row) for i in here), strict=True)

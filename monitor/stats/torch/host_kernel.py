@@ -17,7 +17,7 @@ from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, EMPTY, Floats, union
 from monitor.stats.torch.small_tensors import Staging, reduce_segments
 from monitor.stats.torch.tensors import (
-    KEYS_ABOVE_US,
+    BYPASSED_KEYS,
     Readable,
     address_of,
     is_unbroken,
@@ -61,7 +61,7 @@ class _Staging(threading.local):
         return staged.view(-1).numpy()
 
 
-class HostKernel:
+class TorchHostKernel:
     """Reduces host tensors to table rows.
 
     Args:
@@ -101,7 +101,7 @@ class HostKernel:
 
     def reduce(self, x: Tensor) -> Row | Floats | None:
         """The row of ``x``, shape ``(len(COLUMNS),)``; None if it has no data to read."""
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
             source = readable(x)
             return None if source is None else self._reduce(source)
 

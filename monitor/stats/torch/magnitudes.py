@@ -11,34 +11,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.histograms import BINS, UPPER
-from monitor.stats.host.array_kernel import EXPONENT_BINS, give_back_what_rounded, of_singles
+from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.torch.memory import persistent
-from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
+from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
 """Elements that are looked at together; in the cache, as in ``torch_host_kernel``."""
 
-CHUNK_THERE: Final = 1 << 22
+DEVICE_CHUNK: Final = 1 << 22
 """The same on an accelerator: enough to fill it."""
 
 
 def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
     """The histogram of a tensor on the host, shape ``(BINS,)``; None if it has no data to read."""
-    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
         source = readable(x)
         return None if source is None else _of_source(source)
 
 
-def count_magnitudes_there(x: Tensor) -> Tensor | None:
+def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
     """The same for any device and there, int64: no value is brought to the host, and nothing waits."""
-    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
         source = readable(x)
         if source is None:
             return None
         x = source.dense
         edges = _edges(x.device)
         counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
-        for piece in pieces(x, CHUNK_THERE):
+        for piece in pieces(x, DEVICE_CHUNK):
             exact = _magnitudes(piece)
             counts.scatter_add_(0, _bins_of(exact, edges), torch.isfinite(exact).to(torch.int64))
         counts *= source.repeats
@@ -83,7 +83,7 @@ def _of_piece(piece: Tensor) -> NDArray[np.int64]:
     counts = of_singles(single.numpy(), _counted)
     if exact.dtype is torch.float64:
         lost = int(((exact != 0) & (single == 0)).sum())
-        give_back_what_rounded(counts, lost, int((torch.isfinite(exact) & torch.isinf(single)).sum()))
+        restore_rounded(counts, lost, int((torch.isfinite(exact) & torch.isinf(single)).sum()))
     return counts
 
 

@@ -67,7 +67,7 @@ def _made(make: Callable[[], Tensor]) -> Tensor:
         return make()
 
 
-class DevicePage:
+class TorchDevicePage:
     """A page in an accelerator's memory.
 
     A row is written in the stream in which its tensor is ready. If that is not the stream that seals, events order the two.
@@ -98,7 +98,7 @@ class DevicePage:
             self._written[stream] = stream.record_event()
 
     def new_copy(self) -> PageCopy:
-        return DevicePageCopy(self, self._side)
+        return TorchDevicePageCopy(self, self._side)
 
     def join(self) -> torch.Stream:
         """The current stream, which from here on comes after all rows that were written, and is taken to seal."""
@@ -126,12 +126,12 @@ class DevicePage:
         return self.tensor.cpu().numpy()
 
 
-class DevicePageCopy:
-    """A sealed copy of a ``DevicePage``: on the device, then on the host."""
+class TorchDevicePageCopy:
+    """A sealed copy of a ``TorchDevicePage``: on the device, then on the host."""
 
-    at_hand = False
+    ready = False
 
-    def __init__(self, page: DevicePage, side: torch.Stream) -> None:
+    def __init__(self, page: TorchDevicePage, side: torch.Stream) -> None:
         live = page.tensor
         self._page = page
         self._side = side
@@ -165,7 +165,7 @@ def write_numbers(page: PageMemory, row: int, numbers: Mapping[int, float | torc
         for column, number in numbers.items():
             page.numbers[row, column] = number.item() if isinstance(number, torch.Tensor) else number
         return
-    assert isinstance(page, DevicePage)
+    assert isinstance(page, TorchDevicePage)
     with page.written():
         page.tensor[row].zero_()
         page.tensor[row, WRITES].fill_(1.0)
@@ -180,7 +180,7 @@ def write_histogram(page: PageMemory, row: int, counts: NDArray[np.int64] | torc
         page.numbers[row] = 0.0
         page.numbers[row, : len(counts)] = counts
         return
-    assert isinstance(page, DevicePage)
+    assert isinstance(page, TorchDevicePage)
     assert isinstance(counts, torch.Tensor)
     with page.written():
         page.tensor[row].zero_()

@@ -26,7 +26,7 @@ BATCH: Final = 98_304
 SMALL_BYTES: Final = 4 * SMALL
 BATCH_BYTES: Final = 4 * BATCH
 
-Found = tuple[Floats, NDArray[np.bool_]]
+SegmentRows = tuple[Floats, NDArray[np.bool_]]
 """Rows, shape ``(tensors, len(COLUMNS))``, and which of them hold; the others want a closer look."""
 
 
@@ -73,7 +73,7 @@ class Staging:
 
 def reduce_segments(
     narrow: NDArray[np.float32], starts: NDArray[np.int64], lengths: NDArray[np.int64], bound: float, wide: Floats
-) -> Found:
+) -> SegmentRows:
     """The rows of tensors that lie end to end.
 
     Args:

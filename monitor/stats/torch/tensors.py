@@ -191,22 +191,22 @@ def working_precision(dtype: torch.dtype) -> torch.dtype:
 # --- What reading a tensor passes by: keys of torch's dispatcher, and modes of the user's.
 
 _K = torch._C.DispatchKey
-_ABOVE_US: Final = [
+_BYPASSED: Final = [
     "ADInplaceOrView", "AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1", "AutogradMeta", "AutogradXPU",
     "AutogradMPS", "AutogradNestedTensor", "AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1", "AutocastXPU", "AutocastMPS",
     "Python", "PythonTLSSnapshot",
 ]  # fmt: skip
 
 
-def _keys_above_us() -> torch._C.DispatchKeySet:
+def _bypassed_keys() -> torch._C.DispatchKeySet:
     keys = torch._C.DispatchKeySet(_K.AutogradCPU)
-    for name in _ABOVE_US:
+    for name in _BYPASSED:
         if hasattr(_K, name):
             keys = keys | torch._C.DispatchKeySet(getattr(_K, name))
     return keys
 
 
-KEYS_ABOVE_US: Final = _keys_above_us()
+BYPASSED_KEYS: Final = _bypassed_keys()
 """Autograd, autocast and the user's dispatch modes: reading a tensor records nothing, casts nothing and is seen by nobody."""
 
 _NOTHING: Final = nullcontext()
@@ -223,7 +223,7 @@ def unseen() -> AbstractContextManager[object]:
 @contextmanager
 def beneath() -> Iterator[None]:
     """What is computed inside is recorded by no graph, cast by no autocast, and told to no mode of the user's."""
-    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
         yield
 
 

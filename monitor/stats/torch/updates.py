@@ -27,11 +27,11 @@ from monitor.stats.partials import (
     Floats,
     union,
 )
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import pieces
 
 CHUNK: Final = 65_536
-CHUNK_THERE: Final = 1 << 22
+DEVICE_CHUNK: Final = 1 << 22
 """Elements of a chunk on the host, where it stays in the cache with the temporaries, and on an accelerator, which it fills."""
 
 _HALF: Final = UNIT_BINS // 2
@@ -42,7 +42,7 @@ Numbers = Mapping[int, float | Tensor]
 
 def together(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The elements that stand at the same place in tensors of one shape, a chunk of each at a time."""
-    chunk = CHUNK if tensors[0].is_cpu else CHUNK_THERE
+    chunk = CHUNK if tensors[0].is_cpu else DEVICE_CHUNK
     alike = all(one.stride() == tensors[0].stride() for one in tensors)
     flat = tensors if alike else [one.reshape(-1) for one in tensors]
     yield from zip(*(pieces(one, chunk) for one in flat), strict=True)
@@ -107,7 +107,7 @@ def _squares(x: Tensor) -> Tensor:
     return torch.dot(flat, flat)
 
 
-class Signed(Protocol):
+class TorchSigned(Protocol):
     """Partials and a histogram of chunks of a tensor that is never whole, of signed numbers that are mostly between -1 and 1.
 
     Bins as in ``UNIT_UPPER``.
@@ -123,15 +123,15 @@ class Signed(Protocol):
         """Elements in each bin, int64, shape ``(UNIT_BINS + 2,)``."""
 
 
-def signed(like: Tensor, kernel: HostKernel, eps: float) -> Signed:
+def signed(like: Tensor, kernel: TorchHostKernel, eps: float) -> TorchSigned:
     """What counts chunks on the device of ``like``."""
-    return HostSigned(kernel) if like.is_cpu else DeviceSigned(like.device, eps)
+    return TorchHostSigned(kernel) if like.is_cpu else TorchDeviceSigned(like.device, eps)
 
 
-class HostSigned:
+class TorchHostSigned:
     """On the host, where a look at a value costs nothing."""
 
-    def __init__(self, kernel: HostKernel) -> None:
+    def __init__(self, kernel: TorchHostKernel) -> None:
         self._kernel = kernel
         self._scratch = Scratch()
         self._rows: list[Floats] = []
@@ -158,7 +158,7 @@ def _bins(halves: Tensor) -> Tensor:
     return halves.ceil_().clamp_(-_HALF, _HALF + 1).add_(_HALF)
 
 
-class DeviceSigned:
+class TorchDeviceSigned:
     """On any device, without a look at a value. What partials need scaling for does not happen to such numbers in float64."""
 
     def __init__(self, device: torch.device, eps: float) -> None:

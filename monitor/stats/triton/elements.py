@@ -25,7 +25,7 @@ INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _float8(raw, EXPONENT_BITS: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr):
+def _decode_float8(raw, EXPONENT_BITS: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr):
     """The float32 that a byte stands for. The bits are moved to where a float32 has them; products make good the bias,
     which are exact for subnormal numbers too.
 
@@ -98,13 +98,13 @@ def _loaded(at, mask, MASKED: tl.constexpr):
 def _decoded(raw, DECODE: tl.constexpr, WORK: tl.constexpr):
     """What bits of one word stand for."""
     if DECODE == "e4m3fn":
-        return _float8(raw, 4, 7, "all")
+        return _decode_float8(raw, 4, 7, "all")
     if DECODE == "e4m3fnuz":
-        return _float8(raw, 4, 8, "zero")
+        return _decode_float8(raw, 4, 8, "zero")
     if DECODE == "e5m2":
-        return _float8(raw, 5, 15, "ieee")
+        return _decode_float8(raw, 5, 15, "ieee")
     if DECODE == "e5m2fnuz":
-        return _float8(raw, 5, 16, "zero")
+        return _decode_float8(raw, 5, 16, "zero")
     if DECODE == "e8m0fnu":
         byte = raw.to(tl.uint8, bitcast=True).to(tl.int32)
         value = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
@@ -214,7 +214,7 @@ _FLOAT8: Final = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ElementFormat:
     """A dtype, as the kernels read it.
 
     Attributes:
@@ -238,15 +238,15 @@ class Format:
         return self.group * (self.reads if aligned else max(1, self.reads // 2))
 
 
-def _format(dtype: torch.dtype, element: str, decode: str) -> Format:
+def _format(dtype: torch.dtype, element: str, decode: str) -> ElementFormat:
     narrow = working_precision(dtype) is torch.float32
     registers = 8 if dtype.is_complex else 32 if narrow else 16  # numbers that a thread has room for at once
     group = min(max(1, READ // dtype.itemsize), registers // 2)
     reads = min(4, registers // group)
-    return Format(element, decode, "float32" if narrow else "float64", group, reads, 1.2e-31 if narrow else 1e-290)
+    return ElementFormat(element, decode, "float32" if narrow else "float64", group, reads, 1.2e-31 if narrow else 1e-290)
 
 
-def _formats() -> dict[torch.dtype, Format]:
+def _formats() -> dict[torch.dtype, ElementFormat]:
     formats = {dtype: _format(dtype, *how) for dtype, how in _ELEMENTS.items()}
     for name in _FLOAT8:
         dtype = getattr(torch, f"float8_{name}", None)  # newer torch has more of them
@@ -255,7 +255,7 @@ def _formats() -> dict[torch.dtype, Format]:
     return formats
 
 
-FORMATS: Final[Mapping[torch.dtype, Format]] = _formats()
+FORMATS: Final[Mapping[torch.dtype, ElementFormat]] = _formats()
 """Dtypes that the fused kernels read; others are left to the portable kernel."""
 
 # --- How a tensor is cut into parts, a program each.

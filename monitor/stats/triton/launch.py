@@ -13,10 +13,10 @@ from torch import Tensor
 from monitor.failures import LOGGER
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.torch.memory import made_here, persistent
-from monitor.stats.torch.tensors import KEYS_ABOVE_US, PLAIN, in_memory_order, readable
-from monitor.stats.triton.elements import FORMATS, READ, Blocks, Cut, Format, cut
+from monitor.stats.torch.tensors import BYPASSED_KEYS, PLAIN, in_memory_order, readable
+from monitor.stats.triton.elements import FORMATS, READ, Blocks, Cut, ElementFormat, cut
 
 # --- Launching a compiled kernel at the cost of little more than the driver's call.
 #
@@ -135,13 +135,15 @@ MOST_DIMS: Final = 4
 EVEN: Final = 16
 """Tensors with a multiple of so many elements are read in whole groups to their end."""
 
-WHAT_TO_DO: Final = "Triton needs a C compiler, a cache directory to write to (TRITON_CACHE_DIR), and the version torch brings."
+TRITON_ADVICE: Final = (
+    "Triton needs a C compiler, a cache directory to write to (TRITON_CACHE_DIR), and the version torch brings."
+)
 MOST_CUTS: Final = 4096
 _FAR: Final = 1 << 31
 _DENSE: Final = (0,) * 7
 
 
-class Engine:
+class FusedEngine:
     """The kernels of this process, as compiled so far, and their workspaces.
 
     Args:
@@ -154,7 +156,7 @@ class Engine:
         self._source = source
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._launches: dict[tuple[object, ...], Launch | None] = {}
-        self._told = False
+        self._announced = False
         self.cuts: dict[tuple[int, int], Cut] = {}
 
     def cut(self, elements: int, lane: int) -> Cut:
@@ -179,20 +181,20 @@ class Engine:
         workspace.reserve(parts, tensors)
         return workspace
 
-    def launch(self, kernel: str, format_: Format, device: int, **layout: Any) -> Launch | None:
+    def launch(self, kernel: str, format_: ElementFormat, device: int, **layout: Any) -> Launch | None:
         """The variant for a dtype and a layout; None where it does not work here."""
         key = (kernel, format_, device, *layout.values())
         if key not in self._launches:
             self._launches[key] = self._new_launch(kernel, format_, layout)
         return self._launches[key]
 
-    def _new_launch(self, kernel: str, format_: Format, layout: dict[str, Any]) -> Launch | None:
+    def _new_launch(self, kernel: str, format_: ElementFormat, layout: dict[str, Any]) -> Launch | None:
         try:
             function = getattr(self._source, kernel)
             given = constants(function, self._source.tl, format_, self.blocks, layout)
             return Launch(function, given, options(format_, self.blocks, self.driver.warp))
         except Exception as error:
-            _say_that_it_does_not_run(kernel, format_, error)
+            _warn_not_running(kernel, format_, error)
             return None
 
     def run(self, launch: Launch, x: Tensor, programs: int, stream: int, *arguments: float) -> bool:
@@ -209,33 +211,35 @@ class Engine:
             return True
         if self.driver.capturing():  # no time to compile
             return False
-        self._tell_of_compiling()
+        self._announce_compiling()
         try:
             launch(programs, stream, *arguments)
         except Exception as error:
-            self._give_up(launch, error)
+            self._disable(launch, error)
             return False
         return True
 
-    def _give_up(self, launch: Launch, error: Exception) -> None:
+    def _disable(self, launch: Launch, error: Exception) -> None:
         for key in [key for key, known in self._launches.items() if known is launch]:
             self._launches[key] = None
-            _say_that_it_does_not_run(key[0], key[1], error)
+            _warn_not_running(key[0], key[1], error)
 
-    def _tell_of_compiling(self) -> None:
-        if not self._told:
-            self._told = True
+    def _announce_compiling(self) -> None:
+        if not self._announced:
+            self._announced = True
             LOGGER.info("Compiling the fused kernels, 1 to 6 s for each kind of tensor; Triton keeps them in its cache.")
 
 
-def _say_that_it_does_not_run(kernel: object, format_: object, error: Exception) -> None:
+def _warn_not_running(kernel: object, format_: object, error: Exception) -> None:
     LOGGER.warning(
         "The fused kernel %s for %s does not run here: %r. Slower operations of torch take its place, with the same rows. %s",
-        kernel, format_, error, WHAT_TO_DO,
+        kernel, format_, error, TRITON_ADVICE,
     )  # fmt: skip
 
 
-def constants(function: Any, language: Any, format_: Format, blocks: Blocks, layout: Mapping[str, Any]) -> dict[str, Any]:
+def constants(
+    function: Any, language: Any, format_: ElementFormat, blocks: Blocks, layout: Mapping[str, Any]
+) -> dict[str, Any]:
     """The constants of a kernel, by name.
 
     Args:
@@ -251,7 +255,7 @@ def constants(function: Any, language: Any, format_: Format, blocks: Blocks, lay
     return {name: given[name] for name in function.arg_names if name.isupper()}
 
 
-def options(format_: Format, blocks: Blocks, warp: int) -> dict[str, Any]:
+def options(format_: ElementFormat, blocks: Blocks, warp: int) -> dict[str, Any]:
     """How a kernel is compiled. What rounds as if it were exact must not be rearranged."""
     return {"num_warps": max(1, blocks.lanes // warp), "enable_fp_fusion": format_.decode != "complex128"}
 
@@ -259,11 +263,11 @@ def options(format_: Format, blocks: Blocks, warp: int) -> dict[str, Any]:
 class FusedKernel:
     """Reduces tensors of a device to table rows, in stream order. What the kernels cannot read is left to the portable one."""
 
-    def __init__(self, eps: float, engine: Engine, portable: DeviceKernel | None = None) -> None:
+    def __init__(self, eps: float, engine: FusedEngine, portable: TorchDeviceKernel | None = None) -> None:
         self._engine = engine
-        self._portable = portable or DeviceKernel(eps)
+        self._portable = portable or TorchDeviceKernel(eps)
         self.bounds = {"float32": Epsilon.of(eps, np.float32).bound, "float64": Epsilon.of(eps, np.float64).bound}
-        self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, Format]] = {}
+        self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, ElementFormat]] = {}
 
     def reduce_into(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
         """Write the partials of ``x`` into ``page[row + offset]``. False, and nothing written, if ``x`` has no data to read.
@@ -291,7 +295,7 @@ class FusedKernel:
         launch, format_ = known
         return self._launch(launch, format_, format_.lane(key[2]), x, n, repeats, page, row, offset, _DENSE)
 
-    def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, Format] | None:
+    def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, ElementFormat] | None:
         dtype, device, aligned, even = key
         format_ = FORMATS.get(dtype)
         if format_ is None:
@@ -304,7 +308,7 @@ class FusedKernel:
         return launch, format_
 
     def _launch(
-        self, launch: Launch, format_: Format, lane: int, x: Tensor, n: int, repeats: int, page: Tensor, row: int,
+        self, launch: Launch, format_: ElementFormat, lane: int, x: Tensor, n: int, repeats: int, page: Tensor, row: int,
         offset: Tensor | None, layout: tuple[int, ...],
     ) -> bool:  # fmt: skip
         engine = self._engine
@@ -325,7 +329,7 @@ class FusedKernel:
 
     def _other(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None) -> bool:
         """Anything but a dense tensor of torch's own. False if it is not for the kernel, or has no data."""
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
             source = readable(x)
             if source is None or source.implicit_zeros or source.dense.is_neg() or source.dense.dtype not in FORMATS:
                 return False

@@ -10,7 +10,7 @@ Most parts are read once, for a handful of instructions an element: minimum, max
 leave open is read again, which is then a second read of that part alone:
 
 * A finite sum of squares proves that there is no NaN and no Inf, and one large enough that no square was lost below the range.
-  A part for which that proof fails is looked at in float64 throughout (``_looked_at_again``).
+  A part for which that proof fails is looked at in float64 throughout (``_reread_part``).
 * The spread is the difference of the two sums only while that is no small difference of large ones; else the part is centred
   on its mean (``_centred``).
 
@@ -191,7 +191,7 @@ def _centred(
 
 
 @triton.jit
-def _looked_at_again(
+def _reread_part(
     at, start, end, n, sizes, strides, bound, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
     INDEX: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -277,7 +277,7 @@ def _part(
     if equal:
         total, sumsq, m2 = count * least, count * least * least, tl.zeros_like(count)
     elif (left > 0) & (proven == 0):
-        count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent = _looked_at_again(
+        count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent = _reread_part(
             at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, LANES, GROUP
         )
     elif (left > 0) & (m2 < sumsq * 0.0625):
@@ -325,7 +325,7 @@ def _read(
 
 
 @triton.jit
-def _leave(numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr):
+def _store_part(numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr):
     """Leave the columns of a part in the workspace or, if all others of its tensor are there, all of it in the table.
 
     Args:
@@ -391,7 +391,7 @@ def reduce_one(
             ELEMENT, DECODE, WORK, DIMS, INDEX, ALIGNED, EVEN, R, LANES, GROUP, LEAST,
         )  # fmt: skip
         page = row.to(tl.int64) + below * ROW_BYTES
-        _leave(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS)
+        _store_part(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS)
 
 
 @triton.jit(do_not_specialize=["table", "tensors", "workspace", "counters", "bound"])
@@ -416,7 +416,7 @@ def reduce_many(
     row, parts = tl.load(at + 2 * tensors + tensor), tl.load(at + 3 * tensors + tensor).to(tl.int32)
     workspace = workspace.to(tl.int64) + tl.load(at + 5 * tensors + tensor) * COLUMNS * 8
     counter = counters.to(tl.int64) + tensor.to(tl.int64) * 4
-    _leave(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS)
+    _store_part(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS)
 
 
 FIELDS: tl.constexpr = tl.constexpr(6)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from monitor.stats.torch.memory import persistent
 from monitor.stats.torch.tensors import PLAIN, beneath, has_memory
-from monitor.stats.triton.elements import FORMATS, READ, Format
-from monitor.stats.triton.launch import EVEN, ROW_BYTES, Engine, FusedKernel
+from monitor.stats.triton.elements import FORMATS, READ, ElementFormat
+from monitor.stats.triton.launch import EVEN, ROW_BYTES, FusedEngine, FusedKernel
 
 MOST_TABLES: Final = 64
 """Tables that are kept: the lists of a model are the same each step."""
@@ -33,7 +33,7 @@ Kind = tuple[int, torch.dtype, bool, bool]
 
 
 @dataclass(slots=True)
-class Gathered:
+class TensorGroup:
     """The tensors of one launch.
 
     Attributes:
@@ -51,7 +51,7 @@ class Gathered:
 
 
 @dataclass(slots=True)
-class Table:
+class SentTable:
     """What was sent, and what it says."""
 
     memory: Tensor
@@ -63,10 +63,10 @@ class Table:
 class FusedList:
     """Reduces lists of tensors of one device."""
 
-    def __init__(self, kernel: FusedKernel, engine: Engine) -> None:
+    def __init__(self, kernel: FusedKernel, engine: FusedEngine) -> None:
         self._kernel = kernel
         self._engine = engine
-        self._tables: OrderedDict[tuple[Kind, int, tuple[int, ...]], Table] = OrderedDict()
+        self._tables: OrderedDict[tuple[Kind, int, tuple[int, ...]], SentTable] = OrderedDict()
 
     def reduce_into(self, tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
         """Write the partials of each tensor into ``page[row]``, with pages and rows beside the tensors.
@@ -82,7 +82,7 @@ class FusedList:
                 left.extend(group.places)
         return left
 
-    def _launch(self, kind: Kind, group: Gathered) -> bool:
+    def _launch(self, kind: Kind, group: TensorGroup) -> bool:
         device, dtype, aligned, even = kind
         format_ = FORMATS[dtype]
         launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even)
@@ -96,7 +96,7 @@ class FusedList:
             table.memory.data_ptr(), len(group.rows), workspace.rows, workspace.counters, self._kernel.bounds[format_.work],
         )  # fmt: skip
 
-    def _table(self, kind: Kind, stream: int, group: Gathered, format_: Format) -> Table:
+    def _table(self, kind: Kind, stream: int, group: TensorGroup, format_: ElementFormat) -> SentTable:
         key = (kind, stream, tuple(group.rows))
         table = self._tables.get(key)
         if table is not None and table.addresses == group.addresses and table.sizes == group.sizes:
@@ -105,7 +105,7 @@ class FusedList:
         numbers, programs = contents(group, format_.lane(kind[2]), self._engine)
         with beneath():
             memory = _sent(numbers, group.first.device, None if table is None else table.memory)
-        self._tables[key] = Table(memory, group.addresses, group.sizes, programs)
+        self._tables[key] = SentTable(memory, group.addresses, group.sizes, programs)
         if len(self._tables) > MOST_TABLES:
             self._tables.popitem(last=False)
         return self._tables[key]
@@ -113,9 +113,9 @@ class FusedList:
 
 def _gathered(
     tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]
-) -> tuple[dict[Kind, Gathered], list[int]]:
+) -> tuple[dict[Kind, TensorGroup], list[int]]:
     """Dense tensors by launch, and the places of the others."""
-    groups: dict[Kind, Gathered] = {}
+    groups: dict[Kind, TensorGroup] = {}
     left: list[int] = []
     bases: dict[int, int] = {}
     for place, (x, page, row) in enumerate(zip(tensors, pages, rows, strict=True)):
@@ -126,7 +126,7 @@ def _gathered(
         kind = (x.get_device(), x.dtype, not address % READ, not n % EVEN)
         group = groups.get(kind)
         if group is None:
-            group = groups[kind] = Gathered(x, [], [], [], [])
+            group = groups[kind] = TensorGroup(x, [], [], [], [])
         base = bases.get(id(page))
         if base is None:
             base = bases[id(page)] = page.data_ptr()
@@ -143,7 +143,7 @@ def is_listed(x: Tensor) -> bool:
     return plain and x.is_contiguous() and not x.is_neg() and not x.is_meta and has_memory(x)
 
 
-def contents(group: Gathered, lane: int, engine: Engine) -> tuple[NDArray[np.int64], int]:
+def contents(group: TensorGroup, lane: int, engine: FusedEngine) -> tuple[NDArray[np.int64], int]:
     """The table, int64: ``FIELDS`` columns, then for each program the number of its tensor. And how many programs there are."""
     cuts = [engine.cuts.get((size, lane)) or engine.cut(size, lane) for size in group.sizes]
     parts = np.array([one.parts for one in cuts])
