@@ -1,4 +1,4 @@
-"""The pipeline: from a sealed table on the training thread to every sink, without ever holding up training for long."""
+"""The pipeline: takes sealed tables from the training thread to every sink, and delays training for a bounded time at most."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ CLOSED: Final = "submitted after closing"
 class Pipeline(Generic[S]):
     """One training thread reserves a sealed copy, fills it and submits it; one writer thread delivers it.
 
-    No method lets an error out, and none of those for the training thread takes a lock. In a process forked from the one that
-    made it the pipeline is inert: nothing is reserved, written, flushed or closed.
+    No method raises, and the methods for the training thread take no lock. In a process forked from the one that made it, the
+    pipeline is inert: it reserves, writes, flushes and closes nothing.
 
     Args:
         sinks: By name, served in this order.
-        journal: What became of each step; used by one thread at a time, never by the training thread.
+        journal: Records the outcome of each step; used by one thread at a time, never by the training thread.
         new_sealed: Makes one more copy.
         queue_bytes: Bound on the memory of all sealed copies together; two may exist whatever their size.
-        queue_wait_seconds: How long training may be held up by a full queue, once an incident.
-        close_seconds: Within this time ``close`` returns.
-        signal_seconds: So long a SIGTERM may be held up.
-        watchers: Look at the rows of each step before any sink does. By what a failure in them is called.
-        save_seconds: Between two savings of the journal while steps are written.
+        queue_wait_seconds: How long a full queue may delay training, per incident.
+        close_seconds: ``close`` returns within this time.
+        signal_seconds: A SIGTERM is delayed for this time at most.
+        watchers: See the rows of each step before any sink does. The keys name them in failure reports.
+        save_seconds: Time between two saves of the journal while steps are written.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Pipeline(Generic[S]):
         return sealed
 
     def submit(self, sealed: S) -> None:
-        """Hand a filled copy to the writer. One that is not reserved is none of ours and is left alone."""
+        """Pass a filled copy to the writer. Ignores a copy that was not reserved here."""
         step = self._reserved.pop(id(sealed), None)
         if step is None or self._writer.inert:
             return
@@ -113,38 +113,38 @@ class Pipeline(Generic[S]):
             self._put_back(sealed, step, NOT_SUBMITTED)
 
     def give_back(self, sealed: S) -> None:
-        """A copy that was reserved and could not be filled: its step is dropped."""
+        """Return a reserved copy that could not be filled. Its step is dropped."""
         step = self._reserved.pop(id(sealed), None)
         if step is not None and not self._writer.inert:
             self._put_back(sealed, step, NOT_SEALED)
 
     def rearrange(self, arranged: ConsumerFactory) -> None:
-        """Hand the steps that are submitted from now on to other sinks and watchers. Does not wait.
+        """Pass steps submitted from now on to other sinks and watchers. Does not wait.
 
         Args:
-            arranged: Called on the writer thread, when all steps submitted before are delivered.
+            arranged: Called on the writer thread after all earlier steps have been delivered.
         """
         if not self._writer.inert and not self._writer.closing:
             self._writer.rearrange(arranged)
 
     def latest(self, timeout: float) -> StepRows | None:
-        """The rows of the step reserved last; ``None`` if it was dropped or is not read within ``timeout`` seconds."""
+        """The rows of the step reserved last; ``None`` if it was dropped, or was not read within ``timeout`` seconds."""
         if self._writer.inert or not self._writer.ask("drain").wait(timeout):
             return None
         rows = self._delivery.latest
         return rows if rows is not None and rows.step == self._newest else None
 
     def flush(self, timeout: float) -> bool:
-        """Whether within ``timeout`` seconds every step submitted so far was made visible by every sink."""
+        """True if every sink made every step submitted so far visible within ``timeout`` seconds."""
         if self._writer.inert:
             return False
         ticket = self._writer.ask("flush")
         return ticket.wait(timeout) and ticket.ok
 
     def close(self) -> bool:
-        """Deliver what is queued and close everything within ``close_seconds``; whether that went well everywhere.
+        """Deliver what is queued and close everything within ``close_seconds``. True if everything succeeded.
 
-        From any thread, any number of times.
+        May be called from any thread, any number of times.
         """
         if self._writer.inert:
             return True

@@ -1,4 +1,4 @@
-"""Formats, one module each, behind the protocol ``Sink``."""
+"""The output formats: how a sink of each is made, and what recovers its files after a crash."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def _hdf5_recovery() -> CrashRecovery:
 FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType(
     {"csv": _csv, "hdf5": _hdf5, "tensorboard": _tensorboard, "api": _api}
 )
-"""What makes the sink of each format, by the name that the configuration uses."""
+"""Makes the sink of each format, by the format's name in the configuration."""
 
 RECOVERIES: Final[Mapping[str, Callable[[], CrashRecovery]]] = MappingProxyType({"csv": _csv_recovery, "hdf5": _hdf5_recovery})
-"""What puts the files of an earlier process in order. The other formats have none: every step of theirs is whole when it can be
-seen, and nothing is hidden."""
+"""Recovers the files of an earlier process. The other formats need no recovery: they have no hidden files, and every visible step
+is whole."""
 
 
 def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the configuration's own word
-    """A sink of this format, which has opened nothing yet.
+    """A new sink of this format. It has opened no file yet.
 
     Raises:
         ValueError: if there is no such format.
     """
     if format not in FORMATS:
-        raise ValueError(f"format {format!r} does not exist; there are {', '.join(FORMATS)}")
+        raise ValueError(f"format {format!r} does not exist; the formats are {', '.join(FORMATS)}")
     return FORMATS[format](context)

@@ -1,9 +1,10 @@
-"""What a process that was killed left in the making in the ``csv`` format, made visible as far as it is whole.
+"""Recovers the unfinished files of a killed process in the ``csv`` format: makes their whole steps visible.
 
-In each record the parts of all kinds agree on the steps that were finished, and tell whether the last one was (see
-``monitor.sinks.files``). That much of them takes the names that the process would have given them; a step that was not finished
-is cut off. If any part of a record is damaged, by a crash of the machine for one, all parts of that record are set aside, since
-what some kinds have and others have not is no step.
+In each record, the parts of all kinds agree on the finished steps, and show whether the last step was finished (see
+``monitor.sinks.files``). The finished steps get the names that the process would have given them. An unfinished step is cut off.
+
+A part may be damaged, for example by a crash of the machine. Then all parts of its record are renamed ``….damaged``, because a
+step must be there for all kinds or for none.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular,
 
 
 class LeftoverPart:
-    """The part of a process that was killed.
+    """A part that a killed process left.
 
     Attributes:
-        finished: The steps that it marks as finished; None if they are damaged.
-        whole: The same with the step that it does not mark so; None if there is none, or if it is not whole.
-        unfinished: The last step of which ``whole`` would have a line.
+        finished: The steps marked as finished; None if they are damaged.
+        whole: ``finished`` and the unmarked step after them; None if there is no such step, or if it is not whole.
+        unfinished: The last step that has a line in ``whole``.
     """
 
     def __init__(self, named: NamedShard) -> None:
@@ -39,14 +40,14 @@ class LeftoverPart:
         self.unfinished = self._last_line_of(restored) if self._first else None
 
     def part(self, rows: CsvRows) -> PartialFile:
-        """The file, of which ``rows`` are to be kept."""
+        """The file as a part that keeps ``rows``."""
         part = PartialFile.left_behind(self.named.path, self._begun, len(rows.text()), self._first)
         part.finish()
         part.keep()
         return part
 
     def _parsed(self, text: bytes) -> CsvRows | None:
-        """None also where the steps are not those of the record, in order."""
+        """The rows; None if they are damaged, not in order, or outside the record."""
         rows = CsvRows.parse(text)
         if rows is None or (rows.steps[1:] < rows.steps[:-1]).any():
             return None
@@ -61,7 +62,7 @@ class LeftoverPart:
 
 def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:
     """See ``monitor.sinks.recovery.CrashRecovery``."""
-    for draft in drafts_in(directory):  # what it was to replace is there
+    for draft in drafts_in(directory):  # the file that it was to replace is still there
         draft.unlink()
     recovered, records = RecoveredFiles(), defaultdict(list)
     for named in parts_in(directory):
@@ -92,9 +93,9 @@ def _recover_record(
 
 
 def _agreed(left: list[LeftoverPart]) -> dict[LeftoverPart, CsvRows] | None:
-    """The steps that every kind has that should. A step that one part marks as finished was written to all of them.
+    """The steps to keep of each part; None if a part is damaged.
 
-    None if a part is damaged.
+    A step that one part marks as finished was written to all parts.
     """
     finished = {one: one.finished for one in left if one.finished is not None}
     newest = max((last for rows in finished.values() if (last := rows.last()) is not None), default=-1)
@@ -108,20 +109,20 @@ def _make_visible(directory: Path, record: StepRange, kept: Mapping[LeftoverPart
     news = [step for one, rows in kept.items() if (step := _news(rows, shards.carried_on(one.named, rows.header))) is not None]
     for one, rows in kept.items():
         if not news or not len(rows.steps):
-            one.named.path.unlink()  # a visible file has all of it
+            one.named.path.unlink()  # a visible file has all its steps
     if news:
         parts = {one.named: (one.part(rows), rows) for one, rows in kept.items() if len(rows.steps)}
         shards.take_up(min(news), parts, lambda path: changed(path) <= begun_ns)
 
 
 def _news(rows: CsvRows, visible: CsvRows) -> int | None:
-    """The first step of which these rows have something else than the visible ones."""
+    """The first step whose rows differ from the visible ones; None if there is none."""
     steps = sorted(set(rows.steps.tolist()))
     return next((step for step in steps if rows.rows_of(step) != visible.rows_of(step)), None)
 
 
 def _unfinished_from(text: bytes) -> int:
-    """Where the step begins that is not marked as finished; the end of the text if there is none."""
+    """The beginning of the step that is not marked as finished; the end of the text if there is none."""
     begins = np.append(0, line_ends(text))
     begins = begins[begins < len(text)]
     marked = begins[(np.frombuffer(text, np.uint8)[begins] & UNFINISHED) > 0]

@@ -143,7 +143,7 @@ class Hdf5Shards:
         part = self._part
         if part is not None and part.file.gone():
             self._drop(part)
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", part.file.path)
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while the monitor wrote to it", part.file.path)
         if part is not None and not part.takes(step):
             self.flush()
 

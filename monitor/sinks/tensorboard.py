@@ -370,7 +370,7 @@ class EventFile:
         if self._file is not None and self._file.gone():
             directory = Path(self._file.path).parent
             self._drop(self._file)
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(directory))
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while the monitor wrote to it", str(directory))
         if self._file is None:
             path = self._new_path()
             self._file, self._last = AppendFile(path, opened(path, os.O_CREAT | os.O_EXCL)), None

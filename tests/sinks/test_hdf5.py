@@ -563,7 +563,7 @@ class TestFaults:
         write(sink, rank, 0)
         (out / ".metrics_0-4.h5.part").unlink()
         out.rmdir()
-        with pytest.raises(FileNotFoundError, match="removed while it was being written"):
+        with pytest.raises(FileNotFoundError, match="the file was removed while the monitor wrote to it"):
             write(sink, rank, 1)
         write(sink, rank, 2)
         sink.close()

@@ -31,7 +31,7 @@ def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether lines are made in C."""
     monkeypatch.setenv(VARIABLE, request.param)
-    assert csv_text.is_built() is (request.param == "1")
+    assert csv_text.is_native() is (request.param == "1")
 
 
 @pytest.fixture

@@ -221,7 +221,7 @@ class TestFaults:
         write(sink, rank, 0)
         only_file(out).unlink()
         out.rmdir()
-        with pytest.raises(FileNotFoundError, match="removed while it was being written"):
+        with pytest.raises(FileNotFoundError, match="the file was removed while the monitor wrote to it"):
             write(sink, rank, 1)
         write(sink, rank, 2)
         assert [one.step for one in scalars(out)["0:w/rank0/grad_reduced_norm"]] == [2]
