@@ -54,8 +54,8 @@ FORMATS: Final[Mapping[str, Callable[[SinkContext], Sink]]] = MappingProxyType(
 """Makes the sink of each format, by the format's name in the configuration."""
 
 RECOVERIES: Final[Mapping[str, Callable[[], CrashRecovery]]] = MappingProxyType({"csv": _csv_recovery, "hdf5": _hdf5_recovery})
-"""Recovers the files of an earlier process. The other formats need no recovery: they have no hidden files, and every visible step
-is whole."""
+"""Recovers the files of an earlier process. The other formats need no recovery: they hide no files, and every visible step is
+whole."""
 
 
 def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the configuration's own word

@@ -1,7 +1,8 @@
 """Recovers the unfinished files of a killed process in the ``csv`` format: makes their whole steps visible.
 
 In each record, the parts of all kinds agree on the finished steps, and show whether the last step was finished (see
-``monitor.sinks.files``). The finished steps get the names that the process would have given them. An unfinished step is cut off.
+``monitor.sinks.files``). Finished steps get the file names that the process would have given them. An unfinished step is cut
+off.
 
 A part may be damaged, for example by a crash of the machine. Then all parts of its record are renamed ``….damaged``, because a
 step must be there for all kinds or for none.

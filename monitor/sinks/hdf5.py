@@ -1,4 +1,4 @@
-"""The ``hdf5`` format: all kinds of a record in one file, with partials in place of ops."""
+"""The ``hdf5`` format: all kinds of a record in one file, with partials in place of ops. Has the sink and ``read_hdf5``."""
 
 from __future__ import annotations
 
@@ -25,39 +25,37 @@ from monitor.sinks.protocol import SinkContext
 from monitor.sinks.step_spool import SpoolBlock, read_blocks
 from monitor.stats.rows import StepRows
 
-# --- The files of the ``hdf5`` format in a rank's directory: what is in which, when they are seen, what becomes of those
-# before.
+# --- The files in a rank's directory.
 #
-# Steps gather in a hidden part until their record is complete; then a shard is made of them and takes its name. A
-# record of very many rows is cut into several shards, each called after the steps that it holds, since a shard is made
-# in memory.
+# Steps are collected in a hidden part until their record is complete. Then a shard is made of the part and gets its name.
+# A shard is made in memory, so a record of very many rows is cut into several shards, each named after its own steps.
 #
-# A step that is written again takes the place of the old one and of all after it in its record. So a part begins with
-# what the shards of its record hold of earlier steps, and its shard takes their place.
+# A step that is written again replaces the old one and all later steps in its record. So a part begins with the earlier
+# steps from the shards of its record, and its shard replaces those shards.
 
 PLAIN: Final = pa.schema([(one.name, pa.string() if pa.types.is_dictionary(one.type) else one.type) for one in SCHEMA])
-"""``SCHEMA`` with texts in place of numbers that stand for them."""
+"""``SCHEMA`` with plain texts in place of dictionary indices."""
 
 MIB: Final = 1 << 20
 
 MOST_BYTES: Final = 64 * MIB
-"""Of a part: about 1.2 million rows. While a shard is made of it, that takes 120 MB of memory."""
+"""Greatest size of a part: about 1.2 million rows. Making a shard of it takes 120 MB of memory."""
 
 FULL: Final = 16 * MIB
-"""A shard of this size is not carried on by the steps that follow it."""
+"""A shard of this size or more is final: later steps go into a new shard."""
 
 
 @dataclass(slots=True)
 class _PartialShard:
-    """A shard in the making.
+    """An unfinished shard.
 
     Attributes:
-        file: The hidden file with its blocks, or with all of the shard.
+        file: The hidden file with its blocks, or with the whole shard.
         record: The steps that it may hold.
         first: The first step that it holds.
-        since: The first step that is new: whatever else is visible of it and of those after it in the record is to go.
+        since: The first new step. Visible rows of it and of later steps in the record are to be removed.
         last: The last new step; None while there is none.
-        replaces: The shards that it carries on.
+        replaces: The shards whose rows it carries over.
     """
 
     file: AppendFile
@@ -68,14 +66,14 @@ class _PartialShard:
     replaces: list[Path] = field(default_factory=list)
 
     def takes(self, step: int) -> bool:
-        """Whether ``step`` can be added at its end."""
+        """Whether ``step`` can be appended."""
         return self.record.holds(StepRange(step, step)) and (self.last is None or self.last < step) and not self.file.released
 
 
 class Hdf5Shards:
-    """The shards of a directory, one in the making at most.
+    """The shards of a directory, of which at most one is unfinished.
 
-    Every method may raise OSError: what is visible then holds whole steps, and the next step can be tried.
+    Every method may raise OSError: visible files then hold whole steps, and the next step can be written.
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
@@ -99,7 +97,7 @@ class Hdf5Shards:
             self.flush()
 
     def flush(self) -> None:
-        """Make a shard of what has been gathered."""
+        """Make a shard of the collected steps."""
         part = self._part
         if part is None:
             return
@@ -112,7 +110,7 @@ class Hdf5Shards:
             raise
 
     def close(self) -> None:
-        """The same, and let go of all files, also of a part that could not become a shard."""
+        """Flush, and close all files, also a part that could not become a shard."""
         try:
             self.flush()
         finally:
@@ -122,11 +120,11 @@ class Hdf5Shards:
             self._part = None
 
     def take_up(self, left: Path, record: StepRange, size: int, rows: pa.Table, facts: ShardMetadata) -> None:
-        """Make visible what another process had in the making, unless all of it is.
+        """Make the part that another process left visible, unless all its steps are.
 
         Args:
-            left: Its part, of which the first ``size`` bytes are whole.
-            rows: What it holds.
+            left: The part, of which the first ``size`` bytes are whole.
+            rows: The rows in the part.
         """
         steps = set(rows["step"].to_pylist())
         fitting = [shard for shard in self._names.shards_of(record) if shard.facts.fits(facts)]
@@ -139,7 +137,7 @@ class Hdf5Shards:
         self._publish(_PartialShard(file, record, min(steps), since, max(steps), carried_on))
 
     def _make_way(self, step: int) -> None:
-        """Finish the part if ``step`` cannot be added to it."""
+        """Finish the part if ``step`` cannot be appended to it."""
         part = self._part
         if part is not None and part.file.gone():
             self._drop(part)
@@ -170,7 +168,7 @@ class Hdf5Shards:
         return part
 
     def _carry(self, part: _PartialShard, shard: Hdf5Shard) -> None:
-        """Begin ``part`` with what the shard holds of earlier steps."""
+        """Begin ``part`` with the shard's rows of earlier steps."""
         earlier = StepRange(part.record.first, part.since - 1)
         for block in shard.blocks(earlier):
             part.file.write(block.packed())
@@ -186,7 +184,7 @@ class Hdf5Shards:
         self._give_name(part, cut=size >= MOST_BYTES)
 
     def _take_out(self, part: _PartialShard) -> None:
-        """Rid the shards that ``part`` does not carry on of what was written again."""
+        """Remove the steps that were written again from the shards that ``part`` does not replace."""
         again = StepRange(part.since, part.record.last)
         for shard in self._names.shards_of(part.record, anywhere=True):
             if shard.path not in part.replaces and shard.span.meets(again):
@@ -194,7 +192,7 @@ class Hdf5Shards:
 
     def _give_name(self, part: _PartialShard, *, cut: bool) -> None:
         path = self._free_path(part, cut=cut)
-        # By way of a file that it replaces, and when the others are gone, so that its rows are never there twice.
+        # First remove the other replaced files, then rename over one of them, so that no row is ever visible twice.
         first, *others = part.replaces or [path]
         for other in others:
             other.unlink(missing_ok=True)
@@ -212,21 +210,24 @@ class Hdf5Shards:
 
 
 def _carried_on(shards: list[Hdf5Shard], step: int, facts: ShardMetadata) -> list[Hdf5Shard]:
-    """Those with steps from ``step`` on, which are to go, and the last one before it, unless it is full."""
+    """The shards whose rows a new part carries over.
+
+    Those with steps from ``step`` on, which the part replaces, and the last shard before ``step`` unless it is full.
+    """
     fitting = sorted((shard for shard in shards if shard.facts.fits(facts)), key=lambda shard: shard.span)
     before = [shard for shard in fitting if shard.span.last < step]
     return [shard for shard in before[-1:] if shard.size < FULL] + [shard for shard in fitting if shard.span.last >= step]
 
 
 def _make_shard(path: Path) -> None:
-    """Turn a part into a shard, still hidden. Any number of times."""
+    """Turn a part into a shard, still hidden. Does nothing if it is one already."""
     if is_shard(path):
         return
     try:
         content = image(read_blocks(path))
-    except (ValueError, RuntimeError) as error:  # nothing to be done with it, now or later
+    except (ValueError, RuntimeError) as error:  # it would fail again, so the part is removed
         path.unlink(missing_ok=True)
-        raise OSError(errno.EIO, f"no shard could be made of it, and it is gone: {error!r}", str(path)) from error
+        raise OSError(errno.EIO, f"its steps could not be written as HDF5 and are lost: {error!r}", str(path)) from error
     write_hidden(path, content)
 
 
@@ -239,7 +240,7 @@ def _rewrite(shard: Hdf5Shard, without: StepRange) -> None:
 
 
 def _news(rows: pa.Table, visible: list[pa.Table]) -> int | None:
-    """The first step of which there is something else among the rows than in the visible ones; None if there is none."""
+    """The first step whose rows differ from the visible ones; None if there is none."""
     new, *known = (_plain(table) for table in (rows, *visible))
     old = pa.concat_tables([new.slice(0, 0), *known])
     steps = np.unique(new["step"].to_numpy()).tolist()
@@ -247,7 +248,7 @@ def _news(rows: pa.Table, visible: list[pa.Table]) -> int | None:
 
 
 def _plain(rows: pa.Table) -> pa.Table:
-    """With texts in place of numbers that stand for texts, and with the column of histograms: so rows can be compared."""
+    """The rows with plain texts and a column of histograms, so that they can be compared."""
     plain = rows.select(SCHEMA.names).replace_schema_metadata(None).cast(PLAIN)
     histograms = rows[HISTOGRAM] if HISTOGRAM in rows.column_names else pa.nulls(len(rows), FILLED)
     return plain.append_column(HISTOGRAM, histograms)
@@ -263,11 +264,11 @@ __all__ = ["Hdf5Sink", "NotAShardError", "read_hdf5"]
 class Hdf5Sink:
     """Writes ``metrics_{first}-{last}.h5`` into the rank's directory.
 
-    A step is in its file whole or not at all. A file has its name when its record is complete, or after ``flush``.
+    A step is in its file whole or not at all. A file gets its name when its record is complete, or at ``flush``.
 
     Raises:
-        OSError: from every method, if the disk, the directory or the number of open files does not allow what was asked. The
-            files then hold whole steps, and the next step can be written as soon as the cause has passed.
+        OSError: from every method, if the disk, the directory or the limit on open files does not allow the operation. The
+            files then hold whole steps, and the next step can be written as soon as the cause is gone.
     """
 
     def __init__(self, context: SinkContext) -> None:
@@ -276,16 +277,16 @@ class Hdf5Sink:
         self._shards = Hdf5Shards(context.directory, context.step_count_per_record)
 
     def write(self, rows: StepRows) -> None:
-        """Add one step. A step that was written before takes the place of the old one, and of those after it in its record."""
+        """Add one step. If it was written before, it replaces the old one and all later steps in its record."""
         if len(rows):
             self._shards.write(rows.step, SpoolBlock(self._measurements.of(rows), self._facts.of(rows)))
 
     def flush(self) -> None:
-        """Make the open record visible as it is. Its next steps join it."""
+        """Make the open record visible as it is. Later steps of the record are added to it."""
         self._shards.flush()
 
     def close(self) -> None:
-        """Flush and let go of every file."""
+        """Flush and close every file."""
         self._shards.close()
 
 
@@ -296,22 +297,22 @@ def read_hdf5(
     steps: tuple[int, int] | None = None,
     ops: Sequence[str] | None = None,
 ) -> pa.Table:
-    """The rows of one file: what each is of, and its partials (``monitor.sinks.arrow.SCHEMA``). Where rows have
-    histograms a column ``histogram`` follows, lists of the elements of every bin; null in the rows that have none.
+    """Read one HDF5 file of a recording: a row per measurement, with identity and partials (``monitor.sinks.arrow.SCHEMA``).
 
-    Kind by kind, and within a kind in the order in which they were measured. What is to be known of the steps stands in the
-    table's metadata (``ShardMetadata.unpacked``).
+    If rows have histograms, a column ``histogram`` follows: lists of the elements of every bin, null for rows without one. Rows
+    are ordered by kind, and within a kind in the order in which they were measured. The metadata of the steps is in the table's
+    metadata (``ShardMetadata.unpacked``).
 
     Args:
-        kinds: Those to read; None: all.
-        steps: The first and the last one to read; None: all. Only what is asked for is read.
-        ops: Give these, derived from the partials, in place of them; also the columns of features, and ``mg_direction``. They
-            need not be those that were configured. Null where a row's kind has none.
+        kinds: The kinds to read; None: all.
+        steps: The first and the last step to read; None: all. Nothing else is read.
+        ops: Replace the partials by these ops, derived from them. Columns of features and ``mg_direction`` are allowed, and ops
+            that were not configured. Null if a row's kind does not have the op.
 
     Raises:
         OSError: the file cannot be opened, or is not HDF5.
-        NotAShardError: it is HDF5, and not one of these files, or it is damaged.
-        ValueError: there is no such op.
+        NotAShardError: the file is HDF5 but not a file of this format, or it is damaged.
+        ValueError: an op does not exist.
     """
     with h5py.File(fspath(path), "r", locking=False) as file:
         table = read_rows(file, kinds, ALL_STEPS if steps is None else StepRange(*steps))

@@ -1,4 +1,4 @@
-"""The files of the ``hdf5`` format, by name and by content."""
+"""Finds the files of the ``hdf5`` format in a directory, by name, and reads their steps and rows."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def shard_name(steps: StepRange, copy: int = 1) -> str:
 
 
 def part_name(shard: str) -> str:
-    """Of the hidden file that is going to be ``shard``."""
+    """The name of the hidden file that becomes ``shard``."""
     return f".{shard}.part"
 
 
 def is_shard(path: Path) -> bool:
-    """Whether it is an HDF5 file, as opposed to the blocks that one is made of."""
+    """Whether the file is HDF5, and not the blocks of an unfinished shard."""
     with open(path, "rb") as file:
         return file.read(len(_SIGNATURE)) == _SIGNATURE
 
 
 def write_hidden(path: Path, content: bytes) -> None:
-    """Replace the file in one move. It stays as it is if that fails."""
+    """Replace the file's content atomically. The file is unchanged if that fails."""
     draft = path.with_name(f".{path.name.removeprefix('.')}.draft")
     try:
         draft.write_bytes(content)
@@ -53,10 +53,10 @@ def write_hidden(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hdf5Shard:
-    """A visible file that is ours.
+    """A visible file of this format.
 
     Attributes:
-        span: Its first step and its last.
+        span: The first and the last step.
         size: In bytes.
     """
 
@@ -67,7 +67,7 @@ class Hdf5Shard:
 
     @classmethod
     def read(cls, path: Path) -> Hdf5Shard | None:
-        """None if it is gone, out of reach, not one of ours, or without a row."""
+        """The shard; None if the file is missing, not accessible, not of this format, or has no rows."""
         try:
             content = path.read_bytes()
             with _opened(content) as file:
@@ -77,26 +77,26 @@ class Hdf5Shard:
             return None
 
     def rows(self, steps: StepRange) -> pa.Table:
-        """Those of these steps, kind by kind."""
+        """The rows of these steps, kind by kind."""
         with _opened(self.path.read_bytes()) as file:
             return read_rows(file, steps=steps)
 
     def steps(self) -> set[int]:
-        """The steps of which it has rows."""
+        """The steps that have rows in the file."""
         with _opened(self.path.read_bytes()) as file:
             return read_steps(file)
 
     def blocks(self, steps: StepRange) -> list[SpoolBlock]:
-        """Its rows of these steps."""
+        """The rows of these steps as blocks."""
         rows = self.rows(steps)
         return [SpoolBlock(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
 
 
 class ShardIndex:
-    """The files of a directory by the records that they hold steps of.
+    """The files of a directory, by the records whose steps they hold.
 
-    Those that are called after a record are not remembered: there may be very many, and their names can be told. The others are
-    listed once.
+    Files named after a record are not stored: there may be very many, and their names follow from the record. The other files
+    are listed once.
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
@@ -108,11 +108,11 @@ class ShardIndex:
         self._known().update(self._otherwise([path.name]))
 
     def of(self, record: StepRange) -> list[Path]:
-        """The files that by their names hold nothing but steps of this record: the one that is called after it first."""
+        """The files whose names state steps of this record only; first the file named after the record."""
         return self._existing(record, [path for path, steps in self._known().items() if record.holds(steps)])
 
     def shards_of(self, record: StepRange, *, anywhere: bool = False) -> list[Hdf5Shard]:
-        """Those of the files ``of`` this record that are ours; ``anywhere``: also those that hold steps of other ones, too."""
+        """The shards among the files ``of`` this record; with ``anywhere`` also those that hold steps of other records."""
         others = [path for path, steps in self._known().items() if steps.meets(record)]
         paths = self._existing(record, others) if anywhere else self.of(record)
         return [shard for path in paths if (shard := Hdf5Shard.read(path)) is not None]
@@ -126,7 +126,7 @@ class ShardIndex:
         return self._others
 
     def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, StepRange]]:
-        """Those that are not called after a record."""
+        """The files that are not named after a record."""
         for name in names:
             if match := _SHARD_NAME.fullmatch(name):
                 steps = StepRange(int(match[1]), int(match[2]))
@@ -135,17 +135,17 @@ class ShardIndex:
 
 
 def shards_in(directory: Path) -> Iterator[tuple[Path, StepRange]]:
-    """The files that a reader sees, and the steps that they are called after."""
+    """The files that a reader sees, with the steps in their names."""
     return _matching(_SHARD_NAME, directory)
 
 
 def parts_in(directory: Path) -> Iterator[tuple[Path, StepRange]]:
-    """The hidden files in the making, with their records."""
+    """The hidden unfinished files, with their records."""
     return _matching(_PART_NAME, directory)
 
 
 def drafts_in(directory: Path) -> list[Path]:
-    """The hidden files that another one was to be replaced with."""
+    """The hidden files that were to replace other files."""
     return [directory / name for name in _listed(directory) if _DRAFT_NAME.fullmatch(name)]
 
 

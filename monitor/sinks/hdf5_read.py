@@ -1,4 +1,4 @@
-"""What an HDF5 shard holds, read back as a table."""
+"""Reads an HDF5 shard back as a table, and its metadata, steps and numbers of rows."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ from monitor.sinks.files import StepRange
 from monitor.sinks.hdf5_write import TABLES
 from monitor.stats.ops import CALLS
 
-# --- Columns of numbers, histograms and tables of text in an HDF5 file, read through h5py's lower interface.
+# --- Datasets of an HDF5 file, read through h5py's low-level interface.
 #
-# A shard of few rows is nearly all columns, some twenty for each kind, and a job has thousands of shards: read through
-# ``h5py.Dataset`` and its checks the columns of a kind take 8 ms however few rows there are, through what is used here
-# 4.
+# A job has thousands of shards with some twenty columns per kind. Through ``h5py.Dataset`` the columns of a kind take
+# 8 ms to open, however few rows there are; through the low-level interface they take 4 ms.
 
 
 class DatasetColumn:
-    """A dataset of an entry a row, whose content is in this very file, and was written.
+    """A dataset with one entry per row, whose content was written to this same file.
 
     Args:
-        inner: The shape of an entry: nothing of a number. Entries that are no numbers may be left out, and are zeros then.
+        inner: The shape of an entry; empty for numbers. Entries with a shape may be missing from the file, and are zeros then.
 
     Raises:
-        KeyError: there is no such name in the group.
-        TypeError: what has the name is no dataset, or is a link that leads elsewhere.
-        ValueError: its shape is another, its content lies elsewhere, or it has more rows than were written.
+        KeyError: the group has no such name.
+        TypeError: the name is not of a dataset, or is a link.
+        ValueError: the shape differs, the content is in another file, or fewer rows were written than the dataset states.
     """
 
     def __init__(self, group: h5g.GroupID, name: str, *inner: int) -> None:
@@ -51,10 +50,10 @@ class DatasetColumn:
         created, shape = self._dataset.get_create_plist(), self._dataset.shape
         layout = created.get_layout()
         if tuple(shape[1:]) != inner or not shape or layout == h5d.VIRTUAL or created.get_external_count():
-            raise ValueError(f"{_path(group, name)} is not a plain column")
+            raise ValueError(f"{_path(group, name)} is not a plain column: its shape or its storage is another")
         self._length, self._inner = int(shape[0]), inner
         if not inner and layout == h5d.CHUNKED and self._dataset.get_num_chunks() * created.get_chunk()[0] < self._length:
-            raise ValueError(f"{_path(group, name)} says that it has more rows than it has")
+            raise ValueError(f"{_path(group, name)} states more rows than were written")
 
     def __len__(self) -> int:
         return self._length
@@ -73,17 +72,17 @@ class DatasetColumn:
 
     def texts(self) -> pa.StringArray:
         """All rows, as UTF-8."""
-        if self._dataset.dtype.kind == "S" and self._length:  # of one length each, as we write it
+        if self._dataset.dtype.kind == "S" and self._length:  # texts of one length, as the sink writes them
             return pa.array(self.read(), type=pa.binary()).cast(pa.string())
         return pa.array(h5py.Dataset(self._dataset).asstr()[...].tolist(), type=pa.string())
 
 
 def group_in(file: h5g.GroupID, name: str) -> h5g.GroupID:
-    """The group of this name in this very file.
+    """The group of this name in this same file.
 
     Raises:
         KeyError: there is none.
-        TypeError: what has the name is no group, or is a link that leads elsewhere.
+        TypeError: the name is not of a group, or is a link.
     """
     return _own(file, name, h5g.GroupID, "Group")
 
@@ -107,21 +106,21 @@ def _path(group: h5g.GroupID, name: str = "") -> str:
 ALL_STEPS: Final = StepRange(0, 2**63 - 1)
 
 HISTOGRAMS_AT_ONCE: Final = 4096
-"""Read together: 9 MB, of which a tenth is left."""
+"""Rows of histograms read in one call: 9 MB, of which the filled bins take a tenth."""
 
 _FOREIGN: Final = (KeyError, TypeError, ValueError, OSError, RuntimeError, UnicodeDecodeError)
-"""What a file that is not ours, or is damaged, makes h5py and the checks below raise."""
+"""Raised by h5py and the checks below for files that are damaged or not of this format."""
 
 
 class NotAShardError(ValueError):
-    """The file is not one of ours, or is damaged. The message says in what."""
+    """The file is damaged or not a shard of this format. The message states the difference."""
 
 
 def read_metadata(file: h5py.File) -> ShardMetadata:
-    """What the attributes say.
+    """The metadata in the file's attributes.
 
     Raises:
-        NotAShardError: they are not those of a shard.
+        NotAShardError: the attributes are not those of a shard.
     """
     try:
         version = int(file.attrs["schema_version"])
@@ -135,13 +134,13 @@ def read_metadata(file: h5py.File) -> ShardMetadata:
 
 
 def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: StepRange = ALL_STEPS) -> pa.Table:
-    """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` where a kind has any.
+    """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` if a kind has histograms.
 
     Args:
-        kinds: Those to read; None: all. One that is not there has no rows.
+        kinds: The kinds to read; None: all. A kind that the file does not have yields no rows.
 
     Raises:
-        NotAShardError: they are not those of a shard.
+        NotAShardError: the file is not a shard.
     """
     facts = read_metadata(file)
     about = facts.only(steps).packed()
@@ -154,10 +153,10 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
 
 
 def read_kind(file: h5py.File, kind: str, steps: StepRange) -> pa.Table:
-    """The rows of one kind of a file that is known to be a shard: what ``read_rows`` gives, without what is told of the steps.
+    """The rows of one kind, as ``read_rows`` returns them but without metadata.
 
     Raises:
-        NotAShardError: they are not those of a shard.
+        NotAShardError: the file is not a shard.
     """
     try:
         return _rows(kind, group_in(file.id, kind), steps)
@@ -166,7 +165,7 @@ def read_kind(file: h5py.File, kind: str, steps: StepRange) -> pa.Table:
 
 
 def read_steps(file: h5py.File) -> set[int]:
-    """The steps of which there are rows.
+    """The steps that have rows.
 
     Raises:
         NotAShardError: the file is not a shard.
@@ -178,7 +177,7 @@ def read_steps(file: h5py.File) -> set[int]:
 
 
 def read_lengths(file: h5py.File) -> dict[str, int]:
-    """How many rows there are of each kind.
+    """The number of rows of each kind.
 
     Raises:
         NotAShardError: the file is not a shard.
@@ -190,7 +189,7 @@ def read_lengths(file: h5py.File) -> dict[str, int]:
 
 
 def read_span(file: h5py.File) -> StepRange | None:
-    """The first and the last step of which there are rows; None if there are none.
+    """The first and the last step that have rows; None if there are no rows.
 
     Raises:
         NotAShardError: the file is not a shard.
@@ -252,7 +251,7 @@ def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length:
 
 def _texts(texts: pa.StringArray, numbers: NDArray[np.int64]) -> pa.DictionaryArray:
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(texts):
-        raise ValueError("a number stands for no text")
+        raise ValueError("a dictionary index is out of range")
     return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), texts)
 
 

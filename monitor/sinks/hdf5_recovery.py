@@ -1,7 +1,8 @@
-"""What a process that was killed left in the making in the ``hdf5`` format, made visible as far as it is whole.
+"""Recovers the unfinished files of a killed process in the ``hdf5`` format: makes their whole steps visible.
 
-All kinds are in one part, so a step is in it whole or not at all. It takes the name that the process would have given it, and
-what it was about to replace goes. A part whose whole steps are all visible, or that holds none, goes itself.
+All kinds are in one part, so a step is in it whole or not at all. The part becomes a shard with the name that the process would
+have given it, and replaces the files that it was to replace. A part without whole steps, or whose steps are all visible, is
+removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from monitor.sinks.step_spool import read_blocks, whole_bytes
 
 def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:  # noqa: ARG001 - one file has all kinds
     """See ``monitor.sinks.recovery.CrashRecovery``."""
-    for draft in drafts_in(directory):  # what it was to replace is there
+    for draft in drafts_in(directory):  # the file that it was to replace is still there
         draft.unlink()
     recovered = RecoveredFiles()
     for path, record in list(parts_in(directory)):
@@ -40,7 +41,7 @@ def held(directory: Path, steps: StepRange) -> set[int]:
 
 
 def _recover_shard(path: Path, record: StepRange, recovered: RecoveredFiles) -> None:
-    """It lacked its name only."""
+    """Recover a part that is a whole shard already and only lacks its name."""
     shard = Hdf5Shard.read(path)
     if shard is None or not record.holds(shard.span):
         recovered.aside.append(rename_damaged(path))
@@ -54,7 +55,7 @@ def _recover_steps(path: Path, record: StepRange) -> None:
         path.unlink()
         return
     tables = [pa.Table.from_batches([block.rows.replace_schema_metadata(None)]) for block in left]
-    rows = pa.concat_tables(tables, promote_options="default")  # a step without histograms has no column of them
+    rows = pa.concat_tables(tables, promote_options="default")  # steps without histograms lack that column
     _shards_of(path, record).take_up(path, record, whole_bytes(path), rows, left[-1].facts)
 
 

@@ -1,8 +1,8 @@
 """The spool: a hidden file that collects the steps of a record until an HDF5 shard is made of them.
 
-The file is a sequence of blocks, each after its length and checksum. So the file of a killed process shows where its whole steps
-end. A block is an Arrow stream: one batch of rows, and the shard's metadata. It contains the names of series, so the file can be
-read on its own.
+The file is a sequence of blocks, each after its length and checksum. So the file of a killed process shows where its whole
+steps end. A block is an Arrow stream: one batch of rows, and the shard's metadata. It contains the names of series, so the file
+can be read on its own.
 """
 
 from __future__ import annotations
