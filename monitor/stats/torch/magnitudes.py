@@ -1,4 +1,4 @@
-"""Histograms of tensors of any device: on the host by their bits (``numpy_magnitudes``), elsewhere by a search."""
+"""Histograms of magnitudes of torch tensors: on the host from the bits (``host.array_kernel``), on devices by binary search."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from monitor.stats.torch.memory import persistent
 from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
-"""Elements that are looked at together; in the cache, as in ``torch_host_kernel``."""
+"""Elements counted at a time on the host; they stay in the cache, as in ``torch.host_kernel``."""
 
 DEVICE_CHUNK: Final = 1 << 22
-"""The same on an accelerator: enough to fill it."""
+"""Elements counted at a time on an accelerator: enough to fill it."""
 
 
 def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
@@ -30,7 +30,7 @@ def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
 
 
 def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
-    """The same for any device and there, int64: no value is brought to the host, and nothing waits."""
+    """The histogram on the tensor's own device, int64. Brings no value to the host, so nothing waits."""
     with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
         source = readable(x)
         if source is None:
@@ -48,7 +48,7 @@ def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
 
 @cache
 def _edges(device: torch.device) -> Tensor:
-    """Brought to the device once, without a wait for what was launched before: from pinned memory."""
+    """The bin edges on a device, copied once from pinned memory, without waiting for earlier launches."""
     there = device.type != "cpu"
 
     def make() -> Tensor:
@@ -77,7 +77,7 @@ def _of_source(source: Readable) -> NDArray[np.int64]:
 
 
 def _of_piece(piece: Tensor) -> NDArray[np.int64]:
-    """Copies: the bits that are counted are our own, and a view of the user's storage by numpy would bind it."""
+    """The histogram of a copy: the bits are overwritten, and torch cannot resize a storage that numpy has a view of."""
     exact = _magnitudes(piece) if piece.is_complex() or working_precision(piece.dtype) is torch.float64 else piece
     single = torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(exact).view(-1)
     counts = of_singles(single.numpy(), _counted)
@@ -88,13 +88,13 @@ def _of_piece(piece: Tensor) -> NDArray[np.int64]:
 
 
 def _counted(bins: NDArray[np.int32]) -> NDArray[np.int64]:
-    """By torch, which takes them as they are."""
+    """Count with torch, whose ``bincount`` accepts int32."""
     counts: NDArray[np.int64] = torch.bincount(torch.from_numpy(bins), minlength=EXPONENT_BINS).numpy()
     return counts
 
 
 def _magnitudes(piece: Tensor) -> Tensor:
-    """Shape ``(elements,)``, in float32 or float64."""
+    """The magnitudes, shape ``(elements,)``, in float32 or float64."""
     if piece.is_complex():
         return torch.abs(piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece).reshape(-1)
     return piece.to(working_precision(piece.dtype)).abs().reshape(-1)

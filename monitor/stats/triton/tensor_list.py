@@ -1,8 +1,8 @@
-"""Many tensors in one launch: one for each dtype, whatever pages their rows are on.
+"""Reduces many tensors in one launch per dtype, whatever pages their rows are on.
 
-What a launch reads (addresses, sizes, rows) is a table in the device's memory. It is sent only if it is not what was sent for
-the same rows before, from pinned memory and without waiting: torch's allocator of pinned memory is the ring, which hands a
-piece out again only when the copy from it is done. In the stream the copy comes after the launch that read what it overwrites.
+A launch reads addresses, sizes and rows from a table in the device's memory. The table is sent only if it differs from the last
+one for the same rows, from pinned memory and without waiting. torch's allocator reuses pinned memory only after the copy from it
+is done. In the stream, the copy follows the launch that read the old table.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from monitor.stats.triton.elements import FORMATS, READ, ElementFormat
 from monitor.stats.triton.launch import EVEN, ROW_BYTES, FusedEngine, FusedKernel
 
 MOST_TABLES: Final = 64
-"""Tables that are kept: the lists of a model are the same each step."""
+"""Most tables kept in memory. A model's lists are the same in each step."""
 
 FIELDS: Final = 6
-"""Columns of a table: address, elements, address of the row, parts, tiles of a part, parts of those before."""
+"""Columns of a table: address, elements, address of the row, parts, tiles of a part, sum of the parts of earlier tensors."""
 
 Kind = tuple[int, torch.dtype, bool, bool]
-"""What one launch is compiled for: device, dtype, whether all begin where whole groups can be read, and end so."""
+"""A variant of the kernel: device, dtype, and whether all tensors begin, and end, so that whole groups can be read."""
 
 
 @dataclass(slots=True)
@@ -37,10 +37,11 @@ class TensorGroup:
     """The tensors of one launch.
 
     Attributes:
-        first: One of them.
-        addresses: Of their first elements.
+        first: The first of the tensors.
+        addresses: Addresses of their first elements.
+        sizes: Numbers of elements.
         rows: Addresses of their rows.
-        places: Which of the list they are.
+        places: Their indices in the list.
     """
 
     first: Tensor
@@ -52,7 +53,7 @@ class TensorGroup:
 
 @dataclass(slots=True)
 class SentTable:
-    """What was sent, and what it says."""
+    """A table in the device's memory, and its content."""
 
     memory: Tensor
     addresses: list[int]
@@ -69,12 +70,12 @@ class FusedList:
         self._tables: OrderedDict[tuple[Kind, int, tuple[int, ...]], SentTable] = OrderedDict()
 
     def reduce_into(self, tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
-        """Write the partials of each tensor into ``page[row]``, with pages and rows beside the tensors.
+        """Write the partials of each tensor into ``page[row]``; tensors, pages and rows are aligned.
 
         Returns:
-            Places of those that were not, and are to be reduced one by one.
+            Indices of the tensors that were not reduced and must be reduced one by one.
         """
-        if self._engine.driver.capturing():  # the table would be read again whenever the recorded work is run
+        if self._engine.driver.capturing():  # each replay of the graph would read the table again
             return list(range(len(tensors)))
         groups, left = _gathered(tensors, pages, rows)
         for kind, group in groups.items():
@@ -114,7 +115,7 @@ class FusedList:
 def _gathered(
     tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]
 ) -> tuple[dict[Kind, TensorGroup], list[int]]:
-    """Dense tensors by launch, and the places of the others."""
+    """Dense tensors grouped by launch, and the indices of the other tensors."""
     groups: dict[Kind, TensorGroup] = {}
     left: list[int] = []
     bases: dict[int, int] = {}
@@ -138,13 +139,13 @@ def _gathered(
 
 
 def is_listed(x: Tensor) -> bool:
-    """Whether ``x`` can be one of a list: a dense tensor of torch's own, of a dtype that the kernel reads, with its memory."""
+    """Whether ``x`` can be in a list: a dense tensor of torch's own types, in memory, of a dtype that the kernel reads."""
     plain = type(x) in PLAIN and x.layout is torch.strided and x.dtype in FORMATS
     return plain and x.is_contiguous() and not x.is_neg() and not x.is_meta and has_memory(x)
 
 
 def contents(group: TensorGroup, lane: int, engine: FusedEngine) -> tuple[NDArray[np.int64], int]:
-    """The table, int64: ``FIELDS`` columns, then for each program the number of its tensor. And how many programs there are."""
+    """The table, int64, and the number of programs. It has ``FIELDS`` columns, then the index of each program's tensor."""
     cuts = [engine.cuts.get((size, lane)) or engine.cut(size, lane) for size in group.sizes]
     parts = np.array([one.parts for one in cuts])
     before = np.cumsum(parts) - parts
@@ -154,7 +155,7 @@ def contents(group: TensorGroup, lane: int, engine: FusedEngine) -> tuple[NDArra
 
 
 def _sent(numbers: NDArray[np.int64], device: torch.device, room: Tensor | None) -> Tensor:
-    """``numbers`` in the device's memory: in ``room`` where they fit. Does not wait."""
+    """``numbers`` in the device's memory, in ``room`` if they fit. Does not wait."""
     if device.type == "cpu":
         return persistent(device, lambda: torch.from_numpy(numbers))
     pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
