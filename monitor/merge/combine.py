@@ -23,7 +23,7 @@ from monitor.merge.rows import Rows, counts_elements, gathered
 from monitor.merge.statistics import WEIGHTED, Flags, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES
 from monitor.stats.histograms import MAGNITUDES, histogram_text
 from monitor.stats.ops import CALLS
@@ -93,7 +93,7 @@ class Piece:
     """
 
     columns: Columns
-    steps: StepRange
+    steps: StepSpan
     sources: tuple[Source, ...]
     shares: tuple[Path, ...]
     number: int

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 from monitor.sinks.text_cache import TextCache
 from monitor.stats.features import FEATURES, as_scalar
 from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
@@ -348,7 +348,7 @@ class ShardMetadata:
         skipped, incomplete = (*self.skipped, *later.skipped), (*self.incomplete, *later.incomplete)
         return replace(later, skipped=skipped, incomplete=incomplete)
 
-    def only(self, steps: StepRange) -> ShardMetadata:
+    def only(self, steps: StepSpan) -> ShardMetadata:
         """The metadata of the steps within ``steps``."""
         within = ((s for s in marked if steps.first <= s <= steps.last) for marked in (self.skipped, self.incomplete))
         skipped, incomplete = map(tuple, within)

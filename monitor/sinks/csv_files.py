@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
-from monitor.sinks.files import NamedShard, PartialFile, StepRange, draft_name, part_name, shard_name, shards_in
+from monitor.sinks.files import NamedShard, PartialFile, StepSpan, draft_name, part_name, shard_name, shards_in
 
 # --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
 
@@ -140,7 +140,7 @@ class OpenShard:
     """
 
     kind: str
-    record: StepRange
+    record: StepSpan
     header: bytes
     part: PartialFile
     replaces: Path | None
@@ -158,11 +158,11 @@ class OpenShard:
         return self.header == header and (self.last is None or self.last < step) and not self.part.released
 
     @property
-    def called_after(self) -> StepRange:
+    def called_after(self) -> StepSpan:
         """The steps in the file's name."""
         if not self.shares_record or self.first is None or self.last is None:
             return self.record
-        return StepRange(self.first, self.last)
+        return StepSpan(self.first, self.last)
 
 
 class CsvShards:
@@ -241,13 +241,13 @@ class CsvShards:
             shares = any(one.path != replaces for one in files)
             shard = OpenShard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
             self._open[named.kind] = shard
-        self._take_out(StepRange(since, self._record_of(since).last), written_before)
+        self._take_out(StepSpan(since, self._record_of(since).last), written_before)
         self.close()
 
-    def _record_of(self, step: int) -> StepRange:
-        return StepRange.of_record(step, self._steps_per_record)
+    def _record_of(self, step: int) -> StepSpan:
+        return StepSpan.of_record(step, self._steps_per_record)
 
-    def _make_way(self, step: int, record: StepRange, headers: Mapping[str, bytes]) -> None:
+    def _make_way(self, step: int, record: StepSpan, headers: Mapping[str, bytes]) -> None:
         """Finish the shards if rows of ``step`` cannot be appended to them."""
         self._check_removed()
         shards = self._open.values()
@@ -282,7 +282,7 @@ class CsvShards:
         part.discard()
         return part
 
-    def _new(self, kind: str, record: StepRange, header: bytes, step: int, text: bytes | memoryview) -> OpenShard:
+    def _new(self, kind: str, record: StepSpan, header: bytes, step: int, text: bytes | memoryview) -> OpenShard:
         """A new shard that holds the rows carried over, then ``text``."""
         before, replaces, first, shares_record = header, None, None, False
         if files := self._files().of(kind, record):
@@ -296,13 +296,13 @@ class CsvShards:
     def _publish(self, shards: list[OpenShard]) -> None:
         """Give each shard its name. Tries all, then raises the first error."""
         if shards and self._since is not None:
-            self._take_out(StepRange(self._since, shards[0].record.last))
+            self._take_out(StepSpan(self._since, shards[0].record.last))
             self._since = None
         errors = [error for error in map(self._publish_one, shards) if error is not None]
         if errors:
             raise errors[0]
 
-    def _take_out(self, steps: StepRange, among: Callable[[Path], bool] = os.path.lexists) -> None:
+    def _take_out(self, steps: StepSpan, among: Callable[[Path], bool] = os.path.lexists) -> None:
         """Remove these steps, which were written again, from the files that no open shard replaces."""
         for one in self._files().with_some_of(self._record_of(steps.first)):
             replaced = any(one.path == shard.replaces for shard in self._open.values())
@@ -329,7 +329,7 @@ class CsvShards:
             os.replace(shard.replaces, path)
         self._files().add(shard.kind, steps, path)
 
-    def _free_path(self, kind: str, steps: StepRange, replaces: Path | None) -> str:
+    def _free_path(self, kind: str, steps: StepSpan, replaces: Path | None) -> str:
         for copy in count(1):
             path = self._within + shard_name(kind, steps, copy)
             if not os.path.lexists(path) or (replaces is not None and Path(path) == replaces):
@@ -354,20 +354,20 @@ class _FileIndex:
         self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
         self._kinds: set[str] = set()
-        self._others: dict[StepRange, set[NamedShard]] = defaultdict(set)
+        self._others: dict[StepSpan, set[NamedShard]] = defaultdict(set)
         self._long: set[NamedShard] = set()
         self._newest = -1
         for named in shards_in(directory):
             self.add(named.kind, named.steps, os.fspath(named.path))
 
-    def add(self, kind: str, steps: StepRange, path: str) -> None:
+    def add(self, kind: str, steps: StepSpan, path: str) -> None:
         self._kinds.add(kind)
         self._newest = max(self._newest, steps.last)
         record = self._record_of(steps.first)
         if record != steps or not path.endswith(shard_name(kind, record)):
             self._add_other(NamedShard(kind, steps, Path(path)), record)
 
-    def _add_other(self, named: NamedShard, record: StepRange) -> None:
+    def _add_other(self, named: NamedShard, record: StepSpan) -> None:
         if named.steps.last - record.first >= MOST_RECORDS * self._steps_per_record:
             self._long.add(named)
             return
@@ -375,16 +375,16 @@ class _FileIndex:
             self._others[record].add(named)
             record = self._record_of(record.last + 1)
 
-    def of(self, kind: str, record: StepRange) -> list[NamedShard]:
+    def of(self, kind: str, record: StepSpan) -> list[NamedShard]:
         """The files of a kind that hold steps of this record only; first the file named after the record."""
         kinds = [kind] if kind in self._kinds else []
         return [one for one in self._found(kinds, record) if one.kind == kind and record.holds(one.steps)]
 
-    def with_some_of(self, record: StepRange) -> list[NamedShard]:
+    def with_some_of(self, record: StepSpan) -> list[NamedShard]:
         """The files of all kinds that may hold steps of this record."""
         return self._found(sorted(self._kinds), record)
 
-    def _found(self, kinds: Iterable[str], record: StepRange) -> list[NamedShard]:
+    def _found(self, kinds: Iterable[str], record: StepSpan) -> list[NamedShard]:
         """The files of ``kinds`` named after the record, then the others, of any kind."""
         if record.first > self._newest:
             return []
@@ -393,8 +393,8 @@ class _FileIndex:
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
         return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]
 
-    def _record_of(self, step: int) -> StepRange:
-        return StepRange.of_record(step, self._steps_per_record)
+    def _record_of(self, step: int) -> StepSpan:
+        return StepSpan.of_record(step, self._steps_per_record)
 
 
 def _joined(files: Iterable[NamedShard], header: bytes) -> tuple[Path | None, CsvRows]:
@@ -406,7 +406,7 @@ def _joined(files: Iterable[NamedShard], header: bytes) -> tuple[Path | None, Cs
     return None, CsvRows.nothing(header)
 
 
-def _take_out(path: Path, steps: StepRange) -> None:
+def _take_out(path: Path, steps: StepSpan) -> None:
     rows = CsvRows.read(path)
     if rows is None:
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from monitor.sinks.csv_files import CsvRows, CsvShards, line_ends
-from monitor.sinks.files import UNFINISHED, NamedShard, PartialFile, StepRange, drafts_in, parts_in, shards_in
+from monitor.sinks.files import UNFINISHED, NamedShard, PartialFile, StepSpan, drafts_in, parts_in, shards_in
 from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
 
 
@@ -53,7 +53,7 @@ class LeftoverPart:
         if rows is None or (rows.steps[1:] < rows.steps[:-1]).any():
             return None
         first, last = rows.first(), rows.last()
-        return rows if first is None or last is None or self.named.steps.holds(StepRange(first, last)) else None
+        return rows if first is None or last is None or self.named.steps.holds(StepSpan(first, last)) else None
 
     def _last_line_of(self, restored: bytes) -> int | None:
         end = max(line_ends(restored).tolist(), default=0)
@@ -75,14 +75,14 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
     return recovered
 
 
-def held(directory: Path, steps: StepRange) -> set[int]:
+def held(directory: Path, steps: StepSpan) -> set[int]:
     """See ``monitor.sinks.recovery.CrashRecovery``."""
     files = (CsvRows.read(one.path) for one in shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
     return {step for rows in files if rows is not None for step in np.unique(rows.steps).tolist()}
 
 
 def _recover_record(
-    directory: Path, record: StepRange, left: list[LeftoverPart], begun_ns: int, recovered: RecoveredFiles
+    directory: Path, record: StepSpan, left: list[LeftoverPart], begun_ns: int, recovered: RecoveredFiles
 ) -> None:
     kept = _agreed(left)
     if kept is None:
@@ -105,7 +105,7 @@ def _agreed(left: list[LeftoverPart]) -> dict[LeftoverPart, CsvRows] | None:
     return whole if len(whole) == len(left) else None
 
 
-def _make_visible(directory: Path, record: StepRange, kept: Mapping[LeftoverPart, CsvRows], begun_ns: int) -> None:
+def _make_visible(directory: Path, record: StepSpan, kept: Mapping[LeftoverPart, CsvRows], begun_ns: int) -> None:
     shards = CsvShards(directory, record.last - record.first + 1)
     news = [step for one, rows in kept.items() if (step := _news(rows, shards.carried_on(one.named, rows.header))) is not None]
     for one, rows in kept.items():

@@ -15,7 +15,7 @@ _DRAFT_NAME: Final = re.compile(r"\..+\.csv\.draft")
 _PART_NAME: Final = re.compile(r"\.(?P<shard>.+)\.part")
 
 
-class StepRange(NamedTuple):
+class StepSpan(NamedTuple):
     """The steps from ``first`` to ``last``, both included."""
 
     first: int
@@ -23,15 +23,15 @@ class StepRange(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=4)  # called a dozen times for each step
-    def of_record(cls, step: int, steps_per_record: int) -> StepRange:
+    def of_record(cls, step: int, steps_per_record: int) -> StepSpan:
         """The record that ``step`` falls in."""
         first = step - step % steps_per_record
         return cls(first, first + steps_per_record - 1)
 
-    def holds(self, other: StepRange) -> bool:
+    def holds(self, other: StepSpan) -> bool:
         return self.first <= other.first and other.last <= self.last
 
-    def meets(self, other: StepRange) -> bool:
+    def meets(self, other: StepSpan) -> bool:
         """Whether both have a step in common."""
         return self.first <= other.last and other.first <= self.last
 
@@ -40,11 +40,11 @@ class NamedShard(NamedTuple):
     """A file with the kind and the steps that its name states."""
 
     kind: str
-    steps: StepRange
+    steps: StepSpan
     path: Path
 
 
-def shard_name(kind: str, steps: StepRange, copy: int = 1) -> str:
+def shard_name(kind: str, steps: StepSpan, copy: int = 1) -> str:
     return f"{kind}_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.csv"
 
 
@@ -79,7 +79,7 @@ def drafts_in(directory: Path) -> list[Path]:
 
 def _named(name: str, path: Path) -> NamedShard | None:
     match = _SHARD_NAME.fullmatch(name)
-    return NamedShard(match["kind"], StepRange(int(match["first"]), int(match["last"])), path) if match else None
+    return NamedShard(match["kind"], StepSpan(int(match["first"]), int(match["last"])), path) if match else None
 
 
 def _names(directory: Path) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, whole, with_ops
-from monitor.sinks.files import AppendFile, StepRange, opened
+from monitor.sinks.files import AppendFile, StepSpan, opened
 from monitor.sinks.hdf5_files import Hdf5Shard, ShardIndex, is_shard, part_name, shard_name, write_hidden
 from monitor.sinks.hdf5_read import ALL_STEPS, NotAShardError, read_rows
 from monitor.sinks.hdf5_write import image
@@ -59,7 +59,7 @@ class _PartialShard:
     """
 
     file: AppendFile
-    record: StepRange
+    record: StepSpan
     first: int
     since: int
     last: int | None = None
@@ -67,7 +67,7 @@ class _PartialShard:
 
     def takes(self, step: int) -> bool:
         """Whether ``step`` can be appended."""
-        return self.record.holds(StepRange(step, step)) and (self.last is None or self.last < step) and not self.file.released
+        return self.record.holds(StepSpan(step, step)) and (self.last is None or self.last < step) and not self.file.released
 
 
 class Hdf5Shards:
@@ -119,7 +119,7 @@ class Hdf5Shards:
                     self._part.file.release()
             self._part = None
 
-    def take_up(self, left: Path, record: StepRange, size: int, rows: pa.Table, facts: ShardMetadata) -> None:
+    def take_up(self, left: Path, record: StepSpan, size: int, rows: pa.Table, facts: ShardMetadata) -> None:
         """Make the part that another process left visible, unless all its steps are.
 
         Args:
@@ -156,7 +156,7 @@ class Hdf5Shards:
         self._part = None
 
     def _new(self, step: int, facts: ShardMetadata) -> _PartialShard:
-        record = StepRange.of_record(step, self._steps_per_record)
+        record = StepSpan.of_record(step, self._steps_per_record)
         path = self._directory / part_name(shard_name(record))
         part = _PartialShard(AppendFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
         try:
@@ -169,7 +169,7 @@ class Hdf5Shards:
 
     def _carry(self, part: _PartialShard, shard: Hdf5Shard) -> None:
         """Begin ``part`` with the shard's rows of earlier steps."""
-        earlier = StepRange(part.record.first, part.since - 1)
+        earlier = StepSpan(part.record.first, part.since - 1)
         for block in shard.blocks(earlier):
             part.file.write(block.packed())
         part.file.keep()
@@ -185,7 +185,7 @@ class Hdf5Shards:
 
     def _take_out(self, part: _PartialShard) -> None:
         """Remove the steps that were written again from the shards that ``part`` does not replace."""
-        again = StepRange(part.since, part.record.last)
+        again = StepSpan(part.since, part.record.last)
         for shard in self._names.shards_of(part.record, anywhere=True):
             if shard.path not in part.replaces and shard.span.meets(again):
                 _rewrite(shard, again)
@@ -204,7 +204,7 @@ class Hdf5Shards:
     def _free_path(self, part: _PartialShard, *, cut: bool) -> Path:
         last = part.record.last if part.last is None else part.last
         shares = any(path not in part.replaces for path in self._names.of(part.record))
-        steps = StepRange(part.first, last) if shares or (cut and last < part.record.last) else part.record
+        steps = StepSpan(part.first, last) if shares or (cut and last < part.record.last) else part.record
         paths = (self._directory / shard_name(steps, copy) for copy in count(1))
         return next(path for path in paths if path in part.replaces or not os.path.lexists(path))
 
@@ -231,8 +231,8 @@ def _make_shard(path: Path) -> None:
     write_hidden(path, content)
 
 
-def _rewrite(shard: Hdf5Shard, without: StepRange) -> None:
-    kept = [*shard.blocks(StepRange(0, without.first - 1)), *shard.blocks(StepRange(without.last + 1, shard.span.last))]
+def _rewrite(shard: Hdf5Shard, without: StepSpan) -> None:
+    kept = [*shard.blocks(StepSpan(0, without.first - 1)), *shard.blocks(StepSpan(without.last + 1, shard.span.last))]
     if kept:
         write_hidden(shard.path, image(kept))
     else:
@@ -315,5 +315,5 @@ def read_hdf5(
         ValueError: an op does not exist.
     """
     with h5py.File(fspath(path), "r", locking=False) as file:
-        table = read_rows(file, kinds, ALL_STEPS if steps is None else StepRange(*steps))
+        table = read_rows(file, kinds, ALL_STEPS if steps is None else StepSpan(*steps))
     return whole(table) if ops is None else with_ops(table, ops)

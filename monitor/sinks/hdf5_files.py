@@ -14,7 +14,7 @@ import h5py
 import pyarrow as pa
 
 from monitor.sinks.arrow import ShardMetadata
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_read import NotAShardError, read_metadata, read_rows, read_span, read_steps
 from monitor.sinks.step_spool import SpoolBlock
 
@@ -24,7 +24,7 @@ _DRAFT_NAME: Final = re.compile(r"\.metrics_\d+-\d+(?:\.\d+)?\.h5(?:\.part)?\.dr
 _SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
 
-def shard_name(steps: StepRange, copy: int = 1) -> str:
+def shard_name(steps: StepSpan, copy: int = 1) -> str:
     return f"metrics_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.h5"
 
 
@@ -62,7 +62,7 @@ class Hdf5Shard:
 
     path: Path
     facts: ShardMetadata
-    span: StepRange
+    span: StepSpan
     size: int
 
     @classmethod
@@ -76,7 +76,7 @@ class Hdf5Shard:
         except (FileNotFoundError, IsADirectoryError, PermissionError, NotAShardError):
             return None
 
-    def rows(self, steps: StepRange) -> pa.Table:
+    def rows(self, steps: StepSpan) -> pa.Table:
         """The rows of these steps, kind by kind."""
         with _opened(self.path.read_bytes()) as file:
             return read_rows(file, steps=steps)
@@ -86,7 +86,7 @@ class Hdf5Shard:
         with _opened(self.path.read_bytes()) as file:
             return read_steps(file)
 
-    def blocks(self, steps: StepRange) -> list[SpoolBlock]:
+    def blocks(self, steps: StepSpan) -> list[SpoolBlock]:
         """The rows of these steps as blocks."""
         rows = self.rows(steps)
         return [SpoolBlock(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
@@ -102,44 +102,44 @@ class ShardIndex:
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
         self._steps_per_record = steps_per_record
-        self._others: dict[Path, StepRange] | None = None
+        self._others: dict[Path, StepSpan] | None = None
 
     def add(self, path: Path) -> None:
         self._known().update(self._otherwise([path.name]))
 
-    def of(self, record: StepRange) -> list[Path]:
+    def of(self, record: StepSpan) -> list[Path]:
         """The files whose names state steps of this record only; first the file named after the record."""
         return self._existing(record, [path for path, steps in self._known().items() if record.holds(steps)])
 
-    def shards_of(self, record: StepRange, *, anywhere: bool = False) -> list[Hdf5Shard]:
+    def shards_of(self, record: StepSpan, *, anywhere: bool = False) -> list[Hdf5Shard]:
         """The shards among the files ``of`` this record; with ``anywhere`` also those that hold steps of other records."""
         others = [path for path, steps in self._known().items() if steps.meets(record)]
         paths = self._existing(record, others) if anywhere else self.of(record)
         return [shard for path in paths if (shard := Hdf5Shard.read(path)) is not None]
 
-    def _existing(self, record: StepRange, others: list[Path]) -> list[Path]:
+    def _existing(self, record: StepSpan, others: list[Path]) -> list[Path]:
         return [path for path in (self._directory / shard_name(record), *others) if os.path.lexists(path)]
 
-    def _known(self) -> dict[Path, StepRange]:
+    def _known(self) -> dict[Path, StepSpan]:
         if self._others is None:
             self._others = dict(self._otherwise(_listed(self._directory)))
         return self._others
 
-    def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, StepRange]]:
+    def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, StepSpan]]:
         """The files that are not named after a record."""
         for name in names:
             if match := _SHARD_NAME.fullmatch(name):
-                steps = StepRange(int(match[1]), int(match[2]))
-                if name != shard_name(StepRange.of_record(steps.first, self._steps_per_record)):
+                steps = StepSpan(int(match[1]), int(match[2]))
+                if name != shard_name(StepSpan.of_record(steps.first, self._steps_per_record)):
                     yield self._directory / name, steps
 
 
-def shards_in(directory: Path) -> Iterator[tuple[Path, StepRange]]:
+def shards_in(directory: Path) -> Iterator[tuple[Path, StepSpan]]:
     """The files that a reader sees, with the steps in their names."""
     return _matching(_SHARD_NAME, directory)
 
 
-def parts_in(directory: Path) -> Iterator[tuple[Path, StepRange]]:
+def parts_in(directory: Path) -> Iterator[tuple[Path, StepSpan]]:
     """The hidden unfinished files, with their records."""
     return _matching(_PART_NAME, directory)
 
@@ -149,10 +149,10 @@ def drafts_in(directory: Path) -> list[Path]:
     return [directory / name for name in _listed(directory) if _DRAFT_NAME.fullmatch(name)]
 
 
-def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path, StepRange]]:
+def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path, StepSpan]]:
     for name in _listed(directory):
         if match := pattern.fullmatch(name):
-            yield directory / name, StepRange(int(match[1]), int(match[2]))
+            yield directory / name, StepSpan(int(match[1]), int(match[2]))
 
 
 def _listed(directory: Path) -> list[str]:

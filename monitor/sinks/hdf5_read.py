@@ -23,7 +23,7 @@ from monitor.sinks.arrow import (
     filled,
     upper_of,
 )
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_write import TABLES
 from monitor.stats.ops import CALLS
 
@@ -103,7 +103,7 @@ def _path(group: h5g.GroupID, name: str = "") -> str:
     return f"{path}/{name}" if name else path
 
 
-ALL_STEPS: Final = StepRange(0, 2**63 - 1)
+ALL_STEPS: Final = StepSpan(0, 2**63 - 1)
 
 HISTOGRAMS_AT_ONCE: Final = 4096
 """Rows of histograms read in one call: 9 MB, of which the filled bins take a tenth."""
@@ -133,7 +133,7 @@ def read_metadata(file: h5py.File) -> ShardMetadata:
         raise _not_a_shard(error) from error
 
 
-def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: StepRange = ALL_STEPS) -> pa.Table:
+def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: StepSpan = ALL_STEPS) -> pa.Table:
     """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` if a kind has histograms.
 
     Args:
@@ -152,7 +152,7 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
         raise _not_a_shard(error) from error
 
 
-def read_kind(file: h5py.File, kind: str, steps: StepRange) -> pa.Table:
+def read_kind(file: h5py.File, kind: str, steps: StepSpan) -> pa.Table:
     """The rows of one kind, as ``read_rows`` returns them but without metadata.
 
     Raises:
@@ -188,7 +188,7 @@ def read_lengths(file: h5py.File) -> dict[str, int]:
         raise _not_a_shard(error) from error
 
 
-def read_span(file: h5py.File) -> StepRange | None:
+def read_span(file: h5py.File) -> StepSpan | None:
     """The first and the last step that have rows; None if there are no rows.
 
     Raises:
@@ -197,7 +197,7 @@ def read_span(file: h5py.File) -> StepRange | None:
     try:
         steps = [DatasetColumn(group, "step") for _, group in _groups(file, None)]
         ends = [(int(step.read(0, 1)[0]), int(step.read(len(step) - 1)[0])) for step in steps if len(step)]
-        return StepRange(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
+        return StepSpan(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -208,7 +208,7 @@ def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[st
             yield kind, group_in(file.id, kind)
 
 
-def _rows(kind: str, group: h5g.GroupID, steps: StepRange) -> pa.Table:
+def _rows(kind: str, group: h5g.GroupID, steps: StepSpan) -> pa.Table:
     step = DatasetColumn(group, "step").read()
     rows = _rows_of(step, steps)
     columns = [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
@@ -226,7 +226,7 @@ def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.C
     return pa.chunked_array([filled(part.astype(np.int64, casting="safe", copy=False)) for part in parts], type=FILLED)
 
 
-def _rows_of(step: NDArray[np.int64], steps: StepRange) -> slice:
+def _rows_of(step: NDArray[np.int64], steps: StepSpan) -> slice:
     if (step[1:] < step[:-1]).any():
         raise ValueError("its steps are not in order")
     return slice(*np.searchsorted(step, [steps.first, steps.last + 1 if steps.last < ALL_STEPS.last else steps.last]).tolist())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5 import Hdf5Shards
 from monitor.sinks.hdf5_files import Hdf5Shard, drafts_in, is_shard, parts_in, shards_in
 from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
@@ -34,13 +34,13 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
     return recovered
 
 
-def held(directory: Path, steps: StepRange) -> set[int]:
+def held(directory: Path, steps: StepSpan) -> set[int]:
     """See ``monitor.sinks.recovery.CrashRecovery``."""
     shards = (Hdf5Shard.read(path) for path, named in shards_in(directory) if named.meets(steps) and is_regular(path))
     return {step for shard in shards if shard is not None for step in shard.steps()}
 
 
-def _recover_shard(path: Path, record: StepRange, recovered: RecoveredFiles) -> None:
+def _recover_shard(path: Path, record: StepSpan, recovered: RecoveredFiles) -> None:
     """Recover a part that is a whole shard already and only lacks its name."""
     shard = Hdf5Shard.read(path)
     if shard is None or not record.holds(shard.span):
@@ -49,7 +49,7 @@ def _recover_shard(path: Path, record: StepRange, recovered: RecoveredFiles) -> 
         _shards_of(path, record).take_up(path, record, shard.size, shard.rows(record), shard.facts)
 
 
-def _recover_steps(path: Path, record: StepRange) -> None:
+def _recover_steps(path: Path, record: StepSpan) -> None:
     left = list(read_blocks(path))
     if not left:
         path.unlink()
@@ -59,5 +59,5 @@ def _recover_steps(path: Path, record: StepRange) -> None:
     _shards_of(path, record).take_up(path, record, whole_bytes(path), rows, left[-1].facts)
 
 
-def _shards_of(path: Path, record: StepRange) -> Hdf5Shards:
+def _shards_of(path: Path, record: StepSpan) -> Hdf5Shards:
     return Hdf5Shards(path.parent, record.last - record.first + 1)

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class RecoveredFiles:
         aside: Damaged files, under their new names.
     """
 
-    ranges: set[StepRange] = field(default_factory=set)
+    ranges: set[StepSpan] = field(default_factory=set)
     cut: set[int] = field(default_factory=set)
     aside: list[Path] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class CrashRecovery(Protocol):
         """
         ...
 
-    def held(self, directory: Path, steps: StepRange) -> set[int]:
+    def held(self, directory: Path, steps: StepSpan) -> set[int]:
         """The steps in ``steps``, and some near them, that have rows in visible files."""
         ...
 
@@ -61,7 +61,7 @@ class RecoverySummary:
         aside: Damaged files, under their new names.
     """
 
-    ranges: Collection[StepRange]
+    ranges: Collection[StepSpan]
     held: Mapping[str, Collection[int]]
     cut: Collection[int]
     aside: Collection[Path]
@@ -90,8 +90,8 @@ def recover_all(
     recovered = {name: one.recover(directory, newest, saved_ns, begun_ns) for name, one in recoveries.items()}
     known = [name for name in recovered if name in asked]
     touched = {steps for name in known for steps in recovered[name].ranges if steps.last >= first}
-    ranges = {StepRange(max(steps.first, first), steps.last) for steps in touched}
-    all_of_them = StepRange(min((one.first for one in ranges), default=0), max((one.last for one in ranges), default=-1))
+    ranges = {StepSpan(max(steps.first, first), steps.last) for steps in touched}
+    all_of_them = StepSpan(min((one.first for one in ranges), default=0), max((one.last for one in ranges), default=-1))
     held = {name: recoveries[name].held(directory, all_of_them) for name in known}
     cut = {step for name in known for step in recovered[name].cut if step >= first}.difference(*held.values())
     return RecoverySummary(ranges, held, cut, [path for one in recovered.values() for path in one.aside])

@@ -179,7 +179,7 @@ class StatsTable:
     """The live table. Used from the training thread only; ``SealedTable`` copies of it go to the writer.
 
     Attributes:
-        standing: Of the step that was read last; the writer's.
+        row_order: The order of the step that was read last. Used by the writer only.
     """
 
     def __init__(self, series: SeriesTable) -> None:

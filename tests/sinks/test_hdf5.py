@@ -25,7 +25,7 @@ from monitor.series import Series
 from monitor.sinks import hdf5
 from monitor.sinks.arrow import PARTIALS, SCHEMA, Measurements, ShardMetadata
 from monitor.sinks.arrow import partials_of as partials_in
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import held, recover
 from monitor.sinks.recovery import RecoveredFiles
@@ -401,7 +401,7 @@ def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], s
                 at_work = sinks[EPS[0]]
         at_work.close()
         assert expected == found_in(Path(directory))
-        assert set(expected) == held(Path(directory), StepRange(0, 8))
+        assert set(expected) == held(Path(directory), StepSpan(0, 8))
 
 
 def abandon(sink: Hdf5Sink) -> None:
@@ -428,7 +428,7 @@ class TestLeftBehind:
 
     def test_its_steps_become_visible_and_can_be_gone_on_with(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 0, 1, 2)
-        assert recover(out, -1, 0, 0) == RecoveredFiles({StepRange(0, 4)}, set(), [])
+        assert recover(out, -1, 0, 0) == RecoveredFiles({StepSpan(0, 4)}, set(), [])
         assert steps_in(out / "metrics_0-4.h5") == [0, 1, 2]
         sink = Hdf5Sink(rank.context)
         write(sink, rank, 2, kinds={"grad_reduced": [Measured("w", [9.0])]})
@@ -440,8 +440,8 @@ class TestLeftBehind:
         write(Hdf5Sink(rank.context), rank, 4, 9, 14, 15)
         for number, name in enumerate(("metrics_0-4.h5", "metrics_5-9.h5", "metrics_10-14.h5")):
             os.utime(out / name, ns=(number, number))
-        assert recover(out, 9, 2, 0).ranges == {StepRange(10, 14), StepRange(15, 19)}
-        assert held(out, StepRange(10, 19)) == {14, 15}
+        assert recover(out, 9, 2, 0).ranges == {StepSpan(10, 14), StepSpan(15, 19)}
+        assert held(out, StepSpan(10, 19)) == {14, 15}
 
     def test_a_step_that_is_not_whole_is_left_out(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 0, 1)
@@ -474,7 +474,7 @@ class TestLeftBehind:
     def test_a_part_that_holds_nothing_goes(self, out: Path, content: bytes) -> None:
         out.mkdir()
         (out / ".metrics_0-4.h5.part").write_bytes(content)
-        assert recover(out, -1, 0, 0) == RecoveredFiles({StepRange(0, 4)}, set(), [])
+        assert recover(out, -1, 0, 0) == RecoveredFiles({StepSpan(0, 4)}, set(), [])
         assert os.listdir(out) == []
 
     def test_a_damaged_shard_is_set_aside(self, rank: Rank, out: Path) -> None:

@@ -13,7 +13,7 @@ from sink_rows import Measured, Rank, visible
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.csv_recovery import held as held_steps
 from monitor.sinks.csv_recovery import recover
-from monitor.sinks.files import StepRange
+from monitor.sinks.files import StepSpan
 from monitor.sinks.recovery import RecoveredFiles
 
 PER_RECORD = 3
@@ -141,8 +141,8 @@ def test_a_step_that_was_not_finished_is_cut_off_and_said_to_be(tmp_path: Path, 
         write(sink, rank, 0, "later")
         disk.left = 1  # the first kind of step 1, and a half of the second
         write(sink, rank, 1, "later")
-    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({StepRange(0, 2)}, {1}, [])
-    assert set(held(tmp_path)) == held_steps(tmp_path, StepRange(0, 2)) == {0}
+    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({StepSpan(0, 2)}, {1}, [])
+    assert set(held(tmp_path)) == held_steps(tmp_path, StepSpan(0, 2)) == {0}
 
 
 def test_parts_of_which_one_is_damaged_are_set_aside_together(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_parts_of_which_one_is_damaged_are_set_aside_together(tmp_path: Path) ->
         path.name for path in recovered.aside
     }
     assert (tmp_path / "grad_reduced_3-5.csv.damaged").read_bytes() == whole
-    assert recovered.ranges == {StepRange(3, 5)}
+    assert recovered.ranges == {StepSpan(3, 5)}
     assert set(held(tmp_path)) == {0, 1, 2}
 
 
@@ -171,5 +171,5 @@ def test_what_is_set_aside_never_replaces_what_was(tmp_path: Path) -> None:
 
 def test_a_part_that_was_just_begun_goes(tmp_path: Path) -> None:
     (tmp_path / ".actv_0-2.csv.part").write_bytes(b"")
-    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({StepRange(0, 2)}, set(), [])
+    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({StepSpan(0, 2)}, set(), [])
     assert list(tmp_path.iterdir()) == []

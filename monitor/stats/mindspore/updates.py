@@ -1,4 +1,4 @@
-"""Numbers of two MindSpore tensors, such as sign agreement and update norms: by numpy on the host, without waits on a device."""
+"""Numbers of two MindSpore tensors, such as sign agreement and update norms: by numpy on the host, without waits on devices."""
 
 from __future__ import annotations
 

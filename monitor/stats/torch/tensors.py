@@ -49,8 +49,8 @@ def plain_address(x: Tensor) -> int:
 def address_of(x: Tensor) -> int:
     """The address of the first element of a strided host tensor without gaps.
 
-    0 if there are no elements, or if the memory does not hold them: freed or shrunk storage, torch's efficient zeros, functional
-    tensors, tensors negated only by their flag. Every hook calls this, so it makes few checks.
+    0 if there are no elements, or if the memory does not hold them: freed or shrunk storage, torch's efficient zeros,
+    functional tensors, tensors negated only by their flag. Every hook calls this, so it makes few checks.
     """
     length = x.nbytes
     if not length or x.is_neg():
@@ -97,7 +97,7 @@ def readable(x: Tensor) -> Readable | None:
 
 
 def local_shard(x: Tensor) -> Tensor | None:
-    """The tensor itself, the local part of a DTensor, or the result of an asynchronous collective; None for tensors without data."""
+    """The tensor itself, a DTensor's local part, or an asynchronous collective's result; None for tensors without data."""
     if type(x) in PLAIN:
         return x
     local = getattr(x, "_local_tensor", None)

@@ -32,7 +32,7 @@ from monitor.stats.torch.tensors import pieces
 
 CHUNK: Final = 65_536
 DEVICE_CHUNK: Final = 1 << 22
-"""Elements of a chunk: on the host, so few that chunk and temporaries stay in the cache; on an accelerator, enough to fill it."""
+"""Elements of a chunk: on the host, so few that it stays in the cache with its temporaries; on a device, enough to fill it."""
 
 _HALF: Final = UNIT_BINS // 2
 

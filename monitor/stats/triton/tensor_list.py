@@ -1,8 +1,8 @@
 """Reduces many tensors in one launch per dtype, whatever pages their rows are on.
 
 A launch reads addresses, sizes and rows from a table in the device's memory. The table is sent only if it differs from the last
-one for the same rows, from pinned memory and without waiting. torch's allocator reuses pinned memory only after the copy from it
-is done. In the stream, the copy follows the launch that read the old table.
+one for the same rows, from pinned memory and without waiting. torch's allocator reuses pinned memory only after the copy from
+it is done. In the stream, the copy follows the launch that read the old table.
 """
 
 from __future__ import annotations
