@@ -122,7 +122,7 @@ class AppendFile:
             os.lstat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # out of reach for now
+        except OSError:  # not accessible for now
             return False
         return False
 

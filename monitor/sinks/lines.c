@@ -270,13 +270,13 @@ static void *buffer_of(PyObject *object, Py_buffer *buffer, const char *formats,
     return buffer->buf;
 }
 
-static int take_column(PyObject *told, column *into, Py_ssize_t rows) {
+static int take_column(PyObject *given, column *into, Py_ssize_t rows) {
     PyObject *first, *second, *third = NULL;
-    if (!PyTuple_Check(told)) {
+    if (!PyTuple_Check(given)) {
         PyErr_SetString(PyExc_TypeError, "a column must be a tuple");
         return 0;
     }
-    if (!PyArg_ParseTuple(told, "iOO|O", &into->is, &first, &second, &third)) {
+    if (!PyArg_ParseTuple(given, "iOO|O", &into->is, &first, &second, &third)) {
         return 0;
     }
     Py_ssize_t counts[3] = {0, 0, 0};
@@ -339,16 +339,16 @@ static PyObject *text_of(column *columns, int width, Py_ssize_t rows, form *with
 
 static PyObject *lines(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *told, *ends_of, *powers_of, *positions_of;
+    PyObject *given, *ends_of, *powers_of, *positions_of;
     form with;
     int first;
-    if (!PyArg_ParseTuple(args, "O!OOiidO", &PyTuple_Type, &told, &ends_of, &powers_of, &first, &with.ndigits, &with.fixed_from,
+    if (!PyArg_ParseTuple(args, "O!OOiidO", &PyTuple_Type, &given, &ends_of, &powers_of, &first, &with.ndigits, &with.fixed_from,
                           &positions_of)) {
         return NULL;
     }
     with.state = NULL;
     with.failed = 0;
-    Py_ssize_t width = PyTuple_Size(told), pieces = 0, words = 0, room = 0;
+    Py_ssize_t width = PyTuple_Size(given), pieces = 0, words = 0, room = 0;
     if (width < 1 || width > MOST_COLUMNS || with.ndigits < 0 || with.ndigits > MOST_DIGITS || !(with.fixed_from >= 1e-3)) {
         return PyErr_Format(PyExc_ValueError, "%zd columns with %d decimals", width, with.ndigits);
     }
@@ -374,7 +374,7 @@ static PyObject *lines(PyObject *module, PyObject *args) {
         }
     }
     for (Py_ssize_t i = 0; sound && i < width; i++) {
-        sound = take_column(PyTuple_GetItem(told, i), &columns[i], rows);
+        sound = take_column(PyTuple_GetItem(given, i), &columns[i], rows);
     }
     if (sound) {
         text = text_of(columns, (int)width, rows, &with, ends, pieces, positions);

@@ -79,7 +79,7 @@ class Partials:
         return column
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Partials:
-        """Some of the rows, contiguous along rows as before: an index in brackets would lay them out row by row."""
+        """Some of the rows, contiguous along rows as before; plain indexing would store them row by row."""
         histogram = None if self.histogram is None else self.histogram[rows]
         if isinstance(rows, slice):
             return Partials(self.columns[:, rows], histogram)
@@ -149,7 +149,7 @@ def combine(a: Partials, b: Partials) -> Partials:
 
 
 def _joined_histograms(parts: list[Partials]) -> NDArray[np.int64] | None:
-    """None where no part has any."""
+    """The histograms of all parts; None if no part has any."""
     bins = max((one.histogram.shape[1] for one in parts if one.histogram is not None), default=0)
     if not bins:
         return None

@@ -209,7 +209,7 @@ class NumpyKernel:
         return max(0.0, float(np.add.reduce(wide)) - rest * rest / len(v))
 
     def _widened(self, v: Reals, exponent: int) -> Floats:
-        """Divided by 2^exponent, in the scratch buffer."""
+        """The chunk in float64, divided by 2^exponent, in the scratch buffer."""
         wide = self._scratch.wide[: len(v)]
         np.copyto(wide, v)
         return np.ldexp(wide, -exponent, out=wide) if exponent else wide

@@ -112,7 +112,7 @@ class MindSporeSigned(Protocol):
     """
 
     def add(self, chunk: Array) -> None:
-        """A chunk, without dimensions but one."""
+        """Add a chunk, an array or tensor of one dimension."""
 
     def numbers(self) -> Numbers:
         """The partials of all chunks."""
