@@ -40,14 +40,14 @@ def of_kinds(
     series: SeriesTable,
     layouts: Sequence[TensorLayout],
     rank: int,
-    has_histogram: Collection[str] = (),
+    counted: Collection[str] = (),
 ) -> list[Metrics]:
     """The rows of each of these kinds by tag.
 
     Args:
         counted: Kinds whose rows say how many calls they combine.
     """
-    ops_of = {kind: (*ops, CALLS) if kind in has_histogram else ops for kind in kinds}
+    ops_of = {kind: (*ops, CALLS) if kind in counted else ops for kind in kinds}
     return [metrics_of(measured.get(kind), ops_of[kind], series, layouts, rank) for kind in kinds]
 
 
