@@ -20,7 +20,7 @@ FOR_EVER = 1000.0
 
 @pytest.fixture
 def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but a hurry ends a rest."""
+    """Only an urgent message ends the batch window."""
     monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", FOR_EVER)
 
 
@@ -89,7 +89,7 @@ def test_requests_that_share_a_hurry_wait_for_none() -> None:
 
 
 @pytest.mark.usefixtures("long_rests")
-@pytest.mark.parametrize("end", [lambda box: put(box, 1, urgent=True), lambda box: box.ask(flush())], ids=["hurry", "request"])
+@pytest.mark.parametrize("end", [lambda box: put(box, 1, urgent=True), lambda box: box.ask(flush())], ids=["urgent", "request"])
 def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[RequestQueue[Copy]], None]) -> None:
     box: RequestQueue[Copy] = RequestQueue()
     put(box, 0)

@@ -47,16 +47,16 @@ def out(rank: Rank) -> Path:
     return rank.context.directory
 
 
-class TestForesight:
-    """Files are the same whether steps were foreseen or not."""
+class TestPreparedSteps:
+    """Files are the same whether steps were prepared or not."""
 
-    def test_of_steps_that_were_foreseen_those_that_are_written_stand_in_the_files(self, tmp_path: Path) -> None:
+    def test_prepared_steps_that_are_written_are_in_the_files(self, tmp_path: Path) -> None:
         texts = []
-        for name, foresees in (("foreseen", True), ("alone", False)):
+        for name, prepares in (("prepared", True), ("alone", False)):
             rank = Rank(tmp_path / name, steps_per_record=3)
             sink = CsvSink(rank.context)
             steps = [rank.step(step, W if step % 3 else BOTH, ("norm",) if step < 5 else SIX_OPS) for step in range(9)]
-            if foresees:
+            if prepares:
                 sink.prepare(steps[:7])
             for rows in steps:
                 if rows.step not in (2, 3):  # which came to nothing
