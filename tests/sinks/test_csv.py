@@ -66,7 +66,7 @@ class TestPreparedSteps:
         assert texts[0] == texts[1]
         assert len(texts[0]) > 3
 
-    def test_what_was_foreseen_and_could_not_be_written_is_let_go_of(self, rank: Rank, out: Path) -> None:
+    def test_prepared_steps_that_could_not_be_written_are_discarded(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
         steps = [rank.step(step, BOTH) for step in range(4)]
         sink.prepare(steps)
@@ -80,7 +80,7 @@ class TestPreparedSteps:
         sink.close()
         assert [steps_in(out / f"{kind}_0-4.csv") for kind in BOTH] == [[1, 3], [1, 3]]
 
-    def test_foreseeing_again_takes_the_place_of_what_was_foreseen(self, rank: Rank, out: Path) -> None:
+    def test_a_new_batch_replaces_the_one_before(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
         sink.prepare([rank.step(step, W) for step in (0, 1)])
         again = [rank.step(step, {"grad_reduced": [Measured("w", [6.0, 8.0])]}) for step in (0, 1)]
