@@ -25,7 +25,7 @@ from torch import Tensor
 
 from monitor.stats.ops import derive
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 
 EPS = 1e-8
 WIDTH = 4096
@@ -34,8 +34,8 @@ SMALL = 1_000
 CALLS = 200
 MILLION = 1_000_000
 MAGNITUDES = ("1e-30", "1e-20", "1e-10", "1", "1e10", "1e20", "1e30")
-KERNEL = HostKernel(eps=EPS)
-PORTABLE = HostKernel(eps=EPS, with_native=False)
+KERNEL = TorchHostKernel(eps=EPS)
+PORTABLE = TorchHostKernel(eps=EPS, with_native=False)
 PAGE = np.zeros((1, len(COLUMNS)))
 
 Way = Callable[[Tensor], object]

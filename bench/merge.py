@@ -44,7 +44,7 @@ from monitor.failures import Failures
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 SHARDED, OWN = "grad_reduced", "actv"
 KINDS = (SHARDED, OWN)
@@ -151,7 +151,7 @@ def record_rank(job: Job, source: str, base: Path, rank: int) -> None:
     facts = RankFacts(IDENTITY, rank, job.ranks, {"dp": range(job.ranks)}, {}, {"ndigits": NDIGITS}, "", [source])
     manifest = Manifest(directory, facts, series, Failures(rank))
     sink = make_sink(source, SinkContext(directory, rank, series, NDIGITS, STEPS_PER_RECORD, eps=1e-8))
-    rng, layouts = np.random.default_rng(rank), [Layout((ELEMENTS,), "torch.float32")]
+    rng, layouts = np.random.default_rng(rank), [TensorLayout((ELEMENTS,), "torch.float32")]
     for step in range(job.steps):
         rows = StepRows(step, OPS, {kind: measurements(rng, index) for kind, index in indices.items()}, layouts)
         sink.write(rows)

@@ -39,13 +39,13 @@ from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.delivery import Delivery
-from monitor.pipeline.step_queue import Gaps
+from monitor.pipeline.step_queue import DroppedSteps
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.partials import MAX, MIN, NANS, SUM, SUMSQ, WRITES, Floats, Partials
 from monitor.stats.rows import StepRows
-from monitor.stats.table import Sealed, StatsTable
+from monitor.stats.table import SealedTable, StatsTable
 
 STEPS_PER_RECORD = {"csv": 1, "hdf5": 100}
 FACTS = RankFacts(JobIdentity("job", "Dec03_21-34-40"), 0, 1, {}, {}, {}, "", ())
@@ -60,7 +60,7 @@ WARM_UP = 110
 class Numbers:
     """Memory of a page, and of its sealed copies, that holds what it is given."""
 
-    at_hand = True
+    ready = True
 
     def __init__(self, numbers: Floats) -> None:
         self.numbers = numbers
@@ -115,7 +115,7 @@ def main() -> None:
     save(options.json, {"costs": [asdict(cost) for cost in costs], "flood": asdict(flood)})
 
 
-def sealed_steps(series: SeriesTable, step: StepRows) -> list[Sealed]:
+def sealed_steps(series: SeriesTable, step: StepRows) -> list[SealedTable]:
     """Copies of the step, sealed, with every row scaled by its own factor within a percent of 1."""
     table, rng = StatsTable(series), np.random.default_rng(0)
     numbers = np.concatenate([rows.partials.columns.T for rows in step.kinds.values()])
@@ -127,7 +127,7 @@ def sealed_steps(series: SeriesTable, step: StepRows) -> list[Sealed]:
         page.memory = Numbers(scaled(numbers, rng))
         for slot in slots:
             table.note(slot.row, layout)
-        found.append(Sealed(ops=OPS))
+        found.append(SealedTable(ops=OPS))
         table.seal(found[-1])
     return found
 
@@ -164,7 +164,7 @@ class Timed:
         self._scanner.close()
 
 
-def measured(name: str, series: SeriesTable, variants: Sequence[Sealed], steps: int, progress: Progress) -> Cost:
+def measured(name: str, series: SeriesTable, variants: Sequence[SealedTable], steps: int, progress: Progress) -> Cost:
     with TemporaryDirectory() as directory:
         scanner = scanner_of([])
         for number in range(WARM_UP):
@@ -185,14 +185,14 @@ def measured(name: str, series: SeriesTable, variants: Sequence[Sealed], steps: 
     return Cost(name, fmean(took["without"]) + ends, median(timed.took))
 
 
-def writer_of(name: str, directory: Path, series: SeriesTable, scanner: Timed | None) -> Delivery[Sealed]:
+def writer_of(name: str, directory: Path, series: SeriesTable, scanner: Timed | None) -> Delivery[SealedTable]:
     directory.mkdir()
     failures = Failures()
     return Delivery(
         {name: make_sink(name, SinkContext(directory, 0, series, NDIGITS, STEPS_PER_RECORD[name], eps=1e-8))},
         Manifest(directory, FACTS, series, failures),
         failures,
-        Gaps(),
+        DroppedSteps(),
         lambda _: None,
         watchers={} if scanner is None else {"rules": scanner},
         save_seconds=30.0,

@@ -37,7 +37,7 @@ from monitor.sinks.csv import CsvSink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.ops import derive
 from monitor.stats.partials import COUNT, MAX, MIN, SMALLS, SUM, SUMSQ, Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 NDIGITS = 6
@@ -130,7 +130,7 @@ def training(rows: int, steps: int) -> tuple[SeriesTable, list[StepRows]]:
         for kind in KINDS
         for i in range(rows // len(KINDS))
     )
-    layouts = [Layout((ELEMENTS,), "torch.float32")]
+    layouts = [TensorLayout((ELEMENTS,), "torch.float32")]
     return series, [StepRows(step, OPS, dict(kinds(rng, len(series))), layouts) for step in range(steps)]
 
 

@@ -24,7 +24,7 @@ from tables import Progress, aligned, save
 from torch import Tensor
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.torch.dispatch import DeviceKernels
 
 EPS: Final = 1e-8
@@ -79,7 +79,7 @@ def filled(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def of_one(size: int, dtype: torch.dtype, device: torch.device, clock: Clock, rounds: int) -> Speed:
     x = filled(size // dtype.itemsize, dtype, device)
     into, page = torch.empty_like(x), rows(1, device)
-    fused, portable = KERNELS.kernel(EPS, device), DeviceKernel(EPS)
+    fused, portable = KERNELS.kernel(EPS, device), TorchDeviceKernel(EPS)
     ways: dict[str, Callable[[], object]] = {
         "copy": lambda: into.copy_(x),
         "monitor": lambda: fused.reduce_into(x, page, 0),

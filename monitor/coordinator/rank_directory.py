@@ -17,7 +17,7 @@ from monitor.coordinator.resume import Earlier, Span, directories, last_manifest
 from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of
-from monitor.sinks.recovery import put_in_order
+from monitor.sinks.recovery import recover_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns:
     saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
     recoveries = {name: recovery for name in FORMATS if name in (*written, *formats) and (recovery := recovery_of(name))}
-    found = put_in_order(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
+    found = recover_all(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
     for path in found.aside:
         LOGGER.warning("[rank %d] a process that was killed left %s damaged. The file was set aside.", rank, path)
     earlier = Earlier.of(record)

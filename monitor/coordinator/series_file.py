@@ -35,7 +35,7 @@ from monitor.coordinator.manifest_format import (
     parsed,
 )
 from monitor.series import LOCAL, Placement, Ranks, Series, SeriesTable, Shard
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 SERIES_LIMIT: Final = 256 * 2**20
 """Largest size of an unpacked series file, in bytes."""
@@ -57,7 +57,7 @@ class MeasuredSeries:
     """
 
     series: Series
-    layout: Layout | None
+    layout: TensorLayout | None
     varies: bool
     placement: Placement = LOCAL
 
@@ -76,7 +76,7 @@ class Measured:
 
     def __init__(self, series: SeriesTable) -> None:
         self._series = series
-        self._layouts: list[Layout] = []
+        self._layouts: list[TensorLayout] = []
         self._layout: NDArray[np.int64] = np.empty(0, np.int64)
         self._varies: NDArray[np.bool_] = np.empty(0, np.bool_)
         self._flow = NO_FLOW
@@ -254,7 +254,7 @@ class SeriesColumns(StrictRecord):
             yield [one.replicas, one.unclaimed, one.shard.ranks if one.shard else 0], self.groups
 
     def series(self) -> tuple[MeasuredSeries, ...]:
-        layouts = [Layout(shape, dtype) for shape, dtype in self.layouts]
+        layouts = [TensorLayout(shape, dtype) for shape, dtype in self.layouts]
         varies = frozenset(self.varies)
         placed = [one.placement(self.groups) for one in self.placements]
         placement = self.placement or (LOCAL_PLACEMENT,) * len(self.name)

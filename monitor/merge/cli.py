@@ -16,7 +16,7 @@ from monitor.coordinator.resume import Span, span_between
 from monitor.merge.atomic_output import MergeError, NothingRecordedError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import Report, summary
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_read import ALL_STEPS
 from monitor.terminal import say
 
@@ -103,11 +103,11 @@ def _print(report: Report, output: Path, console: Console) -> None:
     say(console, f"written to {output}")
 
 
-def _steps(spelled: str | None) -> Steps:
+def _steps(spelled: str | None) -> StepSpan:
     match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", spelled or ":")
     if match is None:
         raise MergeError(f"--steps is {spelled!r}. Write the first and the last step, as in 100:200.")
-    steps = Steps(int(match[1] or ALL_STEPS.first), int(match[2] or ALL_STEPS.last))
+    steps = StepSpan(int(match[1] or ALL_STEPS.first), int(match[2] or ALL_STEPS.last))
     if steps.first > steps.last:
         raise MergeError(f"--steps {spelled} ends before it begins")
     return steps

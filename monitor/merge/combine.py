@@ -23,9 +23,9 @@ from monitor.merge.rows import Rows, counts_elements, gathered
 from monitor.merge.statistics import WEIGHTED, Flags, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES
-from monitor.stats.histograms import MAGNITUDES, spelled
+from monitor.stats.histograms import MAGNITUDES, histogram_text
 from monitor.stats.ops import CALLS
 
 # --- Which ops of whole tensors have no value because of what was recorded, and why.
@@ -93,7 +93,7 @@ class Piece:
     """
 
     columns: Columns
-    steps: Steps
+    steps: StepSpan
     sources: tuple[Source, ...]
     shares: tuple[Path, ...]
     number: int
@@ -315,10 +315,10 @@ def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa
 def _joined(ranks: Index, starts: Index) -> Texts:
     """The ranks of each run, as text."""
     each, which = np.unique(ranks, return_inverse=True)
-    spelled = pa.array(map(str, each.tolist()), type=pa.string())
+    texts = pa.array(map(str, each.tolist()), type=pa.string())
     if len(starts) == len(ranks):
-        return Texts(which.astype(np.int32), spelled)
-    lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(ranks)).astype(np.int32)), spelled.take(pa.array(which)))
+        return Texts(which.astype(np.int32), texts)
+    lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(ranks)).astype(np.int32)), texts.take(pa.array(which)))
     return Texts.of([binary_join(lists, " ").dictionary_encode()])
 
 
@@ -332,7 +332,7 @@ def _numbers(statistics: Statistics) -> dict[str, pa.Array]:
 def _spelled(statistics: Statistics) -> pa.Array:
     """Histograms as text."""
     there, counts = statistics.known[statistics.ops.index(MAGNITUDES)].tolist(), statistics.partials.histogram
-    texts = [spelled(counts[row]) if counts is not None and it_is else None for row, it_is in enumerate(there)]
+    texts = [histogram_text(counts[row]) if counts is not None and it_is else None for row, it_is in enumerate(there)]
     return pa.array(texts, type=pa.string()).dictionary_encode()
 
 
@@ -358,5 +358,5 @@ def _of_each(places: pa.ChunkedArray, runs: Index) -> pa.ChunkedArray:
 
 
 def _table(columns: dict[str, pa.Array], texts: dict[str, Texts], schema: pa.Schema) -> pa.Table:
-    spelled = {name: text.in_use() for name, text in texts.items()}
-    return pa.table([{**columns, **spelled}[one.name] for one in schema], schema=schema)
+    chosen_texts = {name: text.in_use() for name, text in texts.items()}
+    return pa.table([{**columns, **chosen_texts}[one.name] for one in schema], schema=schema)

@@ -25,7 +25,7 @@ from monitor.merge.read_shards import ForeignError, Shard
 from monitor.merge.survey import UNKNOWN
 from monitor.series import DIRECTION_KIND, NO_MICRO_STEP
 from monitor.sinks.arrow import HISTOGRAM, TEXT
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.stats.ops import CALLS
 
 IDENTITY: Final = [
@@ -80,7 +80,7 @@ class Told:
     set_aside: list[SetAside] = field(default_factory=list)
 
 
-def read(sources: Iterable[Source], steps: Steps, columns: Columns, catalogue: Catalogue, told: Told) -> list[pa.Table]:
+def read(sources: Iterable[Source], steps: StepSpan, columns: Columns, catalogue: Catalogue, told: Told) -> list[pa.Table]:
     """The rows that count, directory by directory, in tables of exact rows or of rounded ones, after ``IDENTITY``."""
     tables = []
     for source in sources:
@@ -92,7 +92,7 @@ def read(sources: Iterable[Source], steps: Steps, columns: Columns, catalogue: C
 
 
 def _rows_that_count(
-    source: Source, shards: Iterable[Shard], steps: Steps, columns: Columns, told: Told
+    source: Source, shards: Iterable[Shard], steps: StepSpan, columns: Columns, told: Told
 ) -> Iterator[tuple[pa.Table, bool]]:
     """Each step once: from the file that has partials, and of several the last."""
     seen: dict[int, bool] = {}
@@ -113,7 +113,7 @@ def _rows_that_count(
         yield (table if fresh == there else table.filter(np.isin(column, fresh))), shard.exact
 
 
-def _has_all(written: StepsRecord, shard: Shard, steps: Steps, seen: Mapping[int, bool]) -> bool:
+def _has_all(written: StepsRecord, shard: Shard, steps: StepSpan, seen: Mapping[int, bool]) -> bool:
     """Whether every step that the manifest puts into a file of CSV was found with its partials."""
     if not any(seen.values()):
         return False
@@ -180,8 +180,8 @@ class Share:
     """
 
     columns: Columns
-    steps: Steps
-    pieces: tuple[Steps, ...]
+    steps: StepSpan
+    pieces: tuple[StepSpan, ...]
     sources: tuple[Source, ...]
     catalogue: Path | None
     others: Path | None
@@ -226,7 +226,7 @@ def files_of(output: Path) -> tuple[Path, Path]:
     return output.with_name(f"{output.name}-exact.arrow"), output.with_name(f"{output.name}-rounded.arrow")
 
 
-def _write(columns: dict[str, list[pa.ChunkedArray]], schema: pa.Schema, pieces: Sequence[Steps], path: Path) -> None:
+def _write(columns: dict[str, list[pa.ChunkedArray]], schema: pa.Schema, pieces: Sequence[StepSpan], path: Path) -> None:
     """A batch a piece.
 
     Args:

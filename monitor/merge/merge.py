@@ -21,7 +21,7 @@ from monitor.merge.plan import Plan, Window, in_groups, kinds, shards_found, vis
 from monitor.merge.report import Report
 from monitor.merge.survey import look
 from monitor.merge.tensors import catalogue
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_read import ALL_STEPS
 
 PIECE_ROWS: Final = 250_000
@@ -49,7 +49,7 @@ class Wanted:
     job: str | None = None
     span: Span | None = None
     kinds: Collection[str] | None = None
-    steps: Steps = ALL_STEPS
+    steps: StepSpan = ALL_STEPS
     format: Format = "hdf5"
     workers: int = 1
     dask: str | None = None

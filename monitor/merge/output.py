@@ -21,7 +21,7 @@ from monitor.series import CALL_KIND
 from monitor.sinks.arrow import FILLED, HISTOGRAM, PARTIALS, SUMS, TEXT
 from monitor.stats.features import FEATURES, own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
-from monitor.stats.ops import CALLS, NUMERIC_OPS, is_of
+from monitor.stats.ops import CALLS, NUMERIC_OPS, has_op
 
 # --- What there is of the rows of a kind, in shards and in merged tables.
 
@@ -48,7 +48,7 @@ class Columns:
     def of(cls, kind: str, *, histograms: bool) -> Columns:
         """Args: histograms: Whether the job has counted magnitudes."""
         own = own_columns(kind)
-        if own or not histograms or not is_of(MAGNITUDES, kind):
+        if own or not histograms or not has_op(MAGNITUDES, kind):
             return cls(kind, own or NUMERIC_OPS)
         return cls(kind, (*NUMERIC_OPS, *LOSSES, MAGNITUDES), histogram=True)
 

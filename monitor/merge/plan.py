@@ -31,7 +31,7 @@ from monitor.merge.read_shards import Shard
 from monitor.merge.survey import SHARDS, Findings, Visit
 from monitor.merge.tensors import Kind, LayerNames
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.stats.histograms import HISTOGRAM_OPS
 
 Floats = NDArray[np.float64]
@@ -57,8 +57,8 @@ class Window:
     """
 
     kind: str
-    steps: Steps
-    pieces: tuple[Steps, ...]
+    steps: StepSpan
+    pieces: tuple[StepSpan, ...]
     shares: tuple[range, ...] = ()
     rows: float = 0
 
@@ -73,7 +73,7 @@ class Planner:
         recorded: Steps that were, as far as is known, ascending: a shard's rows are spread over those of them that it may hold.
     """
 
-    limit: Steps
+    limit: StepSpan
     rows: int
     recorded: Index
 
@@ -102,7 +102,7 @@ class Planner:
         total, largest = np.bincount(segment, density[which], len(bounds)), np.zeros(len(bounds))
         np.maximum.at(largest, segment, density[which])
         for number, (begin, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-            steps = Steps(begin, stop - 1)
+            steps = StepSpan(begin, stop - 1)
             if shards_there[number]:
                 yield _Segment(steps, total[number] * self._count(steps), largest[number] * self._count(steps))
 
@@ -117,7 +117,7 @@ class Planner:
                 waiting = one
         yield from (waiting,) if waiting else ()
 
-    def _shares(self, shards: pa.Table, steps: Steps) -> Iterator[range]:
+    def _shares(self, shards: pa.Table, steps: StepSpan) -> Iterator[range]:
         """Directories, some at a time: each time as many as it takes to have the rows of a piece."""
         there = chosen(shards, steps)
         first, end, density = self._spans(there, steps)
@@ -128,7 +128,7 @@ class Planner:
         for one, other in itertools.pairwise([*starts, len(of_run)]):
             yield range(one, other)
 
-    def _spans(self, shards: pa.Table, limit: Steps) -> tuple[Index, Index, Floats]:
+    def _spans(self, shards: pa.Table, limit: StepSpan) -> tuple[Index, Index, Floats]:
         """Of each shard that has any of these steps: the first of them, the one after the last, and its rows a step."""
         there = chosen(shards, limit)
         first, last, rows = (there[column].to_numpy() for column in ("first", "last", "rows"))
@@ -136,15 +136,15 @@ class Planner:
         end = np.minimum(last, min(limit.last, LAST_STEP)) + 1
         return np.maximum(first, limit.first), end, rows / np.maximum(steps, 1)
 
-    def _ranges(self, steps: Steps, parts: float) -> Iterator[Steps]:
+    def _ranges(self, steps: StepSpan, parts: float) -> Iterator[StepSpan]:
         """With about as many recorded steps each; as many as asked for, if there are so many steps."""
         first, end = np.searchsorted(self.recorded, [steps.first, steps.last + 1]).tolist()
         count = min(max(1, math.ceil(parts)), max(1, end - first))
         inner = [int(self.recorded[first + (end - first) * number // count]) for number in range(1, count)]
         for one, other in itertools.pairwise([steps.first, *inner, steps.last + 1]):
-            yield Steps(one, other - 1)
+            yield StepSpan(one, other - 1)
 
-    def _count(self, steps: Steps) -> int:
+    def _count(self, steps: StepSpan) -> int:
         first, end = np.searchsorted(self.recorded, [steps.first, steps.last + 1]).tolist()
         return int(end - first)
 
@@ -174,12 +174,12 @@ class _Segment:
         largest: Rows of the shard that has most.
     """
 
-    steps: Steps
+    steps: StepSpan
     rows: float
     largest: float
 
     def then(self, other: _Segment) -> _Segment:
-        return _Segment(Steps(self.steps.first, other.steps.last), self.rows + other.rows, self.largest + other.largest)
+        return _Segment(StepSpan(self.steps.first, other.steps.last), self.rows + other.rows, self.largest + other.largest)
 
 
 def in_groups(windows: Iterable[Window], rows: float) -> Iterator[list[Window]]:
@@ -194,7 +194,7 @@ def in_groups(windows: Iterable[Window], rows: float) -> Iterator[list[Window]]:
         yield group
 
 
-def chosen(shards: pa.Table, steps: Steps) -> pa.Table:
+def chosen(shards: pa.Table, steps: StepSpan) -> pa.Table:
     """The shards that may have rows of these steps."""
     return shards.filter((shards["first"].to_numpy() <= steps.last) & (shards["last"].to_numpy() >= steps.first))
 
@@ -298,7 +298,7 @@ class Plan:
         every = (one.manifest.config.get("ndigits") for one in self.runs)
         return min(number if isinstance(number, int) else 6 for number in every)
 
-    def windows(self, kinds: Iterable[str] | None, steps: Steps) -> list[Window]:
+    def windows(self, kinds: Iterable[str] | None, steps: StepSpan) -> list[Window]:
         """Of the kinds that are asked for; None: of all."""
         asked_for = sorted(set(self.shards) if kinds is None else set(self.shards) & set(kinds))
         recorded = recorded_steps({one.manifest.steps.written for one in self.runs}, self.shards.values())
@@ -356,24 +356,24 @@ class Plan:
     def _shared(self, window: Window, share: int) -> Path:
         return self.work / f"{window.kind}_{window.steps.first}-{window.steps.last}-{share}"
 
-    def _outputs(self, kind: str, steps: Steps) -> tuple[Path, Path]:
+    def _outputs(self, kind: str, steps: StepSpan) -> tuple[Path, Path]:
         name = f"{kind}_{steps.first}-{steps.last}{self.suffix}"
         return self.output / "per_rank" / name, self.output / "global" / name
 
-    def _sources(self, window: Window, steps: Steps, places: range) -> tuple[Source, ...]:
+    def _sources(self, window: Window, steps: StepSpan, places: range) -> tuple[Source, ...]:
         own, replicas = (
             self._shards_by_run(shards, steps, places) for shards in (self.shards[window.kind], self._replicas(window.kind))
         )
         return tuple(self._source(run, own.get(run, ()), replicas.get(run, ())) for run in sorted({*own, *replicas}))
 
-    def _shards_by_run(self, shards: pa.Table, steps: Steps, places: range) -> dict[int, tuple[Shard, ...]]:
+    def _shards_by_run(self, shards: pa.Table, steps: StepSpan, places: range) -> dict[int, tuple[Shard, ...]]:
         first, end = np.searchsorted(shards["run"].to_numpy(), [places.start, places.stop]).tolist()
         rows = chosen(shards.slice(first, end - first), steps).to_pylist()
         return {run: tuple(map(self._shard, own)) for run, own in groupby(rows, key=lambda row: row["run"])}
 
     def _shard(self, row: dict[str, Any]) -> Shard:
         path = self.runs[row["run"]].directory / row["file"]
-        return Shard(path, row["kind"], Steps(row["first"], row["last"]), row["rows"])
+        return Shard(path, row["kind"], StepSpan(row["first"], row["last"]), row["rows"])
 
     def _source(self, run: int, shards: tuple[Shard, ...], replicas: tuple[Shard, ...]) -> Source:
         one = self.runs[run]

@@ -18,8 +18,8 @@ from monitor.sinks import files, hdf5_files
 from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, parsed
 from monitor.sinks.csv import read_csv
 from monitor.sinks.csv_files import BEGINNING
-from monitor.sinks.files import Steps
-from monitor.sinks.hdf5_read import NotAShardError, read_facts, read_kind, read_lengths
+from monitor.sinks.files import StepSpan
+from monitor.sinks.hdf5_read import NotAShardError, read_kind, read_lengths, read_metadata
 from monitor.stats.histograms import MAGNITUDES
 
 _IDENTITY: Final = [(name, kind) for name, kind in IDENTITY.items() if name != "kind"]
@@ -55,7 +55,7 @@ class Shard:
 
     path: Path
     kind: str
-    steps: Steps
+    steps: StepSpan
     rows: int
 
     @property
@@ -63,7 +63,7 @@ class Shard:
         """Whether it holds partials."""
         return self.path.suffix == ".h5"
 
-    def read(self, steps: Steps, columns: Columns) -> pa.Table:
+    def read(self, steps: StepSpan, columns: Columns) -> pa.Table:
         """Its rows of these steps, with the columns of rows that are exact if it is, otherwise with those of rounded ones.
 
         Raises:
@@ -106,7 +106,7 @@ def csv_shards_in(directory: Path, kinds: Collection[str] | None = None) -> tupl
     return found, aside
 
 
-def _possible(steps: Steps) -> bool:
+def _possible(steps: StepSpan) -> bool:
     return steps.first <= steps.last < FAR
 
 
@@ -117,14 +117,14 @@ def _refused(path: Path) -> str | None:
     return None if path.is_file() else "it is not a file"
 
 
-def _kinds_of(path: Path, steps: Steps, rank: int) -> Iterator[Shard]:
+def _kinds_of(path: Path, steps: StepSpan, rank: int) -> Iterator[Shard]:
     if (reason := _refused(path)) is not None:
         raise ForeignError(reason)
     if not _possible(steps):
         raise ForeignError(NO_STEPS)
     with h5py.File(path, "r", locking=False) as file:
-        if read_facts(file).rank != rank:
-            raise ForeignError(f"it is of rank {read_facts(file).rank}")
+        if read_metadata(file).rank != rank:
+            raise ForeignError(f"it is of rank {read_metadata(file).rank}")
         rows = read_lengths(file)
     for kind, length in rows.items():
         if not _KIND.fullmatch(kind):
@@ -132,7 +132,7 @@ def _kinds_of(path: Path, steps: Steps, rank: int) -> Iterator[Shard]:
         yield Shard(path, kind, steps, length)
 
 
-def _read_hdf5(shard: Shard, steps: Steps, columns: Columns) -> pa.Table:
+def _read_hdf5(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
     try:
         with h5py.File(shard.path, "r", locking=False) as file:
             rows = read_kind(file, shard.kind, steps)
@@ -165,7 +165,7 @@ def csv_rows(shard: Shard) -> pa.Table:
     return rows
 
 
-def _read_csv(shard: Shard, steps: Steps, columns: Columns) -> pa.Table:
+def _read_csv(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
     rows = csv_rows(shard)
     step = rows["step"].to_numpy()
     inside = (step >= steps.first) & (step <= steps.last)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from monitor.series import DIRECTION_KIND
 from monitor.stats.histograms import LOSSES, MAGNITUDES, Counts
-from monitor.stats.ops import counted, derive
+from monitor.stats.ops import derive, has_histogram
 from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, combine_groups
 
 Flags = NDArray[np.bool_]
@@ -111,7 +111,7 @@ def _counted(partials: Partials) -> tuple[Floats, Flags]:
     """How many elements are in the histogram of each row, and whether there is one."""
     histogram = partials.histogram
     elements = np.zeros(len(partials)) if histogram is None else histogram.sum(axis=1).astype(np.float64)
-    return elements, counted(partials)
+    return elements, has_histogram(partials)
 
 
 def _starts_among(starts: Index, chosen: Flags, length: int) -> Index:

@@ -21,8 +21,8 @@ from monitor.series import SeriesTable
 from monitor.stats.host.array_kernel import Raw
 from monitor.stats.host.native import HostPage
 from monitor.stats.mindspore.arithmetic import on_the_host
-from monitor.stats.mindspore.kernels import DeviceKernel, HostKernel, combined
-from monitor.stats.mindspore.tensors import DevicePage, beneath, count_magnitudes, has_data, on_host
+from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
+from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import Page, PageMemory
 
@@ -43,11 +43,11 @@ class Recorder(recorder.Recorder):
         self._take_eps(eps)
 
     def _take_eps(self, eps: float) -> None:
-        self.host = HostKernel(eps)
-        self._device_kernel = DeviceKernel(eps) if self.device == DEVICE else None
+        self.host = MindSporeHostKernel(eps)
+        self._device_kernel = MindSporeDeviceKernel(eps) if self.device == DEVICE else None
 
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
-        return HostPage(rows, columns, cleared) if device == HOST else DevicePage(rows, columns)
+        return HostPage(rows, columns, cleared) if device == HOST else MindSporeDevicePage(rows, columns)
 
     def _forget_step(self) -> None:
         """Nothing to do: no state of a step is kept."""
@@ -96,7 +96,7 @@ class Recorder(recorder.Recorder):
         memory = page.memory
         if isinstance(memory, HostPage):
             return self.host.reduce_into(x, memory.numbers, local_row)
-        assert isinstance(memory, DevicePage)
+        assert isinstance(memory, MindSporeDevicePage)
         assert self._device_kernel is not None
         # ``beneath`` would convert float64 to float32.
         with computing() if x.dtype == ms.float64 else beneath():
@@ -120,7 +120,7 @@ def _write_numbers(page: PageMemory, row: int, numbers: Mapping[int, Any]) -> No
     if isinstance(page, HostPage):
         page.numbers[row] = read(np.empty(0))
         return
-    assert isinstance(page, DevicePage)
+    assert isinstance(page, MindSporeDevicePage)
     there = [one.reshape(1).to(ms.float32) for column, one in numbers.items() if column not in fixed]
     page.write(row, mint.cat(there) if there else Tensor([0.0], ms.float32), read)
 
@@ -139,6 +139,6 @@ def _write_histogram(page: PageMemory, row: int, counts: Raw | Tensor) -> None:
         page.numbers[row] = 0.0
         page.numbers[row, : len(counts)] = counts
         return
-    assert isinstance(page, DevicePage)
+    assert isinstance(page, MindSporeDevicePage)
     width = page.shape[1]
     page.write(row, counts, lambda bins: np.pad(bins.astype(np.float64), (0, width - len(bins))))

@@ -17,7 +17,14 @@ from monitor.recording.updates import UpdateCollector, wanted
 from monitor.series import DIRECTION_KIND
 from monitor.stats.mindspore.arithmetic import Number
 from monitor.stats.mindspore.tensors import has_data
-from monitor.stats.mindspore.updates import Kept, Signed, adam_vectors, agreement, kept, squares_of_update
+from monitor.stats.mindspore.updates import (
+    MindSporeSigned,
+    TensorSnapshot,
+    adam_vectors,
+    agreement,
+    snapshot,
+    squares_of_update,
+)
 from monitor.stats.partials import COUNT, SUM
 
 # --- ``ur_distribution``: Adam's updates and moment ratios, as histograms.
@@ -56,7 +63,7 @@ class MindSporeAdamCollector(UpdateCollector):
         self._update.record_computed(update, stepping.held)
         self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
 
-    def _vectors(self, moments: MindSporeMoments) -> tuple[Signed, Signed]:
+    def _vectors(self, moments: MindSporeMoments) -> tuple[MindSporeSigned, MindSporeSigned]:
         return adam_vectors(
             moments.mean,
             moments.square,
@@ -68,7 +75,7 @@ class MindSporeAdamCollector(UpdateCollector):
         )
 
 
-def _computed(vector: Signed, moments: MindSporeMoments) -> ComputedRow:
+def _computed(vector: MindSporeSigned, moments: MindSporeMoments) -> ComputedRow:
     return ComputedRow(vector.numbers(), moments.mean, vector.histogram())
 
 
@@ -117,10 +124,10 @@ class RatioCollector(updates.RatioCollector):
     def _usable(self, weight: Tensor) -> Tensor | None:
         return weight if is_floating_point(weight) and has_data(weight) and weight.size else None
 
-    def _copy(self, usable: Tensor) -> Kept:
-        return kept(usable)
+    def _copy(self, usable: Tensor) -> TensorSnapshot:
+        return snapshot(usable)
 
-    def _squares(self, after: Tensor, before: Kept) -> tuple[Number, Number] | None:
+    def _squares(self, after: Tensor, before: TensorSnapshot) -> tuple[Number, Number] | None:
         return squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
 
 

@@ -1,4 +1,4 @@
-"""What happens to sealed steps: they are read, looked at by the watchers, handed to every sink, and entered in the journal."""
+"""Delivers sealed steps on the writer thread: reads each one, passes it to watchers and sinks, and enters it in the journal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from time import monotonic
 from typing import Any, Final, Generic, TypeVar
 
 from monitor.failures import EarlierFailure, Failures
-from monitor.pipeline.protocols import Journal, Sealed, Watcher
-from monitor.pipeline.step_queue import GATHERED_BYTES, Gaps
-from monitor.sinks.protocol import Foresighted, Sink
+from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
+from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES, DroppedSteps
+from monitor.sinks.protocol import BatchSink, Sink
 from monitor.stats.rows import StepRows
 
-# --- Code that is not the pipeline's own: a sink, a watcher, the journal. It may raise, and it may never return.
+# --- Sinks, watchers and the journal may raise, or never return. Each is used through a guard.
 
 T = TypeVar("T")
 
@@ -27,18 +27,18 @@ _ADVICE: Final = {
     errno.EACCES: "Permission is missing: allow this user to write there.",
     errno.EPERM: "Permission is missing: allow this user to write there.",
     errno.EROFS: "The file system is read-only: mount it writable.",
-    errno.ENOTDIR: "A file stands where the directory was: move it away.",
-    errno.EEXIST: "A file stands where the directory was: move it away.",
+    errno.ENOTDIR: "A file has taken the place of the directory: move the file away.",
+    errno.EEXIST: "A file has taken the place of the directory: move the file away.",
     errno.EMFILE: "This process has too many files open: raise its limit (ulimit -n).",
-    errno.ENOENT: "The directory may have been removed: it is made again where possible.",
+    errno.ENOENT: "The directory may have been removed: the monitor makes it again where possible.",
 }
 
 
-class Guarded(Generic[T]):
-    """``inner``, used by one thread at a time; what it raises is reported and handed back, never raised.
+class ErrorGuard(Generic[T]):
+    """Calls ``inner`` from one thread at a time, and reports and returns its exceptions instead of raising them.
 
-    The lock lets another thread serve the rest while the writer is stuck in one of them. Neither the training thread, nor a
-    signal handler, nor a forked process ever takes it.
+    Each guard has its own lock. So while the writer is stuck in one call, another thread can use the others. The training
+    thread, signal handlers and forked processes never take the lock.
     """
 
     def __init__(self, name: str, inner: T, failures: Failures) -> None:
@@ -53,9 +53,10 @@ class Guarded(Generic[T]):
         return self._lock.locked()
 
     def use(self, call: Callable[[T], object], *, wait: bool = True, last: bool = False) -> BaseException | None:
-        """Call with ``inner``, for the ``last`` time if so: later calls are refused.
+        """Run ``call(inner)``. After a call with ``last``, later calls are refused.
 
-        The exception if the call failed or was refused, or if ``inner`` is in use and ``wait`` is false.
+        Returns:
+            The exception if the call failed or was refused, or if ``inner`` is in use and ``wait`` is false; else None.
         """
         if not self._lock.acquire(blocking=wait):
             return TimeoutError(f"{self.name} is still in an earlier call")
@@ -70,35 +71,35 @@ class Guarded(Generic[T]):
         self._retired = last
         try:
             call(self.inner)
-        except BaseException as error:  # a panic in native code is no Exception, and this thread is nobody's to interrupt
+        except BaseException as error:  # a panic in native code is not an Exception, and no user code runs in this thread
             self._failures.report(self.name, error, advice(error))
             return error
         return None
 
 
 def advice(error: BaseException) -> str:
-    """What the user can do about ``error``."""
+    """What the user can do about ``error``, and what it means for the recording."""
     known = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-    return f"{known} What this call was for is missing; the next step is tried again.".strip()
+    return f"{known} The data of this call is missing; the monitor tries again at the next step.".strip()
 
 
 S = TypeVar("S", bound=Sealed)
 
 
-Arranged = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
-"""Says which sinks and watchers are to be served, by name; those that are already are the same objects."""
+ConsumerFactory = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
+"""Returns the sinks and watchers to serve from now on, by name. Those that stay are the same objects as before."""
 
 UNREADABLE: Final = "could not be read"
 
 
 @dataclass(frozen=True, slots=True)
-class InHand:
-    """The steps that are being delivered.
+class DeliveryProgress:
+    """How far the delivery of a batch has come.
 
     Attributes:
-        steps: The one that is being handed on, and those that come after it.
-        looked: By name, the watchers that have looked at the first of them.
-        served: By name, the sinks that were served with it, and what went wrong.
+        steps: The step that is being delivered, then those that follow it.
+        looked: Names of the watchers that have seen the first step.
+        served: Sinks that were called with the first step, by name, with the error or None.
     """
 
     steps: tuple[int, ...] = ()
@@ -107,15 +108,15 @@ class InHand:
 
     @property
     def half_way(self) -> int | None:
-        """The step that some sink has by now."""
+        """The step that at least one sink already has."""
         return self.steps[0] if any(error is None for error in self.served.values()) else None
 
 
 class Delivery(Generic[S]):
-    """Every foreign piece of code is guarded on its own: what one of them does to a step is no concern of the others.
+    """Passes steps to watchers, sinks and journal. Each has a guard of its own, so one that fails does not affect the others.
 
-    Steps are delivered by one thread. ``flush``, ``close`` and ``leave`` may come from another one while that thread is stuck;
-    with ``wait=False`` they serve whatever it is not stuck in.
+    One thread delivers steps. Another thread may call ``flush``, ``close`` and ``abandon`` while the first one is stuck; with
+    ``wait=False`` they skip the object that the first thread is stuck in.
 
     Attributes:
         latest: The rows delivered last.
@@ -124,123 +125,124 @@ class Delivery(Generic[S]):
     def __init__(
         self,
         sinks: Mapping[str, Sink],
-        journal: Journal,
+        journal: StepJournal,
         failures: Failures,
-        gaps: Gaps,
+        dropped_steps: DroppedSteps,
         put_back: Callable[[S], None],
         *,
         watchers: Mapping[str, Watcher],
         save_seconds: float,
     ) -> None:
-        self._failures, self._gaps, self._put_back = failures, gaps, put_back
+        self._failures, self._dropped_steps, self._put_back = failures, dropped_steps, put_back
         self._sinks = {name: self._guarded_sink(name, sink) for name, sink in sinks.items()}
-        self._watchers = [Guarded(name, watcher, failures) for name, watcher in watchers.items()]
-        self._journal = Guarded("the manifest", journal, failures)
+        self._watchers = [ErrorGuard(name, watcher, failures) for name, watcher in watchers.items()]
+        self._journal = ErrorGuard("the manifest", journal, failures)
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
-        self._in_hand = InHand()
-        self._left = False  # what is in hand has been given up, should this thread ever come back
+        self._in_progress = DeliveryProgress()
+        self._abandoned = False  # ``close`` timed out: a writer that returns late must discard its batch
 
     def steps(self, submitted: Sequence[tuple[int, S]]) -> None:
         """Deliver steps, in this order.
 
-        They are read together, and foretold, as many as hold ``GATHERED_BYTES``, except that none stays behind while another is
-        waited for: that one may never come.
+        They are read and announced to the sinks in batches of up to ``BATCH_LIMIT_BYTES``. Only the first step of a batch may
+        wait for the device: it may hang, and steps that are ready must not wait behind it.
         """
         left = deque(step for step, _ in submitted)
-        self._in_hand = InHand(tuple(left))
-        for together in _at_hand_together(submitted):
+        self._in_progress = DeliveryProgress(tuple(left))
+        for together in _batches(submitted):
             outcomes = [self._read(sealed) for _, sealed in together]
-            self._foretell([rows for rows in outcomes if isinstance(rows, StepRows)])
+            self._prepare([rows for rows in outcomes if isinstance(rows, StepRows)])
             for outcome in outcomes:
-                if self._left:
+                if self._abandoned:
                     return
                 if isinstance(outcome, StepRows):
-                    self._hand_on(outcome, self._in_hand)
+                    self._deliver(outcome, self._in_progress)
                 else:
-                    self._give_up(left[0], outcome)
+                    self._drop_unreadable(left[0], outcome)
                 left.popleft()
-                self._in_hand = InHand(tuple(left))
+                self._in_progress = DeliveryProgress(tuple(left))
         self._changed = True
 
     @property
-    def in_hand(self) -> tuple[int, ...]:
+    def in_progress(self) -> tuple[int, ...]:
         """The steps being delivered."""
-        return self._in_hand.steps
+        return self._in_progress.steps
 
-    def rearrange(self, arranged: Arranged) -> None:
-        """Serve other sinks and watchers from the next step on. Sinks that are not among them are closed; watchers are saved,
-        since whoever comes after them goes on with what they found.
+    def rearrange(self, arranged: ConsumerFactory) -> None:
+        """Serve other sinks and watchers from the next step on.
+
+        Sinks that are left out are closed. Watchers are only saved, because their successors continue from what they found.
         """
         try:
             sinks, watchers = arranged()
         except Exception as error:
-            self._failures.report("changing what is written", error, "It goes on as before.")
+            self._failures.report("changing what is written", error, "Sinks and alert rules stay as they were.")
             return
         before, watched = self._sinks, self._watchers
-        self._sinks = {name: _among(before.values(), sink) or self._guarded_sink(name, sink) for name, sink in sinks.items()}
-        self._watchers = [_among(watched, one) or Guarded(name, one, self._failures) for name, one in watchers.items()]
+        self._sinks = {name: _guard_of(before.values(), sink) or self._guarded_sink(name, sink) for name, sink in sinks.items()}
+        self._watchers = [_guard_of(watched, one) or ErrorGuard(name, one, self._failures) for name, one in watchers.items()]
         for sink in before.values():
             if sink not in self._sinks.values():
                 sink.use(lambda sink: sink.close(), last=True)
         for watcher in watched:
             if watcher not in self._watchers:
                 watcher.use(_save, last=True)
-        self.save()  # what holds from when on is in the journal
+        self.save()  # the journal records from which step on the change holds
 
     def flush(self, *, wait: bool = True) -> bool:
-        """Make everything delivered so far visible; whether that went well everywhere."""
+        """Make everything delivered so far visible. True if every call succeeded."""
         errors = [sink.use(lambda sink: sink.flush(), wait=wait) for sink in self._sinks.values()]
-        return _none_of([*errors, *self.save(wait=wait)])
+        return _all_succeeded([*errors, *self.save(wait=wait)])
 
     def close(self, *, wait: bool = True, complete: bool = True) -> bool:
-        """As ``flush``, and for good: nothing is used after this, whoever delivers.
+        """Flush and close everything. Later calls are refused, also those of a thread that is still delivering.
 
-        Watchers are closed only if the run is ``complete``, and the journal if every sink and watcher could be closed as well;
-        otherwise they are saved.
+        Watchers are closed only if the run is ``complete``, otherwise saved. The journal is closed only if the run is complete
+        and every sink and watcher closed without an error, otherwise saved.
         """
         errors = [sink.use(lambda sink: sink.close(), wait=wait, last=True) for sink in self._sinks.values()]
-        self._journal.use(self._tell, wait=wait)
+        self._journal.use(self._report_dropped, wait=wait)
         errors += self._use_watchers(_close if complete else _save, wait=wait, last=True)
-        end = self._tell_and_close if complete and _none_of(errors) else self._tell_and_save
+        end = self._report_and_close if complete and _all_succeeded(errors) else self._report_and_save
         errors.append(self._journal.use(end, wait=wait, last=True))
-        return _none_of(errors)
+        return _all_succeeded(errors)
 
-    def leave(self, steps: Sequence[int], reason: str) -> bool:
-        """Close what can be closed while the writer is stuck, and tell the journal which ``steps`` stay unwritten.
+    def abandon(self, steps: Sequence[int], reason: str) -> bool:
+        """Close what can be closed while the writer is stuck, and enter in the journal which ``steps`` stay unwritten.
 
-        The step that is half way is lost only to the sinks that have not been served; those before them have it.
+        The step that is half way is lost only for the sinks that have not been called; the sinks before them have it.
         """
-        self._left = True
-        in_hand = self._in_hand
-        half_way = in_hand.half_way
+        self._abandoned = True
+        in_progress = self._in_progress
+        half_way = in_progress.half_way
         unwritten = [step for step in steps if step != half_way]
-        self._gaps.counts[reason] += len(unwritten)
+        self._dropped_steps.counts[reason] += len(unwritten)
         self._journal.use(lambda journal: _drop_all(journal, unwritten, reason), wait=False)
         for watcher in self._watchers:
-            unseen = [step for step in steps if step not in in_hand.steps[:1] or watcher.name not in in_hand.looked]
+            unseen = [step for step in steps if step not in in_progress.steps[:1] or watcher.name not in in_progress.looked]
             watcher.use(partial(_drop_all, steps=unseen, reason=reason), wait=False)
         if half_way is not None:
-            rest = [name for name in self._sinks if name not in in_hand.served]
+            rest = [name for name in self._sinks if name not in in_progress.served]
             self._journal.use(lambda journal: _lose(journal, half_way, rest, reason), wait=False)
         return self.close(wait=False, complete=False)
 
     def save(self, *, wait: bool = True) -> list[BaseException | None]:
-        """Make visible what became of each step and what was found in it; what went wrong, if anything."""
-        return [self._journal.use(self._tell_and_save, wait=wait), *self._use_watchers(_save, wait=wait)]
+        """Save the journal and the watchers. Returns the error of each, or None."""
+        return [self._journal.use(self._report_and_save, wait=wait), *self._use_watchers(_save, wait=wait)]
 
     def seconds_to_save(self) -> float | None:
-        """When the journal is to be saved next; ``None`` while it has nothing new."""
-        return max(self._save_at - monotonic(), 0.0) if self._changed or self._gaps.untold else None
+        """Seconds until the journal is to be saved; ``None`` while it has nothing new."""
+        return max(self._save_at - monotonic(), 0.0) if self._changed or self._dropped_steps.unreported else None
 
     @property
     def stuck_in(self) -> str:
-        """What the delivering thread is in the middle of."""
-        guarded: list[Guarded[Any]] = [*self._watchers, *self._sinks.values(), self._journal]
+        """What the delivering thread is busy with."""
+        guarded: list[ErrorGuard[Any]] = [*self._watchers, *self._sinks.values(), self._journal]
         return ", ".join(one.name for one in guarded if one.busy) or "reading a step from the device"
 
-    def _guarded_sink(self, name: str, sink: Sink) -> Guarded[Sink]:
-        return Guarded(f"sink {name!r}", sink, self._failures)
+    def _guarded_sink(self, name: str, sink: Sink) -> ErrorGuard[Sink]:
+        return ErrorGuard(f"sink {name!r}", sink, self._failures)
 
     def _read(self, sealed: S) -> StepRows | BaseException:
         try:
@@ -250,49 +252,49 @@ class Delivery(Generic[S]):
         finally:
             self._put_back(sealed)
 
-    def _give_up(self, step: int, error: BaseException) -> None:
-        """Nobody has a step that could not be read."""
+    def _drop_unreadable(self, step: int, error: BaseException) -> None:
+        """A step that could not be read reaches no sink and no watcher."""
         if isinstance(error, EarlierFailure):
             self._failures.defer_error(error)
         else:
             self._failures.report("reading a step", error, advice(error))
-        self._gaps.counts[UNREADABLE] += 1
+        self._dropped_steps.counts[UNREADABLE] += 1
         reason = f"{UNREADABLE}: {error!r}"
         self._journal.use(lambda journal: journal.dropped(step, reason))
         self._use_watchers(lambda watcher: watcher.dropped(step, reason))
 
-    def _foretell(self, steps: Sequence[StepRows]) -> None:
+    def _prepare(self, steps: Sequence[StepRows]) -> None:
         if len(steps) > 1:
             for sink in self._sinks.values():
-                sink.use(lambda sink: _foretell(sink, steps))
+                sink.use(lambda sink: _prepare(sink, steps))
 
-    def _hand_on(self, rows: StepRows, in_hand: InHand) -> None:
+    def _deliver(self, rows: StepRows, in_progress: DeliveryProgress) -> None:
         self.latest = rows
         for watcher in self._watchers:
             watcher.use(lambda watcher: watcher.look(rows))
-            in_hand.looked.add(watcher.name)
+            in_progress.looked.add(watcher.name)
         for name, sink in self._sinks.items():
-            in_hand.served[name] = sink.use(lambda sink: sink.write(rows))
-        self._journal.use(lambda journal: _enter(journal, rows, in_hand.served))
+            in_progress.served[name] = sink.use(lambda sink: sink.write(rows))
+        self._journal.use(lambda journal: _enter(journal, rows, in_progress.served))
 
-    def _tell_and_save(self, journal: Journal) -> None:
+    def _report_and_save(self, journal: StepJournal) -> None:
         self._save_at = monotonic() + self._save_seconds
-        self._tell(journal)
+        self._report_dropped(journal)
         journal.save()
         self._changed = False
 
-    def _tell_and_close(self, journal: Journal) -> None:
-        self._tell(journal)
+    def _report_and_close(self, journal: StepJournal) -> None:
+        self._report_dropped(journal)
         journal.close()
 
-    def _tell(self, journal: Journal) -> None:
-        """Of steps that were dropped before they came here. A watcher that hangs does not hear of them, and keeps nobody up."""
+    def _report_dropped(self, journal: StepJournal) -> None:
+        """Report the steps that were dropped before they reached the writer. A watcher that hangs is skipped."""
 
         def dropped(step: int, reason: str) -> None:
             journal.dropped(step, reason)
             self._use_watchers(lambda watcher: watcher.dropped(step, reason), wait=False)
 
-        self._gaps.tell(dropped)
+        self._dropped_steps.report(dropped)
 
     def _use_watchers(
         self, call: Callable[[Watcher], object], *, wait: bool = True, last: bool = False
@@ -300,33 +302,34 @@ class Delivery(Generic[S]):
         return [watcher.use(call, wait=wait, last=last) for watcher in self._watchers]
 
 
-def _at_hand_together(submitted: Sequence[tuple[int, S]]) -> Iterator[Sequence[tuple[int, S]]]:
-    """Steps one behind the other, of which none but the first is waited for and which hold no more than is gathered; each
-    when those before are dealt with.
+def _batches(submitted: Sequence[tuple[int, S]]) -> Iterator[Sequence[tuple[int, S]]]:
+    """Split into batches of up to ``BATCH_LIMIT_BYTES``; only the first step of a batch may block on the device.
+
+    Each batch is computed when those before it have been delivered.
     """
     start, held = 0, 0
     for end in range(1, len(submitted) + 1):
         held += submitted[end - 1][1].nbytes
-        if end == len(submitted) or held >= GATHERED_BYTES or not submitted[end][1].at_hand:
+        if end == len(submitted) or held >= BATCH_LIMIT_BYTES or not submitted[end][1].ready:
             yield submitted[start:end]
             start, held = end, 0
 
 
-def _foretell(sink: Sink, steps: Sequence[StepRows]) -> None:
-    if isinstance(sink, Foresighted):
-        sink.foresee(steps)
+def _prepare(sink: Sink, steps: Sequence[StepRows]) -> None:
+    if isinstance(sink, BatchSink):
+        sink.prepare(steps)
 
 
-def _among(guarded: Iterable[Guarded[T]], inner: T) -> Guarded[T] | None:
+def _guard_of(guarded: Iterable[ErrorGuard[T]], inner: T) -> ErrorGuard[T] | None:
     return next((one for one in guarded if one.inner is inner), None)
 
 
-def _none_of(errors: Iterable[BaseException | None]) -> bool:
+def _all_succeeded(errors: Iterable[BaseException | None]) -> bool:
     return all(error is None for error in errors)
 
 
-def _enter(journal: Journal, rows: StepRows, errors: Mapping[str, BaseException | None]) -> None:
-    if _none_of(errors.values()):
+def _enter(journal: StepJournal, rows: StepRows, errors: Mapping[str, BaseException | None]) -> None:
+    if _all_succeeded(errors.values()):
         journal.written(rows)
     for name, error in errors.items():
         if error is not None:
@@ -341,11 +344,11 @@ def _close(watcher: Watcher) -> None:
     watcher.close()
 
 
-def _drop_all(told: Journal | Watcher, steps: Iterable[int], reason: str) -> None:
+def _drop_all(listener: StepJournal | Watcher, steps: Iterable[int], reason: str) -> None:
     for step in steps:
-        told.dropped(step, reason)
+        listener.dropped(step, reason)
 
 
-def _lose(journal: Journal, step: int, sinks: Iterable[str], reason: str) -> None:
+def _lose(journal: StepJournal, step: int, sinks: Iterable[str], reason: str) -> None:
     for sink in sinks:
         journal.lost(step, sink, reason)

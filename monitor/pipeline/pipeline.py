@@ -1,4 +1,4 @@
-"""The pipeline: from a sealed table on the training thread to every sink, without ever holding up training for long."""
+"""The pipeline: takes sealed tables from the training thread to every sink, and delays training for a bounded time at most."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import Arranged, Delivery
-from monitor.pipeline.protocols import Journal, Sealed, Watcher
-from monitor.pipeline.step_queue import Gaps, Patience, Ring
-from monitor.pipeline.writer import Writer
+from monitor.pipeline.delivery import ConsumerFactory, Delivery
+from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
+from monitor.pipeline.step_queue import BackpressureBudget, DroppedSteps, Ring
+from monitor.pipeline.writer import StepWriter
 from monitor.sinks.protocol import Sink
 from monitor.stats.rows import StepRows
 
@@ -29,25 +29,25 @@ CLOSED: Final = "submitted after closing"
 class Pipeline(Generic[S]):
     """One training thread reserves a sealed copy, fills it and submits it; one writer thread delivers it.
 
-    No method lets an error out, and none of those for the training thread takes a lock. In a process forked from the one that
-    made it the pipeline is inert: nothing is reserved, written, flushed or closed.
+    No method raises, and the methods for the training thread take no lock. In a process forked from the one that made it, the
+    pipeline is inert: it reserves, writes, flushes and closes nothing.
 
     Args:
         sinks: By name, served in this order.
-        journal: What became of each step; used by one thread at a time, never by the training thread.
+        journal: Records the outcome of each step; used by one thread at a time, never by the training thread.
         new_sealed: Makes one more copy.
         queue_bytes: Bound on the memory of all sealed copies together; two may exist whatever their size.
-        queue_wait_seconds: How long training may be held up by a full queue, once an incident.
-        close_seconds: Within this time ``close`` returns.
-        signal_seconds: So long a SIGTERM may be held up.
-        watchers: Look at the rows of each step before any sink does. By what a failure in them is called.
-        save_seconds: Between two savings of the journal while steps are written.
+        queue_wait_seconds: How long a full queue may delay training, per incident.
+        close_seconds: ``close`` returns within this time.
+        signal_seconds: A SIGTERM is delayed for this time at most.
+        watchers: See the rows of each step before any sink does. The keys name them in failure reports.
+        save_seconds: Time between two saves of the journal while steps are written.
     """
 
     def __init__(
         self,
         sinks: Mapping[str, Sink],
-        journal: Journal,
+        journal: StepJournal,
         failures: Failures,
         new_sealed: Callable[[], S],
         *,
@@ -59,13 +59,13 @@ class Pipeline(Generic[S]):
         save_seconds: float = 30.0,
     ) -> None:
         self._failures = failures
-        self._gaps = Gaps()
+        self._dropped_steps = DroppedSteps()
         self._ring = Ring(new_sealed, queue_bytes)
-        self._patience = Patience(queue_wait_seconds, failures)
+        self._backpressure = BackpressureBudget(queue_wait_seconds, failures)
         self._delivery: Delivery[S] = Delivery(
-            sinks, journal, failures, self._gaps, self._ring.put_back, watchers=watchers, save_seconds=save_seconds
+            sinks, journal, failures, self._dropped_steps, self._ring.put_back, watchers=watchers, save_seconds=save_seconds
         )
-        self._writer = Writer(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
+        self._writer = StepWriter(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
         self._reserved: dict[int, int] = {}
         self._newest: int | None = None
         weakref.finalize(self, self._writer.retire).atexit = False  # at exit the process closes its writers, within bounds
@@ -78,7 +78,7 @@ class Pipeline(Generic[S]):
     @property
     def dropped(self) -> Counter[str]:
         """Steps that no sink has, by reason."""
-        return self._gaps.counts
+        return self._dropped_steps.counts
 
     def reserve(self, step: int) -> S | None:
         """A sealed copy to fill with ``step``; ``None`` if the step is dropped."""
@@ -89,80 +89,80 @@ class Pipeline(Generic[S]):
             sealed = self._copy()
         except Exception as error:
             self._failures.report("making room for a step", error, "The step is dropped, the next one is tried.")
-            self._gaps.add(step, NO_COPY)
+            self._dropped_steps.add(step, NO_COPY)
             return None
         if sealed is None:
-            self._patience.drop(step)
-            self._gaps.add(step, QUEUE_FULL)
+            self._backpressure.drop(step)
+            self._dropped_steps.add(step, QUEUE_FULL)
         else:
             self._reserved[id(sealed)] = step
         return sealed
 
     def submit(self, sealed: S) -> None:
-        """Hand a filled copy to the writer. One that is not reserved is none of ours and is left alone."""
+        """Pass a filled copy to the writer. Ignores a copy that was not reserved here."""
         step = self._reserved.pop(id(sealed), None)
         if step is None or self._writer.inert:
             return
         if self._writer.closing:
-            self._gaps.add(step, CLOSED)
+            self._dropped_steps.add(step, CLOSED)
             return
         try:
-            self._writer.put(step, sealed, hurry=not self._ring.roomy)
+            self._writer.put(step, sealed, urgent=not self._ring.may_batch)
         except Exception as error:
             self._failures.report("submitting a step", error, "The step is dropped, the next one is tried.")
             self._put_back(sealed, step, NOT_SUBMITTED)
 
     def give_back(self, sealed: S) -> None:
-        """A copy that was reserved and could not be filled: its step is dropped."""
+        """Return a reserved copy that could not be filled. Its step is dropped."""
         step = self._reserved.pop(id(sealed), None)
         if step is not None and not self._writer.inert:
             self._put_back(sealed, step, NOT_SEALED)
 
-    def rearrange(self, arranged: Arranged) -> None:
-        """Hand the steps that are submitted from now on to other sinks and watchers. Does not wait.
+    def rearrange(self, arranged: ConsumerFactory) -> None:
+        """Pass steps submitted from now on to other sinks and watchers. Does not wait.
 
         Args:
-            arranged: Called on the writer thread, when all steps submitted before are delivered.
+            arranged: Called on the writer thread after all earlier steps have been delivered.
         """
         if not self._writer.inert and not self._writer.closing:
             self._writer.rearrange(arranged)
 
     def latest(self, timeout: float) -> StepRows | None:
-        """The rows of the step reserved last; ``None`` if it was dropped or is not read within ``timeout`` seconds."""
+        """The rows of the step reserved last; ``None`` if it was dropped, or was not read within ``timeout`` seconds."""
         if self._writer.inert or not self._writer.ask("drain").wait(timeout):
             return None
         rows = self._delivery.latest
         return rows if rows is not None and rows.step == self._newest else None
 
     def flush(self, timeout: float) -> bool:
-        """Whether within ``timeout`` seconds every step submitted so far was made visible by every sink."""
+        """True if every sink made every step submitted so far visible within ``timeout`` seconds."""
         if self._writer.inert:
             return False
         ticket = self._writer.ask("flush")
         return ticket.wait(timeout) and ticket.ok
 
     def close(self) -> bool:
-        """Deliver what is queued and close everything within ``close_seconds``; whether that went well everywhere.
+        """Deliver what is queued and close everything within ``close_seconds``. True if everything succeeded.
 
-        From any thread, any number of times.
+        May be called from any thread, any number of times.
         """
         if self._writer.inert:
             return True
         complete = self._writer.close()
         if complete:
-            self._patience.restore()
+            self._backpressure.restore()
         return complete
 
     def _copy(self) -> S | None:
         if self._ring.mostly_free:
-            self._patience.restore()
+            self._backpressure.restore()
         sealed = self._ring.take(0.0)
         if sealed is None:
             began = monotonic()
-            sealed = self._ring.take(self._patience.left)
-            self._patience.spend(monotonic() - began)
+            sealed = self._ring.take(self._backpressure.left)
+            self._backpressure.spend(monotonic() - began)
         return sealed
 
     def _put_back(self, sealed: S, step: int, reason: str) -> None:
-        self._gaps.add(step, reason)
+        self._dropped_steps.add(step, reason)
         self._ring.put_back(sealed)

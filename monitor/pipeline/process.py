@@ -1,4 +1,4 @@
-"""The events that concern a process as a whole: its exit, its forks, its termination by signal."""
+"""Handles the events of a whole process for all pipelines in it: exit, fork and SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from typing import Any, Final, Protocol
 
 from monitor.failures import LOGGER, Failures
 
-# --- A request to the writer that somebody waits for.
-
 SHORTEST_PAUSE: Final = 20e-6
 LONGEST_PAUSE: Final = 5e-3
 
 WRITERS_SHARE: Final = 0.75
-"""The part of a time limit that the writer has for itself; the rest is for doing without it what can be done."""
+"""The fraction of a time limit that the writer gets. The rest is for what can be done without the writer."""
 
 
 class Ticket:
-    """Settled once by the writer, waited for by anyone, also in a signal handler.
+    """The result of a request to the writer. The writer settles it once; any thread, or a signal handler, may wait for it.
 
-    The wait looks at a plain attribute again and again. ``threading.Event`` has a lock inside: a handler that waits for an
-    event while the code it interrupted is in the same wait never returns.
+    ``wait`` polls a plain attribute. ``threading.Event`` has a lock inside: a signal handler that waits for an event while the
+    interrupted code is in the same wait never returns.
     """
 
     def __init__(self) -> None:
@@ -43,7 +41,7 @@ class Ticket:
         self.done = True
 
     def wait(self, seconds: float) -> bool:
-        """Whether it was settled within ``seconds``."""
+        """True if the ticket was settled within ``seconds``."""
         deadline, pause = monotonic() + seconds, SHORTEST_PAUSE
         while not self.done and monotonic() < deadline:
             sleep(pause)
@@ -51,17 +49,17 @@ class Ticket:
         return self.done
 
 
-# --- What a forked child must not inherit, and how it is kept from it.
+# --- Forks: a child must not inherit the pipeline's threads, files and signal handling.
 
 Callback = Callable[[], None]
 Weakly = Callable[[], Callback | None]
 
 
 class Forks:
-    """Counts the forks that lie between this process and the first one, and tells those who asked in each child.
+    """Counts the forks between the first process and this one, and calls the registered callbacks in each child.
 
-    SIGTERM is held back from just before a fork until the child has taken down what it inherited: until then a signal sent to
-    the child would be written into the descriptor that it shares with its parent, and wake the parent.
+    SIGTERM is blocked from just before a fork until the child has removed what it inherited. Until then a signal to the child
+    would be written into the descriptor that it shares with its parent, and would wake the parent.
     """
 
     def __init__(self, in_child: Callback) -> None:
@@ -71,10 +69,10 @@ class Forks:
         self._masks: dict[int, set[signal.Signals | int]] = {}
 
     def watch(self) -> None:
-        """From now on. Cannot be undone: once a process."""
+        """Start to watch for forks. Cannot be undone, so it is called once per process."""
         os.register_at_fork(before=self._before, after_in_parent=self._after, after_in_child=self._after_in_child)
 
-    def tell(self, callback: Callback) -> None:
+    def register(self, callback: Callback) -> None:
         """Call the bound method ``callback`` in every child for as long as its object lives."""
         reference: Weakly = weakref.WeakMethod(callback) if isinstance(callback, MethodType) else weakref.ref(callback)
         self._in_child = [*(known for known in self._in_child if known() is not None), reference]
@@ -101,15 +99,14 @@ def _call(callback: Callback) -> None:
     try:
         callback()
     except Exception:
-        LOGGER.warning("%r failed in a forked process, which goes on.", callback, exc_info=True)
+        LOGGER.warning("%r failed in a forked process. The process continues.", callback, exc_info=True)
 
 
-# --- SIGTERM: what is sealed becomes visible, and then happens what would have happened without the monitor.
+# --- SIGTERM: flush every sealed step, then let the signal have the effect that it has without the monitor.
 #
-# The handler runs in the main thread, and only once that thread is back in Python code: a rank that hangs in a
-# collective never gets there. So a wake-up descriptor carries the signal to a thread of our own at once. That thread
-# also does what the operating system would have done if nobody had handled the signal: a rank that hangs must still die
-# of SIGTERM.
+# The handler runs in the main thread, and only once that thread is back in Python code; a rank that hangs in a
+# collective never gets there. So a wake-up descriptor passes the signal to a separate thread at once. If the signal has
+# its default action, that thread also ends the process: a rank that hangs must still die of SIGTERM.
 
 _STOP: Final = b"\0"
 # signal.signal refuses to work outside the main thread
@@ -121,17 +118,17 @@ class Flushable(Protocol):
 
     def ask_flush(self) -> Ticket: ...
 
-    def flush_without(self) -> Ticket: ...
+    def flush_without_writer(self) -> Ticket: ...
 
 
 Live = Callable[[], Sequence[Flushable]]
 
 
 class Termination:
-    """Our part in the process's handling of SIGTERM, taken on with the first step and given back with the last pipeline.
+    """The monitor's handling of SIGTERM, installed with the first step and removed with the last pipeline.
 
-    Armed only from the main thread, the only one that may, and only where the signal has its default action or a handler
-    written in Python: one that is ignored stays ignored, one that is handled in C stays so.
+    It is installed only from the main thread, as Python requires, and only if the signal has its default action or a handler
+    in Python. An ignored signal stays ignored, and a handler in C stays in place.
     """
 
     def __init__(self, live: Live) -> None:
@@ -156,7 +153,7 @@ class Termination:
             self._handler = self._wakeup = None
 
     def forget(self) -> None:
-        """In a forked child: as if we had never been there. The listener is the parent's and is not to be stopped."""
+        """In a forked child: restore the previous handling. The listener thread belongs to the parent and is not stopped."""
         if self._handler is not None:
             self._restore()
             if self._wakeup is not None:
@@ -171,14 +168,14 @@ class Termination:
 
 
 class Handler:
-    """One object for each time we are armed: a handler put on top of an old one may still call it."""
+    """The signal handler, a new object for each ``arm``: a handler installed on top of an old one may still call that one."""
 
     def __init__(self, live: Live, previous: Any) -> None:
         self.previous = previous
         self._live = live
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Ask for everything sealed to become visible, wait for it in bounded time, hand the signal on. Takes no lock."""
+        """Request a flush of every pipeline, wait for it in bounded time, and pass the signal on. Takes no lock."""
         self._flush(share=1.0)
         if callable(self.previous):
             self.previous(signum, frame)
@@ -187,30 +184,30 @@ class Handler:
             os.kill(os.getpid(), signum)
 
     def on_wakeup(self) -> None:
-        """The same, on the listener's thread, as far as it does not take the main thread."""
+        """Do the same on the listener's thread, except for what only the main thread may do."""
         self._flush(share=WRITERS_SHARE)
         if not callable(self.previous) and _is_installed(self):
             _SET_ACTION(signal.SIGTERM, None)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _flush(self, share: float) -> None:
-        with contextlib.suppress(Exception):  # whatever happens here, the signal is handed on
+        with contextlib.suppress(Exception):  # the signal must be passed on in any case
             flush_all(self._live(), share)
 
 
 def flush_all(live: Sequence[Flushable], share: float) -> None:
-    """Flush every pipeline at once. A writer that needs more than ``share`` of its time is done without for the rest of it."""
+    """Flush every pipeline at once. If a writer uses up its ``share`` of the time, the rest is spent on a flush without it."""
     began = monotonic()
     asked = [(one, one.ask_flush()) for one in live]
     late = [one for one, ticket in asked if not ticket.wait(began + share * one.signal_seconds - monotonic())]
     if share < 1.0:
-        without = [(one, one.flush_without()) for one in late]
+        without = [(one, one.flush_without_writer()) for one in late]
         for one, ticket in without:
             ticket.wait(began + one.signal_seconds - monotonic())
 
 
 class WakeUp:
-    """The descriptor into which the interpreter writes the number of each signal as it comes in, and a thread that reads it."""
+    """The descriptor into which the interpreter writes the number of each signal, and the thread that reads it."""
 
     def __init__(self, on_sigterm: Callable[[], None]) -> None:
         self._on_sigterm = on_sigterm
@@ -220,7 +217,7 @@ class WakeUp:
 
     @classmethod
     def install(cls, on_sigterm: Callable[[], None]) -> WakeUp | None:
-        """``None`` if somebody else, an event loop, has a descriptor installed: theirs stays."""
+        """``None`` if another library, such as an event loop, has installed a descriptor: that one stays."""
         theirs = signal.set_wakeup_fd(-1)
         if theirs != -1:
             signal.set_wakeup_fd(theirs)
@@ -246,7 +243,7 @@ class WakeUp:
         self._write.close()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):  # closed under us
+        with contextlib.suppress(OSError):  # another thread closed the socket
             while (received := self._read.recv(4096)) and _STOP not in received:
                 if signal.SIGTERM in received:
                     self._on_sigterm()
@@ -267,7 +264,7 @@ class Closable(Flushable, Protocol):
 
 
 class Process:
-    """Knows every live pipeline of this process, weakly, and takes no lock: signals and forks come at any moment."""
+    """Keeps weak references to every live pipeline of this process. Takes no lock: signals and forks come at any moment."""
 
     def __init__(self) -> None:
         self._live: dict[int, weakref.ref[Closable]] = {}
@@ -278,7 +275,7 @@ class Process:
 
     @property
     def forks(self) -> int:
-        """How many forks lie between this process and the first one that loaded this module."""
+        """Number of forks between the first process that loaded this module and this one."""
         return self._forks.count
 
     def adopt(self, pipeline: Closable) -> None:
@@ -299,20 +296,20 @@ class Process:
         try:
             self._termination.arm()
         except Exception as error:
-            failures.report("watching for SIGTERM", error, "A run that is terminated loses the record it had open.")
+            failures.report("watching for SIGTERM", error, "If SIGTERM ends this run, the open record is lost.")
 
     def on_fork_child(self, callback: Callable[[], None]) -> None:
         self._watch()
-        self._forks.tell(callback)
+        self._forks.register(callback)
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at exit, before pipelines are closed. Any number of times."""
+        """Call ``callback`` at exit, before pipelines are closed. Adding it again has no effect."""
         if callback not in self._at_end:
             self._at_end.append(callback)
         self.end_first()
 
     def end_first(self) -> None:
-        """Be called at exit before whatever was loaded so far: h5py takes leave then, and nothing could be written after it."""
+        """Register to run at exit before every module loaded so far: after h5py's own exit handler nothing can be written."""
         atexit.unregister(self._end)
         atexit.register(self._end)
 
@@ -324,7 +321,7 @@ class Process:
             self.close_all()
 
     def close_all(self) -> None:
-        """At exit, before daemon threads die. All begin to close before the first is waited for."""
+        """At exit, before daemon threads die: start to close all pipelines, then wait for each."""
         live = self.live()
         for one in live:
             one.begin_close()
@@ -342,7 +339,7 @@ class Process:
 
 
 PROCESS: Final = Process()
-"""The only state of this package that belongs to no object of the user's: the operating system has one of each event."""
+"""The only global state of this package: the operating system has one exit, one fork and one SIGTERM per process."""
 
 
 def on_fork_child(callback: Callable[[], None]) -> None:

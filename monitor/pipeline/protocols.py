@@ -1,4 +1,4 @@
-"""What the pipeline moves and whom it tells: a sealed copy of the table, and the journal of what became of each step."""
+"""Interfaces of the pipeline: a sealed copy of the table, the journal of each step's outcome, and watchers of steps."""
 
 from __future__ import annotations
 
@@ -8,59 +8,56 @@ from monitor.stats.rows import StepRows
 
 
 class Sealed(Protocol):
-    """One copy of the live table, made at the end of a step. Copies are reused: they are the slots of the ring."""
+    """A copy of the live table, made at the end of a step. Copies are reused: they are the slots of the ring."""
 
     @property
     def nbytes(self) -> int:
-        """Memory it holds now. It may change whenever a step is sealed into it, since the table grows."""
+        """Bytes of memory that the copy holds now. They may change with every step sealed into it, since the table grows."""
 
     @property
-    def at_hand(self) -> bool:
-        """Whether ``rows`` is sure not to wait. Does not wait itself."""
+    def ready(self) -> bool:
+        """True if ``rows`` will not wait. Does not wait itself."""
 
     def rows(self) -> StepRows:
-        """The step as columns of their own, on the writer thread. May wait for the device. Never called once given back."""
+        """The step in new columns, on the writer thread. May wait for the device. Never called after the copy was put back."""
 
 
-class Journal(Protocol):
-    """What became of each step: the rank's manifest.
+class StepJournal(Protocol):
+    """Records the outcome of each step: the rank's manifest.
 
-    Called by one thread at a time, never by the training thread. Raising is allowed: it is reported once and stops nothing.
+    Called by one thread at a time, never by the training thread. It may raise: the error is reported once and stops nothing.
     """
 
     def written(self, rows: StepRows) -> None:
-        """Every sink has taken in the step."""
+        """Every sink has the step."""
 
     def dropped(self, step: int, reason: str) -> None:
-        """No sink has the step: there was no room for it, or it could not be read."""
+        """No sink has the step: the queue was full, or the step could not be read."""
 
     def lost(self, step: int, sink: str, reason: str) -> None:
         """One sink does not have the step."""
 
     def save(self) -> None:
-        """Make what was told so far visible."""
+        """Make all entries so far visible."""
 
     def close(self) -> None:
         """Save for the last time: the run has ended, and every sink has closed."""
 
 
-# --- Who looks at steps before any sink has them: the alert rules.
-
-
 class Watcher(Protocol):
-    """Looks at every step that could be read.
+    """Sees every readable step before the sinks do, such as the alert rules.
 
-    Called by one thread at a time, never by the training thread. Raising is allowed: it is reported once and stops nothing.
+    Called by one thread at a time, never by the training thread. It may raise: the error is reported once and stops nothing.
     """
 
     def look(self, rows: StepRows) -> None:
-        """Look at a step. It delays the sinks for as long as it takes."""
+        """Examine a step. The sinks wait until this returns."""
 
     def dropped(self, step: int, reason: str) -> None:
-        """The step is lost, and is not looked at."""
+        """The step is lost and cannot be examined."""
 
     def save(self) -> None:
-        """Make what was found so far visible."""
+        """Make all findings so far visible."""
 
     def close(self) -> None:
         """Save for the last time: the run has ended, and no step is missing."""

@@ -1,4 +1,4 @@
-"""The bound of the queue: a ring of sealed copies, reused, whose memory stays within a number of bytes."""
+"""Bounds the queue: a ring of reused sealed copies, the time training may wait for a free one, and the steps dropped."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from monitor.pipeline.protocols import Sealed
 
 S = TypeVar("S", bound=Sealed)
 
-FEWEST: Final = 2
+MIN_COPIES: Final = 2
 """One copy is filled while the other is read, whatever their size."""
 
-GATHERED_BYTES: Final = 4 << 20
-"""Copies that wait to be read together hold no more: beyond that nothing is gained."""
+BATCH_LIMIT_BYTES: Final = 4 << 20
+"""Most bytes of a batch of copies that are read together. Larger batches gain nothing."""
 
 
 class Ring(Generic[S]):
-    """The training thread takes copies, any thread puts them back.
+    """The training thread takes copies; any thread puts them back.
 
-    A copy takes on the size of the table when the next step is sealed into it, and a table only grows. So all copies are
-    counted at the largest size seen: a table that grows makes the ring shorter, copy by copy as they come back.
+    A copy grows to the size of the table when the next step is sealed into it, and a table never shrinks. So every copy counts
+    with the largest size seen. When the table grows, copies that come back are discarded until the ring fits again.
 
-    No lock is taken that a signal handler or a forked process could find held: ``SimpleQueue`` is reentrant.
+    Takes no lock that a signal handler or a forked process could find held: ``SimpleQueue`` is reentrant.
     """
 
     def __init__(self, new_sealed: Callable[[], S], queue_bytes: int) -> None:
@@ -48,13 +48,13 @@ class Ring(Generic[S]):
         return 2 * self._free.qsize() > len(self._copies)
 
     @property
-    def roomy(self) -> bool:
-        """Whether what was taken may wait for more."""
+    def may_batch(self) -> bool:
+        """True if the writer may wait for more steps before it reads those taken."""
         taken, most = len(self._copies) - self._free.qsize(), self._most()
-        return 2 * taken < most and taken * self._largest < GATHERED_BYTES
+        return 2 * taken < most and taken * self._largest < BATCH_LIMIT_BYTES
 
     def take(self, seconds: float) -> S | None:
-        """A free copy, or a new one while there is room for it, or the first that comes back within ``seconds``."""
+        """A free copy, else a new one if there is room, else the first that comes back within ``seconds``, else None."""
         deadline = monotonic() + seconds
         while True:
             if self._free.empty() and len(self._copies) < self._most():
@@ -69,7 +69,7 @@ class Ring(Generic[S]):
 
     def _most(self) -> int:
         self._largest = max(self._largest, *(sealed.nbytes for sealed in self._copies), 0)
-        return max(FEWEST, self._queue_bytes // self._largest)
+        return max(MIN_COPIES, self._queue_bytes // self._largest)
 
     def _make(self) -> S:
         sealed = self._new_sealed()
@@ -83,18 +83,18 @@ class Ring(Generic[S]):
             return None
 
 
-# --- How long training may be held up when the queue is full.
+# --- How long a full queue may delay training.
 
-MOST_WARNINGS: Final = 10
-"""Incidents that are spoken of one by one; later ones are only counted."""
+MAX_WARNINGS: Final = 10
+"""Incidents that get a warning each; later ones are only counted."""
 
 
-class Patience:
-    """A budget of waiting per incident, shared by the steps that meet the full queue one after the other.
+class BackpressureBudget:
+    """The seconds that training may wait for the writer per incident, shared by all steps that find the queue full.
 
-    An incident begins when the queue is full and is over when most of the ring is free again. One free copy is not enough: it
-    comes back for every step that the writer finishes, so a writer that is always slower than training would have the whole
-    budget restored for each of them, and training would run at the writer's pace for ever.
+    An incident begins when the queue is full and ends when most of the ring is free again. One free copy does not end it:
+    every step that the writer finishes frees one. A writer that is always slower than training would then restore the whole
+    budget with each step, and training would run at the writer's pace.
     """
 
     def __init__(self, seconds: float, failures: Failures) -> None:
@@ -106,23 +106,23 @@ class Patience:
         self.left = seconds
 
     def spend(self, seconds: float) -> None:
-        """The queue was full, and ``seconds`` were waited for room."""
+        """Subtract ``seconds`` that training waited because the queue was full."""
         if self._began is None:
             self._began = monotonic() - seconds
             self._incidents += 1
         self.left = max(self.left - seconds, 0.0)
 
     def drop(self, step: int) -> None:
-        """There was no room for ``step`` in time."""
+        """Count ``step`` as dropped; warn at the first one of an incident."""
         self._dropped += 1
         if self._dropped == 1:
             self._warn(step)
 
     def restore(self) -> None:
-        """The queue has room again: the incident, if there was one, is over."""
+        """The queue has room again: end the incident, if there is one."""
         if self._began is None:
             return
-        if self._dropped and self._incidents <= MOST_WARNINGS:
+        if self._dropped and self._incidents <= MAX_WARNINGS:
             took = monotonic() - self._began
             LOGGER.info(
                 "[rank %d] The writer caught up after %.1f s; %d steps dropped.", self._failures.rank, took, self._dropped
@@ -130,29 +130,29 @@ class Patience:
         self._began, self._dropped, self.left = None, 0, self._seconds
 
     def _warn(self, step: int) -> None:
-        number = min(self._incidents, MOST_WARNINGS + 1)
-        cause = f"queue full, incident {number}" if number <= MOST_WARNINGS else "queue full, later incidents"
+        number = min(self._incidents, MAX_WARNINGS + 1)
+        cause = f"queue full, incident {number}" if number <= MAX_WARNINGS else "queue full, later incidents"
         self._failures.warn(
             cause,
-            f"The writer is behind: the queue is full, and {self._seconds - self.left:.1f} s of waiting brought no room. "
-            f"From step {step} on, steps are dropped without waiting until there is room; the manifest lists them. Record "
+            f"The writer is too slow: training waited {self._seconds - self.left:.1f} s and the queue is still full. "
+            f"From step {step} on, steps are dropped without waiting until the queue has room; the manifest lists them. Record "
             "fewer tensors or fewer steps (targets, step_interval), raise queue_bytes, or write to a faster disk.",
         )
 
 
-# --- Steps that never reached the writer: counted where they are dropped, told to the journal by whoever writes.
+# --- Steps that never reached the writer. The training thread counts them; the writer reports them to the journal.
 
 
-class Gap:
-    """Steps dropped for one reason, evenly spaced, so that a writer that hangs for a day costs a few bytes."""
+class DroppedRange:
+    """Evenly spaced steps dropped for one reason. So the steps dropped while a writer hangs for a day take a few bytes."""
 
     def __init__(self, step: int, reason: str) -> None:
         self.reason = reason
         self.steps = range(step, step + 1)
-        self.told = 0
+        self.reported = 0
 
     def reach(self, step: int, reason: str) -> bool:
-        """Take in ``step`` if it continues the gap."""
+        """Extend the range by ``step``. False if ``step`` does not continue it."""
         first, last = self.steps[0], self.steps[-1]
         stride = self.steps.step if len(self.steps) > 1 else step - first
         if reason != self.reason or stride < 1 or step != last + stride:
@@ -160,38 +160,38 @@ class Gap:
         self.steps = range(first, step + 1, stride)
         return True
 
-    def tell(self, dropped: Callable[[int, str], None]) -> None:
-        for step in self.steps[self.told :]:
+    def report(self, dropped: Callable[[int, str], None]) -> None:
+        for step in self.steps[self.reported :]:
             dropped(step, self.reason)
-            self.told += 1
+            self.reported += 1
 
 
-class Gaps:
-    """One thread drops, another tells, neither ever waits for the other.
+class DroppedSteps:
+    """Ranges of dropped steps. One thread adds steps, another reports them, and neither waits for the other.
 
-    Only the last gap grows, and only the training thread replaces its ``steps``; a gap that is not the last never changes.
+    Only the last range grows, and only the training thread replaces its ``steps``; earlier ranges never change.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._gaps: deque[Gap] = deque()
+        self._ranges: deque[DroppedRange] = deque()
 
     def add(self, step: int, reason: str) -> None:
-        """On the training thread."""
+        """Count a dropped step. Called on the training thread."""
         self.counts[reason] += 1
-        if not self._gaps or not self._gaps[-1].reach(step, reason):
-            self._gaps.append(Gap(step, reason))
+        if not self._ranges or not self._ranges[-1].reach(step, reason):
+            self._ranges.append(DroppedRange(step, reason))
 
-    def tell(self, dropped: Callable[[int, str], None]) -> None:
-        """Tell what is new since the last time. One caller at a time."""
-        while self._gaps:
-            final = len(self._gaps) > 1
-            self._gaps[0].tell(dropped)
+    def report(self, dropped: Callable[[int, str], None]) -> None:
+        """Report the steps that are new since the last call. One caller at a time."""
+        while self._ranges:
+            final = len(self._ranges) > 1
+            self._ranges[0].report(dropped)
             if not final:
                 return
-            self._gaps.popleft()
+            self._ranges.popleft()
 
     @property
-    def untold(self) -> bool:
-        gaps = self._gaps
-        return len(gaps) > 1 or (len(gaps) == 1 and gaps[0].told < len(gaps[0].steps))
+    def unreported(self) -> bool:
+        ranges = self._ranges
+        return len(ranges) > 1 or (len(ranges) == 1 and ranges[0].reported < len(ranges[0].steps))

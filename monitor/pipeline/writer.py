@@ -1,4 +1,4 @@
-"""The writer: one daemon thread that takes sealed steps in the order in which they were submitted and delivers them."""
+"""The writer: one daemon thread that delivers sealed steps in the order in which they were submitted."""
 
 from __future__ import annotations
 
@@ -12,121 +12,121 @@ from time import monotonic
 from typing import Final, Generic, Literal, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import Arranged, Delivery
+from monitor.pipeline.delivery import ConsumerFactory, Delivery
 from monitor.pipeline.process import PROCESS, WRITERS_SHARE, Ticket
 from monitor.pipeline.protocols import Sealed
 
-# --- What the writer is asked to do, in the order in which it was asked.
+# --- Requests to the writer, in the order in which they were made.
 
 S = TypeVar("S", bound=Sealed)
 
-APART_SECONDS: Final = 0.1
-"""At least so much lies between two times that steps are taken out, unless there is a hurry. Steps that take longer are taken
-out one by one, as they come. Shorter ones come together, which costs training a fraction of what each by itself would: a thread
-that wakes for a moment finds its code and its data gone from the caches, and takes the interpreter away each time."""
+BATCH_WINDOW_SECONDS: Final = 0.1
+"""Least time between two batches of steps, unless a request is urgent. Training steps that take longer are delivered one by
+one. Shorter ones are delivered together, at a fraction of the cost to training: a thread that wakes for a moment finds its code
+and data gone from the caches, and takes the interpreter's lock each time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted(Generic[S]):
+class SubmittedStep(Generic[S]):
     step: int
     sealed: S
 
 
 @dataclass(frozen=True, slots=True)
-class Rearranged:
-    """What follows goes to other sinks and watchers."""
+class RearrangeRequest:
+    """Steps submitted later go to other sinks and watchers."""
 
-    arranged: Arranged
+    arranged: ConsumerFactory
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """``drain``: everything submitted before was delivered. ``flush``: and is visible. ``close``: and nothing follows."""
+class ControlRequest:
+    """``drain``: deliver every earlier step. ``flush``: also make them visible. ``close``: also end the writer."""
 
     what: Literal["drain", "flush", "close"]
     ticket: Ticket
 
 
-Request = Rearranged | Asked
+Request = RearrangeRequest | ControlRequest
 
 
-class Inbox(Generic[S]):
-    """Any thread puts in, one takes out. Requests stand in the same queue as steps, so that each covers exactly what was
-    submitted before it.
+class RequestQueue(Generic[S]):
+    """A queue of steps and requests, with many producers and one consumer.
 
-    No lock is taken that a signal handler or a forked process could find held: ``SimpleQueue`` is reentrant.
+    Both are in one queue, so a request covers exactly the steps submitted before it. Takes no lock that a signal handler or a
+    forked process could find held: ``SimpleQueue`` is reentrant.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Submitted[S] | Request] = SimpleQueue()
-        self._hurries: SimpleQueue[None] = SimpleQueue()
-        self._behind: deque[Request] = deque()  # the request that ended a run of steps, taken out of the queue with them
-        self._rest_until = 0.0
+        self._queue: SimpleQueue[SubmittedStep[S] | Request] = SimpleQueue()
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
+        self._next_request: deque[Request] = deque()  # the request after a batch of steps, taken out of the queue with them
+        self._batch_until = 0.0
 
-    def put(self, submitted: Submitted[S], *, hurry: bool = False) -> None:
-        """A step; ``hurry`` if there is little room for others behind it."""
+    def put(self, submitted: SubmittedStep[S], *, urgent: bool = False) -> None:
+        """Add a step; ``urgent`` if there is little room for later steps."""
         self._queue.put(submitted)
-        if hurry:
-            self._hurry()
+        if urgent:
+            self._wake()
 
     def ask(self, request: Request) -> None:
-        """Not to be waited for longer than what stands before it takes."""
+        """Add a request. It ends the batch window, so it waits only for the steps before it."""
         self._queue.put(request)
-        self._hurry()
+        self._wake()
 
-    def take(self, timeout: float | None) -> list[Submitted[S]] | Request | None:
-        """All steps up to the next request, or that request; None if within ``timeout`` seconds there is neither."""
-        if self._behind:
-            return self._alone(self._behind.popleft())
-        self._rest()
+    def take(self, timeout: float | None) -> list[SubmittedStep[S]] | Request | None:
+        """All steps up to the next request, or that request; None if neither arrives within ``timeout`` seconds."""
+        if self._next_request:
+            return self._single(self._next_request.popleft())
+        self._wait_for_batch()
         try:
             first = self._queue.get(timeout=timeout)
         except Empty:
             return None
-        return self._steps(first) if isinstance(first, Submitted) else self._alone(first)
+        return self._steps(first) if isinstance(first, SubmittedStep) else self._single(first)
 
-    def take_what_is_there(self) -> list[Submitted[S] | Request]:
-        """Everything, at once, for whoever takes over from a thread that is stuck."""
-        left: list[Submitted[S] | Request] = []
+    def take_all(self) -> list[SubmittedStep[S] | Request]:
+        """Everything in the queue, without waiting: for the thread that takes over when the writer is stuck."""
+        left: list[SubmittedStep[S] | Request] = []
         with contextlib.suppress(IndexError):
-            left.append(self._behind.popleft())
+            left.append(self._next_request.popleft())
         with contextlib.suppress(Empty):
             while True:
                 left.append(self._queue.get_nowait())
         return left
 
-    def _alone(self, request: Request) -> Request:
-        """There is no rest after it: behind it another may stand, whose hurry was this one's."""
-        self._rest_until = 0.0
+    def _single(self, request: Request) -> Request:
+        """No batch window follows a request: another request may be queued whose wake-up this one has used."""
+        self._batch_until = 0.0
         return request
 
-    def _steps(self, first: Submitted[S]) -> list[Submitted[S]]:
-        self._rest_until = monotonic() + APART_SECONDS
+    def _steps(self, first: SubmittedStep[S]) -> list[SubmittedStep[S]]:
+        self._batch_until = monotonic() + BATCH_WINDOW_SECONDS
         steps = [first]
         with contextlib.suppress(Empty):
-            while isinstance(message := self._queue.get_nowait(), Submitted):
+            while isinstance(message := self._queue.get_nowait(), SubmittedStep):
                 steps.append(message)
-            self._behind.append(message)
+            self._next_request.append(message)
         return steps
 
-    def _rest(self) -> None:
-        """One that nobody needed ends a rest early, and no more."""
-        seconds = self._rest_until - monotonic()
+    def _wait_for_batch(self) -> None:
+        """Wait until the batch window ends. A wake-up left over from earlier ends it early, which is harmless."""
+        seconds = self._batch_until - monotonic()
         if seconds > 0:
             with contextlib.suppress(Empty):
-                self._hurries.get(timeout=seconds)
+                self._wakeups.get(timeout=seconds)
 
-    def _hurry(self) -> None:
-        """Called after the message was put: a hurry that is still there wakes whoever then finds it."""
-        if self._hurries.empty():
-            self._hurries.put(None)
+    def _wake(self) -> None:
+        """Called after the message was put: a wake-up that is still queued serves this message as well."""
+        if self._wakeups.empty():
+            self._wakeups.put(None)
 
 
 LEFT_BEHIND: Final = "left behind when the monitor was closed"
 
 
-class Writer(Generic[S]):
-    """The thread starts with the first step: a process that forks before it trains has none."""
+class StepWriter(Generic[S]):
+    """Owns the writer thread. The thread starts with the first step, so a process that forks before training has none."""
 
     def __init__(self, delivery: Delivery[S], failures: Failures, *, close_seconds: float, signal_seconds: float) -> None:
         self.signal_seconds = signal_seconds
@@ -135,39 +135,39 @@ class Writer(Generic[S]):
         self._close_seconds = close_seconds
         self._close_deadline = 0.0
         self._closed = Ticket()
-        self._inbox: Inbox[S] = Inbox()
+        self._queue: RequestQueue[S] = RequestQueue()
         self._thread = threading.Thread(target=self._run, name=f"monitor-writer-rank{failures.rank}", daemon=True)
-        self._start_once, self._close_once, self._give_up_once = threading.Lock(), threading.Lock(), threading.Lock()
+        self._start_once, self._close_once, self._time_out_once = threading.Lock(), threading.Lock(), threading.Lock()
         self._born = PROCESS.forks
         PROCESS.adopt(self)
 
     @property
     def inert(self) -> bool:
-        """Whether this is the copy of somebody else's writer, in a process forked from theirs."""
+        """True in a forked process: the writer's thread exists only in the parent."""
         return self._born != PROCESS.forks
 
     @property
     def closing(self) -> bool:
         return self._close_once.locked()
 
-    def put(self, step: int, sealed: S, *, hurry: bool = False) -> None:
-        """``hurry`` if there is little room for more steps behind it: else it may be delivered together with them."""
+    def put(self, step: int, sealed: S, *, urgent: bool = False) -> None:
+        """Queue a step. Unless ``urgent``, it may wait for later steps, to be delivered together with them."""
         self._begin()
-        self._inbox.put(Submitted(step, sealed), hurry=hurry)
+        self._queue.put(SubmittedStep(step, sealed), urgent=urgent)
 
-    def rearrange(self, arranged: Arranged) -> None:
-        """What is submitted from now on goes to other sinks and watchers. Never blocks."""
+    def rearrange(self, arranged: ConsumerFactory) -> None:
+        """Pass steps submitted from now on to other sinks and watchers. Never blocks."""
         self._begin()
-        self._inbox.ask(Rearranged(arranged))
+        self._queue.ask(RearrangeRequest(arranged))
 
     def ask(self, what: Literal["drain", "flush"]) -> Ticket:
-        """Never blocks; reentrant."""
+        """Queue a request. Never blocks; reentrant."""
         if self.closing:
             return self._closed
         ticket = Ticket()
         if self._start_once.locked():
-            self._inbox.ask(Asked(what, ticket))
-            if self._closed.done:  # meanwhile, and nobody may be left to look
+            self._queue.ask(ControlRequest(what, ticket))
+            if self._closed.done:  # the writer closed meanwhile, and may not see the request any more
                 return self._closed
         else:
             ticket.settle(True)  # nothing was ever submitted
@@ -176,23 +176,23 @@ class Writer(Generic[S]):
     def ask_flush(self) -> Ticket:
         return self.ask("flush")
 
-    def flush_without(self) -> Ticket:
-        """Make visible what can be while the writer is stuck. Never blocks."""
-        return aside(lambda: self._delivery.flush(wait=False))
+    def flush_without_writer(self) -> Ticket:
+        """Flush what can be flushed while the writer is stuck. Never blocks."""
+        return run_in_thread(lambda: self._delivery.flush(wait=False))
 
     def begin_close(self) -> None:
-        """Never blocks."""
+        """Ask the writer to close. Never blocks."""
         if not self.inert and self._close_once.acquire(blocking=False):
             self._close_deadline = monotonic() + self._close_seconds
-            self._inbox.ask(Asked("close", self._closed))
+            self._queue.ask(ControlRequest("close", self._closed))
 
     def retire(self) -> None:
-        """Nobody is left who could submit a step. Called when the pipeline is collected, so it starts no thread."""
+        """Close because the pipeline was garbage-collected: no more steps can be submitted. Starts no thread."""
         if self._start_once.locked():
             self.begin_close()
 
     def close(self) -> bool:
-        """Deliver what is queued and close everything, within the time given; whether that went well."""
+        """Deliver what is queued and close everything within ``close_seconds``. True if everything succeeded."""
         if self.inert:
             return True
         self.begin_close()
@@ -200,33 +200,34 @@ class Writer(Generic[S]):
         if threading.current_thread() is not self._thread:
             self._wait_for_close()
         PROCESS.forget(self)
-        return self._closed.ok and not self._give_up_once.locked()
+        return self._closed.ok and not self._time_out_once.locked()
 
     def _wait_for_close(self) -> None:
         writers_time = self._close_deadline - (1 - WRITERS_SHARE) * self._close_seconds - monotonic()
         if self._closed.wait(writers_time) and self._thread.is_alive():
             self._thread.join(max(self._close_deadline - monotonic(), 0.0))
-        elif not self._closed.done and self._give_up_once.acquire(blocking=False):
-            self._give_up()
+        elif not self._closed.done and self._time_out_once.acquire(blocking=False):
+            self._close_without_writer()
 
-    def _give_up(self) -> None:
-        where, steps = self._delivery.stuck_in, self._take_what_is_left()
+    def _close_without_writer(self) -> None:
+        where, steps = self._delivery.stuck_in, self._take_unwritten()
         self._failures.warn(
             "close",
             f"Closing took longer than {WRITERS_SHARE * self._close_seconds:.1f} s: the writer is in {where}. Steps left "
-            f"unwritten: {_listed(steps)}. The rest is closed without it. Raise close_seconds, or see what it waits for.",
+            f"unwritten: {_listed(steps)}. Everything else is closed without the writer. Raise close_seconds, or find out what "
+            "the writer waits for.",
         )
-        aside(lambda: self._delivery.leave(steps, LEFT_BEHIND)).wait(self._close_deadline - monotonic())
+        run_in_thread(lambda: self._delivery.abandon(steps, LEFT_BEHIND)).wait(self._close_deadline - monotonic())
 
-    def _take_what_is_left(self) -> list[int]:
-        """The steps that nobody will write. The request to close stays, for a writer that does come back."""
-        steps = list(self._delivery.in_hand)
-        for message in self._inbox.take_what_is_there():
-            if isinstance(message, Submitted):
+    def _take_unwritten(self) -> list[int]:
+        """Empty the queue; the steps in it stay unwritten. The request to close is put back, for a writer that returns late."""
+        steps = list(self._delivery.in_progress)
+        for message in self._queue.take_all():
+            if isinstance(message, SubmittedStep):
                 steps.append(message.step)
-            elif isinstance(message, Asked) and message.ticket is not self._closed:
+            elif isinstance(message, ControlRequest) and message.ticket is not self._closed:
                 message.ticket.settle(False)
-        self._inbox.ask(Asked("close", self._closed))
+        self._queue.ask(ControlRequest("close", self._closed))
         return steps
 
     def _begin(self) -> None:
@@ -234,7 +235,7 @@ class Writer(Generic[S]):
             PROCESS.watch_signals(self._failures)
 
     def _start(self) -> bool:
-        """Whether the thread was started now. Raises where the system has no thread left; the next step tries again."""
+        """True if this call started the thread. Raises if the system has no thread left; the next step tries again."""
         if not self._start_once.acquire(blocking=False):
             return False
         try:
@@ -252,23 +253,23 @@ class Writer(Generic[S]):
 
     def _run(self) -> None:
         while not self._closed.done:
-            self._handle(self._next())  # without a name: while this waits it must not keep what the last message was about
-        for message in self._inbox.take_what_is_there():
-            if isinstance(message, Asked):  # in the moment of closing
+            self._handle(self._next())  # no variable for the message: it would keep the last one alive while this waits
+        for message in self._queue.take_all():
+            if isinstance(message, ControlRequest):  # it arrived while the writer closed
                 message.ticket.settle(self._closed.ok)
 
-    def _next(self) -> list[Submitted[S]] | Request | None:
-        """None when it is time to save."""
-        return self._inbox.take(self._delivery.seconds_to_save())
+    def _next(self) -> list[SubmittedStep[S]] | Request | None:
+        """The next message; None when it is time to save."""
+        return self._queue.take(self._delivery.seconds_to_save())
 
-    def _handle(self, message: list[Submitted[S]] | Request | None) -> None:
+    def _handle(self, message: list[SubmittedStep[S]] | Request | None) -> None:
         if message is None:
             self._delivery.save()
         elif isinstance(message, list):
             self._delivery.steps([(one.step, one.sealed) for one in message])
             if self._delivery.seconds_to_save() == 0:
                 self._delivery.save()
-        elif isinstance(message, Rearranged):
+        elif isinstance(message, RearrangeRequest):
             self._delivery.rearrange(message.arranged)
         elif message.what == "drain":
             message.ticket.settle(True)
@@ -276,11 +277,11 @@ class Writer(Generic[S]):
             message.ticket.settle(self._delivery.flush() if message.what == "flush" else self._delivery.close())
 
 
-def aside(call: Callable[[], bool]) -> Ticket:
-    """Run ``call`` on a thread of its own: it may never return."""
+def run_in_thread(call: Callable[[], bool]) -> Ticket:
+    """Run ``call``, which may never return, on a new daemon thread."""
     ticket = Ticket()
     with contextlib.suppress(RuntimeError):  # an interpreter that is exiting starts no thread
-        threading.Thread(target=lambda: ticket.settle(call()), name="monitor-last-words", daemon=True).start()
+        threading.Thread(target=lambda: ticket.settle(call()), name="monitor-final-flush", daemon=True).start()
     return ticket
 
 

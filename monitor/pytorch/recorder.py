@@ -15,13 +15,13 @@ from monitor.recording.recorder import Device, RecordedSeries
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host.native import HostPage, Reduce
 from monitor.stats.partials import Floats
-from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, Slot
-from monitor.stats.torch.dispatch import Listed, reduce_into, reduce_listed
-from monitor.stats.torch.host_kernel import HostKernel
-from monitor.stats.torch.magnitudes import count_magnitudes, count_magnitudes_there
-from monitor.stats.torch.memory import DevicePage, persistent, write_histogram, write_numbers
+from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, RowSlot
+from monitor.stats.torch.dispatch import ListedTensor, reduce_into, reduce_listed
+from monitor.stats.torch.host_kernel import TorchHostKernel
+from monitor.stats.torch.magnitudes import count_magnitudes, count_magnitudes_on_device
+from monitor.stats.torch.memory import TorchDevicePage, persistent, write_histogram, write_numbers
 from monitor.stats.torch.tensors import (
-    KEYS_ABOVE_US,
+    BYPASSED_KEYS,
     beneath,
     capturing,
     has_memory,
@@ -122,12 +122,12 @@ class Recorder(recorder.Recorder):
         self.device_steps = DeviceSteps()
 
     def _take_eps(self, eps: float) -> None:
-        self.host = HostKernel(eps)
+        self.host = TorchHostKernel(eps)
 
     def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
         assert isinstance(device, torch.device)
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
-            return HostPage(rows, columns, cleared) if device.type == "cpu" else DevicePage(rows, device, columns, cleared)
+        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
+            return HostPage(rows, columns, cleared) if device.type == "cpu" else TorchDevicePage(rows, device, columns, cleared)
 
     def _forget_step(self) -> None:
         self._seen.clear()
@@ -184,7 +184,7 @@ class Recorder(recorder.Recorder):
     ) -> None:
         with self.lock:
             plain = None if self._magnitudes else self.host.plain
-            listed: list[tuple[RecordedSeries, Listed]] = []
+            listed: list[tuple[RecordedSeries, ListedTensor]] = []
             for watched, x in items:
                 try:
                     address = plain_address(x)
@@ -212,7 +212,7 @@ class Recorder(recorder.Recorder):
         plain(address, x.numel(), memory.numbers, slot.local_row + micro_step)
         self.table.note(slot.row + micro_step, layout)
 
-    def _listed(self, watched: RecordedSeries, x: Tensor) -> Listed | None:
+    def _listed(self, watched: RecordedSeries, x: Tensor) -> ListedTensor | None:
         """An entry for ``x``, on a device, in the list of tensors that one kernel reduces; None if ``x`` must be reduced
         alone.
         """
@@ -220,9 +220,9 @@ class Recorder(recorder.Recorder):
         if local is None or local.is_cpu or not is_listed(local) or self.device_steps.captures(x.device):
             return None
         slot, _ = self._slot(watched, x.device, 0)
-        assert isinstance(slot.page.memory, DevicePage)
+        assert isinstance(slot.page.memory, TorchDevicePage)
         self.table.note(slot.row, self.layout(x))
-        return Listed(local, slot.page.memory, slot.local_row)
+        return ListedTensor(local, slot.page.memory, slot.local_row)
 
     def _record(self, watched: RecordedSeries, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
         """``address``: where the elements of a plain tensor are (``plain_address``)."""
@@ -267,7 +267,7 @@ class Recorder(recorder.Recorder):
         reduce_into(source, page, slot.local_row, offset, self._eps)
         self.table.note_captured(slot, self.layout(x))
 
-    def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> Slot:
+    def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> RowSlot:
         assert isinstance(device, torch.device)
         if device.type != "cpu":
             self.device_steps.make(device, series.vpp_stage)
@@ -287,14 +287,14 @@ class Recorder(recorder.Recorder):
         with self.lock:
             device = HOST if is_plain(x) else x.device
             slot, offset = self._slot(watched, device, micro_step)
-            with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+            with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
                 if histogram is not None:
                     write_histogram(self._histogram_page(slot.page, device), slot.local_row + offset, histogram)
                 write_numbers(slot.page.memory, slot.local_row + offset, numbers)
             self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
-        counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_there(x)
+        counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_on_device(x)
         if counts is not None:
             write_histogram(self._histogram_page(page, x.device), local_row, counts)
 
@@ -302,7 +302,7 @@ class Recorder(recorder.Recorder):
         memory = page.memory
         if isinstance(memory, HostPage):
             return self.host.reduce_into(x, memory.numbers, local_row)
-        assert isinstance(memory, DevicePage)
+        assert isinstance(memory, TorchDevicePage)
         source = local_shard(x)
         if source is not None:
             with memory.written():

@@ -13,7 +13,7 @@ from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
 from monitor.recording.collective_log import CallSites, CommunicationLog
 from monitor.series import Series
-from monitor.stats.table import Page, Slot
+from monitor.stats.table import Page, RowSlot
 
 # --- Names of process groups in rows and in the log.
 
@@ -86,7 +86,7 @@ class CallSeries:
         self.series = series
         self.step = -1
         self.calls = 0
-        self.slots: dict[tuple[Hashable, int, int], Slot] = {}
+        self.slots: dict[tuple[Hashable, int, int], RowSlot] = {}
         self.staged_rows: list[int] = []
 
 
@@ -178,7 +178,7 @@ class CallRows(ABC):
         for page, row in written:
             page.memory.forget(row)
 
-    def _slot(self, series: CallSeries, device: Hashable, number: int, part: int) -> Slot:
+    def _slot(self, series: CallSeries, device: Hashable, number: int, part: int) -> RowSlot:
         key = (device, number, part)
         slot = series.slots.get(key)
         if slot is None:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from monitor.series import SeriesTable
-from monitor.stats.histograms import MAGNITUDES, spelled
-from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, counted, derive
-from monitor.stats.rows import KindRows, Layout
+from monitor.stats.histograms import MAGNITUDES, histogram_text
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, derive, has_histogram
+from monitor.stats.rows import KindRows, TensorLayout
 
 REDUCED: Final = "grad_reduced"
 UNREDUCED: Final = "grad_unreduced"
@@ -19,7 +19,9 @@ Metrics = dict[str, dict[str, Value]]
 """``{tag: {op: value}}``. Ops without a value are absent."""
 
 
-def metrics_of(rows: KindRows | None, ops: Sequence[str], series: SeriesTable, layouts: Sequence[Layout], rank: int) -> Metrics:
+def metrics_of(
+    rows: KindRows | None, ops: Sequence[str], series: SeriesTable, layouts: Sequence[TensorLayout], rank: int
+) -> Metrics:
     """The rows of one kind by tag; empty if there are none."""
     if rows is None:
         return {}
@@ -36,7 +38,7 @@ def of_kinds(
     measured: Mapping[str, KindRows],
     ops: Sequence[str],
     series: SeriesTable,
-    layouts: Sequence[Layout],
+    layouts: Sequence[TensorLayout],
     rank: int,
     counted: Collection[str] = (),
 ) -> list[Metrics]:
@@ -54,7 +56,7 @@ def reduced_from_local(unreduced: Metrics) -> Metrics:
     return {f"{tag.removesuffix(UNREDUCED)}{REDUCED}": dict(values) for tag, values in unreduced.items()}
 
 
-def _column(op: str, rows: KindRows, layouts: Sequence[Layout]) -> list[Value | None]:
+def _column(op: str, rows: KindRows, layouts: Sequence[TensorLayout]) -> list[Value | None]:
     if op in LAYOUT_OPS:
         return _layout_column(op, rows, layouts)
     return _histograms(rows) if op == MAGNITUDES else _numbers(op, rows)
@@ -62,8 +64,8 @@ def _column(op: str, rows: KindRows, layouts: Sequence[Layout]) -> list[Value | 
 
 def _histograms(rows: KindRows) -> list[Value | None]:
     histogram = rows.partials.histogram
-    there = counted(rows.partials).tolist()
-    return [spelled(histogram[i]) if histogram is not None and has_one else None for i, has_one in enumerate(there)]
+    there = has_histogram(rows.partials).tolist()
+    return [histogram_text(histogram[i]) if histogram is not None and has_one else None for i, has_one in enumerate(there)]
 
 
 def _numbers(op: str, rows: KindRows) -> list[Value | None]:
@@ -72,6 +74,6 @@ def _numbers(op: str, rows: KindRows) -> list[Value | None]:
     return [None if not there else int(value) if whole else value for value, there in zip(values.tolist(), valid, strict=True)]
 
 
-def _layout_column(op: str, rows: KindRows, layouts: Sequence[Layout]) -> list[Value | None]:
+def _layout_column(op: str, rows: KindRows, layouts: Sequence[TensorLayout]) -> list[Value | None]:
     chosen = (layouts[index] for index in rows.layout.tolist())
     return [str(list(layout.shape)) if op == "shape" else layout.dtype for layout in chosen]

@@ -12,7 +12,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
 from monitor.stats.partials import COLUMNS, WRITES
 from monitor.stats.rows import KindRows
-from monitor.stats.table import PAGE_ROWS, Page, PageMemory, Sealed, Slot, StatsTable
+from monitor.stats.table import PAGE_ROWS, Page, PageMemory, RowSlot, SealedTable, StatsTable
 
 Device = Hashable
 """The device of a tensor, as a framework names it."""
@@ -30,8 +30,8 @@ class RecordedSeries:
     def __init__(self, series: Series, micro_steps: tuple[int, ...] = (NO_MICRO_STEP,)) -> None:
         self.series = series
         self.micro_steps = micro_steps
-        self.slots: dict[Device, Slot] = {}
-        self.late: dict[tuple[Device, int], Slot] = {}
+        self.slots: dict[Device, RowSlot] = {}
+        self.late: dict[tuple[Device, int], RowSlot] = {}
 
 
 class LateRows:
@@ -66,7 +66,7 @@ class Recorder(ABC):
         self._eps = eps
         self._magnitudes = magnitudes
         self._open_pages: dict[Device, Page] = {}
-        self._slots: dict[tuple[Series, Device, tuple[int, ...]], Slot] = {}
+        self._slots: dict[tuple[Series, Device, tuple[int, ...]], RowSlot] = {}
         # The autograd engine runs the backward of each device on its own thread.
         self.lock = threading.Lock()
         self.steps = 0
@@ -159,7 +159,7 @@ class Recorder(ABC):
     def _forget_step(self) -> None:
         """A new step has begun: drop references to the last step's tensors. The caller holds the lock."""
 
-    def seal(self, into: Sealed) -> None:
+    def seal(self, into: SealedTable) -> None:
         """Copy the table into ``into`` and begin a new step."""
         with self.lock:
             self.late.enter()
@@ -195,7 +195,7 @@ class Recorder(ABC):
             page.histogram = self._new_memory(page.rows, device, BINS, slice(None))
         return page.histogram
 
-    def _slot(self, watched: RecordedSeries, device: Device, micro_step: int) -> tuple[Slot, int]:
+    def _slot(self, watched: RecordedSeries, device: Device, micro_step: int) -> tuple[RowSlot, int]:
         slot = watched.slots.get(device)
         if slot is None:
             slot = watched.slots[device] = self._allot(watched.series, device, watched.micro_steps)
@@ -206,7 +206,7 @@ class Recorder(ABC):
             late = watched.late[device, micro_step] = self._allot(watched.series, device, (micro_step,))
         return late, 0
 
-    def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> Slot:
+    def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> RowSlot:
         """The rows of a series: those of an earlier attachment, or new ones."""
         slot = self._slots.get((series, device, micro_steps))
         if slot is None:

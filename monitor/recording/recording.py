@@ -24,7 +24,7 @@ from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import ApplyConfig, ConfigSwitcher
 from monitor.selection import clean_name
 from monitor.series import SeriesTable
-from monitor.stats.rows import KindRows, Layout
+from monitor.stats.rows import KindRows, TensorLayout
 from monitor.stats.table import combined_micro_steps
 
 WatcherFactory = Callable[[SeriesTable], Watcher]
@@ -181,7 +181,7 @@ class Recording:
                 "them, pass the step of the checkpoint as start_iteration.",
             )
 
-    def current(self) -> tuple[Mapping[str, KindRows], list[Layout]]:
+    def current(self) -> tuple[Mapping[str, KindRows], list[TensorLayout]]:
         """The rows of the step in progress; after a step has ended, its rows, until the next forward begins."""
         table = self._recorder.table
         if self._recorder.has_rows:

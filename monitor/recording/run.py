@@ -31,7 +31,7 @@ from monitor.pipeline.protocols import Watcher
 from monitor.series import SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import Sink, SinkContext
-from monitor.stats.table import Sealed
+from monitor.stats.table import SealedTable
 
 LEFT_BY_EARLIER_RUNS: Final = ("anomaly_detected", "module_struct")
 
@@ -116,11 +116,11 @@ class Run:
             watched,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
-        self.pipeline: Pipeline[Sealed] = Pipeline(
+        self.pipeline: Pipeline[SealedTable] = Pipeline(
             self._sinks_for(config),
             self.manifest,
             failures,
-            Sealed,
+            SealedTable,
             queue_bytes=config.queue_bytes,
             queue_wait_seconds=config.queue_wait_seconds,
             close_seconds=config.close_seconds,

@@ -28,7 +28,7 @@ from monitor.series import (
 )
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES
-from monitor.stats.ops import is_of
+from monitor.stats.ops import has_op
 
 
 def announce(
@@ -104,7 +104,7 @@ class _Job:
         for hook, found in modules_by_hook(names, config, self._backend.reading_of_features).items():
             loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
         if config.counts_magnitudes:
-            loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if is_of(MAGNITUDES, kind)}
+            loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if has_op(MAGNITUDES, kind)}
         return loads
 
     def _of_updates(self, config: MonitorConfig) -> dict[str, KindLoad]:

@@ -7,15 +7,15 @@ from typing import cast
 
 from monitor.formats import FORMATS
 from monitor.sinks.protocol import Sink, SinkContext
-from monitor.sinks.recovery import Recovery
+from monitor.sinks.recovery import CrashRecovery
 
-__all__ = ["Recovery", "Sink", "SinkContext", "make_sink", "recovery_of"]
+__all__ = ["CrashRecovery", "Sink", "SinkContext", "make_sink", "recovery_of"]
 
 
-def recovery_of(name: str) -> Recovery | None:
+def recovery_of(name: str) -> CrashRecovery | None:
     """What puts the files of an earlier process in order; None if a format leaves nothing to put in order."""
     module = FORMATS[name].recovery
-    return cast("Recovery", import_module(module)) if module else None
+    return cast("CrashRecovery", import_module(module)) if module else None
 
 
 def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the configuration's own word

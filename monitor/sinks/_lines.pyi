@@ -1,4 +1,4 @@
-"""Built from lines.c, where there was a compiler when the package was installed."""
+"""The C module of ``lines.c``. It is built if there is a C compiler when the package is installed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Measurements as a table of Arrow: a row each, their partials in columns."""
+"""Measurements as Arrow tables: one row each, with columns of identity, partials and histogram; and the metadata of shards."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
-from monitor.sinks.files import Steps
-from monitor.sinks.text_cache import Cells
+from monitor.sinks.files import StepSpan
+from monitor.sinks.text_cache import TextCache
 from monitor.stats.features import FEATURES, as_scalar
-from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, ending, spelled
-from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, counted, derive, is_of
+from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive, has_histogram, has_op
 from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials
-from monitor.stats.rows import Layout, StepRows
+from monitor.stats.rows import StepRows, TensorLayout
 
-# --- Histograms as a column of Arrow: of each row the bins that hold something, null where there is none.
+# --- Histograms as a column: the bins of each row that are not empty; null for rows without a histogram.
 #
-# Of 284 bins of magnitudes a tensor fills some thirty, so this is a tenth of what all of them take.
+# A tensor fills some thirty of 284 bins of magnitudes, so this takes a tenth of the memory of all bins.
 
 HISTOGRAM: Final = "histogram"
 
 FILLED: Final = pa.large_list(pa.struct([("bin", pa.int16()), ("elements", pa.int64())]))
-"""In order of bins."""
+"""The filled bins of a row, in order of bins."""
 
 WHOLE: Final = pa.large_list(pa.int64())
-"""For who reads files: the elements of every bin."""
+"""The elements of every bin, for readers of files."""
 
 
 _ENTRY: Final = list(FILLED.value_type)
-_SPELLED: Final = pa.array([ending(upper) for upper in UPPER.tolist()], type=pa.large_string())
+_UPPER_TEXTS: Final = pa.array([upper_text(upper) for upper in UPPER.tolist()], type=pa.large_string())
 
 
 def upper_of(kind: str) -> Floats:
-    """The upper ends of the bins of a kind, shape ``(bins,)``."""
+    """The upper ends of a kind's bins, shape ``(bins,)``."""
     return UNIT_UPPER if kind in ADAM_KINDS else UPPER
 
 
 def filled(counts: Counts) -> pa.LargeListArray:
-    """The column of counts, shape ``(rows, bins)``, in the type ``FILLED``."""
+    """A column of type ``FILLED`` from counts of shape ``(rows, bins)``."""
     rows, bins = np.nonzero(counts)
     entries = pa.StructArray.from_arrays([pa.array(bins.astype(np.int16)), pa.array(counts[rows, bins])], fields=_ENTRY)
     each = np.bincount(rows, minlength=len(counts))
@@ -52,7 +52,7 @@ def filled(counts: Counts) -> pa.LargeListArray:
 
 
 def of_kinds(kinds: Sequence[Partials]) -> pa.LargeListArray | None:
-    """The column of the rows of one kind after those of the other; None where no row has a histogram."""
+    """The histogram column for the rows of several kinds, one kind after the other; None if no row has a histogram."""
     if all(one.histogram is None for one in kinds):
         return None
     parts = [pa.nulls(len(one), FILLED) if one.histogram is None else filled(one.histogram) for one in kinds]
@@ -61,10 +61,10 @@ def of_kinds(kinds: Sequence[Partials]) -> pa.LargeListArray | None:
 
 
 def parsed(texts: pa.ChunkedArray) -> pa.LargeListArray:
-    """The column of what ``monitor.stats.histograms.spelled`` has made text of.
+    """The histogram column from texts made by ``monitor.stats.histograms.histogram_text``.
 
     Raises:
-        ValueError: a text is something else.
+        ValueError: a text is not such a histogram.
     """
     joined = texts.combine_chunks().cast(pa.large_string())
     entries = call_function("split_pattern_regex", [joined], SplitPatternOptions(" +"))
@@ -80,21 +80,21 @@ def parsed(texts: pa.ChunkedArray) -> pa.LargeListArray:
 def _entries(words: pa.LargeStringArray) -> pa.StructArray:
     pairs = call_function("split_pattern", [words], SplitPatternOptions(":"))
     if (np.diff(pairs.offsets.to_numpy()) != 2).any():
-        raise ValueError("a histogram is not as it is spelled")
+        raise ValueError("a histogram is not a list of upper:count pairs")
     both = pairs.flatten()
     upper, elements = (both.take(pa.array(np.arange(start, len(both), 2))) for start in (0, 1))
-    bins = call_function("index_in", [upper], SetLookupOptions(_SPELLED))
+    bins = call_function("index_in", [upper], SetLookupOptions(_UPPER_TEXTS))
     counts = elements.cast(pa.int64())
     if bins.null_count or (counts.to_numpy() < 0).any():
-        raise ValueError("a histogram has a bin that there is not")
+        raise ValueError("a histogram has an unknown bin or a negative count")
     return pa.StructArray.from_arrays([bins.cast(pa.int16()), counts], fields=_ENTRY)
 
 
 def counts_of(column: pa.ChunkedArray | pa.LargeListArray, bins: int = BINS) -> Counts:
-    """The elements in each bin, shape ``(rows, bins)``, zeros where there is no histogram.
+    """The elements in each bin, shape ``(rows, bins)``; zeros for rows without a histogram.
 
     Args:
-        column: Of either type.
+        column: Of type ``FILLED`` or ``WHOLE``.
     """
     joined = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     counts = np.zeros((len(joined), bins), dtype=np.int64)
@@ -110,7 +110,7 @@ def counts_of(column: pa.ChunkedArray | pa.LargeListArray, bins: int = BINS) -> 
 
 
 def whole(table: pa.Table) -> pa.Table:
-    """With the elements of every bin, where there are histograms; null in the rows that have none."""
+    """The table with a histogram column of type ``WHOLE``, if it has histograms; null for rows without one."""
     if HISTOGRAM not in table.column_names:
         return table
     column = table[HISTOGRAM].combine_chunks()
@@ -141,13 +141,13 @@ IDENTITY: Final = {
     "dtype": TEXT,
     CALLS: pa.int64(),
 }
-"""What a row is of, and where it stands. ``micro_step`` is null where the row belongs to the step as a whole, ``calls`` where
-it combines no calls of operators.
+"""What a row describes, and its place in the step. ``micro_step`` is null if the row belongs to the whole step, ``calls`` if it
+combines no calls of operators.
 """
 
 NULLABLE: Final = ("micro_step", CALLS)
 MISSING: Final = -1
-"""What stands for null in a file."""
+"""Written to a file in place of null."""
 
 PARTIALS: Final = COLUMNS[WRITES + 1 :]
 SUMS: Final = ("min", "max", "sum", "sumsq", "m2")
@@ -156,23 +156,23 @@ SUMS: Final = ("min", "max", "sum", "sumsq", "m2")
 SCHEMA: Final = pa.schema([*IDENTITY.items(), *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
 
 WITH_HISTOGRAMS: Final = SCHEMA.append(pa.field(HISTOGRAM, FILLED))
-"""``SCHEMA`` where a row has a histogram."""
+"""``SCHEMA`` for tables with at least one histogram."""
 
-_AS_THEY_ARE: Final = (*LAYOUT_OPS, CALLS)
-"""Columns that are not derived."""
+_NOT_DERIVED: Final = (*LAYOUT_OPS, CALLS)
+"""Columns that are copied and not derived from partials."""
 
 
 class Measurements:
-    """Makes tables of the rows of one rank. Keeps the text of each series and layout that it has met."""
+    """Makes tables of the rows of one rank. Caches the text of each series and layout."""
 
     def __init__(self, series: SeriesTable) -> None:
-        self._names = Cells(series, lambda one: one.name)
+        self._names = TextCache(series, lambda one: one.name)
         self._stages = np.zeros(0, dtype=np.int64)
         self._series = series
-        self._layouts: dict[str, Cells[Layout]] = {}
+        self._layouts: dict[str, TextCache[TensorLayout]] = {}
 
     def of(self, rows: StepRows) -> pa.RecordBatch:
-        """All rows of a step, kind by kind, in the columns ``SCHEMA`` or ``WITH_HISTOGRAMS``."""
+        """All rows of a step, kind by kind, with the columns ``SCHEMA`` or ``WITH_HISTOGRAMS``."""
         kinds = list(rows.kinds.values())
         series, micro_step, call_id, layout = (
             np.concatenate([getattr(kind, column) for kind in kinds])
@@ -202,11 +202,11 @@ class Measurements:
         stages: NDArray[np.int64] = self._stages[series]
         return stages
 
-    def _cells_of(self, layouts: list[Layout]) -> dict[str, Cells[Layout]]:
+    def _cells_of(self, layouts: list[TensorLayout]) -> dict[str, TextCache[TensorLayout]]:
         if not self._layouts or self._layouts["shape"].of is not layouts:
             self._layouts = {
-                "shape": Cells(layouts, lambda layout: str(list(layout.shape))),
-                "dtype": Cells(layouts, lambda layout: layout.dtype),
+                "shape": TextCache(layouts, lambda layout: str(list(layout.shape))),
+                "dtype": TextCache(layouts, lambda layout: layout.dtype),
             }
         return self._layouts
 
@@ -215,7 +215,7 @@ def partials_of(table: pa.Table) -> Partials:
     """The partials of each row, for ``derive`` and ``combine``.
 
     Args:
-        table: With the columns ``PARTIALS``, and ``HISTOGRAM`` if there is any.
+        table: With the columns ``PARTIALS``, and perhaps ``HISTOGRAM``.
     """
     columns = np.ones((len(COLUMNS), len(table)))
     for number, name in enumerate(PARTIALS, WRITES + 1):
@@ -224,21 +224,21 @@ def partials_of(table: pa.Table) -> Partials:
 
 
 def with_ops(table: pa.Table, ops: Sequence[str]) -> pa.Table:
-    """The table with ops in place of partials; what has no value is null, and so is what a row's kind has none of.
+    """The table with ops in place of partials. An op is null if it has no value, or if the row's kind does not have it.
 
     Raises:
-        ValueError: there is no such op.
+        ValueError: an op does not exist.
     """
     if unknown := [op for op in ops if op not in (*OPS, *FEATURES, CALLS)]:
-        raise ValueError(f"there is no op {unknown[0]!r}; there are {', '.join((*OPS, *FEATURES))}")
+        raise ValueError(f"op {unknown[0]!r} does not exist; the ops are {', '.join((*OPS, *FEATURES))}")
     partials, kinds = _as_read(table), table["kind"].combine_chunks()
     columns = {name: table[name] for name in IDENTITY if name not in LAYOUT_OPS}
-    columns |= {op: table[op] if op in _AS_THEY_ARE else _derived(op, partials, _rows_with(op, kinds)) for op in ops}
+    columns |= {op: table[op] if op in _NOT_DERIVED else _derived(op, partials, _rows_with(op, kinds)) for op in ops}
     return pa.table(columns, metadata=table.schema.metadata)
 
 
 def completed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows with all columns of ``SCHEMA``: those that were written before ``calls`` was counted say nothing of it."""
+    """The rows with all columns of ``SCHEMA``. ``calls`` is null in rows of versions that did not count calls."""
     if CALLS in rows.schema.names:
         return rows
     columns = [pa.nulls(len(rows), one.type) if one.name == CALLS else rows[one.name] for one in SCHEMA]
@@ -246,7 +246,7 @@ def completed(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
-    """Runs of rows of one kind."""
+    """The runs of adjacent rows of one kind, each with its kind."""
     kind = rows["kind"].indices.to_numpy()
     starts = np.flatnonzero(np.diff(kind, prepend=-1))
     names = rows["kind"].dictionary.to_pylist()
@@ -255,22 +255,22 @@ def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
 
 
 def _texts(index: NDArray[np.int32], texts: Iterable[str]) -> pa.DictionaryArray:
-    # With its type, or pyarrow looks for modules to guess it by, each time.
+    # Without an explicit type, pyarrow searches for modules to infer it, each time.
     return pa.DictionaryArray.from_arrays(pa.array(index), pa.array(list(texts), type=pa.string()))
 
 
 def _calls(rows: StepRows) -> pa.Array:
-    """How many calls each row combines."""
-    counted = [kind in rows.counted_kinds for kind in rows.kinds]
-    if not any(counted):
+    """How many calls each row combines; null for kinds without calls."""
+    counts_calls = [kind in rows.counted_kinds for kind in rows.kinds]
+    if not any(counts_calls):
         return pa.nulls(len(rows), pa.int64())
     values, valid = zip(*(derive(CALLS, kind.partials) for kind in rows.kinds.values()), strict=True)
-    there = np.concatenate(valid) & np.repeat(counted, [*map(len, rows.kinds.values())])
+    there = np.concatenate(valid) & np.repeat(counts_calls, [*map(len, rows.kinds.values())])
     return pa.array(np.concatenate(values).astype(np.int64), mask=~there)
 
 
 def _as_read(table: pa.Table) -> Partials:
-    """The partials that ops are derived from: of a share it is the scalar that it is to who reads."""
+    """The partials that ops are derived from. Rows of ``mg_direction`` become partials of a scalar, their fraction."""
     partials, kinds = partials_of(table), table["kind"].combine_chunks()
     shares = np.flatnonzero(_are(kinds, lambda kind: kind == DIRECTION_KIND))
     if len(shares):
@@ -279,7 +279,7 @@ def _as_read(table: pa.Table) -> Partials:
 
 
 def _rows_with(op: str, kinds: pa.DictionaryArray) -> NDArray[np.bool_]:
-    return _are(kinds, lambda kind: is_of(op, kind))
+    return _are(kinds, lambda kind: has_op(op, kind))
 
 
 def _are(kinds: pa.DictionaryArray, which: Callable[[str], bool]) -> NDArray[np.bool_]:
@@ -289,17 +289,17 @@ def _are(kinds: pa.DictionaryArray, which: Callable[[str], bool]) -> NDArray[np.
 
 
 def _derived(op: str, partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
-    """Of an op, null but in these rows."""
+    """The values of an op; null except in ``rows``."""
     if op == MAGNITUDES:
-        return _spelled(partials, rows)
-    # The scalar that stands for a share is its own mean.
+        return _histogram_texts(partials, rows)
+    # The fraction is kept as a scalar, whose mean is the fraction itself.
     values, valid = derive("mean" if op == DIRECTION_KIND else op, partials)
     return pa.array(values.astype(np.int64) if op in INTEGER_OPS else values, mask=~(valid & rows))
 
 
-def _spelled(partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
-    histogram, there = partials.histogram, (counted(partials) & rows).tolist()
-    texts = [spelled(histogram[i]) if histogram is not None and it_is else None for i, it_is in enumerate(there)]
+def _histogram_texts(partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
+    histogram, there = partials.histogram, (has_histogram(partials) & rows).tolist()
+    texts = [histogram_text(histogram[i]) if histogram is not None and it_is else None for i, it_is in enumerate(there)]
     return pa.array(texts, type=pa.string())
 
 
@@ -309,25 +309,23 @@ def _columns(partials: Sequence[Partials]) -> Iterator[NDArray[np.float64] | NDA
         yield column if name in SUMS else column.astype(np.int64)
 
 
-# --- What is to be known of measurements, beside their rows.
-
 SCHEMA_VERSION: Final = 2
-"""Of the ``hdf5`` format. Columns of version 1 were compressed by gzip."""
+"""Version of the ``hdf5`` format. Columns of version 1 were compressed by gzip."""
 
 METADATA: Final = b"monitor"
-"""Where ``Facts`` stand in the metadata of an Arrow schema, as JSON."""
+"""The key of ``ShardMetadata``, as JSON, in the metadata of an Arrow schema."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What is to be known of some steps.
+class ShardMetadata:
+    """The metadata of some steps, beside their rows.
 
     Attributes:
-        rank: Who measured.
-        eps: What the partial ``smalls`` counts is below this.
-        ops: The statistics that were asked for when the last of the steps was sealed.
+        rank: The rank that measured.
+        eps: The partial ``smalls`` counts elements whose magnitude is below this.
+        ops: The statistics that were configured when the last of the steps was sealed.
         skipped: The steps that the optimizer skipped.
-        incomplete: The steps in the middle of which the run ended.
+        incomplete: The steps during which the run ended.
     """
 
     rank: int
@@ -336,33 +334,33 @@ class Facts:
     skipped: tuple[int, ...] = ()
     incomplete: tuple[int, ...] = ()
 
-    def of(self, rows: StepRows) -> Facts:
-        """The same of one step."""
+    def of(self, rows: StepRows) -> ShardMetadata:
+        """The metadata of one step."""
         marked = {status: (rows.step,) if rows.status == status else () for status in ("skipped", "incomplete")}
-        return Facts(self.rank, self.eps, rows.ops, marked["skipped"], marked["incomplete"])
+        return ShardMetadata(self.rank, self.eps, rows.ops, marked["skipped"], marked["incomplete"])
 
-    def fits(self, other: Facts) -> bool:
-        """Whether rows of both mean the same."""
+    def fits(self, other: ShardMetadata) -> bool:
+        """Whether rows of both can be in one file."""
         return (self.rank, self.eps) == (other.rank, other.eps)
 
-    def then(self, later: Facts) -> Facts:
-        """Of these steps and later ones."""
+    def then(self, later: ShardMetadata) -> ShardMetadata:
+        """The metadata of these steps and ``later`` ones together."""
         skipped, incomplete = (*self.skipped, *later.skipped), (*self.incomplete, *later.incomplete)
         return replace(later, skipped=skipped, incomplete=incomplete)
 
-    def only(self, steps: Steps) -> Facts:
-        """Of those of the steps that lie between these."""
+    def only(self, steps: StepSpan) -> ShardMetadata:
+        """The metadata of the steps within ``steps``."""
         within = ((s for s in marked if steps.first <= s <= steps.last) for marked in (self.skipped, self.incomplete))
         skipped, incomplete = map(tuple, within)
         return replace(self, skipped=skipped, incomplete=incomplete)
 
     def packed(self) -> dict[bytes, bytes]:
-        """As metadata of an Arrow schema."""
+        """The metadata of an Arrow schema."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return {METADATA: json.dumps({"schema_version": SCHEMA_VERSION, **fields}).encode()}
 
     @classmethod
-    def unpacked(cls, metadata: Mapping[bytes, bytes]) -> Facts:
+    def unpacked(cls, metadata: Mapping[bytes, bytes]) -> ShardMetadata:
         fields = json.loads(metadata[METADATA])
         lists = {name: tuple(fields[name]) for name in ("ops", "skipped", "incomplete")}
         return cls(fields["rank"], fields["eps"], **lists)

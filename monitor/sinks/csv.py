@@ -1,4 +1,4 @@
-"""The ``csv`` format: one file per kind and record, readable by any tool."""
+"""The ``csv`` format: one file per kind and record, readable by any tool. Contains the sink and ``read_csv``."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable, shown_kind
 from monitor.sinks import csv_text
-from monitor.sinks.csv_files import Shards
-from monitor.sinks.csv_text import Column, Counts, Join, Numbers, Texts, python_lines
+from monitor.sinks.csv_files import CsvShards
+from monitor.sinks.csv_text import Column, CountColumn, Join, NumberColumn, TextColumn, python_lines
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.text_cache import Cells, Piece, blocks
+from monitor.sinks.text_cache import RowPiece, TextCache, row_blocks
 from monitor.stats.features import FEATURES
-from monitor.stats.histograms import LOSSES, MAGNITUDES, spelled
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, TEXT_OPS, counted, derive_all
+from monitor.stats.histograms import LOSSES, MAGNITUDES, histogram_text
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, TEXT_OPS, derive_all, has_histogram
 from monitor.stats.partials import Partials
-from monitor.stats.rows import Layout, StepRows
+from monitor.stats.rows import StepRows, TensorLayout
 
-# --- Rows as lines of CSV text, a block of rows at a time.
-#
-# What repeats is spelled once: the name of a series, a layout, a micro-step.
+# --- Rows as lines of CSV text, a block of rows at a time. Texts that repeat (series, layout, micro-step) are made once.
 
 BLOCK_ROWS: Final = 8192
-"""Rows that are spelled together: what they are made of stays in the cache."""
+"""Rows formatted in one call: so many that their data stays in the cache."""
 
 _STRUCTURAL: Final = frozenset(',"\r\n')
 
@@ -46,58 +44,61 @@ def _header(with_micro_step: bool, ops: tuple[str, ...]) -> bytes:
 
 
 def quoted(cell: str) -> str:
-    """``cell`` as CSV spells it: in quotes only if it holds a comma, a quote or a line break."""
+    """``cell`` as CSV text: in quotes only if it holds a comma, a quote or a line break."""
     return '"' + cell.replace('"', '""') + '"' if _STRUCTURAL.intersection(cell) else cell
 
 
-class Lines:
-    """Spells the rows of one rank. Keeps the text of each series and layout that it has met."""
+class CsvLines:
+    """Formats the rows of one rank as CSV lines. Caches the text of each series and layout."""
 
     def __init__(self, series: SeriesTable, ndigits: int) -> None:
         self._ndigits = ndigits
-        self._series = Cells(series, _series_cells)
-        self._layouts: dict[str, Cells[Layout]] = {}
-        self._join: Join = csv_text.native_lines if csv_text.is_there() else python_lines
+        self._series = TextCache(series, _series_cells)
+        self._layouts: dict[str, TextCache[TensorLayout]] = {}
+        self._join: Join = csv_text.native_lines if csv_text.is_native() else python_lines
 
     def of(self, steps: Sequence[StepRows]) -> Iterator[tuple[StepRows, str, memoryview]]:
-        """The lines of each kind of each step, each ended by a newline. A kind of many rows comes in several pieces.
+        """The lines of each kind of each step, each ended by a newline. A kind of many rows yields several texts.
 
-        One call for many small steps takes a fraction of what a call for each does.
+        One call for many small steps takes a fraction of the time of one call per step.
         """
-        for block in blocks(steps, BLOCK_ROWS):
-            self._know(block[0].step.layouts)
+        for block in row_blocks(steps, BLOCK_ROWS):
+            self._use_layouts(block[0].step.layouts)
             texts = self._join(self._columns(block), [len(piece.rows) for piece in block], self._ndigits)
             for piece, text in zip(block, texts, strict=True):
                 yield piece.step, piece.kind, text
 
-    def _know(self, layouts: list[Layout]) -> None:
+    def _use_layouts(self, layouts: list[TensorLayout]) -> None:
         if not self._layouts or self._layouts["shape"].of is not layouts:
-            self._layouts = {op: Cells(layouts, _LAYOUT_CELLS[op]) for op in LAYOUT_OPS}
+            self._layouts = {op: TextCache(layouts, _LAYOUT_CELLS[op]) for op in LAYOUT_OPS}
 
-    def _columns(self, block: list[Piece]) -> list[Column]:
-        """Series, when, and the ops in the order asked for."""
+    def _columns(self, block: list[RowPiece]) -> list[Column]:
+        """The columns of a block: series, step with micro-step, and the configured ops in their order."""
         series = np.concatenate([piece.rows.series for piece in block])
-        return [Texts(self._series, series), _when(block), *self._op_columns(block[0].ops, block)]
+        return [TextColumn(self._series, series), _when(block), *self._op_columns(block[0].ops, block)]
 
-    def _op_columns(self, ops: tuple[str, ...], block: list[Piece]) -> list[Column]:
+    def _op_columns(self, ops: tuple[str, ...], block: list[RowPiece]) -> list[Column]:
         layout = np.concatenate([piece.rows.layout for piece in block])
         partials = Partials.joined(piece.rows.partials for piece in block)
-        columns: dict[str, Column] = {op: Texts(self._layouts[op], layout) for op in ops if op in LAYOUT_OPS}
+        columns: dict[str, Column] = {op: TextColumn(self._layouts[op], layout) for op in ops if op in LAYOUT_OPS}
         columns |= {op: _histograms(partials) for op in ops if op == MAGNITUDES}
         numbers = derive_all([op for op in ops if op not in columns], partials)
-        columns |= {op: (Counts if op in INTEGER_OPS else Numbers)(*of_op) for op, of_op in numbers.items()}
+        columns |= {op: (CountColumn if op in INTEGER_OPS else NumberColumn)(*of_op) for op, of_op in numbers.items()}
         return [columns[op] for op in ops]
 
 
-def _histograms(partials: Partials) -> Texts:
-    """The histograms of rows, empty where there is none."""
-    histogram, there = partials.histogram, counted(partials).tolist()
-    cells = [spelled(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
-    return Texts(Cells(cells, str), np.arange(len(cells)))
+def _histograms(partials: Partials) -> TextColumn:
+    """The text of each row's histogram; empty for rows without one."""
+    histogram, there = partials.histogram, has_histogram(partials).tolist()
+    cells = [histogram_text(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
+    return TextColumn(TextCache(cells, str), np.arange(len(cells)))
 
 
-def _when(block: list[Piece]) -> Texts:
-    """Step and micro-step of each row: without that column, with an empty one, or with micro-step 0, 1, and so on."""
+def _when(block: list[RowPiece]) -> TextColumn:
+    """Step and micro-step of each row, as one column of text.
+
+    A kind without micro-steps has no such cell. In the others it is empty for rows of the whole step, else 0, 1 and so on.
+    """
     micro_step = np.concatenate([piece.rows.micro_step for piece in block])
     steps: dict[tuple[int, bool], int] = {}
     of_piece = [steps.setdefault((piece.step.step, piece.kind in piece.step.micro_step_kinds), len(steps)) for piece in block]
@@ -107,16 +108,17 @@ def _when(block: list[Piece]) -> Texts:
     places = int(place.max()) + 1
     index = step * places + place
     cells = np.arange(len(steps) * places)
-    if len(cells) > len(index):  # no more are spelled than there are rows
+    if len(cells) > len(index):  # make no more texts than there are rows
         cells, index = np.unique(index, return_inverse=True)
     keys = list(steps)
-    return Texts(Cells([_when_cell(keys[cell // places], cell % places) for cell in cells.tolist()], str), index)
+    return TextColumn(TextCache([_when_cell(keys[cell // places], cell % places) for cell in cells.tolist()], str), index)
 
 
 def _when_cell(of: tuple[int, bool], place: int) -> str:
-    """
+    """The text of step and micro-step.
+
     Args:
-        of: The step, and whether there is a column of micro-steps.
+        of: The step, and whether its kind has a micro-step column.
         place: 0 without a micro-step, 1 for micro-step 0, and so on.
     """
     step, with_micro_step = of
@@ -129,11 +131,11 @@ def _series_cells(series: Series) -> str:
     return f"{series.vpp_stage},{quoted(series.name)}"
 
 
-def _shape_cell(layout: Layout) -> str:
+def _shape_cell(layout: TensorLayout) -> str:
     return quoted(str(list(layout.shape)))
 
 
-def _dtype_cell(layout: Layout) -> str:
+def _dtype_cell(layout: TensorLayout) -> str:
     return quoted(layout.dtype)
 
 
@@ -149,7 +151,7 @@ COLUMN_TYPES: Final = {
     **dict.fromkeys((*LOSSES, *FEATURES), pa.float64()),
     **dict.fromkeys(TEXT_OPS, pa.string()),
 }
-"""What the cells of a column are; empty ones are null, in a column of text they are empty text."""
+"""The type of each column. Empty cells are null; in columns of text they are empty text."""
 
 _DIALECT: Final = ParseOptions(newlines_in_values=True)
 _CELLS: Final = ConvertOptions(column_types=COLUMN_TYPES, null_values=[""], strings_can_be_null=False)
@@ -158,29 +160,30 @@ _CELLS: Final = ConvertOptions(column_types=COLUMN_TYPES, null_values=[""], stri
 class CsvSink:
     """Writes ``{kind}_{first}-{last}.csv`` into the rank's directory.
 
-    A step is in the files of all kinds or of none. A file has its name when its record is complete, or after ``flush``.
+    A step is in the files of all kinds or of none. A file gets its name when its record is complete, or at ``flush``.
 
     Raises:
-        OSError: from every method, if the disk, the directory or the number of open files does not allow what was asked. The
-            files then hold whole steps, and the next step can be written as soon as the cause has passed.
+        OSError: from every method, if the disk, the directory or the limit on open files does not allow the operation. The
+            files then hold whole steps, and the next step can be written as soon as the cause is gone.
     """
 
     def __init__(self, context: SinkContext) -> None:
-        self._lines = Lines(context.series, context.ndigits)
-        self._shards = Shards(context.directory, context.step_count_per_record)
-        self._foreseen: list[tuple[StepRows, list[tuple[str, memoryview]]]] = []
+        self._lines = CsvLines(context.series, context.ndigits)
+        self._shards = CsvShards(context.directory, context.step_count_per_record)
+        self._prepared: list[tuple[StepRows, list[tuple[str, memoryview]]]] = []
 
-    def foresee(self, steps: Sequence[StepRows]) -> None:
-        """Spell the rows of several steps at once. Each is written, or not, by ``write``."""
-        self._foreseen = []
+    def prepare(self, steps: Sequence[StepRows]) -> None:
+        """Format the rows of several steps at once. Each step is then passed to ``write`` or discarded."""
+        self._prepared = []
         texts: dict[int, list[tuple[str, memoryview]]] = {id(rows): [] for rows in steps}
         for rows, kind, text in self._lines.of(steps):
             texts[id(rows)].append((kind, text))
-        self._foreseen = [(rows, texts[id(rows)]) for rows in steps]
+        self._prepared = [(rows, texts[id(rows)]) for rows in steps]
 
     def write(self, rows: StepRows) -> None:
-        """Add one step to the files of its kinds. Rows of a step that was written before take the place of the old ones, and
-        of those after it in its record.
+        """Add one step to the files of its kinds.
+
+        If the step was written before, its new rows replace the old ones and those of all later steps in its record.
         """
         headers = {shown_kind(kind): header(rows, kind) for kind in rows.kinds}
         with self._shards.step(rows.step, headers) as write:
@@ -188,26 +191,26 @@ class CsvSink:
                 write(shown_kind(kind), text)
 
     def flush(self) -> None:
-        """Make the open records visible as they are. Their next steps join them."""
+        """Make the open record visible as it is. Later steps of the record are added to it."""
         self._shards.flush()
 
     def close(self) -> None:
-        """Flush and let go of every file."""
+        """Flush and close every file."""
         self._shards.close()
 
     def _texts(self, rows: StepRows) -> Iterable[tuple[str, memoryview]]:
-        while self._foreseen:  # those before it came to nothing
-            foreseen, texts = self._foreseen.pop(0)
-            if foreseen is rows:
+        while self._prepared:  # steps before this one were discarded
+            prepared, texts = self._prepared.pop(0)
+            if prepared is rows:
                 return texts
         return ((kind, text) for _, kind, text in self._lines.of([rows]))
 
 
 def read_csv(path: str | PathLike[str]) -> pa.Table:
-    """The rows of one file, in columns of the types that they were written from (``COLUMN_TYPES``).
+    """Read one CSV file of a recording. The columns have the types that were measured (``COLUMN_TYPES``).
 
     Raises:
-        OSError: if there is no such file.
-        pyarrow.ArrowInvalid: if it is not one of these files.
+        OSError: the file does not exist or cannot be read.
+        pyarrow.ArrowInvalid: the file is not one of this format.
     """
     return read_arrow(path, parse_options=_DIALECT, convert_options=_CELLS)

@@ -1,11 +1,13 @@
-"""Which rows share a file, what it is called, and when it is seen.
+"""The files of the ``csv`` format in a rank's directory: which rows share a file, its name, and when it becomes visible.
 
-A file of a kind holds the steps of a record and is called after them. It takes its name when the record is complete, so a
-reader never meets a torn one, and a process that is killed loses at most the record that it had open. Steps that were there
-before, from a flush or from an earlier process, are carried over if their columns are the same. If not, the record is shared
-by several files, each called after the steps that it really holds. Of a record that is written again, all that was there from
-the first step on goes, whatever file of whatever kind has it: no step is there twice, and none is a mixture of what was
-measured then and now. What is not ours is never touched.
+A file of a kind holds the steps of one record and is named after them. It gets its name when the record is complete. So readers
+never see a torn file, and a killed process loses at most its open record.
+
+Steps already in the record, from a flush or an earlier process, are carried over if their columns are the same. If not, several
+files share the record, each named after the steps that it really holds.
+
+When a record is written again, the old rows from its first new step on are removed from every file of every kind. So no step is
+there twice, and no step mixes old and new rows. Files of other programs are never touched.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from numpy.typing import NDArray
 from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
-from monitor.sinks.files import Named, Part, Steps, draft_name, part_name, shard_name, shards_in
+from monitor.sinks.files import NamedShard, PartialFile, StepSpan, draft_name, part_name, shard_name, shards_in
 
-# --- Rows as they stand in a CSV file, each with its step, so that some of them can be kept and others not.
+# --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
 
 BEGINNING: Final = b"vpp_stage,name,step,"
-"""Of every file of ours."""
+"""Every file of this format begins with these bytes."""
 
 _DIALECT: Final = ParseOptions(newlines_in_values=True)
 _STEPS: Final = ConvertOptions(column_types={"step": pa.int64()}, include_columns=["step"])
@@ -39,8 +41,8 @@ _ONE_THREAD: Final = ReadOptions(use_threads=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """The content of a file: whole lines, each of which has a step.
+class CsvRows:
+    """The content of a file: a header and whole lines, each with its step.
 
     Attributes:
         header: The first line, ended by a newline.
@@ -55,22 +57,22 @@ class Written:
     steps: NDArray[np.int64]
 
     @classmethod
-    def nothing(cls, header: bytes) -> Written:
+    def nothing(cls, header: bytes) -> CsvRows:
         """A header and no rows."""
         none = np.empty(0, np.int64)
         return cls(header, np.empty(0, np.uint8), none, none)
 
     @classmethod
-    def read(cls, path: Path) -> Written | None:
-        """None if there is no such file, or if it is not one of ours."""
+    def read(cls, path: Path) -> CsvRows | None:
+        """The content of a file; None if it does not exist or is not of this format."""
         try:
             return cls.parse(path.read_bytes())
         except (FileNotFoundError, IsADirectoryError, PermissionError):
             return None
 
     @classmethod
-    def parse(cls, text: bytes) -> Written | None:
-        """None if it is not whole, or not one of ours."""
+    def parse(cls, text: bytes) -> CsvRows | None:
+        """The content of a text; None if it is not whole or not of this format."""
         ends = line_ends(text)
         if not text.startswith(BEGINNING) or ends[-1:].tolist() != [len(text)]:
             return None
@@ -82,11 +84,11 @@ class Written:
             return None
         return cls(text[: ends[0]], np.frombuffer(text, dtype=np.uint8)[ends[0] :], np.diff(ends), steps)
 
-    def only(self, kept: NDArray[np.bool_]) -> Written:
-        """Some of the rows; ``kept`` has the shape ``(rows,)``."""
-        return Written(self.header, self.rows[np.repeat(kept, self.lengths)], self.lengths[kept], self.steps[kept])
+    def only(self, kept: NDArray[np.bool_]) -> CsvRows:
+        """The rows where ``kept`` is true; ``kept`` has the shape ``(rows,)``."""
+        return CsvRows(self.header, self.rows[np.repeat(kept, self.lengths)], self.lengths[kept], self.steps[kept])
 
-    def before(self, step: int) -> Written:
+    def before(self, step: int) -> CsvRows:
         return self.only(self.steps < step)
 
     def text(self) -> bytes:
@@ -96,7 +98,7 @@ class Written:
         return self.only(self.steps == step).rows.tobytes()
 
     def first(self) -> int | None:
-        """The first of its steps; None if there are no rows."""
+        """The first step; None if there are no rows."""
         return int(self.steps.min()) if len(self.steps) else None
 
     def last(self) -> int | None:
@@ -104,7 +106,7 @@ class Written:
 
 
 def line_ends(text: bytes) -> NDArray[np.int64]:
-    """Where each whole line ends, one past its newline. A newline after an odd number of quotes is part of a name."""
+    """The end of each whole line, one past its newline. A newline after an odd number of quotes is part of a name."""
     characters = np.frombuffer(text, dtype=np.uint8)
     within_quotes = np.bitwise_xor.accumulate(characters == ord('"'))
     return np.flatnonzero((characters == ord("\n")) & ~within_quotes) + 1
@@ -119,70 +121,70 @@ def _steps_of(text: bytes) -> NDArray[np.int64]:
 
 
 MOST_RECORDS: Final = 1000
-"""A file that is called after more steps than so many records have is not looked up by its records."""
+"""A file whose name spans at least so many records is not indexed by record."""
 
 Write = Callable[[str, bytes | memoryview], None]
-"""Takes a kind and some of its rows in the step at hand."""
+"""Takes a kind and some of its rows of the current step."""
 
 
 @dataclass(slots=True)
-class Shard:
+class OpenShard:
     """The open file of a kind.
 
     Attributes:
         record: The steps that it may hold.
         header: The first line, ended by a newline.
-        replaces: The file whose rows it carries on, if any.
-        shares_record: Whether the record has other files too, so that this one must be called after its own steps.
-        first, last: The steps that it does hold; ``last`` is None until one was written.
+        replaces: The file whose rows it carries over, if any.
+        shares_record: Whether the record has other files too, so that this one must be named after its own steps.
+        first, last: The steps that it holds; ``last`` is None until a step was written.
     """
 
     kind: str
-    record: Steps
+    record: StepSpan
     header: bytes
-    part: Part
+    part: PartialFile
     replaces: Path | None
     shares_record: bool
     first: int | None
     last: int | None = None
 
     def keep(self, step: int) -> None:
-        """The rows of ``step`` are all there."""
+        """Commit the rows of ``step``."""
         self.part.keep()
         self.first, self.last = step if self.first is None else self.first, step
 
     def takes(self, step: int, header: bytes) -> bool:
-        """Whether rows of ``step`` can be added at its end."""
+        """Whether rows of ``step`` can be appended."""
         return self.header == header and (self.last is None or self.last < step) and not self.part.released
 
     @property
-    def called_after(self) -> Steps:
-        """The steps that its name says."""
+    def called_after(self) -> StepSpan:
+        """The steps in the file's name."""
         if not self.shares_record or self.first is None or self.last is None:
             return self.record
-        return Steps(self.first, self.last)
+        return StepSpan(self.first, self.last)
 
 
-class Shards:
-    """The shards of a directory, one open a kind at most, all of one record.
+class CsvShards:
+    """The shards of a directory. At most one per kind is open, and all open ones belong to one record.
 
-    Every method may raise OSError: every shard then holds whole steps, and the next step can be tried.
+    Every method may raise OSError: every shard then holds whole steps, and the next step can be written.
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
         self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
-        self._open: dict[str, Shard] = {}
+        self._open: dict[str, OpenShard] = {}
         self._since: int | None = None  # the first step that was written since the files were last made visible
-        self._there: _Files | None = None
+        self._there: _FileIndex | None = None
 
     @contextmanager
     def step(self, step: int, headers: Mapping[str, bytes]) -> Iterator[Write]:
-        """Write one step, of all kinds or, if an error leaves this context, of none.
+        """Write one step for all kinds; if the context raises, for none.
 
         Args:
-            headers: By kind. A kind of which nothing is written gets no file.
+            headers: By kind. A kind without rows gets no file.
         """
         record = self._record_of(step)
         self._make_way(step, record, headers)
@@ -211,7 +213,7 @@ class Shards:
         self._publish(list(self._open.values()))
 
     def close(self) -> None:
-        """Give every shard its name, and let go of all files, also of those that could not be named."""
+        """Give every shard its name, and close all files, also those that could not be named."""
         try:
             self.flush()
         finally:
@@ -220,32 +222,34 @@ class Shards:
                     shard.part.release()
             self._open.clear()
 
-    def carried_on(self, named: Named, header: bytes) -> Written:
-        """What is visible of the record that a file in the making belongs to, in the columns of ``header``."""
+    def carried_on(self, named: NamedShard, header: bytes) -> CsvRows:
+        """The visible rows, in the columns of ``header``, of the record that an unfinished file belongs to."""
         return _joined(self._files().of(named.kind, named.steps), header)[1]
 
-    def take_up(self, since: int, left: Mapping[Named, tuple[Part, Written]], written_before: Callable[[Path], bool]) -> None:
-        """Make visible what another process had in the making: parts of one record that hold whole steps.
+    def take_up(
+        self, since: int, left: Mapping[NamedShard, tuple[PartialFile, CsvRows]], written_before: Callable[[Path], bool]
+    ) -> None:
+        """Make the unfinished files of another process visible: parts of one record that hold whole steps.
 
         Args:
-            since: The first step that it had written since it last made files visible.
-            written_before: Whether a file is from before that process, which may have made some of them visible.
+            since: The first step that the process wrote after it last made files visible.
+            written_before: Whether a file is older than that process, which may have made some of the parts visible.
         """
         for named, (part, rows) in left.items():
             files = self._files().of(named.kind, named.steps)
             replaces, _ = _joined(files, rows.header)
             shares = any(one.path != replaces for one in files)
-            shard = Shard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
+            shard = OpenShard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
             self._open[named.kind] = shard
-        self._take_out(Steps(since, self._record_of(since).last), written_before)
+        self._take_out(StepSpan(since, self._record_of(since).last), written_before)
         self.close()
 
-    def _record_of(self, step: int) -> Steps:
-        return Steps.of_record(step, self._steps_per_record)
+    def _record_of(self, step: int) -> StepSpan:
+        return StepSpan.of_record(step, self._steps_per_record)
 
-    def _make_way(self, step: int, record: Steps, headers: Mapping[str, bytes]) -> None:
-        """Finish the shards if rows of ``step`` cannot be added to them."""
-        self._miss_removed()
+    def _make_way(self, step: int, record: StepSpan, headers: Mapping[str, bytes]) -> None:
+        """Finish the shards if rows of ``step`` cannot be appended to them."""
+        self._check_removed()
         shards = self._open.values()
         for shard in shards:
             shard.shares_record |= shard.record == record and shard.header != headers.get(shard.kind, shard.header)
@@ -254,11 +258,11 @@ class Shards:
         if not self._open:
             self._since = None
 
-    def _miss_removed(self) -> None:
+    def _check_removed(self) -> None:
         removed = [kind for kind, shard in self._open.items() if shard.part.gone()]
         if removed:
             paths = [self._drop(kind).path for kind in removed]
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", paths[0])
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while the monitor wrote to it", paths[0])
 
     def _keep(self, step: int, kinds: Iterable[str]) -> None:
         for kind in kinds:
@@ -273,39 +277,39 @@ class Shards:
             elif shard is not None:
                 shard.part.forget()
 
-    def _drop(self, kind: str) -> Part:
+    def _drop(self, kind: str) -> PartialFile:
         part = self._open.pop(kind).part
         part.discard()
         return part
 
-    def _new(self, kind: str, record: Steps, header: bytes, step: int, text: bytes | memoryview) -> Shard:
-        """One that holds ``text`` behind what is carried over."""
+    def _new(self, kind: str, record: StepSpan, header: bytes, step: int, text: bytes | memoryview) -> OpenShard:
+        """A new shard that holds the rows carried over, then ``text``."""
         before, replaces, first, shares_record = header, None, None, False
         if files := self._files().of(kind, record):
             replaces, rows = _joined(files, header)
             carried = rows.before(step if self._since is None else self._since)
             before, first = carried.text(), carried.first()
             shares_record = any(one.path != replaces for one in files)
-        part = Part.begin(self._within + part_name(shard_name(kind, record)), before, text)
-        return Shard(kind, record, header, part, replaces, shares_record, first)
+        part = PartialFile.begin(self._within + part_name(shard_name(kind, record)), before, text)
+        return OpenShard(kind, record, header, part, replaces, shares_record, first)
 
-    def _publish(self, shards: list[Shard]) -> None:
-        """Give each shard its name; of several errors raise the first, when all were tried."""
+    def _publish(self, shards: list[OpenShard]) -> None:
+        """Give each shard its name. Tries all, then raises the first error."""
         if shards and self._since is not None:
-            self._take_out(Steps(self._since, shards[0].record.last))
+            self._take_out(StepSpan(self._since, shards[0].record.last))
             self._since = None
         errors = [error for error in map(self._publish_one, shards) if error is not None]
         if errors:
             raise errors[0]
 
-    def _take_out(self, steps: Steps, among: Callable[[Path], bool] = os.path.lexists) -> None:
-        """Rid the files that no shard replaces of what they hold of these steps: they were written again."""
+    def _take_out(self, steps: StepSpan, among: Callable[[Path], bool] = os.path.lexists) -> None:
+        """Remove these steps, which were written again, from the files that no open shard replaces."""
         for one in self._files().with_some_of(self._record_of(steps.first)):
             replaced = any(one.path == shard.replaces for shard in self._open.values())
             if not replaced and one.steps.meets(steps) and among(one.path):
                 _take_out(one.path, steps)
 
-    def _publish_one(self, shard: Shard) -> OSError | None:
+    def _publish_one(self, shard: OpenShard) -> OSError | None:
         try:
             shard.part.release()
             self._give_name(shard)
@@ -316,54 +320,54 @@ class Shards:
             return error
         return None
 
-    def _give_name(self, shard: Shard) -> None:
+    def _give_name(self, shard: OpenShard) -> None:
         steps = shard.called_after
         path = self._free_path(shard.kind, steps, shard.replaces)
-        # By way of the file that it replaces, so that its rows are never there twice.
+        # First onto the file that it replaces, so that no row is ever visible twice.
         os.replace(shard.part.path, shard.replaces or path)
         if shard.replaces:
             os.replace(shard.replaces, path)
         self._files().add(shard.kind, steps, path)
 
-    def _free_path(self, kind: str, steps: Steps, replaces: Path | None) -> str:
+    def _free_path(self, kind: str, steps: StepSpan, replaces: Path | None) -> str:
         for copy in count(1):
             path = self._within + shard_name(kind, steps, copy)
             if not os.path.lexists(path) or (replaces is not None and Path(path) == replaces):
                 break
         return path
 
-    def _files(self) -> _Files:
-        """The directory is listed once, for the files that were there."""
+    def _files(self) -> _FileIndex:
+        """The index of the directory's files. The directory is listed once."""
         if self._there is None:
-            self._there = _Files(self._directory, self._steps_per_record)
+            self._there = _FileIndex(self._directory, self._steps_per_record)
         return self._there
 
 
-class _Files:
-    """The files of a directory by the records that they hold steps of.
+class _FileIndex:
+    """The files of a directory, by the records whose steps they hold.
 
-    Those that are called after a record are not remembered: there may be a million, and their names can be told. Nobody else
-    makes files here, so a record after all that there are has none: training that goes on asks the file system for nothing.
+    Files named after a record are not stored: there may be a million, and their names follow from the record. No other program
+    makes files here, so a record after the newest file has none. So a running training costs no file system call.
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
         self._kinds: set[str] = set()
-        self._others: dict[Steps, set[Named]] = defaultdict(set)
-        self._long: set[Named] = set()
+        self._others: dict[StepSpan, set[NamedShard]] = defaultdict(set)
+        self._long: set[NamedShard] = set()
         self._newest = -1
         for named in shards_in(directory):
             self.add(named.kind, named.steps, os.fspath(named.path))
 
-    def add(self, kind: str, steps: Steps, path: str) -> None:
+    def add(self, kind: str, steps: StepSpan, path: str) -> None:
         self._kinds.add(kind)
         self._newest = max(self._newest, steps.last)
         record = self._record_of(steps.first)
         if record != steps or not path.endswith(shard_name(kind, record)):
-            self._add_other(Named(kind, steps, Path(path)), record)
+            self._add_other(NamedShard(kind, steps, Path(path)), record)
 
-    def _add_other(self, named: Named, record: Steps) -> None:
+    def _add_other(self, named: NamedShard, record: StepSpan) -> None:
         if named.steps.last - record.first >= MOST_RECORDS * self._steps_per_record:
             self._long.add(named)
             return
@@ -371,39 +375,39 @@ class _Files:
             self._others[record].add(named)
             record = self._record_of(record.last + 1)
 
-    def of(self, kind: str, record: Steps) -> list[Named]:
-        """The files of a kind that hold nothing but steps of this record: the one called after it first."""
+    def of(self, kind: str, record: StepSpan) -> list[NamedShard]:
+        """The files of a kind that hold steps of this record only; first the file named after the record."""
         kinds = [kind] if kind in self._kinds else []
         return [one for one in self._found(kinds, record) if one.kind == kind and record.holds(one.steps)]
 
-    def with_some_of(self, record: Steps) -> list[Named]:
+    def with_some_of(self, record: StepSpan) -> list[NamedShard]:
         """The files of all kinds that may hold steps of this record."""
         return self._found(sorted(self._kinds), record)
 
-    def _found(self, kinds: Iterable[str], record: Steps) -> list[Named]:
-        """Those of ``kinds`` that are called after the record, and the others of any kind."""
+    def _found(self, kinds: Iterable[str], record: StepSpan) -> list[NamedShard]:
+        """The files of ``kinds`` named after the record, then the others, of any kind."""
         if record.first > self._newest:
             return []
         names = ((kind, self._within + shard_name(kind, record)) for kind in kinds)
-        files = [Named(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
+        files = [NamedShard(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
         return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]
 
-    def _record_of(self, step: int) -> Steps:
-        return Steps.of_record(step, self._steps_per_record)
+    def _record_of(self, step: int) -> StepSpan:
+        return StepSpan.of_record(step, self._steps_per_record)
 
 
-def _joined(files: Iterable[Named], header: bytes) -> tuple[Path | None, Written]:
-    """The first of these files that rows below ``header`` can join, and what it holds."""
+def _joined(files: Iterable[NamedShard], header: bytes) -> tuple[Path | None, CsvRows]:
+    """The first of these files whose header is ``header``, with its content. None and no rows if there is none."""
     for one in files:
-        rows = Written.read(one.path)
+        rows = CsvRows.read(one.path)
         if rows is not None and rows.header == header:
             return one.path, rows
-    return None, Written.nothing(header)
+    return None, CsvRows.nothing(header)
 
 
-def _take_out(path: Path, steps: Steps) -> None:
-    rows = Written.read(path)
+def _take_out(path: Path, steps: StepSpan) -> None:
+    rows = CsvRows.read(path)
     if rows is None:
         return
     kept = (rows.steps < steps.first) | (rows.steps > steps.last)
@@ -414,7 +418,7 @@ def _take_out(path: Path, steps: Steps) -> None:
 
 
 def _replace(path: Path, text: bytes) -> None:
-    """Its time stays: it says until when something was added to the file."""
+    """Replace the file's content but keep its modification time, which says when the last step was added."""
     draft, time = path.with_name(draft_name(path.name)), path.stat().st_mtime_ns
     try:
         draft.write_bytes(text)

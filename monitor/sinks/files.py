@@ -1,4 +1,4 @@
-"""What the files of the ``csv`` format are called, and which of a directory's files are theirs."""
+"""File names of the ``csv`` format, and files that grow by whole steps, for every format."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ _DRAFT_NAME: Final = re.compile(r"\..+\.csv\.draft")
 _PART_NAME: Final = re.compile(r"\.(?P<shard>.+)\.part")
 
 
-class Steps(NamedTuple):
+class StepSpan(NamedTuple):
     """The steps from ``first`` to ``last``, both included."""
 
     first: int
     last: int
 
     @classmethod
-    @lru_cache(maxsize=4)  # a step is asked for a dozen times
-    def of_record(cls, step: int, steps_per_record: int) -> Steps:
+    @lru_cache(maxsize=4)  # called a dozen times for each step
+    def of_record(cls, step: int, steps_per_record: int) -> StepSpan:
         """The record that ``step`` falls in."""
         first = step - step % steps_per_record
         return cls(first, first + steps_per_record - 1)
 
-    def holds(self, other: Steps) -> bool:
+    def holds(self, other: StepSpan) -> bool:
         return self.first <= other.first and other.last <= self.last
 
-    def meets(self, other: Steps) -> bool:
-        """Whether they have a step in common."""
+    def meets(self, other: StepSpan) -> bool:
+        """Whether both have a step in common."""
         return self.first <= other.last and other.first <= self.last
 
 
-class Named(NamedTuple):
-    """A file, and what its name says of it."""
+class NamedShard(NamedTuple):
+    """A file with the kind and the steps that its name states."""
 
     kind: str
-    steps: Steps
+    steps: StepSpan
     path: Path
 
 
-def shard_name(kind: str, steps: Steps, copy: int = 1) -> str:
+def shard_name(kind: str, steps: StepSpan, copy: int = 1) -> str:
     return f"{kind}_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.csv"
 
 
 def part_name(shard: str) -> str:
-    """Of the hidden file that is going to be ``shard``."""
+    """The name of the hidden file that becomes ``shard``."""
     return f".{shard}.part"
 
 
 def draft_name(shard: str) -> str:
-    """Of the hidden file with which a shard that loses some of its rows is replaced."""
+    """The name of the hidden file that replaces a shard when some of its rows are removed."""
     return f".{shard}.draft"
 
 
-def shards_in(directory: Path) -> Iterator[Named]:
+def shards_in(directory: Path) -> Iterator[NamedShard]:
     """The files that a reader sees."""
     for name in _names(directory):
         if (named := _named(name, directory / name)) is not None:
             yield named
 
 
-def parts_in(directory: Path) -> Iterator[Named]:
-    """The files in the making."""
+def parts_in(directory: Path) -> Iterator[NamedShard]:
+    """The unfinished files."""
     for name in _names(directory):
         match = _PART_NAME.fullmatch(name)
         if match and (named := _named(match["shard"], directory / name)) is not None:
@@ -77,9 +77,9 @@ def drafts_in(directory: Path) -> list[Path]:
     return [directory / name for name in _names(directory) if _DRAFT_NAME.fullmatch(name)]
 
 
-def _named(name: str, path: Path) -> Named | None:
+def _named(name: str, path: Path) -> NamedShard | None:
     match = _SHARD_NAME.fullmatch(name)
-    return Named(match["kind"], Steps(int(match["first"]), int(match["last"])), path) if match else None
+    return NamedShard(match["kind"], StepSpan(int(match["first"]), int(match["last"])), path) if match else None
 
 
 def _names(directory: Path) -> list[str]:
@@ -89,19 +89,16 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-# --- A file that grows by whole steps, whatever the disk does in between.
+class AppendFile:
+    """A file that grows by whole steps: ``keep`` commits what was written since the last ``keep``, ``forget`` rolls it back.
 
-
-class GrowingFile:
-    """Written at its end only; what was written stays once it is kept.
-
-    Every method but ``forget`` and ``discard`` may raise OSError. What was kept before stays as it was.
+    Every method but ``forget`` and ``discard`` may raise OSError. Committed bytes are unchanged then.
 
     Args:
-        file: Its descriptor, which this object owns.
-        kept: How many bytes of it stay.
-        end: Where the next ones go.
-        new: Whether there is nothing in it.
+        file: The descriptor, owned by this object.
+        kept: How many bytes are committed.
+        end: Where the next bytes go.
+        new: Whether the file is empty.
     """
 
     def __init__(self, path: str | Path, file: int, kept: int = 0, end: int = 0, *, new: bool = False) -> None:
@@ -116,21 +113,21 @@ class GrowingFile:
 
     @property
     def size(self) -> int:
-        """Bytes that were kept."""
+        """Number of committed bytes."""
         return self._kept
 
     def gone(self) -> bool:
-        """Whether somebody has removed it, or its directory."""
+        """Whether the file or its directory was removed."""
         try:
             os.lstat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # out of reach for now
+        except OSError:  # not accessible for now
             return False
         return False
 
     def write(self, content: bytes | memoryview) -> None:
-        """Add ``content``, for the time being. The operating system has it on return."""
+        """Append ``content``, uncommitted. The operating system has it on return."""
         rest = memoryview(content)
         while rest:
             written = os.pwrite(self._open_file(), rest, self._end)
@@ -138,20 +135,20 @@ class GrowingFile:
             rest = rest[written:]
 
     def keep(self) -> None:
-        """What was written stays."""
+        """Commit what was written."""
         self._kept = self._end
 
     def forget(self) -> None:
-        """Take back what was written since the last ``keep``."""
+        """Roll back to the last ``keep``."""
         self._end = self._kept
         if self._file is not None:
             try:
                 os.ftruncate(self._file, self._kept)
-            except OSError:  # it is overwritten, or cut off in ``release``
+            except OSError:  # later writes overwrite the rest, or ``release`` cuts it off
                 self._may_be_longer = True
 
     def release(self) -> None:
-        """Let go of the file, which then holds what was kept and nothing else."""
+        """Close the file, which then holds the committed bytes and nothing else."""
         if self._file is None:
             return
         if self._may_be_longer or self._end > self._kept:
@@ -159,12 +156,12 @@ class GrowingFile:
         file, self._file = self._file, None
         try:
             os.close(file)
-        except OSError:  # a network file system may say only now that it lost what it had taken
+        except OSError:  # a network file system may report only now that it lost earlier writes
             self.discard()
             raise
 
     def discard(self) -> None:
-        """Let go of the file and remove it, as far as that can be done."""
+        """Close the file and remove it; errors are ignored."""
         file, self._file = self._file, None
         with suppress(OSError):
             if file is not None:
@@ -174,15 +171,15 @@ class GrowingFile:
 
     def _open_file(self) -> int:
         if self._file is None:
-            raise ValueError(f"{self.path} was released")
+            raise ValueError(f"{self.path} is already closed")
         return self._file
 
 
 def opened(path: str | Path, how: int = 0) -> int:
-    """A descriptor to read and write the file with. Its directory is made if it is missing.
+    """Open a file for reading and writing, and return the descriptor. A missing directory is made.
 
     Args:
-        how: Flags of ``os.open`` in addition: ``os.O_CREAT`` and others.
+        how: Additional flags of ``os.open``, such as ``os.O_CREAT``.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | how
     try:
@@ -192,18 +189,16 @@ def opened(path: str | Path, how: int = 0) -> int:
         return os.open(path, flags, 0o666)
 
 
-# --- A file in the making: hidden, growing by whole steps, given its name when it is complete.
-
 UNFINISHED: Final = 0x80
-"""Set in the first byte of a step until the step is whole. No line of ours begins with such a byte, so whoever finds the file
-of a process that was killed sees where the whole steps end."""
+"""Set in the first byte of a step until the step is whole. No line of a shard begins with such a byte. So the file of a killed
+process shows where its whole steps end."""
 
 
-class Part(GrowingFile):
-    """The hidden file ``.{name}.part`` (``shard_names.part_name``).
+class PartialFile(AppendFile):
+    """The hidden file ``.{name}.part`` (``part_name``), which becomes a shard when its record is complete.
 
-    A step is written in two phases, so that it can be told of all parts whether it was finished: ``write`` of every part,
-    then ``finish`` of every part.
+    A step is written in two phases: first ``write`` for every part, then ``finish`` for every part. So a recovery can tell
+    whether the step was finished in all parts.
     """
 
     def __init__(
@@ -213,8 +208,8 @@ class Part(GrowingFile):
         self._first = first
 
     @classmethod
-    def begin(cls, path: str, text: bytes, rows: bytes | memoryview = b"") -> Part:
-        """A new one, which begins with ``text`` and ``rows``. One that could not be begun is gone."""
+    def begin(cls, path: str, text: bytes, rows: bytes | memoryview = b"") -> PartialFile:
+        """A new part that begins with ``text`` and ``rows``. It is removed again if that fails."""
         part = cls(path, opened(path, os.O_CREAT | os.O_TRUNC), new=True)
         try:
             part.write(text, rows)
@@ -224,14 +219,16 @@ class Part(GrowingFile):
         return part
 
     @classmethod
-    def left_behind(cls, path: Path, kept: int, end: int, first: bytes) -> Part:
-        """The part of a process that ended: ``kept`` bytes of whole steps, and a step that begins with ``first`` and ends at
-        ``end``.
+    def left_behind(cls, path: Path, kept: int, end: int, first: bytes) -> PartialFile:
+        """The part of a process that ended: ``kept`` bytes of whole steps, then one step up to ``end``.
+
+        Args:
+            first: The first byte of that step.
         """
         return cls(path, opened(path), kept, end, first)
 
     def write(self, content: bytes | memoryview, more: bytes | memoryview = b"") -> None:
-        """Add ``content``, and ``more`` behind it, for the time being. The operating system has them on return."""
+        """Append ``content`` and then ``more``, uncommitted. The operating system has them on return."""
         first, rest = memoryview(content), memoryview(more)
         if first and self._end == self._kept:
             self._first = bytes(first[:1])
@@ -244,6 +241,6 @@ class Part(GrowingFile):
         super().write(rest)
 
     def finish(self) -> None:
-        """The step is whole, here and in every other part. Taken back by ``forget`` nonetheless."""
+        """Mark the step as whole, after every part has written it. ``forget`` still rolls it back."""
         if self._end > self._kept:
             os.pwrite(self._open_file(), self._first, self._kept)

@@ -1,4 +1,4 @@
-"""The ``hdf5`` format: all kinds of a record in one file, with partials in place of ops."""
+"""The ``hdf5`` format: all kinds of a record in one file, with partials in place of ops. Has the sink and ``read_hdf5``."""
 
 from __future__ import annotations
 
@@ -16,75 +16,73 @@ import h5py
 import numpy as np
 import pyarrow as pa
 
-from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Facts, Measurements, whole, with_ops
-from monitor.sinks.files import GrowingFile, Steps, opened
-from monitor.sinks.hdf5_files import Names, Shard, is_shard, part_name, shard_name, write_hidden
+from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, whole, with_ops
+from monitor.sinks.files import AppendFile, StepSpan, opened
+from monitor.sinks.hdf5_files import Hdf5Shard, ShardIndex, is_shard, part_name, shard_name, write_hidden
 from monitor.sinks.hdf5_read import ALL_STEPS, NotAShardError, read_rows
 from monitor.sinks.hdf5_write import image
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.step_spool import Block, blocks
+from monitor.sinks.step_spool import SpoolBlock, read_blocks
 from monitor.stats.rows import StepRows
 
-# --- The files of the ``hdf5`` format in a rank's directory: what is in which, when they are seen, what becomes of those
-# before.
+# --- The files in a rank's directory.
 #
-# Steps gather in a hidden part until their record is complete; then a shard is made of them and takes its name. A
-# record of very many rows is cut into several shards, each called after the steps that it holds, since a shard is made
-# in memory.
+# Steps are collected in a hidden part until their record is complete. Then a shard is made of the part and gets its name.
+# A shard is made in memory, so a record of very many rows is cut into several shards, each named after its own steps.
 #
-# A step that is written again takes the place of the old one and of all after it in its record. So a part begins with
-# what the shards of its record hold of earlier steps, and its shard takes their place.
+# A step that is written again replaces the old one and all later steps in its record. So a part begins with the earlier
+# steps from the shards of its record, and its shard replaces those shards.
 
 PLAIN: Final = pa.schema([(one.name, pa.string() if pa.types.is_dictionary(one.type) else one.type) for one in SCHEMA])
-"""``SCHEMA`` with texts in place of numbers that stand for them."""
+"""``SCHEMA`` with plain texts in place of dictionary indices."""
 
 MIB: Final = 1 << 20
 
 MOST_BYTES: Final = 64 * MIB
-"""Of a part: about 1.2 million rows. While a shard is made of it, that takes 120 MB of memory."""
+"""Greatest size of a part: about 1.2 million rows. Making a shard of it takes 120 MB of memory."""
 
 FULL: Final = 16 * MIB
-"""A shard of this size is not carried on by the steps that follow it."""
+"""A shard of this size or more is final: later steps go into a new shard."""
 
 
 @dataclass(slots=True)
-class _Part:
-    """A shard in the making.
+class _PartialShard:
+    """An unfinished shard.
 
     Attributes:
-        file: The hidden file with its blocks, or with all of the shard.
+        file: The hidden file with its blocks, or with the whole shard.
         record: The steps that it may hold.
         first: The first step that it holds.
-        since: The first step that is new: whatever else is visible of it and of those after it in the record is to go.
+        since: The first new step. Visible rows of it and of later steps in the record are to be removed.
         last: The last new step; None while there is none.
-        replaces: The shards that it carries on.
+        replaces: The shards whose rows it carries over.
     """
 
-    file: GrowingFile
-    record: Steps
+    file: AppendFile
+    record: StepSpan
     first: int
     since: int
     last: int | None = None
     replaces: list[Path] = field(default_factory=list)
 
     def takes(self, step: int) -> bool:
-        """Whether ``step`` can be added at its end."""
-        return self.record.holds(Steps(step, step)) and (self.last is None or self.last < step) and not self.file.released
+        """Whether ``step`` can be appended."""
+        return self.record.holds(StepSpan(step, step)) and (self.last is None or self.last < step) and not self.file.released
 
 
 class Hdf5Shards:
-    """The shards of a directory, one in the making at most.
+    """The shards of a directory, of which at most one is unfinished.
 
-    Every method may raise OSError: what is visible then holds whole steps, and the next step can be tried.
+    Every method may raise OSError: visible files then hold whole steps, and the next step can be written.
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
         self._steps_per_record = steps_per_record
-        self._part: _Part | None = None
-        self._names = Names(directory, steps_per_record)
+        self._part: _PartialShard | None = None
+        self._names = ShardIndex(directory, steps_per_record)
 
-    def write(self, step: int, block: Block) -> None:
+    def write(self, step: int, block: SpoolBlock) -> None:
         """Add one step."""
         self._make_way(step)
         part = self._part = self._part or self._new(step, block.facts)
@@ -99,7 +97,7 @@ class Hdf5Shards:
             self.flush()
 
     def flush(self) -> None:
-        """Make a shard of what has been gathered."""
+        """Make a shard of the collected steps."""
         part = self._part
         if part is None:
             return
@@ -112,7 +110,7 @@ class Hdf5Shards:
             raise
 
     def close(self) -> None:
-        """The same, and let go of all files, also of a part that could not become a shard."""
+        """Flush, and close all files, also a part that could not become a shard."""
         try:
             self.flush()
         finally:
@@ -121,12 +119,12 @@ class Hdf5Shards:
                     self._part.file.release()
             self._part = None
 
-    def take_up(self, left: Path, record: Steps, size: int, rows: pa.Table, facts: Facts) -> None:
-        """Make visible what another process had in the making, unless all of it is.
+    def take_up(self, left: Path, record: StepSpan, size: int, rows: pa.Table, facts: ShardMetadata) -> None:
+        """Make the part that another process left visible, unless all its steps are.
 
         Args:
-            left: Its part, of which the first ``size`` bytes are whole.
-            rows: What it holds.
+            left: The part, of which the first ``size`` bytes are whole.
+            rows: The rows in the part.
         """
         steps = set(rows["step"].to_pylist())
         fitting = [shard for shard in self._names.shards_of(record) if shard.facts.fits(facts)]
@@ -135,32 +133,32 @@ class Hdf5Shards:
             left.unlink()
             return
         carried_on = [shard.path for shard in fitting if {step for step in shard.steps() if step < since} <= steps]
-        file = GrowingFile(left, opened(left), size, size)
-        self._publish(_Part(file, record, min(steps), since, max(steps), carried_on))
+        file = AppendFile(left, opened(left), size, size)
+        self._publish(_PartialShard(file, record, min(steps), since, max(steps), carried_on))
 
     def _make_way(self, step: int) -> None:
-        """Finish the part if ``step`` cannot be added to it."""
+        """Finish the part if ``step`` cannot be appended to it."""
         part = self._part
         if part is not None and part.file.gone():
             self._drop(part)
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", part.file.path)
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while the monitor wrote to it", part.file.path)
         if part is not None and not part.takes(step):
             self.flush()
 
-    def _forget(self, part: _Part) -> None:
+    def _forget(self, part: _PartialShard) -> None:
         if part.last is None:
             self._drop(part)
         else:
             part.file.forget()
 
-    def _drop(self, part: _Part) -> None:
+    def _drop(self, part: _PartialShard) -> None:
         part.file.discard()
         self._part = None
 
-    def _new(self, step: int, facts: Facts) -> _Part:
-        record = Steps.of_record(step, self._steps_per_record)
+    def _new(self, step: int, facts: ShardMetadata) -> _PartialShard:
+        record = StepSpan.of_record(step, self._steps_per_record)
         path = self._directory / part_name(shard_name(record))
-        part = _Part(GrowingFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
+        part = _PartialShard(AppendFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
         try:
             for shard in _carried_on(self._names.shards_of(record), step, facts):
                 self._carry(part, shard)
@@ -169,32 +167,32 @@ class Hdf5Shards:
             raise
         return part
 
-    def _carry(self, part: _Part, shard: Shard) -> None:
-        """Begin ``part`` with what the shard holds of earlier steps."""
-        earlier = Steps(part.record.first, part.since - 1)
+    def _carry(self, part: _PartialShard, shard: Hdf5Shard) -> None:
+        """Begin ``part`` with the shard's rows of earlier steps."""
+        earlier = StepSpan(part.record.first, part.since - 1)
         for block in shard.blocks(earlier):
             part.file.write(block.packed())
         part.file.keep()
         part.first = min(part.first, shard.span.first)
         part.replaces.append(shard.path)
 
-    def _publish(self, part: _Part) -> None:
+    def _publish(self, part: _PartialShard) -> None:
         size = part.file.size
         part.file.release()
         _make_shard(Path(part.file.path))
         self._take_out(part)
         self._give_name(part, cut=size >= MOST_BYTES)
 
-    def _take_out(self, part: _Part) -> None:
-        """Rid the shards that ``part`` does not carry on of what was written again."""
-        again = Steps(part.since, part.record.last)
+    def _take_out(self, part: _PartialShard) -> None:
+        """Remove the steps that were written again from the shards that ``part`` does not replace."""
+        again = StepSpan(part.since, part.record.last)
         for shard in self._names.shards_of(part.record, anywhere=True):
             if shard.path not in part.replaces and shard.span.meets(again):
                 _rewrite(shard, again)
 
-    def _give_name(self, part: _Part, *, cut: bool) -> None:
+    def _give_name(self, part: _PartialShard, *, cut: bool) -> None:
         path = self._free_path(part, cut=cut)
-        # By way of a file that it replaces, and when the others are gone, so that its rows are never there twice.
+        # First remove the other replaced files, then rename over one of them, so that no row is ever visible twice.
         first, *others = part.replaces or [path]
         for other in others:
             other.unlink(missing_ok=True)
@@ -203,35 +201,38 @@ class Hdf5Shards:
             os.replace(first, path)
         self._names.add(path)
 
-    def _free_path(self, part: _Part, *, cut: bool) -> Path:
+    def _free_path(self, part: _PartialShard, *, cut: bool) -> Path:
         last = part.record.last if part.last is None else part.last
         shares = any(path not in part.replaces for path in self._names.of(part.record))
-        steps = Steps(part.first, last) if shares or (cut and last < part.record.last) else part.record
+        steps = StepSpan(part.first, last) if shares or (cut and last < part.record.last) else part.record
         paths = (self._directory / shard_name(steps, copy) for copy in count(1))
         return next(path for path in paths if path in part.replaces or not os.path.lexists(path))
 
 
-def _carried_on(shards: list[Shard], step: int, facts: Facts) -> list[Shard]:
-    """Those with steps from ``step`` on, which are to go, and the last one before it, unless it is full."""
+def _carried_on(shards: list[Hdf5Shard], step: int, facts: ShardMetadata) -> list[Hdf5Shard]:
+    """The shards whose rows a new part carries over.
+
+    Those with steps from ``step`` on, which the part replaces, and the last shard before ``step`` unless it is full.
+    """
     fitting = sorted((shard for shard in shards if shard.facts.fits(facts)), key=lambda shard: shard.span)
     before = [shard for shard in fitting if shard.span.last < step]
     return [shard for shard in before[-1:] if shard.size < FULL] + [shard for shard in fitting if shard.span.last >= step]
 
 
 def _make_shard(path: Path) -> None:
-    """Turn a part into a shard, still hidden. Any number of times."""
+    """Turn a part into a shard, still hidden. Does nothing if it is one already."""
     if is_shard(path):
         return
     try:
-        content = image(blocks(path))
-    except (ValueError, RuntimeError) as error:  # nothing to be done with it, now or later
+        content = image(read_blocks(path))
+    except (ValueError, RuntimeError) as error:  # it would fail again, so the part is removed
         path.unlink(missing_ok=True)
-        raise OSError(errno.EIO, f"no shard could be made of it, and it is gone: {error!r}", str(path)) from error
+        raise OSError(errno.EIO, f"its steps could not be written as HDF5 and are lost: {error!r}", str(path)) from error
     write_hidden(path, content)
 
 
-def _rewrite(shard: Shard, without: Steps) -> None:
-    kept = [*shard.blocks(Steps(0, without.first - 1)), *shard.blocks(Steps(without.last + 1, shard.span.last))]
+def _rewrite(shard: Hdf5Shard, without: StepSpan) -> None:
+    kept = [*shard.blocks(StepSpan(0, without.first - 1)), *shard.blocks(StepSpan(without.last + 1, shard.span.last))]
     if kept:
         write_hidden(shard.path, image(kept))
     else:
@@ -239,7 +240,7 @@ def _rewrite(shard: Shard, without: Steps) -> None:
 
 
 def _news(rows: pa.Table, visible: list[pa.Table]) -> int | None:
-    """The first step of which there is something else among the rows than in the visible ones; None if there is none."""
+    """The first step whose rows differ from the visible ones; None if there is none."""
     new, *known = (_plain(table) for table in (rows, *visible))
     old = pa.concat_tables([new.slice(0, 0), *known])
     steps = np.unique(new["step"].to_numpy()).tolist()
@@ -247,7 +248,7 @@ def _news(rows: pa.Table, visible: list[pa.Table]) -> int | None:
 
 
 def _plain(rows: pa.Table) -> pa.Table:
-    """With texts in place of numbers that stand for texts, and with the column of histograms: so rows can be compared."""
+    """The rows with plain texts and a column of histograms, so that they can be compared."""
     plain = rows.select(SCHEMA.names).replace_schema_metadata(None).cast(PLAIN)
     histograms = rows[HISTOGRAM] if HISTOGRAM in rows.column_names else pa.nulls(len(rows), FILLED)
     return plain.append_column(HISTOGRAM, histograms)
@@ -263,29 +264,29 @@ __all__ = ["Hdf5Sink", "NotAShardError", "read_hdf5"]
 class Hdf5Sink:
     """Writes ``metrics_{first}-{last}.h5`` into the rank's directory.
 
-    A step is in its file whole or not at all. A file has its name when its record is complete, or after ``flush``.
+    A step is in its file whole or not at all. A file gets its name when its record is complete, or at ``flush``.
 
     Raises:
-        OSError: from every method, if the disk, the directory or the number of open files does not allow what was asked. The
-            files then hold whole steps, and the next step can be written as soon as the cause has passed.
+        OSError: from every method, if the disk, the directory or the limit on open files does not allow the operation. The
+            files then hold whole steps, and the next step can be written as soon as the cause is gone.
     """
 
     def __init__(self, context: SinkContext) -> None:
         self._measurements = Measurements(context.series)
-        self._facts = Facts(context.rank, context.eps)
+        self._facts = ShardMetadata(context.rank, context.eps)
         self._shards = Hdf5Shards(context.directory, context.step_count_per_record)
 
     def write(self, rows: StepRows) -> None:
-        """Add one step. A step that was written before takes the place of the old one, and of those after it in its record."""
+        """Add one step. If it was written before, it replaces the old one and all later steps in its record."""
         if len(rows):
-            self._shards.write(rows.step, Block(self._measurements.of(rows), self._facts.of(rows)))
+            self._shards.write(rows.step, SpoolBlock(self._measurements.of(rows), self._facts.of(rows)))
 
     def flush(self) -> None:
-        """Make the open record visible as it is. Its next steps join it."""
+        """Make the open record visible as it is. Later steps of the record are added to it."""
         self._shards.flush()
 
     def close(self) -> None:
-        """Flush and let go of every file."""
+        """Flush and close every file."""
         self._shards.close()
 
 
@@ -296,23 +297,23 @@ def read_hdf5(
     steps: tuple[int, int] | None = None,
     ops: Sequence[str] | None = None,
 ) -> pa.Table:
-    """The rows of one file: what each is of, and its partials (``monitor.sinks.arrow.SCHEMA``). Where rows have
-    histograms a column ``histogram`` follows, lists of the elements of every bin; null in the rows that have none.
+    """Read one HDF5 file of a recording: a row per measurement, with identity and partials (``monitor.sinks.arrow.SCHEMA``).
 
-    Kind by kind, and within a kind in the order in which they were measured. What is to be known of the steps stands in the
-    table's metadata (``Facts.unpacked``).
+    If rows have histograms, a column ``histogram`` follows: lists of the elements of every bin, null for rows without one. Rows
+    are ordered by kind, and within a kind in the order in which they were measured. The metadata of the steps is in the table's
+    metadata (``ShardMetadata.unpacked``).
 
     Args:
-        kinds: Those to read; None: all.
-        steps: The first and the last one to read; None: all. Only what is asked for is read.
-        ops: Give these, derived from the partials, in place of them; also the columns of features, and ``mg_direction``. They
-            need not be those that were configured. Null where a row's kind has none.
+        kinds: The kinds to read; None: all.
+        steps: The first and the last step to read; None: all. Nothing else is read.
+        ops: Replace the partials by these ops, derived from them. Columns of features and ``mg_direction`` are allowed, and ops
+            that were not configured. Null if a row's kind does not have the op.
 
     Raises:
         OSError: the file cannot be opened, or is not HDF5.
-        NotAShardError: it is HDF5, and not one of these files, or it is damaged.
-        ValueError: there is no such op.
+        NotAShardError: the file is HDF5 but not a file of this format, or it is damaged.
+        ValueError: an op does not exist.
     """
     with h5py.File(fspath(path), "r", locking=False) as file:
-        table = read_rows(file, kinds, ALL_STEPS if steps is None else Steps(*steps))
+        table = read_rows(file, kinds, ALL_STEPS if steps is None else StepSpan(*steps))
     return whole(table) if ops is None else with_ops(table, ops)

@@ -1,4 +1,4 @@
-"""The files of the ``hdf5`` format, by name and by content."""
+"""Finds the files of the ``hdf5`` format in a directory, by name, and reads their steps and rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Final
 import h5py
 import pyarrow as pa
 
-from monitor.sinks.arrow import Facts
-from monitor.sinks.files import Steps
-from monitor.sinks.hdf5_read import NotAShardError, read_facts, read_rows, read_span, read_steps
-from monitor.sinks.step_spool import Block
+from monitor.sinks.arrow import ShardMetadata
+from monitor.sinks.files import StepSpan
+from monitor.sinks.hdf5_read import NotAShardError, read_metadata, read_rows, read_span, read_steps
+from monitor.sinks.step_spool import SpoolBlock
 
 _SHARD_NAME: Final = re.compile(r"metrics_(\d+)-(\d+)(?:\.\d+)?\.h5")
 _PART_NAME: Final = re.compile(r"\.metrics_(\d+)-(\d+)\.h5\.part")
@@ -24,23 +24,23 @@ _DRAFT_NAME: Final = re.compile(r"\.metrics_\d+-\d+(?:\.\d+)?\.h5(?:\.part)?\.dr
 _SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
 
-def shard_name(steps: Steps, copy: int = 1) -> str:
+def shard_name(steps: StepSpan, copy: int = 1) -> str:
     return f"metrics_{steps.first}-{steps.last}{f'.{copy}' if copy > 1 else ''}.h5"
 
 
 def part_name(shard: str) -> str:
-    """Of the hidden file that is going to be ``shard``."""
+    """The name of the hidden file that becomes ``shard``."""
     return f".{shard}.part"
 
 
 def is_shard(path: Path) -> bool:
-    """Whether it is an HDF5 file, as opposed to the blocks that one is made of."""
+    """Whether the file is HDF5, and not the blocks of an unfinished shard."""
     with open(path, "rb") as file:
         return file.read(len(_SIGNATURE)) == _SIGNATURE
 
 
 def write_hidden(path: Path, content: bytes) -> None:
-    """Replace the file in one move. It stays as it is if that fails."""
+    """Replace the file's content atomically. The file is unchanged if that fails."""
     draft = path.with_name(f".{path.name.removeprefix('.')}.draft")
     try:
         draft.write_bytes(content)
@@ -52,107 +52,107 @@ def write_hidden(path: Path, content: bytes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A visible file that is ours.
+class Hdf5Shard:
+    """A visible file of this format.
 
     Attributes:
-        span: Its first step and its last.
+        span: The first and the last step.
         size: In bytes.
     """
 
     path: Path
-    facts: Facts
-    span: Steps
+    facts: ShardMetadata
+    span: StepSpan
     size: int
 
     @classmethod
-    def read(cls, path: Path) -> Shard | None:
-        """None if it is gone, out of reach, not one of ours, or without a row."""
+    def read(cls, path: Path) -> Hdf5Shard | None:
+        """The shard; None if the file is missing, not accessible, not of this format, or has no rows."""
         try:
             content = path.read_bytes()
             with _opened(content) as file:
                 span = read_span(file)
-                return cls(path, read_facts(file), span, len(content)) if span else None
+                return cls(path, read_metadata(file), span, len(content)) if span else None
         except (FileNotFoundError, IsADirectoryError, PermissionError, NotAShardError):
             return None
 
-    def rows(self, steps: Steps) -> pa.Table:
-        """Those of these steps, kind by kind."""
+    def rows(self, steps: StepSpan) -> pa.Table:
+        """The rows of these steps, kind by kind."""
         with _opened(self.path.read_bytes()) as file:
             return read_rows(file, steps=steps)
 
     def steps(self) -> set[int]:
-        """The steps of which it has rows."""
+        """The steps that have rows in the file."""
         with _opened(self.path.read_bytes()) as file:
             return read_steps(file)
 
-    def blocks(self, steps: Steps) -> list[Block]:
-        """Its rows of these steps."""
+    def blocks(self, steps: StepSpan) -> list[SpoolBlock]:
+        """The rows of these steps as blocks."""
         rows = self.rows(steps)
-        return [Block(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
+        return [SpoolBlock(batch, self.facts.only(steps)) for batch in rows.combine_chunks().to_batches()]
 
 
-class Names:
-    """The files of a directory by the records that they hold steps of.
+class ShardIndex:
+    """The files of a directory, by the records whose steps they hold.
 
-    Those that are called after a record are not remembered: there may be very many, and their names can be told. The others are
-    listed once.
+    Files named after a record are not stored: there may be very many, and their names follow from the record. The other files
+    are listed once.
     """
 
     def __init__(self, directory: Path, steps_per_record: int) -> None:
         self._directory = directory
         self._steps_per_record = steps_per_record
-        self._others: dict[Path, Steps] | None = None
+        self._others: dict[Path, StepSpan] | None = None
 
     def add(self, path: Path) -> None:
         self._known().update(self._otherwise([path.name]))
 
-    def of(self, record: Steps) -> list[Path]:
-        """The files that by their names hold nothing but steps of this record: the one that is called after it first."""
+    def of(self, record: StepSpan) -> list[Path]:
+        """The files whose names state steps of this record only; first the file named after the record."""
         return self._existing(record, [path for path, steps in self._known().items() if record.holds(steps)])
 
-    def shards_of(self, record: Steps, *, anywhere: bool = False) -> list[Shard]:
-        """Those of the files ``of`` this record that are ours; ``anywhere``: also those that hold steps of other ones, too."""
+    def shards_of(self, record: StepSpan, *, anywhere: bool = False) -> list[Hdf5Shard]:
+        """The shards among the files ``of`` this record; with ``anywhere`` also those that hold steps of other records."""
         others = [path for path, steps in self._known().items() if steps.meets(record)]
         paths = self._existing(record, others) if anywhere else self.of(record)
-        return [shard for path in paths if (shard := Shard.read(path)) is not None]
+        return [shard for path in paths if (shard := Hdf5Shard.read(path)) is not None]
 
-    def _existing(self, record: Steps, others: list[Path]) -> list[Path]:
+    def _existing(self, record: StepSpan, others: list[Path]) -> list[Path]:
         return [path for path in (self._directory / shard_name(record), *others) if os.path.lexists(path)]
 
-    def _known(self) -> dict[Path, Steps]:
+    def _known(self) -> dict[Path, StepSpan]:
         if self._others is None:
             self._others = dict(self._otherwise(_listed(self._directory)))
         return self._others
 
-    def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, Steps]]:
-        """Those that are not called after a record."""
+    def _otherwise(self, names: list[str]) -> Iterator[tuple[Path, StepSpan]]:
+        """The files that are not named after a record."""
         for name in names:
             if match := _SHARD_NAME.fullmatch(name):
-                steps = Steps(int(match[1]), int(match[2]))
-                if name != shard_name(Steps.of_record(steps.first, self._steps_per_record)):
+                steps = StepSpan(int(match[1]), int(match[2]))
+                if name != shard_name(StepSpan.of_record(steps.first, self._steps_per_record)):
                     yield self._directory / name, steps
 
 
-def shards_in(directory: Path) -> Iterator[tuple[Path, Steps]]:
-    """The files that a reader sees, and the steps that they are called after."""
+def shards_in(directory: Path) -> Iterator[tuple[Path, StepSpan]]:
+    """The files that a reader sees, with the steps in their names."""
     return _matching(_SHARD_NAME, directory)
 
 
-def parts_in(directory: Path) -> Iterator[tuple[Path, Steps]]:
-    """The hidden files in the making, with their records."""
+def parts_in(directory: Path) -> Iterator[tuple[Path, StepSpan]]:
+    """The hidden unfinished files, with their records."""
     return _matching(_PART_NAME, directory)
 
 
 def drafts_in(directory: Path) -> list[Path]:
-    """The hidden files that another one was to be replaced with."""
+    """The hidden files that were to replace other files."""
     return [directory / name for name in _listed(directory) if _DRAFT_NAME.fullmatch(name)]
 
 
-def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path, Steps]]:
+def _matching(pattern: re.Pattern[str], directory: Path) -> Iterator[tuple[Path, StepSpan]]:
     for name in _listed(directory):
         if match := pattern.fullmatch(name):
-            yield directory / name, Steps(int(match[1]), int(match[2]))
+            yield directory / name, StepSpan(int(match[1]), int(match[2]))
 
 
 def _listed(directory: Path) -> list[str]:

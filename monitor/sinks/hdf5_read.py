@@ -1,4 +1,4 @@
-"""What an HDF5 shard holds, read back as a table."""
+"""Reads an HDF5 shard back as a table, and its metadata, steps and numbers of rows."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from monitor.sinks.arrow import (
     SCHEMA,
     SCHEMA_VERSION,
     WITH_HISTOGRAMS,
-    Facts,
+    ShardMetadata,
     filled,
     upper_of,
 )
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_write import TABLES
 from monitor.stats.ops import CALLS
 
-# --- Columns of numbers, histograms and tables of text in an HDF5 file, read through h5py's lower interface.
+# --- Datasets of an HDF5 file, read through h5py's low-level interface.
 #
-# A shard of few rows is nearly all columns, some twenty for each kind, and a job has thousands of shards: read through
-# ``h5py.Dataset`` and its checks the columns of a kind take 8 ms however few rows there are, through what is used here
-# 4.
+# A job has thousands of shards with some twenty columns per kind. Through ``h5py.Dataset`` the columns of a kind take
+# 8 ms to open, however few rows there are; through the low-level interface they take 4 ms.
 
 
-class Column:
-    """A dataset of an entry a row, whose content is in this very file, and was written.
+class DatasetColumn:
+    """A dataset with one entry per row, whose content was written to this same file.
 
     Args:
-        inner: The shape of an entry: nothing of a number. Entries that are no numbers may be left out, and are zeros then.
+        inner: The shape of an entry; empty for numbers. Entries with a shape may be missing from the file, and are zeros then.
 
     Raises:
-        KeyError: there is no such name in the group.
-        TypeError: what has the name is no dataset, or is a link that leads elsewhere.
-        ValueError: its shape is another, its content lies elsewhere, or it has more rows than were written.
+        KeyError: the group has no such name.
+        TypeError: the name is not of a dataset, or is a link.
+        ValueError: the shape differs, the content is in another file, or fewer rows were written than the dataset states.
     """
 
     def __init__(self, group: h5g.GroupID, name: str, *inner: int) -> None:
@@ -51,10 +50,10 @@ class Column:
         created, shape = self._dataset.get_create_plist(), self._dataset.shape
         layout = created.get_layout()
         if tuple(shape[1:]) != inner or not shape or layout == h5d.VIRTUAL or created.get_external_count():
-            raise ValueError(f"{_path(group, name)} is not a plain column")
+            raise ValueError(f"{_path(group, name)} is not a plain column: its shape or its storage is another")
         self._length, self._inner = int(shape[0]), inner
         if not inner and layout == h5d.CHUNKED and self._dataset.get_num_chunks() * created.get_chunk()[0] < self._length:
-            raise ValueError(f"{_path(group, name)} says that it has more rows than it has")
+            raise ValueError(f"{_path(group, name)} states more rows than were written")
 
     def __len__(self) -> int:
         return self._length
@@ -73,17 +72,17 @@ class Column:
 
     def texts(self) -> pa.StringArray:
         """All rows, as UTF-8."""
-        if self._dataset.dtype.kind == "S" and self._length:  # of one length each, as we write it
+        if self._dataset.dtype.kind == "S" and self._length:  # texts of one length, as the sink writes them
             return pa.array(self.read(), type=pa.binary()).cast(pa.string())
         return pa.array(h5py.Dataset(self._dataset).asstr()[...].tolist(), type=pa.string())
 
 
 def group_in(file: h5g.GroupID, name: str) -> h5g.GroupID:
-    """The group of this name in this very file.
+    """The group of this name in this same file.
 
     Raises:
         KeyError: there is none.
-        TypeError: what has the name is no group, or is a link that leads elsewhere.
+        TypeError: the name is not of a group, or is a link.
     """
     return _own(file, name, h5g.GroupID, "Group")
 
@@ -104,24 +103,24 @@ def _path(group: h5g.GroupID, name: str = "") -> str:
     return f"{path}/{name}" if name else path
 
 
-ALL_STEPS: Final = Steps(0, 2**63 - 1)
+ALL_STEPS: Final = StepSpan(0, 2**63 - 1)
 
 HISTOGRAMS_AT_ONCE: Final = 4096
-"""Read together: 9 MB, of which a tenth is left."""
+"""Rows of histograms read in one call: 9 MB, of which the filled bins take a tenth."""
 
 _FOREIGN: Final = (KeyError, TypeError, ValueError, OSError, RuntimeError, UnicodeDecodeError)
-"""What a file that is not ours, or is damaged, makes h5py and the checks below raise."""
+"""Raised by h5py and the checks below for files that are damaged or not of this format."""
 
 
 class NotAShardError(ValueError):
-    """The file is not one of ours, or is damaged. The message says in what."""
+    """The file is damaged or not a shard of this format. The message states the difference."""
 
 
-def read_facts(file: h5py.File) -> Facts:
-    """What the attributes say.
+def read_metadata(file: h5py.File) -> ShardMetadata:
+    """The metadata in the file's attributes.
 
     Raises:
-        NotAShardError: they are not those of a shard.
+        NotAShardError: the attributes are not those of a shard.
     """
     try:
         version = int(file.attrs["schema_version"])
@@ -129,21 +128,21 @@ def read_facts(file: h5py.File) -> Facts:
             raise NotAShardError(f"its schema version is {version}, and this version of the monitor reads {SCHEMA_VERSION}")
         ops = tuple(str(op) for op in file.attrs["ops"])
         marked = (tuple(np.asarray(file.attrs[name], dtype=np.int64).tolist()) for name in ("skipped", "incomplete"))
-        return Facts(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
+        return ShardMetadata(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
 
-def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Steps = ALL_STEPS) -> pa.Table:
-    """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` where a kind has any.
+def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: StepSpan = ALL_STEPS) -> pa.Table:
+    """The rows, kind by kind, in the columns ``SCHEMA``, or ``WITH_HISTOGRAMS`` if a kind has histograms.
 
     Args:
-        kinds: Those to read; None: all. One that is not there has no rows.
+        kinds: The kinds to read; None: all. A kind that the file does not have yields no rows.
 
     Raises:
-        NotAShardError: they are not those of a shard.
+        NotAShardError: the file is not a shard.
     """
-    facts = read_facts(file)
+    facts = read_metadata(file)
     about = facts.only(steps).packed()
     try:
         tables = [_rows(kind, group, steps) for kind, group in _groups(file, kinds)] or [SCHEMA.empty_table()]
@@ -153,11 +152,11 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
         raise _not_a_shard(error) from error
 
 
-def read_kind(file: h5py.File, kind: str, steps: Steps) -> pa.Table:
-    """The rows of one kind of a file that is known to be a shard: what ``read_rows`` gives, without what is told of the steps.
+def read_kind(file: h5py.File, kind: str, steps: StepSpan) -> pa.Table:
+    """The rows of one kind, as ``read_rows`` returns them but without metadata.
 
     Raises:
-        NotAShardError: they are not those of a shard.
+        NotAShardError: the file is not a shard.
     """
     try:
         return _rows(kind, group_in(file.id, kind), steps)
@@ -166,39 +165,39 @@ def read_kind(file: h5py.File, kind: str, steps: Steps) -> pa.Table:
 
 
 def read_steps(file: h5py.File) -> set[int]:
-    """The steps of which there are rows.
+    """The steps that have rows.
 
     Raises:
         NotAShardError: the file is not a shard.
     """
     try:
-        return {step for _, group in _groups(file, None) for step in np.unique(Column(group, "step").read()).tolist()}
+        return {step for _, group in _groups(file, None) for step in np.unique(DatasetColumn(group, "step").read()).tolist()}
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
 
 def read_lengths(file: h5py.File) -> dict[str, int]:
-    """How many rows there are of each kind.
+    """The number of rows of each kind.
 
     Raises:
         NotAShardError: the file is not a shard.
     """
     try:
-        return {kind: len(Column(group, "step")) for kind, group in _groups(file, None)}
+        return {kind: len(DatasetColumn(group, "step")) for kind, group in _groups(file, None)}
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
 
-def read_span(file: h5py.File) -> Steps | None:
-    """The first and the last step of which there are rows; None if there are none.
+def read_span(file: h5py.File) -> StepSpan | None:
+    """The first and the last step that have rows; None if there are no rows.
 
     Raises:
         NotAShardError: the file is not a shard.
     """
     try:
-        steps = [Column(group, "step") for _, group in _groups(file, None)]
+        steps = [DatasetColumn(group, "step") for _, group in _groups(file, None)]
         ends = [(int(step.read(0, 1)[0]), int(step.read(len(step) - 1)[0])) for step in steps if len(step)]
-        return Steps(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
+        return StepSpan(min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -209,8 +208,8 @@ def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[st
             yield kind, group_in(file.id, kind)
 
 
-def _rows(kind: str, group: h5g.GroupID, steps: Steps) -> pa.Table:
-    step = Column(group, "step").read()
+def _rows(kind: str, group: h5g.GroupID, steps: StepSpan) -> pa.Table:
+    step = DatasetColumn(group, "step").read()
     rows = _rows_of(step, steps)
     columns = [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
     if not group.links.exists(HISTOGRAM.encode()):
@@ -219,7 +218,7 @@ def _rows(kind: str, group: h5g.GroupID, steps: Steps) -> pa.Table:
 
 
 def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.ChunkedArray:
-    histograms = Column(group, HISTOGRAM, len(upper_of(kind)))
+    histograms = DatasetColumn(group, HISTOGRAM, len(upper_of(kind)))
     if len(histograms) != length:
         raise ValueError(f"{kind}/{HISTOGRAM} has {len(histograms)} rows and not {length}")
     starts = range(rows.start, rows.stop, HISTOGRAMS_AT_ONCE)
@@ -227,7 +226,7 @@ def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.C
     return pa.chunked_array([filled(part.astype(np.int64, casting="safe", copy=False)) for part in parts], type=FILLED)
 
 
-def _rows_of(step: NDArray[np.int64], steps: Steps) -> slice:
+def _rows_of(step: NDArray[np.int64], steps: StepSpan) -> slice:
     if (step[1:] < step[:-1]).any():
         raise ValueError("its steps are not in order")
     return slice(*np.searchsorted(step, [steps.first, steps.last + 1 if steps.last < ALL_STEPS.last else steps.last]).tolist())
@@ -239,12 +238,12 @@ def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length:
     if field.name == CALLS and not group.links.exists(CALLS.encode()):
         return pa.nulls(rows.stop - rows.start, field.type)
     name, table = TABLES.get(field.name, (field.name, None))
-    column = Column(group, name)
+    column = DatasetColumn(group, name)
     if len(column) != length:
         raise ValueError(f"{kind}/{name} has {len(column)} rows and not {length}")
     numbers = column.read(rows.start, rows.stop)
     if table is not None:
-        return _texts(Column(group, table).texts(), numbers)
+        return _texts(DatasetColumn(group, table).texts(), numbers)
     wanted = np.float64 if field.type == pa.float64() else np.int64
     missing = numbers == MISSING if name in NULLABLE else None
     return pa.array(numbers.astype(wanted, casting="safe", copy=False), mask=missing)
@@ -252,7 +251,7 @@ def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length:
 
 def _texts(texts: pa.StringArray, numbers: NDArray[np.int64]) -> pa.DictionaryArray:
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(texts):
-        raise ValueError("a number stands for no text")
+        raise ValueError("a dictionary index is out of range")
     return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), texts)
 
 

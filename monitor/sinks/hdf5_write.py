@@ -1,8 +1,8 @@
-"""The content of an HDF5 shard, made in memory.
+"""Makes the content of an HDF5 shard in memory, so that the HDF5 library never touches a disk.
 
-The library touches no disk. While it does anything at all it holds a lock that ``os.fork`` takes, too, so that a disk that
-hangs would hang training; a file that it has open in a process that forks is written by both; and after an error of the disk it
-may not close a file any more.
+Whenever the library does anything, it holds a lock that ``os.fork`` takes too, so a hanging disk would hang training. If a
+process forks with an open HDF5 file, parent and child both write it. And after a disk error the library may be unable to close
+a file.
 """
 
 from __future__ import annotations
@@ -17,39 +17,49 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.sinks.arrow import HISTOGRAM, MISSING, PARTIALS, SCHEMA, SCHEMA_VERSION, Facts, by_kind, counts_of, upper_of
-from monitor.sinks.step_spool import Block
+from monitor.sinks.arrow import (
+    HISTOGRAM,
+    MISSING,
+    PARTIALS,
+    SCHEMA,
+    SCHEMA_VERSION,
+    ShardMetadata,
+    by_kind,
+    counts_of,
+    upper_of,
+)
+from monitor.sinks.step_spool import SpoolBlock
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
 from monitor.stats.partials import COLUMNS, WRITES, Partials
 
 CHUNK_ROWS: Final = 32768
-"""Rows of a chunk, the unit of compression and of reading: 256 KB of a column. Small kinds have one chunk of their size."""
+"""Rows of a chunk, the unit of compression and of reading: 256 KB per column. A kind with fewer rows has one chunk."""
 
 CHUNK_HISTOGRAMS: Final = 128
 """Rows of a chunk of histograms: 290 KB."""
 
 NO_CACHE: Final = 0
-"""Bytes that the library holds back of each dataset. So the call that writes a chunk compresses it, without the interpreter's
-lock; otherwise ``flush`` would compress what is left of 200 datasets in one call, and ``os.fork`` would wait for it.
+"""Size of the library's chunk cache, in bytes. Without a cache, each write compresses its chunk without Python's lock. With
+one, ``flush`` would compress the rest of 200 datasets in one call, and ``os.fork`` would wait for it.
 """
 
 READABLE_SINCE: Final = ("v110", "v110")
-"""HDF5 1.10 (2016) reads it. What older ones read takes 2 KB more for each dataset."""
+"""HDF5 1.10 (2016) and later can read the files. The layout for older versions takes 2 KB more per dataset."""
 
 _TYPES: Final = {np.dtype(kind).char: h5py.h5t.py_create(np.dtype(kind)) for kind in (np.int64, np.float64)}
 
 TABLES: Final = {"name": ("series_id", "series"), "shape": ("shape_id", "shape"), "dtype": ("dtype_id", "dtype")}
-"""Of each column of text the dataset of its numbers and the one of what they stand for."""
+"""For each column of text: the dataset of indices, and the dataset of the texts that they refer to."""
 
 
-def image(blocks: Iterable[Block]) -> bytes:
+def image(blocks: Iterable[SpoolBlock]) -> bytes:
     """The content of a shard with the rows of these blocks.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no blocks.
     """
-    facts: Facts | None = None
+    facts: ShardMetadata | None = None
     with h5py.File.in_memory(libver=READABLE_SINCE, rdcc_nbytes=NO_CACHE) as file:
         groups: dict[str, _Group] = {}
         for block in blocks:
@@ -68,7 +78,7 @@ def image(blocks: Iterable[Block]) -> bytes:
         return content
 
 
-def attributes(facts: Facts) -> dict[str, Any]:
+def attributes(facts: ShardMetadata) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "rank": facts.rank,
@@ -80,7 +90,7 @@ def attributes(facts: Facts) -> dict[str, Any]:
 
 
 class _Group:
-    """The group of a kind while it is written, a chunk at a time."""
+    """Writes the group of a kind, a chunk at a time."""
 
     def __init__(self, group: h5py.Group, kind: str) -> None:
         self._group = group
@@ -123,7 +133,7 @@ class _Group:
         self._rows_written += rows
 
     def _write_column(self, name: str, numbers: NDArray[Any]) -> None:
-        """``calls`` begins with the first rows that combine some: without any there is no such dataset."""
+        """Write numbers to a dataset. The dataset ``calls`` is made only when a row combines calls."""
         if name not in self._columns:
             if name == CALLS:
                 if (numbers == MISSING).all():
@@ -134,7 +144,7 @@ class _Group:
 
 
 def _derived(feature: str, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-    """NaN where there is no value."""
+    """The values of a feature; NaN where there is none."""
     partials = np.ones((len(COLUMNS), len(columns["step"])))
     for number, name in enumerate(PARTIALS, WRITES + 1):
         partials[number] = columns[name]
@@ -143,17 +153,17 @@ def _derived(feature: str, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.fl
 
 
 class _Histograms:
-    """The histograms of a kind, which grow. There is a dataset from the first one on, and what is not written in it is zero."""
+    """Writes the growing histograms of a kind. The dataset is made with the first histogram; rows not written are zero."""
 
     def __init__(self, group: h5py.Group, upper: NDArray[np.float64]) -> None:
         self._group, self._upper = group, upper
         self._dataset: h5py.Dataset | None = None
         self._rows = 0
         self._chunk: NDArray[np.int64] | None = None
-        """The rows since the last whole chunk, where one of them has a histogram."""
+        """The rows since the last whole chunk; None while none of them has a histogram."""
 
     def add(self, histograms: pa.LargeListArray | None, rows: int) -> None:
-        """Of the next ``rows`` rows; None where none has any."""
+        """Add the histograms of the next ``rows`` rows; None if no row has one."""
         if histograms is None and self._chunk is None:
             self._rows += rows
             return
@@ -199,13 +209,13 @@ class _Histograms:
 
 
 class _Column:
-    """A dataset of numbers that grows. All that is added but the last is whole chunks."""
+    """A growing dataset of numbers. Every ``add`` but the last adds whole chunks."""
 
     def __init__(self, group: h5py.Group, name: str, first: NDArray[Any]) -> None:
-        """``first`` is what is going to be added first; if that is less than a chunk, it is all there is."""
+        """``first`` is the numbers of the first ``add``. If they are less than a chunk, nothing follows."""
         self._chunk = min(len(first), CHUNK_ROWS)
         self._rows = 0
-        # What group.create_dataset does, three times as fast: a shard has 18 columns a kind.
+        # Does what group.create_dataset does, three times as fast: a shard has 18 columns per kind.
         storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         storage.set_chunk((self._chunk,))
         storage.set_shuffle()
@@ -215,7 +225,7 @@ class _Column:
         self._dataset = h5py.h5d.create(group.id, name.encode(), _TYPES[first.dtype.char], space, storage)
 
     def add(self, numbers: NDArray[Any]) -> None:
-        """A chunk a call: h5py has a lock while it compresses, and ``os.fork`` waits for it."""
+        """Append numbers, one chunk per call: h5py holds a lock while it compresses, and ``os.fork`` waits for the lock."""
         end = self._rows + len(numbers)
         if self._rows:
             self._dataset.set_extent((end,))
@@ -228,14 +238,14 @@ class _Column:
 
 
 def _write_texts(group: h5py.Group, name: str, texts: Sequence[str]) -> None:
-    """As UTF-8 of one length, since what has a length of its own is not compressed."""
+    """Write texts as UTF-8 of fixed length: HDF5 does not compress texts of variable length."""
     encoded = np.array([text.encode() for text in texts], dtype=np.bytes_)
     table = encoded.astype(h5py.string_dtype("utf-8", max(encoded.itemsize, 1)))
     group.create_dataset(name, data=table, shuffle=True, compression="lzf")
 
 
 class _Numbering:
-    """Texts, numbered in the order in which they are met."""
+    """Numbers texts in the order in which they first occur."""
 
     def __init__(self) -> None:
         self.texts = pa.array([], type=pa.string())
@@ -252,7 +262,7 @@ class _Numbering:
         return of_rows
 
     def _numbers(self, texts: pa.StringArray) -> NDArray[np.int64]:
-        """From step to step they are mostly the same."""
+        """The number of each text. The last result is cached, because most steps repeat the texts of the step before."""
         known, numbers = self._last
         if not texts.equals(known):
             numbers = self._looked_up(texts)

@@ -1,8 +1,8 @@
-/* Rows of columns as lines of CSV text (see monitor/sinks/csv_text.py), made while other threads of Python go on.
+/* Formats columns as lines of CSV text (see monitor/sinks/csv_text.py) without Python's lock.
  *
- * A double is m * 2^e with integers m and e, so its decimals are found with integers, rounded to the nearest, of two the even
- * one, as Python does. In scientific form it is multiplied by a power of ten, which is cut off after 128 bits: where what was
- * cut off could decide, Python is asked. */
+ * A double is m * 2^e with integers m and e. So its decimals are computed with integers and rounded to nearest, ties to even, as
+ * in Python. For scientific form it is multiplied by a power of ten that is cut off after 128 bits. If the cut-off bits could
+ * change the result, Python formats the number. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,10 +11,10 @@
 #include <string.h>
 
 #ifdef __FAST_MATH__
-#error "NaN and Inf are to be written. The package works without this."
+#error "This code needs NaN and Inf: compile it without -ffast-math. The package also works without this module."
 #endif
 #ifndef __SIZEOF_INT128__
-#error "Products of 64 bits by 64 bits are needed. The package works without this."
+#error "This code needs 128-bit integers. The package also works without this module."
 #endif
 
 typedef unsigned __int128 wide;
@@ -23,7 +23,7 @@ enum { TEXT, NUMBER, COUNT };
 
 enum { MOST_DIGITS = 16, MOST_COLUMNS = 64, MOST_CHARACTERS = 40 /* of a number */ };
 
-#define FIXED_BELOW 1e15 /* from here on form is scientific: below, the fraction is less than 2^62 and its unit 2^-62 at least */
+#define FIXED_BELOW 1e15 /* larger numbers are scientific; below, the fraction is less than 2^62 and its unit at least 2^-62 */
 
 static const uint64_t TENS[] = {
     1ull, 10ull, 100ull, 1000ull, 10000ull, 100000ull, 1000000ull, 10000000ull, 100000000ull, 1000000000ull, 10000000000ull,
@@ -31,23 +31,23 @@ static const uint64_t TENS[] = {
     100000000000000000ull, 1000000000000000000ull,
 };
 
-/* 10^k is high:low * 2^exponent, the bits behind these cut off; the first of them is set. */
+/* 10^k is high:low * 2^exponent, cut off after these 128 bits; the highest bit is set. */
 typedef struct {
     uint64_t high, low;
     int64_t exponent;
 } power;
 
-/* What numbers are written with. */
+/* How numbers are formatted. */
 typedef struct {
     const power *powers; /* of 10^first, and so on */
     int64_t first, count;
     int ndigits;
     double fixed_from;
-    PyThreadState *state; /* of the caller, which has let go of Python's lock */
-    int failed;           /* there was no memory for a number */
+    PyThreadState *state; /* of the caller, which has released Python's lock */
+    int failed;           /* memory for a number could not be allocated */
 } form;
 
-/* One column. A text is found by its number among others that stand one behind the other. */
+/* One column. Texts are stored end to end, and each row has the index of its text. */
 typedef struct {
     int is;
     Py_buffer buffers[3];
@@ -107,7 +107,7 @@ static char *write_fixed(char *to, double x, int ndigits) {
     return write_fraction(write_integer(to, whole), fraction, ndigits);
 }
 
-/* x * 10^p, from 1 to 10^18, rounded; 0 where what was cut off a power could decide. `cut` is the number before rounding. */
+/* x * 10^p, from 1 to 10^18, rounded. 0 if the bits cut off the power could change it. `cut` is the number before rounding. */
 static int scale(double x, const form *with, int64_t p, uint64_t *rounded, uint64_t *cut) {
     int e;
     uint64_t m = split(x, &e);
@@ -115,10 +115,10 @@ static int scale(double x, const form *with, int64_t p, uint64_t *rounded, uint6
     int zeros = __builtin_clzll(m);
     m <<= zeros;
     e -= zeros;
-    /* The product in three words, the highest bit of the first or the next one set. */
+    /* The product in three words; the highest or second highest bit of the first is set. */
     wide low = (wide)m * ten->low, high = (wide)m * ten->high + (uint64_t)(low >> 64);
     uint64_t words[3] = {(uint64_t)(high >> 64), (uint64_t)high, (uint64_t)low};
-    int64_t shift = -(e + ten->exponent) - 128; /* bits of the first word that are behind the point */
+    int64_t shift = -(e + ten->exponent) - 128; /* bits of the first word behind the binary point */
     if (shift < 1 || shift > 63) {
         return 0;
     }
@@ -130,7 +130,7 @@ static int scale(double x, const form *with, int64_t p, uint64_t *rounded, uint6
     if (p >= 0 && p <= 55) { /* nothing was cut off: 5^55 has 128 bits */
         up = top > half || (top == half && (below || last || (whole & 1)));
     } else if (top == half - 1 && below > UINT64_MAX - (1ull << (64 - shift))) {
-        return 0; /* what was cut off, less than m times the last bit of the power, may reach the half */
+        return 0; /* the cut-off part, less than m times the last bit of the power, may reach one half */
     }
     *cut = whole;
     *rounded = whole + (uint64_t)up;
@@ -144,7 +144,7 @@ static char *write_exponent(char *to, int64_t exponent) {
     return write_digits(to, magnitude, magnitude < 100 ? 2 : 3);
 }
 
-/* As Python has it, which takes its lock. */
+/* Formatted by Python, under its lock. */
 static char *write_by_python(char *to, double x, form *with) {
     PyEval_RestoreThread(with->state);
     char *text = PyOS_double_to_string(x, 'e', with->ndigits, 0, NULL);
@@ -164,7 +164,7 @@ static char *write_scientific(char *to, double x, form *with) {
     int e, ndigits = with->ndigits;
     uint64_t m = split(x, &e), one = TENS[ndigits], digits, cut;
     int bits = e + 64 - __builtin_clzll(m); /* 2^(bits - 1) <= x < 2^bits */
-    int64_t exponent = (int64_t)floor((bits - 1) * 0.30102999566398120); /* or one less than that of x */
+    int64_t exponent = (int64_t)floor((bits - 1) * 0.30102999566398120); /* the exponent of x, or one less */
     for (int again = 0; again < 2; again++) {
         int64_t p = ndigits - exponent;
         if (p < with->first || p >= with->first + with->count || !scale(x, with, p, &digits, &cut)) {
@@ -236,7 +236,7 @@ static char *write_cell(char *to, const column *of, Py_ssize_t row, form *with) 
     return of->is == COUNT ? write_count(to, of->values[row]) : write_number(to, of->values[row], with);
 }
 
-/* The characters that the cells of a column have at most, or -1 where one points beyond the texts. */
+/* An upper bound of the characters in a column, or -1 if a cell's index is beyond the texts. */
 static int64_t most_characters(const column *of, Py_ssize_t rows) {
     if (of->is != TEXT) {
         return (int64_t)rows * MOST_CHARACTERS;
@@ -256,7 +256,7 @@ static int64_t most_characters(const column *of, Py_ssize_t rows) {
     return all;
 }
 
-/* The elements of an array, which have one of `formats` and the size of the first; NULL, with an error set, if they have not. */
+/* The elements of an array with one of `formats` and `size` bytes each; NULL, with an error set, if it has others. */
 static void *buffer_of(PyObject *object, Py_buffer *buffer, const char *formats, size_t size, Py_ssize_t *count) {
     if (PyObject_GetBuffer(object, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
         return NULL;
@@ -270,13 +270,13 @@ static void *buffer_of(PyObject *object, Py_buffer *buffer, const char *formats,
     return buffer->buf;
 }
 
-static int take_column(PyObject *told, column *into, Py_ssize_t rows) {
+static int take_column(PyObject *given, column *into, Py_ssize_t rows) {
     PyObject *first, *second, *third = NULL;
-    if (!PyTuple_Check(told)) {
-        PyErr_SetString(PyExc_TypeError, "a column is told as a tuple");
+    if (!PyTuple_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "a column must be a tuple");
         return 0;
     }
-    if (!PyArg_ParseTuple(told, "iOO|O", &into->is, &first, &second, &third)) {
+    if (!PyArg_ParseTuple(given, "iOO|O", &into->is, &first, &second, &third)) {
         return 0;
     }
     Py_ssize_t counts[3] = {0, 0, 0};
@@ -291,7 +291,7 @@ static int take_column(PyObject *told, column *into, Py_ssize_t rows) {
         into->valid = into->values ? buffer_of(second, &into->buffers[1], "?", 1, &counts[1]) : NULL;
         counts[1] = counts[0] < counts[1] ? counts[0] : counts[1];
     } else {
-        PyErr_Format(PyExc_ValueError, "no column is told as %d", into->is);
+        PyErr_Format(PyExc_ValueError, "unknown type of column: %d", into->is);
     }
     if (!PyErr_Occurred() && counts[1] < rows) {
         PyErr_Format(PyExc_ValueError, "a column has %zd of %zd rows", counts[1], rows);
@@ -305,7 +305,7 @@ static PyObject *text_of(column *columns, int width, Py_ssize_t rows, form *with
     for (int i = 0; i < width; i++) {
         int64_t most = most_characters(&columns[i], rows);
         if (most < 0) {
-            PyErr_SetString(PyExc_IndexError, "a cell points beyond the texts of its column");
+            PyErr_SetString(PyExc_IndexError, "a text index is out of range");
             return NULL;
         }
         room += most;
@@ -339,16 +339,16 @@ static PyObject *text_of(column *columns, int width, Py_ssize_t rows, form *with
 
 static PyObject *lines(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *told, *ends_of, *powers_of, *positions_of;
+    PyObject *given, *ends_of, *powers_of, *positions_of;
     form with;
     int first;
-    if (!PyArg_ParseTuple(args, "O!OOiidO", &PyTuple_Type, &told, &ends_of, &powers_of, &first, &with.ndigits, &with.fixed_from,
+    if (!PyArg_ParseTuple(args, "O!OOiidO", &PyTuple_Type, &given, &ends_of, &powers_of, &first, &with.ndigits, &with.fixed_from,
                           &positions_of)) {
         return NULL;
     }
     with.state = NULL;
     with.failed = 0;
-    Py_ssize_t width = PyTuple_Size(told), pieces = 0, words = 0, room = 0;
+    Py_ssize_t width = PyTuple_Size(given), pieces = 0, words = 0, room = 0;
     if (width < 1 || width > MOST_COLUMNS || with.ndigits < 0 || with.ndigits > MOST_DIGITS || !(with.fixed_from >= 1e-3)) {
         return PyErr_Format(PyExc_ValueError, "%zd columns with %d decimals", width, with.ndigits);
     }
@@ -363,7 +363,7 @@ static PyObject *lines(PyObject *module, PyObject *args) {
     int64_t *positions = with.powers ? buffer_of(positions_of, &positions_buffer, "lq", 8, &room) : NULL;
     int sound = positions != NULL;
     if (sound && (room < pieces || positions_buffer.readonly)) {
-        PyErr_SetString(PyExc_ValueError, "there is no room for the positions");
+        PyErr_SetString(PyExc_ValueError, "positions must be writable and at least as long as ends");
         sound = 0;
     }
     Py_ssize_t rows = sound && pieces ? (Py_ssize_t)ends[pieces - 1] : 0;
@@ -374,7 +374,7 @@ static PyObject *lines(PyObject *module, PyObject *args) {
         }
     }
     for (Py_ssize_t i = 0; sound && i < width; i++) {
-        sound = take_column(PyTuple_GetItem(told, i), &columns[i], rows);
+        sound = take_column(PyTuple_GetItem(given, i), &columns[i], rows);
     }
     if (sound) {
         text = text_of(columns, (int)width, rows, &with, ends, pieces, positions);

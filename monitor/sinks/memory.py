@@ -1,4 +1,4 @@
-"""The ``api`` format: the last steps, kept for the program that trains."""
+"""The ``api`` format: keeps the last steps in memory for the training program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from monitor.stats.rows import StepRows
 class MemorySink:
     """Keeps the last ``keep`` steps.
 
-    One thread writes while another reads, without a lock: the steps are a tuple that is replaced and never changed.
+    One thread writes and another reads, without a lock: the tuple of steps is replaced and never changed.
     """
 
     def __init__(self, context: SinkContext, keep: int = 2) -> None:
@@ -18,20 +18,20 @@ class MemorySink:
         self._steps: tuple[StepRows, ...] = ()
 
     def write(self, rows: StepRows) -> None:
-        """Take in one step and let go of the oldest one beyond ``keep``."""
+        """Add one step and drop the oldest one beyond ``keep``."""
         self._steps = (*self._steps, rows)[-self._keep :]
 
     def latest(self) -> StepRows | None:
-        """The last step taken in, None before the first."""
+        """The last step written; None before the first."""
         steps = self._steps
         return steps[-1] if steps else None
 
     def steps(self) -> tuple[StepRows, ...]:
-        """The steps that are kept, oldest first."""
+        """The kept steps, oldest first."""
         return self._steps
 
     def flush(self) -> None:
-        """Nothing to do: what was taken in is visible."""
+        """Nothing to do: steps are visible at once."""
 
     def close(self) -> None:
-        """Nothing to do: what was taken in stays readable."""
+        """Nothing to do: the steps stay readable."""

@@ -1,4 +1,4 @@
-"""The contract of a sink: one format, written from the writer thread and from nowhere else."""
+"""The interface of a sink, which writes one format and is called from the writer thread only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class SinkContext:
     """What a sink needs to know of the rank it writes for.
 
     Attributes:
-        directory: The rank's directory. It may not exist yet, and may vanish while training runs.
-        series: The rank's series, growing while training runs.
-        eps: What the partial ``smalls`` counts is below this.
+        directory: The rank's directory. It may not exist yet, and may be removed while training runs.
+        series: The rank's series; grows while training runs.
+        eps: The partial ``smalls`` counts elements whose magnitude is below this.
     """
 
     directory: Path
@@ -30,25 +30,28 @@ class SinkContext:
 
 
 class Sink(Protocol):
-    """Raising is allowed everywhere: the writer logs the cause once, counts the step as lost for this sink, and goes on with
-    the next step. A sink must stay usable after it has raised.
+    """Writes steps in one format. Every method may raise.
+
+    The writer then logs the cause once, counts the step as lost for this sink, and continues with the next step. A sink must
+    stay usable after it has raised.
     """
 
     def write(self, rows: StepRows) -> None:
-        """Take in one step. What becomes visible, and when, is the format's business; what is visible is complete."""
+        """Write one step. The format decides when the step becomes visible; what is visible is complete."""
 
     def flush(self) -> None:
-        """Make everything taken in so far visible. Writing may go on afterwards."""
+        """Make every step written so far visible. Later steps may follow."""
 
     def close(self) -> None:
-        """Flush and let go of every file."""
+        """Flush and close every file."""
 
 
 @runtime_checkable
-class Foresighted(Protocol):
-    """A sink that does better what it does for several steps at once."""
+class BatchSink(Protocol):
+    """A sink that is faster with several steps at once."""
 
-    def foresee(self, steps: Sequence[StepRows]) -> None:
-        """These are about to be written, in this order, each by a call of its own, or come to nothing. Whatever was foreseen
-        before counts no longer. Where this raises, they are written all the same.
+    def prepare(self, steps: Sequence[StepRows]) -> None:
+        """Prepare a batch. Each step is then passed to ``write``, in this order, or discarded.
+
+        A new batch replaces the one before. If this raises, the steps are passed to ``write`` all the same.
         """

@@ -1,8 +1,8 @@
-"""Steps in the making, as they stand in a hidden file until a shard is made of them.
+"""The spool: a hidden file that collects the steps of a record until an HDF5 shard is made of them.
 
-A file of blocks, each with its length and checksum in front, so that whoever finds the file of a process that was killed sees
-where its whole steps end. A block is a stream of Arrow: one batch of rows, and in its metadata what is to be known of the
-steps. Names are in it, so that nothing but the file is needed.
+The file is a sequence of blocks, each after its length and checksum. So the file of a killed process shows where its whole
+steps end. A block is an Arrow stream: one batch of rows, and the shard's metadata. It contains the names of series, so the file
+can be read on its own.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
-from monitor.sinks.arrow import Facts, completed
+from monitor.sinks.arrow import ShardMetadata, completed
 
 _FRAME: Final = struct.Struct("<II")
 _OPTIONS: Final = IpcWriteOptions(compression="lz4", use_threads=False)
 _READING: Final = IpcReadOptions(use_threads=False)
-"""A thread that Arrow cannot start ends the process: training, too."""
+"""Without threads: if Arrow cannot start a thread, it ends the process, and training with it."""
 
 
-class Block(NamedTuple):
-    """Rows of one step, or of several, and what is to be known of these steps."""
+class SpoolBlock(NamedTuple):
+    """Rows of one or several steps, with their metadata."""
 
     rows: pa.RecordBatch
-    facts: Facts
+    facts: ShardMetadata
 
     def packed(self) -> bytes:
-        """For the end of a file."""
+        """The block as bytes, to be appended to a spool."""
         sink = pa.BufferOutputStream()
         with new_stream(sink, self.rows.schema.with_metadata(self.facts.packed()), options=_OPTIONS) as stream:  # type: ignore[no-untyped-call]
             stream.write_batch(self.rows)
@@ -39,16 +39,16 @@ class Block(NamedTuple):
         return _FRAME.pack(len(content), zlib.crc32(content)) + memoryview(content)
 
 
-def blocks(path: Path) -> Iterator[Block]:
-    """The blocks of a file, as far as they are whole.
+def read_blocks(path: Path) -> Iterator[SpoolBlock]:
+    """The blocks of a file, up to the first one that is not whole.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     for content in _contents(path):
         with open_stream(content, options=_READING) as stream:  # type: ignore[no-untyped-call]
             (rows,) = stream
-            yield Block(completed(rows), Facts.unpacked(stream.schema.metadata))
+            yield SpoolBlock(completed(rows), ShardMetadata.unpacked(stream.schema.metadata))
 
 
 def whole_bytes(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The ``tensorboard`` format: an event file that grows by a step at a time."""
+"""The ``tensorboard`` format: an event file that grows step by step, with scalars, histograms and heatmaps."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from tensorboard.plugins.histogram import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.series import ADAM_KINDS, NO_MICRO_STEP, Series, SeriesTable, shown_kind
-from monitor.sinks.files import GrowingFile, opened
+from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.text_cache import Cells, Piece, blocks, encodable
+from monitor.sinks.text_cache import RowPiece, TextCache, encodable, row_blocks
 from monitor.stats.histograms import FIRST_POWER, MAGNITUDES, UNIT_BINS, UNIT_UPPER, UPPER
-from monitor.stats.ops import TEXT_OPS, counted, derive
+from monitor.stats.ops import TEXT_OPS, derive, has_histogram
 from monitor.stats.partials import Floats, Partials
 from monitor.stats.rows import KindRows, StepRows
 
-# --- The scalars of a step as TensorBoard's protocol buffers spell them, a column at a time.
+# --- The scalars of a step in the encoding of TensorBoard's protocol buffers, a column at a time.
 #
-# As Python objects, one a value, they would take 2 µs each and the interpreter all the while. Their bytes are few and
-# fixed: of each value its length, the tag with its length, and four bytes of the number. So each part is a column of
-# texts and Arrow joins them.
+# One Python object per value would take 2 µs each, and hold Python's lock. The encoding is simple: the length of the
+# value, the tag with its length, and four bytes of the number. So each part is a column of texts, and Arrow joins them.
 
 BLOCK_ROWS: Final = 16384
 
@@ -48,28 +47,28 @@ _NOTHING: Final = pa.scalar(b"", type=pa.binary())
 
 
 def summary_field(values: list[memoryview]) -> bytes:
-    """The field ``summary`` of an event that has these values."""
+    """The field ``summary`` of an event with these values."""
     return b"".join([_SUMMARY, _varint(sum(map(len, values))), *values])
 
 
 class Scalars:
-    """Spells the values of one rank. Keeps the beginning of each series' tag."""
+    """Encodes the scalars of one rank. Caches the beginning of each series' tag."""
 
     def __init__(self, series: SeriesTable, rank: int) -> None:
         self._rank = rank
-        self._names = Cells(series, _beginning)
+        self._names = TextCache(series, _beginning)
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
-        """Fields ``value`` of a summary, many in each piece. A piece may be empty."""
-        for block in blocks([rows], BLOCK_ROWS):
+        """Fields ``value`` of a summary, many in each yielded piece. A piece may be empty."""
+        for block in row_blocks([rows], BLOCK_ROWS):
             tags = self._tags(block)
             partials = Partials.joined(piece.rows.partials for piece in block)
             for op in block[0].ops:
                 if op not in TEXT_OPS:
                     yield scalar_values(tags, op, *derive(op, partials))
 
-    def _tags(self, block: list[Piece]) -> pa.BinaryArray:
-        """Of each row: ``Series.tag``."""
+    def _tags(self, block: list[RowPiece]) -> pa.BinaryArray:
+        """``Series.tag`` of each row."""
         series = np.concatenate([piece.rows.series for piece in block])
         micro_step = np.concatenate([piece.rows.micro_step for piece in block]) - NO_MICRO_STEP
         micro_steps = ["", *(f":{i}" for i in range(int(micro_step.max(initial=0))))]
@@ -88,12 +87,12 @@ def _taken(texts: list[str], index: NDArray[np.int64]) -> pa.StringArray:
 
 
 def scalar_values(tags: pa.BinaryArray, op: str, values: Floats, valid: NDArray[np.bool_]) -> memoryview:
-    """Fields ``value`` of a summary, one for each value that is there and that single precision can hold.
+    """Fields ``value`` of a summary, one for each measured value within the range of float32.
 
     Args:
-        tags: Of each row, without the ``_{op}`` at the end; shape ``(rows,)``.
+        tags: The tag of each row without the final ``_{op}``; shape ``(rows,)``.
         values: float64, shape ``(rows,)``.
-        valid: Which of them were measured, shape ``(rows,)``.
+        valid: Which values were measured, shape ``(rows,)``.
     """
     numbers, there = _single(values, valid)
     if not there.all():
@@ -105,14 +104,14 @@ def scalar_values(tags: pa.BinaryArray, op: str, values: Floats, valid: NDArray[
 
 
 def _single(values: Floats, valid: NDArray[np.bool_]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """In single precision, and which are there. A finite number that would become infinite is not."""
+    """The values in float32, and which are written. A finite number that would become infinite is not written."""
     with np.errstate(over="ignore"):
         numbers = values.astype("<f4")
     return numbers, valid & (np.isfinite(numbers) | ~np.isfinite(values))
 
 
 def _beginnings(lengths: NDArray[np.int64]) -> pa.BinaryArray:
-    """What stands in front of a tag of each of these lengths."""
+    """The bytes before a tag, for each of these tag lengths."""
     each, place = np.unique(lengths, return_inverse=True)
     return pa.array([_in_front_of(length) for length in each.tolist()], type=pa.binary()).take(pa.array(place))
 
@@ -132,24 +131,24 @@ def _join(columns: list[pa.BinaryArray]) -> pa.BinaryArray:
 
 
 def _text(texts: pa.BinaryArray) -> memoryview:
-    """One after the other."""
+    """All texts, one after the other."""
     one = pa.ListArray.from_arrays(pa.array([0, len(texts)], type=pa.int32()), texts)
     return memoryview(call_function("binary_join", [one, _NOTHING])[0].as_buffer())
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
-    spelled = bytearray()
+    """The number as protocol buffers encode it: seven bits a byte, the lowest first; the eighth bit says that more follow."""
+    encoded = bytearray()
     while number > 0x7F:
-        spelled.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*spelled, number])
+    return bytes([*encoded, number])
 
 
-# --- Records of an event file: a text with its length, both with a checksum, so that a torn one is recognised.
+# --- Records of an event file: length and content, each with a checksum, so that a torn record is recognised.
 
 with warnings.catch_warnings():
-    # Without its C extension the library says at import that it is slow. The user of a monitor can do nothing about that.
+    # Without its C extension the library warns at import that it is slow. Users of the monitor cannot change that.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     import google_crc32c
 
@@ -158,64 +157,63 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def record(content: bytes) -> bytes:
-    """``content`` framed for the end of a file."""
+    """``content`` as a record, to be appended to a file."""
     length = _LENGTH.pack(len(content))
     return b"".join([length, _masked(length), content, _masked(content)])
 
 
 def _masked(content: bytes) -> bytes:
-    """The checksum, changed so that a checksum of a text that holds checksums still says something."""
+    """The checksum in TensorFlow's masked form, which stays meaningful if the content itself holds checksums."""
     checksum = google_crc32c.value(content)
     rotated = checksum >> 15 | checksum << 17 & 0xFFFFFFFF
     return _CHECKSUM.pack(rotated + 0xA282EAD8 & 0xFFFFFFFF)
 
 
-# --- The histograms of a step, as TensorBoard shows them: a list of buckets, each a left edge, a right edge and a count.
+# --- The histograms of a step in TensorBoard's form: a list of buckets, each a left edge, a right edge and a count.
 #
-# The counts are those of the bins, untouched. What has to be found for them is an axis on which people can read them,
-# and edges that are finite.
+# The counts are those of the bins. This code finds a readable axis for them, and finite edges.
 
 SIGNED: Final = "histogram"
-"""Ends the tags of histograms of signed numbers."""
+"""The end of the tags of histograms of signed numbers."""
 
 _OF_MAGNITUDES: Final = metadata.create_summary_metadata(
     display_name=None,
     description=(
-        "Elements by the base-2 logarithm of their magnitude: at −10 stand those around 2⁻¹⁰. "
-        "Zeros, which have no logarithm, are left out, and so are NaN and Inf."
+        "Elements by the base-2 logarithm of their magnitude: −10 means magnitudes around 2⁻¹⁰. "
+        "Zeros, which have no logarithm, NaN and Inf are left out."
     ),
 )
 _OF_SIGNED: Final = metadata.create_summary_metadata(
     display_name=None,
     description=(
-        f"Elements by their value: {UNIT_BINS} equal bins between −1 and 1 and one for all that lies beyond at each side, "
-        "which ends at the least and at the greatest element. NaN and Inf are left out."
+        f"Elements by their value: {UNIT_BINS} equal bins between −1 and 1, and one bin beyond on each side, "
+        "which ends at the least or the greatest element. NaN and Inf are left out."
     ),
 )
 
 _POWERS: Final[Floats] = np.log2(UPPER[1:-1])
 _LOWEST: Final = float(FIRST_POWER - 1)
-"""Where the bin of the smallest magnitudes begins: behind it single precision has nothing."""
+"""The lower edge of the bin of the smallest magnitudes: float32 has nothing below it."""
 
 
 class Histograms:
-    """Spells the histograms of one rank."""
+    """Encodes the histograms of one rank."""
 
     def __init__(self, series: SeriesTable, rank: int) -> None:
         self._series = series
         self._rank = rank
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
-        """Fields ``value`` of a summary: of magnitudes where they are among the ops, of signed numbers of ``ADAM_KINDS``."""
+        """Fields ``value`` of a summary: histograms of magnitudes if configured, of signed numbers for ``ADAM_KINDS``."""
         for kind in rows.kinds:
             if kind in ADAM_KINDS:
-                yield from self._spelled(rows.read(kind), SIGNED, _OF_SIGNED)
+                yield from self._encoded(rows.read(kind), SIGNED, _OF_SIGNED)
             elif MAGNITUDES in rows.ops_of(kind):
-                yield from self._spelled(rows.read(kind), MAGNITUDES, _OF_MAGNITUDES)
+                yield from self._encoded(rows.read(kind), MAGNITUDES, _OF_MAGNITUDES)
 
-    def _spelled(self, rows: KindRows, ending: str, described: SummaryMetadata) -> Iterator[memoryview]:
+    def _encoded(self, rows: KindRows, ending: str, described: SummaryMetadata) -> Iterator[memoryview]:
         buckets_of = signed if ending == SIGNED else magnitudes
-        for row in np.flatnonzero(counted(rows.partials)).tolist():
+        for row in np.flatnonzero(has_histogram(rows.partials)).tolist():
             buckets = buckets_of(rows.partials, row)
             if len(buckets):
                 tag = self._series[rows.series[row]].tag(self._rank, int(rows.micro_step[row]))
@@ -234,9 +232,9 @@ def histogram_value(tag: str, buckets: Floats, described: SummaryMetadata) -> me
 
 
 def magnitudes(partials: Partials, row: int) -> Floats:
-    """Buckets over log2|x|, from the first that has elements to the last; none where all elements are zero.
+    """Buckets over log2|x|, from the first to the last that has elements; none if all elements are zero.
 
-    The bin for what single precision does not reach ends at the greatest magnitude there is.
+    The bin for magnitudes beyond float32 ends at the tensor's greatest magnitude.
     """
     counts = _histogram(partials, row)[1:]
     filled = np.flatnonzero(counts)
@@ -248,9 +246,9 @@ def magnitudes(partials: Partials, row: int) -> Floats:
 
 
 def signed(partials: Partials, row: int) -> Floats:
-    """Buckets over x: always those between -1 and 1, so that the axis stays, and those beyond where they have elements.
+    """Buckets over x: always those between -1 and 1, so that the axis stays the same; those beyond only if they have elements.
 
-    None where a bin beyond has elements and the extremes say otherwise.
+    None at all if a bin beyond has elements but minimum or maximum contradict it.
     """
     counts = _histogram(partials, row)[: len(UNIT_UPPER)]
     below, above = counts[0] > 0, counts[-1] > 0
@@ -274,19 +272,19 @@ def _buckets(edges: Floats, counts: NDArray[np.int64], some: slice) -> Floats:
 FORMAT_VERSION: Final = "brain.Event:2"
 
 MOST_BYTES: Final = 8 << 20
-"""Of an event. A step of very many rows is several events of one step."""
+"""Greatest size of an event. A step of very many rows is written as several events."""
 
 
 class TensorBoardSink:
-    """Writes ``events.out.tfevents.…`` into the rank's directory: of each step a scalar for each value and a histogram for each
-    row that has one, and now and then pictures of how histograms have changed.
+    """Writes ``events.out.tfevents.…`` into the rank's directory.
 
-    A step is in the file whole or not at all, and can be read at once. Of a step that is written again TensorBoard shows the
-    new one, and none of those after it that were there before.
+    Each step gets a scalar for each value and a histogram for each row that has one; some steps get heatmaps of how histograms
+    changed. A step is in the file whole or not at all, and can be read at once. If a step is written again, TensorBoard shows
+    the new one, and no longer the old steps after it.
 
     Raises:
-        OSError: from every method, if the disk, the directory or the number of open files does not allow what was asked. The
-            file then holds whole steps, and the next step can be written as soon as the cause has passed.
+        OSError: from every method, if the disk, the directory or the limit on open files does not allow the operation. The
+            file then holds whole steps, and the next step can be written as soon as the cause is gone.
     """
 
     def __init__(self, context: SinkContext) -> None:
@@ -296,28 +294,28 @@ class TensorBoardSink:
         self._file = EventFile(lambda: new_path(context.directory))
 
     def write(self, rows: StepRows) -> None:
-        """Add one step. What was not measured, and what single precision cannot hold, leaves no scalar."""
+        """Add one step. Values that were not measured, or that float32 cannot hold, get no scalar."""
         values = chain(self._scalars.of(rows), self._histograms.of(rows), self._heatmaps.of(rows))
         self._file.write(rows.step, values, time.time())
         self._heatmaps.keep()
 
     def flush(self) -> None:
-        """Nothing to do: what was taken in is visible."""
+        """Nothing to do: written steps are visible at once."""
 
     def close(self) -> None:
-        """Bring the pictures up to date and let go of the file."""
+        """Write the outdated heatmaps anew and close the file."""
         try:
-            self._file.add(self._heatmaps.rest(), time.time())
+            self._file.add(self._heatmaps.outdated(), time.time())
             self._heatmaps.keep()
         finally:
             self._file.close()
 
 
 class EventFile:
-    """A file of events that holds whole steps. It is made when there is a first one.
+    """A file of events that holds whole steps. It is made with the first step.
 
     Args:
-        new_path: Where, of a file that is not there yet.
+        new_path: Returns the path of a file that does not exist yet.
 
     Raises:
         OSError: from every method, as from those of ``TensorBoardSink``.
@@ -325,14 +323,14 @@ class EventFile:
 
     def __init__(self, new_path: Callable[[], Path]) -> None:
         self._new_path = new_path
-        self._file: GrowingFile | None = None
+        self._file: AppendFile | None = None
         self._last: int | None = None
 
     def write(self, step: int, values: Iterator[memoryview], wall_time: float) -> None:
         """Add one step.
 
         Args:
-            values: Fields ``value`` of a summary, as ``scalar_values`` spells them.
+            values: Fields ``value`` of a summary, as ``scalar_values`` returns them.
             wall_time: Seconds since 1970.
         """
         file = self._open_file()
@@ -340,17 +338,17 @@ class EventFile:
         self._last = step
 
     def add(self, values: Iterator[memoryview], wall_time: float) -> None:
-        """Add to the step that was written last. Nothing happens where no file is open, or somebody has removed it."""
+        """Add to the step written last. Does nothing if no file is open, or if the file was removed."""
         if self._file is not None and self._last is not None and not self._file.gone():
             self._append(self._file, _events(self._last, values, wall_time))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
             file.release()
 
-    def _append(self, file: GrowingFile, events: Iterator[bytes]) -> None:
+    def _append(self, file: AppendFile, events: Iterator[bytes]) -> None:
         try:
             for event in events:
                 file.write(record(event))
@@ -366,29 +364,29 @@ class EventFile:
             begun = SessionLog(status=SessionLog.START)
             yield Event(wall_time=wall_time, step=step, session_log=begun).SerializeToString()
 
-    def _open_file(self) -> GrowingFile:
+    def _open_file(self) -> AppendFile:
         if self._file is not None and self._file.gone():
             directory = Path(self._file.path).parent
             self._drop(self._file)
-            raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(directory))
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while the monitor wrote to it", str(directory))
         if self._file is None:
             path = self._new_path()
-            self._file, self._last = GrowingFile(path, opened(path, os.O_CREAT | os.O_EXCL)), None
+            self._file, self._last = AppendFile(path, opened(path, os.O_CREAT | os.O_EXCL)), None
         return self._file
 
-    def _forget(self, file: GrowingFile) -> None:
+    def _forget(self, file: AppendFile) -> None:
         if self._last is None:
             self._drop(file)
         else:
             file.forget()
 
-    def _drop(self, file: GrowingFile) -> None:
+    def _drop(self, file: AppendFile) -> None:
         file.discard()
         self._file = None
 
 
 def new_path(directory: Path) -> Path:
-    """TensorBoard reads the files of a directory in the order of their names, so these begin with the time."""
+    """The path of a new event file. TensorBoard reads files in the order of their names, so the name begins with the time."""
     stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     paths = (directory / f"{stem}.{number}" for number in count())
     return next(path for path in paths if not os.path.lexists(path))
@@ -401,7 +399,7 @@ def _events(step: int, values: Iterator[memoryview], wall_time: float) -> Iterat
 
 
 def _gathered(values: Iterator[memoryview]) -> Iterator[list[memoryview]]:
-    """In lists of at most ``MOST_BYTES``, or of one."""
+    """The values in lists of at most ``MOST_BYTES`` each, or of a single value."""
     gathered: list[memoryview] = []
     for some in values:
         if gathered and sum(map(len, gathered)) + len(some) > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""Text of what repeats from row to row, spelled once."""
+"""Caches texts that repeat from row to row, and cuts the rows of steps into blocks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Growing(Protocol[T_co]):
-    """A sequence that is only ever added to."""
+    """An append-only sequence."""
 
     def __len__(self) -> int:
-        """How many there are by now."""
+        """The number of items so far."""
 
     def __getitem__(self, index: int, /) -> T_co:
-        """One of them."""
+        """The item at ``index``."""
 
 
-class Cells(Generic[T]):
-    """The text of each item of a growing sequence, spelled when it is first asked for."""
+class TextCache(Generic[T]):
+    """The text of each item of a growing sequence, made when it is first needed."""
 
-    def __init__(self, of: Growing[T], spelled: Callable[[T], str]) -> None:
+    def __init__(self, of: Growing[T], text_of: Callable[[T], str]) -> None:
         self.of = of
-        self._spelled = spelled
+        self._text_of = text_of
         self._texts: list[str] = []
         self._column = pa.array([], type=pa.string())
         self._characters = b"", np.zeros(1, dtype=np.int64)
 
     def characters(self) -> tuple[bytes, NDArray[np.int64]]:
-        """All texts one behind the other, in UTF-8, and where each begins; int64, shape ``(texts + 1,)``."""
+        """All texts end to end in UTF-8, and their offsets; int64, shape ``(texts + 1,)``."""
         texts = self._known()
         text, offsets = self._characters
         if len(texts) >= len(offsets):
@@ -55,11 +55,11 @@ class Cells(Generic[T]):
 
     def _known(self) -> list[str]:
         texts = self._texts
-        texts += [encodable(self._spelled(self.of[i])) for i in range(len(texts), len(self.of))]
+        texts += [encodable(self._text_of(self.of[i])) for i in range(len(texts), len(self.of))]
         return texts
 
     def once(self, index: NDArray[np.int64]) -> pa.DictionaryArray:
-        """The texts of the items numbered ``index``, with a dictionary of those that occur."""
+        """The texts of the items numbered ``index``, as a dictionary array whose dictionary holds only texts that occur."""
         occurs = np.zeros(len(self.of), dtype=np.bool_)
         occurs[index] = True
         place = np.cumsum(occurs) - 1
@@ -68,15 +68,15 @@ class Cells(Generic[T]):
 
 
 def encodable(text: str) -> str:
-    """``text`` with halves of surrogate pairs, which UTF-8 has no bytes for, written as escapes."""
+    """``text`` with escapes in place of lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-# --- The rows of steps cut and gathered into pieces of a convenient size.
+# --- Blocks: the rows of several steps and kinds, cut or joined to a given size.
 
 
-class Piece(NamedTuple):
-    """Some of the rows that a step has of a kind."""
+class RowPiece(NamedTuple):
+    """Some of a step's rows of one kind."""
 
     step: StepRows
     kind: str
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """What is written of them."""
+        """The ops to write for these rows."""
         return self.step.ops_of(self.kind)
 
     @property
@@ -92,19 +92,20 @@ class Piece(NamedTuple):
         """Whether magnitudes were counted in the step."""
         return self.rows.partials.histogram is not None
 
-    def goes_with(self, other: Piece) -> bool:
-        """Whether what one column is made of is the same for both. Rows of a step without histograms, put beside some that have
-        them, would seem to have empty ones.
+    def goes_with(self, other: RowPiece) -> bool:
+        """Whether both can be in one block: same layouts and ops, and both with histograms or both without.
+
+        Beside rows with histograms, rows without would seem to have empty ones.
         """
         alike = self.step.layouts is other.step.layouts and self.ops == other.ops
         return alike and self.has_histograms == other.has_histograms
 
 
-def blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[Piece]]:
-    """The rows of steps in blocks of at most ``most`` rows; small kinds with the same ops share one, whatever their steps."""
-    block: list[Piece] = []
+def row_blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[RowPiece]]:
+    """The rows of steps in blocks of at most ``most`` rows. Small kinds with the same ops share a block, also across steps."""
+    block: list[RowPiece] = []
     room = most
-    for whole in (Piece(step, kind, step.read(kind)) for step in steps for kind in step.kinds):
+    for whole in (RowPiece(step, kind, step.read(kind)) for step in steps for kind in step.kinds):
         if block and not whole.goes_with(block[0]):
             yield block
             block, room = [], most

@@ -1,4 +1,4 @@
-"""Built from host_kernel.c, where there was a compiler when the package was installed."""
+"""The C module of ``host_kernel.c``. It is built if there is a C compiler when the package is installed."""
 
 from typing import Any, Final
 

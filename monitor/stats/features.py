@@ -1,8 +1,8 @@
-"""Features of a higher order: numbers of a module or a parameter that are no statistic of one tensor.
+"""Features: numbers of a module or parameter that are not a statistic of one tensor, such as attention entropy or update ratio.
 
-A row of one has columns of its own in place of ops. It is kept as sums in the columns of partials, so that calls, ranks and
-shards combine by the algebra that all rows combine by: a mean as its sum and what it is a mean over, a norm as its square. What
-does not combine, such as the spectral norm of a matrix of which every rank holds a part, is missing where there are several.
+A row of a feature kind has its own columns in place of ops. It is stored as sums in the columns of partials, so calls, ranks
+and shards combine like all other rows: a mean is stored as sum and count, a norm as its square. Numbers that do not combine are
+missing for combined rows. An example is the spectral norm of a matrix of which every rank holds a part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Valid = NDArray[np.bool_]
 Derived = tuple[Floats, Valid]
 
 MATRICES: Final = SMALLS
-"""Of how many matrices a row is; a number of one of them does not add up."""
+"""The number of matrices in a row. Numbers of a single matrix are missing if there are several."""
 
 LEAST_SQUARES: Final = 1e-280
 """Smaller sums of squares may have lost terms that are too small for float64."""
@@ -40,7 +40,7 @@ PLACES: Final[dict[str, tuple[int, ...]]] = {
 - ``moe_router_weight_hook``: pairs of experts, matrices (1), the sum of the cosines of the pairs.
 - ``moe_router_logit_hook``: tokens, and over them the sum of the entropy of the softmax over the experts.
 - ``update_ratio``: elements, the squares of the norms of the update and of the weight before it.
-- ``mg_direction``: elements, and how many of them have a gradient and a momentum that agree in sign.
+- ``mg_direction``: elements, and the number of elements whose gradient and momentum have the same sign.
 """
 
 
@@ -63,7 +63,7 @@ def _spectral(p: Partials) -> Derived:
 
 
 def _frobenius(p: Partials) -> Derived:
-    """Missing where squares of finite elements have left the range of float64, as the spectral norm shows."""
+    """Missing if squares of finite elements left the range of float64, which the spectral norm shows."""
     squares, spectral = p.columns[SUMSQ], p.columns[MAX]
     too_great = np.isposinf(squares) & np.isfinite(spectral)
     return np.sqrt(squares), ~too_great & ~((squares < LEAST_SQUARES) & (spectral > 0))
@@ -91,7 +91,7 @@ COLUMNS_OF: Final[dict[str, dict[str, Callable[[Partials], Derived]]]] = {
     "moe_router_logit_hook": {"per_token_expert_entropy": _mean(SUM)},
     "update_ratio": {"update_ratio": _ratio, "update_norm": _root(SUM), "weight_norm": _root(SUMSQ)},
 }
-"""Of each kind of features its columns, by name."""
+"""The columns of each feature kind, by name."""
 
 DERIVED: Final = {
     **{name: derived for columns in COLUMNS_OF.values() for name, derived in columns.items()},
@@ -102,18 +102,18 @@ FEATURES: Final = tuple(DERIVED)
 
 
 OF_ELEMENTS: Final = frozenset({"linear_hook", "update_ratio", DIRECTION_KIND})
-"""Kinds whose ``count`` is of the elements of a tensor, as that of statistics is."""
+"""Kinds whose ``count`` is the number of elements of a tensor, as for statistics."""
 
 
 def own_columns(kind: str) -> tuple[str, ...]:
-    """The names of the numbers that rows of a kind are kept for, where these are no statistics of a tensor; of others none."""
+    """The names of a kind's own columns; empty for kinds that hold statistics of tensors."""
     return (DIRECTION_KIND,) if kind == DIRECTION_KIND else tuple(COLUMNS_OF.get(kind, ()))
 
 
 def as_scalar(partials: Partials) -> Partials:
-    """The partials of a scalar for each row of ``mg_direction``: the share that it is.
+    """The partials of a scalar for each row of ``mg_direction``: the fraction of elements with equal signs.
 
-    Whoever combines such rows combines them before: the mean of means is wrong as soon as parts differ in size.
+    Rows must be combined before this call: the mean of fractions is wrong if parts differ in size.
     """
     share, there = DERIVED[DIRECTION_KIND](partials)
     columns = np.zeros((len(COLUMNS), len(partials)))

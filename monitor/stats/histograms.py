@@ -1,9 +1,9 @@
-"""Histograms of magnitudes by power of two, and what they say of formats of low precision.
+"""Histograms of magnitudes by power of two, and the elements that would underflow or overflow in low-precision formats.
 
-A bin holds the elements with ``upper[i - 1] < |x| <= upper[i]``; the first one holds the zeros. The edges are the powers of two
-of single precision, and where a format of low precision begins to overflow one more each: so what would be lost in each of
-these formats is a sum of whole bins. Elements of double precision are counted as what they round to in single precision;
-what leaves its range stands in the bins at the ends, never among the zeros.
+A bin holds the elements with ``upper[i - 1] < |x| <= upper[i]``; the first bin holds the zeros. The edges are the powers of two
+of float32, and one more edge where each low-precision format begins to overflow. So the elements that a format would lose are a
+sum of whole bins. Elements of float64 are counted after rounding to float32; those beyond its range are in the bins at the
+ends, never among the zeros.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 Counts = NDArray[np.int64]
-"""Of each row the elements in each bin, shape ``(rows, BINS)``."""
+"""The elements in each bin of each row, shape ``(rows, BINS)``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """A format of low precision, with rounding to nearest, ties to even.
+class LowPrecisionFormat:
+    """A low-precision format with rounding to nearest, ties to even.
 
     Attributes:
         underflows: The greatest magnitude that becomes zero: half of the smallest subnormal.
-        overflows: The greatest number of single precision that does not become infinite, NaN or saturated.
+        overflows: The greatest float32 that does not become infinite, NaN or saturated.
     """
 
     underflows: float
@@ -32,15 +32,17 @@ class Format:
 
 
 def _below(limit: float) -> float:
-    """The number of single precision in front of ``limit``: what rounds up there is beyond the format."""
+    """The float32 just below ``limit``: numbers from ``limit`` on round up beyond the format."""
     return float(np.nextafter(np.float32(limit), np.float32(0)))
 
 
 FORMATS: Final = {
-    "fp16": Format(2.0**-25, _below(65520.0)),
-    "bf16": Format(2.0**-134, _below(2.0**128 - 2.0**119)),
-    "e4m3": Format(2.0**-10, 464.0),  # the tie between 448, the greatest, and what would be next goes to 448
-    "e5m2": Format(2.0**-17, _below(61440.0)),
+    "fp16": LowPrecisionFormat(2.0**-25, _below(65520.0)),
+    "bf16": LowPrecisionFormat(2.0**-134, _below(2.0**128 - 2.0**119)),
+    "e4m3": LowPrecisionFormat(
+        2.0**-10, 464.0
+    ),  # a tie between 448, the greatest number, and the next one beyond rounds to 448
+    "e5m2": LowPrecisionFormat(2.0**-17, _below(61440.0)),
 }
 
 FIRST_POWER: Final = -149
@@ -49,7 +51,7 @@ LAST_POWER: Final = 128
 _POWERS: Final = [2.0**power for power in range(FIRST_POWER, LAST_POWER + 1)]
 
 UPPER: Final = np.array(sorted({0.0, *_POWERS, *(one.overflows for one in FORMATS.values()), np.inf}))
-"""The greatest magnitude in each bin, float64, shape ``(BINS,)``. The last one is for what single precision does not reach."""
+"""The greatest magnitude in each bin, float64, shape ``(BINS,)``. The last bin is for magnitudes beyond float32."""
 
 BINS: Final = len(UPPER)
 
@@ -59,13 +61,13 @@ UNIT_UPPER: Final = np.array([*np.linspace(-1.0, 1.0, UNIT_BINS + 1), np.inf])
 
 MAGNITUDES: Final = "magnitude_histogram"
 LOSSES: Final = tuple(f"{what}_{name}" for name in FORMATS for what in ("underflow", "overflow"))
-"""Ops that are derived from the histogram: the share of all elements, ``count``, that would be lost."""
+"""Ops derived from the histogram: the fraction of all elements (``count``) that a format would lose."""
 
 HISTOGRAM_OPS: Final = (MAGNITUDES, *LOSSES)
 
 
-def lost(op: str, counts: Counts) -> Counts:
-    """How many elements of each row one of ``LOSSES`` is about: zeros do not underflow, and Inf and NaN are in no bin."""
+def lost_elements(op: str, counts: Counts) -> Counts:
+    """The number of elements of each row that one of ``LOSSES`` counts. Zeros do not underflow; Inf and NaN are in no bin."""
     what, _, name = op.partition("_")
     if what == "underflow":
         bins = slice(1, int(np.searchsorted(UPPER, FORMATS[name].underflows)) + 1)
@@ -75,12 +77,12 @@ def lost(op: str, counts: Counts) -> Counts:
     return elements
 
 
-def ending(upper: float) -> str:
+def upper_text(upper: float) -> str:
     """The upper end of a bin as text."""
     return f"{upper:.8g}"
 
 
-def spelled(counts: NDArray[np.int64]) -> str:
-    """A row's histogram as text: of each bin that is not empty its upper end and its elements, ``0:12 0.5:7 1:3``."""
+def histogram_text(counts: NDArray[np.int64]) -> str:
+    """A row's histogram as text: upper end and elements of each bin that is not empty, for example ``0:12 0.5:7 1:3``."""
     filled = np.flatnonzero(counts)
-    return " ".join(f"{ending(UPPER[i])}:{counts[i]}" for i in filled.tolist())
+    return " ".join(f"{upper_text(UPPER[i])}:{counts[i]}" for i in filled.tolist())

@@ -1,7 +1,7 @@
 /* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/host/native.py).
  *
- * Sums are those of double precision: squares of single precision neither overflow nor vanish there, and 2^53 is far beyond
- * the elements of a tensor. NaN fails every comparison, so extremes and counts pass it by, and shows in the sums. */
+ * Sums are in double precision: squares of floats neither overflow nor vanish there, and no tensor has 2^53 elements. NaN fails
+ * every comparison, so it does not change extremes and counts, and it shows in the sums. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,7 +11,7 @@
 #include <string.h>
 
 #ifdef __FAST_MATH__
-#error "NaN and Inf are what this is for. The package works without it."
+#error "This code needs NaN and Inf: compile it without -ffast-math. The package also works without this module."
 #endif
 
 #if defined(__GNUC__)
@@ -20,7 +20,7 @@
 #define INLINE inline
 #endif
 
-/* The columns of a row, as monitor/stats/partials.py has them. */
+/* The columns of a row, in the order of monitor/stats/partials.py. */
 enum { WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, EXPONENT, COLUMNS };
 
 enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, FORMATS };
@@ -29,9 +29,9 @@ static const size_t BYTES[FORMATS] = {4, 8, 2, 2};
 
 #define LANES 16
 #define BLOCK ((size_t)1 << 20)   /* elements after which lanes are added up: no counter overflows, and sums stay short */
-#define LEAST_SQUARE 1e-200       /* what squares are on average, at least, where even those of a tiny spread are not lost */
-#define LEAST_SPREAD 1e-4         /* the share of the squares that the spread must hold: a difference then has eleven digits */
-#define RELEASED ((size_t)1 << 20) /* elements from which on other threads of Python may go on meanwhile */
+#define LEAST_SQUARE 1e-200       /* least mean of squares at which even the squares of a tiny spread are not lost */
+#define LEAST_SPREAD 1e-4         /* least ratio of spread to squares at which their difference has eleven digits */
+#define RELEASED ((size_t)1 << 20) /* least number of elements for which Python's lock is released */
 
 static INLINE float float_of(uint32_t bits) {
     float v;
@@ -85,7 +85,7 @@ static INLINE double load_double(const unsigned char *x, size_t i, enum format f
 #include "host_pass.h"
 
 static INLINE int reduce_format(const void *x, size_t n, enum format format, double bound, double *row) {
-    switch (format) { /* each a loop of its own, in which the format is no question any more */
+    switch (format) { /* a separate loop per format, in which the format is a constant */
     case FLOAT32: return reduce_float(x, n, FLOAT32, bound, row);
     case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, row);
     case FLOAT16: return reduce_float(x, n, FLOAT16, bound, row);
@@ -166,7 +166,7 @@ static PyObject *choose(PyObject *module, PyObject *name) {
     return PyErr_Format(PyExc_ValueError, "no kernel %R runs on this processor", name);
 }
 
-/* Row `number` of a page: float64, COLUMNS wide, writable. NULL, with an error set, where there is none. */
+/* Row `number` of a page: float64, COLUMNS wide, writable. NULL, with an error set, if there is no such row. */
 static double *row_of(Py_buffer *page, Py_ssize_t number) {
     Py_ssize_t rows = page->len / (Py_ssize_t)(COLUMNS * sizeof(double));
     if (page->format == NULL || strcmp(page->format, "d") || page->ndim != 2 || page->shape[1] != COLUMNS) {

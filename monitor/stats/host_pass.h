@@ -1,4 +1,4 @@
-/* The passes over the elements of one array. Included once for each precision that they are read in:
+/* The passes over the elements of one array. Included once per working precision, with these macros defined:
  *
  *   REAL          float, or double
  *   COUNTER       a signed integer of the same width
@@ -6,10 +6,10 @@
  *   LOAD          element i of an array, as a REAL
  *   MAGNITUDE(v)  of a REAL
  *
- * Each statistic has LANES accumulators, which compilers turn into vectors; no element waits for the sum of those before it.
- * Lanes are always added up in one order and no product is fused into a sum, so every processor computes the same bits. */
+ * Each statistic has LANES accumulators, which compilers turn into vectors, so no element waits for the sum before it. Lanes are
+ * always added up in one order and no product is fused into a sum, so every processor computes the same bits. */
 
-/* What elements come to. Where a sum is not finite, NaN or Inf was among them, unless they were left out and counted. */
+/* Results for the elements read. If a sum is not finite, they include NaN or Inf, unless those were counted and left out. */
 typedef struct {
     REAL lo, hi;
     double sum, sumsq, smalls, nans, posinfs, neginfs;
@@ -37,7 +37,7 @@ static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int c
     }
 }
 
-/* All elements, once. With `counting` those that are not finite are counted and left out. */
+/* Reads all elements once. With `counting`, elements that are not finite are counted and left out. */
 static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum format format, REAL bound, int counting) {
     NAMED(read) all = {INFINITY, -INFINITY, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
     for (size_t i = 0; i < n;) {
@@ -94,7 +94,7 @@ static INLINE double NAMED(centred)(const unsigned char *x, size_t n, enum forma
     return rest > 0.0 ? rest : 0.0;
 }
 
-/* The whole row. 0, and nothing to rely on in it, where squares leave the range of their sum. */
+/* Writes the whole row. Returns 0, with undefined contents of the row, if squares leave the range of their sum. */
 static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format format, double bound, double *row) {
     NAMED(read) all = NAMED(read_all)(x, n, format, (REAL)bound, 0);
     if (!isfinite(all.sumsq)) {

@@ -1,5 +1,7 @@
-"""What each op means, derived from partials. With a NaN in the tensor `min max mean norm absmax std` are NaN; with Inf they
-are what IEEE arithmetic gives. What has no value (the mean of no elements) is missing, which is not NaN.
+"""Derives each op from partials; also the exact threshold of ``zeros``.
+
+If the tensor has a NaN, `min max mean norm absmax std` are NaN; with Inf they follow IEEE arithmetic. An op without a value,
+such as the mean of no elements, is missing, which is not NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from monitor.series import ADAM_KINDS, DIRECTION_KIND
 from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
-from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost
+from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost_elements
 from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
 
 Valid = NDArray[np.bool_]
@@ -21,9 +23,9 @@ Valid = NDArray[np.bool_]
 DEFAULT_OP: Final = "norm"
 LAYOUT_OPS: Final = ("shape", "dtype")
 TEXT_OPS: Final = (*LAYOUT_OPS, MAGNITUDES)
-"""Ops that are no number."""
+"""Ops whose values are texts."""
 CALLS: Final = "calls"
-"""Beside the ops, of kinds whose rows are calls of operators: how many a row combines."""
+"""A column beside the ops, for kinds whose rows are calls of operators: the number of calls that a row combines."""
 
 INTEGER_OPS: Final = ("nans", "infs", CALLS)
 
@@ -59,7 +61,7 @@ def _norm(p: Partials, special: bool) -> Floats:
 
 
 def _std(p: Partials, special: bool) -> Floats:
-    """Over the population (divided by n, not n - 1)."""
+    """The standard deviation of the population (divided by n, not n - 1)."""
     finite = _unscaled(p, np.sqrt(p.columns[M2] / np.maximum(p.finite, 1)))
     return _with_nan(p, np.where(_has_infs(p), np.nan, finite)) if special else finite
 
@@ -85,7 +87,7 @@ def _has_infs(p: Partials) -> Valid:
 
 
 def _unscaled(p: Partials, values: Floats) -> Floats:
-    """Times the power of two that sums are divided by: of almost all rows there is none."""
+    """The values times the power of two by which sums are divided; it is 1 for almost all rows."""
     exponent = p.columns[EXPONENT]
     times: Floats = np.ldexp(values, exponent.astype(np.int64)) if exponent.any() else values
     return times
@@ -107,7 +109,7 @@ _DERIVED: Final[dict[str, Callable[[Partials, bool], Floats]]] = {
     "absmax": _absmax,
     "std": _std,
 }
-"""Of partials, and whether some of them have NaN or Inf."""
+"""How each op is computed from partials, and from whether any of them have NaN or Inf."""
 
 _DEFINED_WHEN_EMPTY: Final = frozenset({"norm", "nans", "infs"})
 
@@ -116,7 +118,7 @@ OPS: Final = (*NUMERIC_OPS, *LAYOUT_OPS, *HISTOGRAM_OPS)
 
 
 def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
-    """The values of a numeric op, one a row, and which of them exist.
+    """The values of a numeric op, one per row, and which of them exist.
 
     Args:
         op: One of ``NUMERIC_OPS`` or ``LOSSES``, a column of features, or ``CALLS``.
@@ -125,7 +127,7 @@ def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
 
 
 def derive_all(ops: Iterable[str], partials: Partials) -> dict[str, tuple[Floats, Valid]]:
-    """The same of several ops."""
+    """``derive`` for several ops."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         special = bool(partials.columns[NANS : NEGINFS + 1].any())
         return {op: _derived(op, partials, special) for op in ops}
@@ -142,17 +144,18 @@ def _derived(op: str, partials: Partials, special: bool) -> tuple[Floats, Valid]
     return values, np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
 
 
-def is_of(op: str, kind: str) -> bool:
-    """Whether rows of a kind may have an op: partials of features are sums of something else, and histograms of signed numbers
-    say nothing of magnitudes.
+def has_op(op: str, kind: str) -> bool:
+    """Whether rows of a kind may have an op.
+
+    Partials of features are sums of other quantities, and histograms of signed numbers do not hold magnitudes.
     """
     if kind in COLUMNS_OF or op in FEATURES:
         return op in own_columns(kind)
     return not (kind in (*ADAM_KINDS, DIRECTION_KIND) and op in HISTOGRAM_OPS)
 
 
-def counted(partials: Partials) -> Valid:
-    """Which rows have a histogram: all of their finite elements are in it."""
+def has_histogram(partials: Partials) -> Valid:
+    """Which rows have a complete histogram, with all finite elements in it."""
     if partials.histogram is None:
         return np.zeros(len(partials), dtype=np.bool_)
     whole: Valid = partials.histogram.sum(axis=1) == partials.finite
@@ -161,12 +164,12 @@ def counted(partials: Partials) -> Valid:
 
 def _share_lost(op: str, partials: Partials) -> tuple[Floats, Valid]:
     if partials.histogram is None:
-        return np.zeros(len(partials)), counted(partials)
-    return lost(op, partials.histogram) / partials["count"], counted(partials)
+        return np.zeros(len(partials)), has_histogram(partials)
+    return lost_elements(op, partials.histogram) / partials["count"], has_histogram(partials)
 
 
 def known_ops(ops: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The ops that exist, in the order asked for and each once, and those that do not. None left: ``norm``."""
+    """The ops that exist, each once and in the given order (``norm`` if there are none), and the ops that do not exist."""
     asked = tuple(dict.fromkeys(ops))
     known = tuple(op for op in asked if op in OPS)
     return known or (DEFAULT_OP,), tuple(op for op in asked if op not in OPS)
@@ -177,15 +180,15 @@ def known_ops(ops: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Epsilon:
-    """``|x| < eps`` as comparisons between numbers of one precision.
+    """``|x| < eps`` as a comparison between numbers of one precision.
 
     Rounding eps to float32 can move it across a value of the tensor. ``bound`` is the smallest number of the precision that
-    is not below eps, so that for every x of the precision ``|x| < eps`` and ``|x| < bound`` say the same.
+    is not below eps. So for every x of the precision, ``|x| < eps`` and ``|x| < bound`` have the same result.
 
     Attributes:
         bound: See above.
-        square: bound², rounded to the precision, where comparing squares is exact too; otherwise None. Squares are at hand
-            anyway; for an eps whose square underflows they cannot decide.
+        square: bound² rounded to the precision, if comparing squares is exact too; else None, as for an eps whose square
+            underflows. Kernels compute squares anyway.
     """
 
     bound: float

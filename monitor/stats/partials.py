@@ -1,16 +1,16 @@
 """Partials: the mergeable numbers that a tensor is reduced to.
 
-The mean of means is wrong as soon as shards differ in size, and norms do not add: two shards with norms 3 and 4 make a tensor
-of norm 5. So a kernel never reports results. It reports these partials, which combine exactly, and every op is derived from
-them afterwards (``ops.py``).
+The mean of means is wrong if shards differ in size, and norms do not add: two shards with norms 3 and 4 make a tensor of norm
+5. So a kernel never reports results. It reports partials, which combine exactly, and every op is derived from them afterwards
+(``ops.py``).
 
 Over all elements: ``count`` and the counts of NaN, +Inf, -Inf and of |x| < eps. Over the finite ones: ``min``, ``max``, and
-three sums that are kept divided by a power of two, so that no finite tensor overflows them:
+three sums divided by a power of two, so that no finite tensor overflows them:
 
     sum = Σ x / 2^e        sumsq = Σ x² / 4^e        m2 = Σ (x - mean)² / 4^e        e = exponent, almost always 0
 
-``m2`` stands beside ``sumsq`` because a variance taken as a difference of the other two loses every digit when the mean is
-large against the spread. It merges by the pairwise formula of Chan, Golub and LeVeque (1979), "Updating formulae and a
+``m2`` is stored beside ``sumsq`` because a variance computed as a difference of the other two loses every digit if the mean is
+large compared with the spread. It merges by the pairwise formula of Chan, Golub and LeVeque (1979), "Updating formulae and a
 pairwise algorithm for computing sample variances".
 """
 
@@ -49,12 +49,12 @@ EMPTY: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, np.inf, -np.inf, 0.0, 0.0, 0.0, 0.
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Aligned columns of partials, one entry a row.
+    """Aligned columns of partials, one entry per row.
 
     Attributes:
         columns: float64, shape ``(len(COLUMNS), rows)``, contiguous along rows.
-        histogram: Where histograms were counted, the elements of each row in each bin, int64, shape ``(rows, bins)``; zeros
-            for rows without one.
+        histogram: The elements of each row in each bin, int64, shape ``(rows, bins)``; zeros for rows without a histogram.
+            None if no histograms were counted.
     """
 
     columns: Floats
@@ -67,7 +67,7 @@ class Partials:
 
     @classmethod
     def joined(cls, parts: Iterable[Partials]) -> Partials:
-        """The rows of one after those of the other."""
+        """The rows of all parts, one part after the other."""
         every = list(parts)
         return cls(np.concatenate([one.columns for one in every], axis=1), _joined_histograms(every))
 
@@ -79,7 +79,7 @@ class Partials:
         return column
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Partials:
-        """Some of the rows, contiguous along rows as before: an index in brackets would lay them out row by row."""
+        """Some of the rows, contiguous along rows as before; plain indexing would store them row by row."""
         histogram = None if self.histogram is None else self.histogram[rows]
         if isinstance(rows, slice):
             return Partials(self.columns[:, rows], histogram)
@@ -149,7 +149,7 @@ def combine(a: Partials, b: Partials) -> Partials:
 
 
 def _joined_histograms(parts: list[Partials]) -> NDArray[np.int64] | None:
-    """None where no part has any."""
+    """The histograms of all parts; None if no part has any."""
     bins = max((one.histogram.shape[1] for one in parts if one.histogram is not None), default=0)
     if not bins:
         return None
@@ -163,7 +163,7 @@ def _joined_histograms(parts: list[Partials]) -> NDArray[np.int64] | None:
 
 
 def _meaningful_exponent(parts: Partials) -> Floats:
-    """The exponent of rows whose sums hold something; a row of zeros must not pull small numbers below the range."""
+    """The exponent of rows whose sums are not zero, else -inf: a row of zeros must not push small numbers below the range."""
     exponents: Floats = np.where(parts.columns[SUMSQ] > 0, parts.columns[EXPONENT], -np.inf)
     return exponents
 

@@ -1,4 +1,4 @@
-"""What the pipeline hands on: the rows of one step as columns, kind by kind, in the order in which they were measured."""
+"""The rows of one step as columns, kind by kind, in the order of measurement: the data that the pipeline delivers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPLICA_OPS: Final = ("norm",)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """Shape and dtype of a tensor as measured, for the ops ``shape`` and ``dtype`` and for the manifest."""
 
     shape: tuple[int, ...]
@@ -32,14 +32,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """The rows of one kind. All columns are aligned, and stand in call order.
+    """The rows of one kind. All columns are aligned and in call order.
 
     Attributes:
         series: Index of each row's series in the rank's ``SeriesTable``.
         micro_step: Micro-step of each row, ``NO_MICRO_STEP`` where the row belongs to the whole step.
-        call_id: Place in the rank's execution order of the step.
-        layout: Index of each row's ``Layout`` in ``StepRows.layouts``.
-        partials: What was measured.
+        call_id: Position in the rank's execution order of the step.
+        layout: Index of each row's ``TensorLayout`` in ``StepRows.layouts``.
+        partials: The measured partials.
     """
 
     series: NDArray[np.int64]
@@ -58,7 +58,7 @@ class StepRows:
 
     Attributes:
         step: The step's number.
-        ops: The statistics that were asked for when the step was sealed.
+        ops: The statistics that were configured when the step was sealed.
         kinds: Rows by kind; a kind without rows is absent.
         layouts: The rank's layouts so far, append-only and shared between steps.
     """
@@ -66,25 +66,25 @@ class StepRows:
     step: int
     ops: tuple[str, ...]
     kinds: Mapping[str, KindRows]
-    layouts: list[Layout]
+    layouts: list[TensorLayout]
     status: Status = "complete"
     micro_step_kinds: frozenset[str] = field(default_factory=frozenset)
-    """Kinds whose rows carry a micro-step, decided by the configuration and not by what happens to be there."""
+    """Kinds whose rows have a micro-step. The configuration decides this, not the rows that happen to be there."""
     counted_kinds: frozenset[str] = field(default_factory=frozenset)
-    """Kinds whose rows say how many calls they combine, likewise."""
+    """Kinds whose rows state how many calls they combine, also by configuration."""
 
     def ops_of(self, kind: str) -> tuple[str, ...]:
-        """The statistics to write of a kind. Of replicas the norm, whatever was asked for: it is there to be compared."""
+        """The statistics to write for a kind. Replicas always have the norm only, because they are compared by it."""
         if kind == REPLICA_KIND:
             return REPLICA_OPS
         if kind in COLUMNS_OF:
             return tuple(COLUMNS_OF[kind])
         if kind in ADAM_KINDS:
-            return tuple(op for op in self.ops if op not in HISTOGRAM_OPS)  # theirs are of signed numbers
+            return tuple(op for op in self.ops if op not in HISTOGRAM_OPS)  # their histograms are of signed numbers
         return (*self.ops, CALLS) if shown_kind(kind) in self.counted_kinds else self.ops
 
     def read(self, kind: str) -> KindRows:
-        """The rows of a kind as its ops are derived from them."""
+        """The rows of a kind in the form from which its ops are derived."""
         rows = self.kinds[kind]
         return replace(rows, partials=as_scalar(rows.partials)) if kind == DIRECTION_KIND else rows
 

@@ -1,13 +1,15 @@
 """The live table of a rank, and the sealed copies that leave the training thread.
 
-A row belongs to one series and, where the kind has micro-steps, to one of them. Rows live on *pages*, one device each; a page
-is memory that never moves, because captured and compiled code holds its address. A series first seen in mid-step takes the
-next free row, a full page is followed by another.
+A row belongs to one series and, if the kind has micro-steps, to one micro-step. Rows are on *pages*, each on one device. The
+memory of a page never moves, because captured and compiled code holds its address. A series first seen in the middle of a step
+takes the next free row; when a page is full, another one is added.
 
-Beside the numbers stand host columns, written by the hooks: the order in which rows were written, the layout of the tensor,
-and, for a tensor that was read a moment ago under another name, the row that holds its numbers. Of rows that code captured in
-a device's graph writes, the order is that of the capture. Sealing copies all of it and clears ``writes``, which alone decides
-whether a row is present: an empty tensor counts 0 elements and is still a measurement.
+The hooks also write host columns: the order in which rows were written, and the layout of the tensor. If the tensor was just
+read under another name, an alias gives the row with its numbers. Rows written by a captured device graph have the order of the
+capture.
+
+Sealing copies the table and clears ``writes``, which alone decides whether a row is present: an empty tensor has 0 elements and
+is still a measurement.
 """
 
 from __future__ import annotations
@@ -22,22 +24,24 @@ from numpy.typing import NDArray
 
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials, combine_groups
-from monitor.stats.rows import KindRows, Layout, Status, StepRows
+from monitor.stats.rows import KindRows, Status, StepRows, TensorLayout
 
 PAGE_ROWS: Final = 1024
 NOT_AN_ALIAS: Final = -1
 
 
 class PageMemory(Protocol):
-    """The numbers of one page, float64, on the device where they are measured: rows, shape ``(rows, len(COLUMNS))``, of which
-    ``writes`` is cleared, or histograms, shape ``(rows, BINS)``, which are cleared altogether.
+    """The numbers of one page, float64, on the device where they are measured.
+
+    They are rows, shape ``(rows, len(COLUMNS))``, of which only ``writes`` is cleared, or histograms, shape ``(rows, BINS)``,
+    which are cleared completely.
     """
 
     def new_copy(self) -> PageCopy:
         """Memory for one sealed copy of this page."""
 
     def clear(self) -> None:
-        """In the stream of the training thread. Does not wait."""
+        """Clear the page, in the stream of the training thread. Does not wait."""
 
     def forget(self, row: int) -> None:
         """Clear one row, in the current stream."""
@@ -50,28 +54,29 @@ class PageCopy(Protocol):
     """A sealed copy of one page.
 
     Attributes:
-        at_hand: Whether ``rows`` is sure not to wait. False for a device: one that is asked while a graph is being captured
-            may end the capture.
+        ready: True if ``rows`` will not wait. Always False on a device: a query during the capture of a graph may end the
+            capture.
     """
 
     nbytes: int
-    at_hand: bool
+    ready: bool
 
     def take(self, rows: int) -> None:
-        """On the training thread, in its stream: copy the first ``rows`` of the live page, which are all that were given away,
-        and clear them. Does not wait.
+        """Copy the first ``rows`` of the live page, which are all rows in use, and clear them.
+
+        Called on the training thread, in its stream. Does not wait.
         """
 
     def rows(self) -> Floats:
-        """On the writer thread: the numbers, on the host. May wait for the device."""
+        """The numbers, on the host. Called on the writer thread; may wait for the device."""
 
 
 @dataclass(slots=True)
 class Page:
-    """A page and where it stands in the table.
+    """A page and its position in the table.
 
     Attributes:
-        histogram: Histograms of its rows, from the first on that has one.
+        histogram: The histograms of its rows; None until a row has one.
     """
 
     memory: PageMemory
@@ -82,8 +87,8 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """The rows of one series on one page: one row, or one for each micro-step.
+class RowSlot:
+    """The rows of one series on one page: one row, or one per micro-step.
 
     Attributes:
         page: The page.
@@ -100,7 +105,7 @@ class Slot:
 
 @dataclass(slots=True)
 class HostColumns:
-    """Columns that hooks fill in, one entry a table row."""
+    """Columns that hooks fill in, one entry per table row."""
 
     order: NDArray[np.int64]
     layout: NDArray[np.int64]
@@ -118,7 +123,7 @@ class HostColumns:
         return grown
 
     def cells(self) -> tuple[memoryview, memoryview, memoryview]:
-        """``order``, ``layout`` and ``alias`` for who enters one number at a time: half as dear as in an array."""
+        """Views of ``order``, ``layout`` and ``alias``: writing one number costs half as much as in an array."""
         return self.order.data, self.layout.data, self.alias.data
 
     def copy_from(self, other: HostColumns, rows: int) -> None:
@@ -132,7 +137,7 @@ class HostColumns:
 
 @dataclass(frozen=True, slots=True)
 class RowIdentity:
-    """What each table row is: its series, the series' kind (a number of ``KINDS``) and its micro-step. Append-only."""
+    """The series of each table row, the series' kind (an index into ``KINDS``) and the micro-step. Append-only."""
 
     series: NDArray[np.int64]
     kind: NDArray[np.int64]
@@ -143,7 +148,7 @@ class RowIdentity:
         return cls(np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64), np.full(rows, NO_MICRO_STEP))
 
     def grown(self, rows: int) -> RowIdentity:
-        """A new one, longer: sealed copies still refer to the old."""
+        """A longer copy: sealed copies still refer to the old one."""
         grown = RowIdentity.of(rows)
         used = len(self.series)
         grown.series[:used], grown.kind[:used], grown.micro_step[:used] = self.series, self.kind, self.micro_step
@@ -151,18 +156,18 @@ class RowIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Which rows of a table a step has, and in which order: most steps repeat the one before.
+class RowOrder:
+    """Which table rows a step has, and in which order. It is cached, because most steps repeat the order of the step before.
 
     Attributes:
-        told_by: What it follows from.
-        rows: Table rows, kind by kind, each kind's in the order in which they were measured.
-        series, micro_step: What these rows are of.
-        place: Of each, among the rows of all kinds.
-        kinds: Where each kind's rows are.
+        key: The columns that the order was computed from.
+        rows: Table rows, kind by kind, within a kind in the order of measurement.
+        series, micro_step: Series and micro-step of these rows.
+        place: Position of each row among the rows of all kinds.
+        kinds: The slice of each kind's rows.
     """
 
-    told_by: tuple[bytes, ...]
+    key: tuple[bytes, ...]
     rows: NDArray[np.int64]
     series: NDArray[np.int64]
     micro_step: NDArray[np.int64]
@@ -171,20 +176,20 @@ class Standing:
 
 
 class StatsTable:
-    """Live table. Used from the training thread only; ``Sealed`` copies of it go to the writer.
+    """The live table. Used from the training thread only; ``SealedTable`` copies of it go to the writer.
 
     Attributes:
-        standing: Of the step that was read last; the writer's.
+        row_order: The order of the step that was read last. Used by the writer only.
     """
 
     def __init__(self, series: SeriesTable) -> None:
         self.series = series
-        self.layouts: list[Layout] = []
+        self.layouts: list[TensorLayout] = []
         self.pages: list[Page] = []
         self.columns = HostColumns.of(0)
         self.identity = RowIdentity.of(0)
         self.writes = 0
-        self.standing: Standing | None = None
+        self.row_order: RowOrder | None = None
         self._order, self._layout, self._alias = self.columns.cells()
         self._layout_index: dict[tuple[object, object], int] = {}
 
@@ -195,7 +200,7 @@ class StatsTable:
 
     @property
     def used(self) -> int:
-        """Rows up to the last that was given away."""
+        """Number of rows up to the last one in use."""
         return self.pages[-1].first_row + self.pages[-1].used if self.pages else 0
 
     @property
@@ -203,9 +208,9 @@ class StatsTable:
         """Bytes of one sealed copy."""
         return self.rows * 8 * (len(COLUMNS) + 5)
 
-    def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> Slot:
-        """Give the next free rows of ``page`` to a series: one for each of ``micro_steps``."""
-        slot = Slot(page, page.used, page.first_row + page.used, len(micro_steps))
+    def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> RowSlot:
+        """Reserve the next free rows of ``page`` for a series: one for each of ``micro_steps``."""
+        slot = RowSlot(page, page.used, page.first_row + page.used, len(micro_steps))
         page.used += len(micro_steps)
         rows = slice(slot.row, slot.row + slot.rows)
         self.identity.series[rows] = self.series.index_of(series)
@@ -214,7 +219,7 @@ class StatsTable:
         return slot
 
     def add_page(self, memory: PageMemory, rows: int) -> Page:
-        """Append a page; earlier ones stay where they are."""
+        """Append a page. Earlier pages do not move."""
         page = Page(memory, self.rows, rows)
         self.pages.append(page)
         self.columns = self.columns.grown(page.first_row + rows)
@@ -223,15 +228,15 @@ class StatsTable:
         return page
 
     def layout_of(self, shape: tuple[int, ...], dtype: object) -> int:
-        """The number of a tensor's layout."""
+        """The index of a tensor's layout in ``layouts``, added if it is new."""
         index = self._layout_index.get((shape, dtype))
         if index is None:
             index = self._layout_index[shape, dtype] = len(self.layouts)
-            self.layouts.append(Layout(tuple(shape), str(dtype)))
+            self.layouts.append(TensorLayout(tuple(shape), str(dtype)))
         return index
 
     def note(self, row: int, layout: int, alias: int = NOT_AN_ALIAS) -> None:
-        """Enter the host columns of a row that was written just now, or that stands for the row ``alias``."""
+        """Fill in the host columns of a row that was just written, or that is an alias of the row ``alias``."""
         self.writes += 1
         self._order[row] = self.writes
         self._layout[row] = layout
@@ -239,43 +244,43 @@ class StatsTable:
         if alias != NOT_AN_ALIAS:
             self.columns.alias_order[row] = self._order[alias]
 
-    def note_captured(self, slot: Slot, layout: int) -> None:
-        """Enter the host columns of rows that are written by code which runs without us, whenever they are."""
+    def note_captured(self, slot: RowSlot, layout: int) -> None:
+        """Fill in the host columns of rows that captured code writes later, without a call to the monitor."""
         rows = slice(slot.row, slot.row + slot.rows)
         self.columns.captured_order[rows] = self.next_order()
         self.columns.layout[rows] = layout
         self.columns.alias[rows] = NOT_AN_ALIAS
 
     def next_order(self) -> int:
-        """The place, among all that is written in this step, of a row that is noted later: see ``note_rows``."""
+        """The position in this step's order for a row that is noted later: see ``note_rows``."""
         self.writes += 1
         return self.writes
 
     def note_rows(self, rows: NDArray[np.int64], orders: NDArray[np.int64], layouts: NDArray[np.int64]) -> None:
-        """Enter the host columns of rows that were measured before, each at the place (``writes``) that it had then."""
+        """Fill in the host columns of rows measured earlier, each with the order that ``next_order`` returned then."""
         self.columns.order[rows] = orders
         self.columns.layout[rows] = layouts
         self.columns.alias[rows] = NOT_AN_ALIAS
 
-    def seal(self, into: Sealed) -> None:
-        """Copy everything into ``into`` and begin anew. Does not wait for the device."""
+    def seal(self, into: SealedTable) -> None:
+        """Copy everything into ``into`` and start the next step. Does not wait for the device."""
         into.take(self)
-        self._begin_anew()
+        self._start_step()
 
     def discard(self) -> None:
-        """Begin anew without keeping anything."""
+        """Clear the table without a copy, and start the next step."""
         for page in self.pages:
             page.memory.clear()
             if page.histogram is not None:
                 page.histogram.clear()
-        self._begin_anew()
+        self._start_step()
 
-    def _begin_anew(self) -> None:
+    def _start_step(self) -> None:
         self.columns.order[: self.used] = 0
         self.writes = 0
 
     def kinds_now(self) -> dict[str, KindRows]:
-        """What the step in progress has measured so far. Waits for the device."""
+        """The rows measured so far in the current step. Waits for the device."""
         numbers = np.concatenate([page.memory.rows_now() for page in self.pages] or [np.zeros((0, len(COLUMNS)))])
         counted = [None if page.histogram is None else page.histogram.rows_now() for page in self.pages]
         histograms = _whole(counted, [page.rows for page in self.pages])
@@ -283,7 +288,7 @@ class StatsTable:
 
 
 @dataclass
-class Sealed:
+class SealedTable:
     """A sealed copy of the table: filled on the training thread, read on the writer thread, then reused."""
 
     step: int = 0
@@ -318,30 +323,30 @@ class Sealed:
         self.nbytes = sum(copy.nbytes for copy in (*self._copies, *self._histograms.values())) + self._columns.nbytes
 
     @property
-    def at_hand(self) -> bool:
-        """Whether ``rows`` is sure not to wait."""
-        return all(copy.at_hand for copy in (*self._copies, *self._histograms.values()))
+    def ready(self) -> bool:
+        """True if ``rows`` will not wait."""
+        return all(copy.ready for copy in (*self._copies, *self._histograms.values()))
 
     def rows(self) -> StepRows:
-        """The rows that were measured, in arrays of their own. May wait for the device."""
+        """The measured rows, in new arrays. May wait for the device."""
         if self._table is None or self._identity is None:
-            raise RuntimeError("nothing was sealed into this copy")
+            raise RuntimeError("no step was sealed into this copy")
         numbers = _end_to_end([copy.rows()[:length] for copy, length in zip(self._copies, self._lengths, strict=True)])
         found = [self._histograms.get(i) for i in range(len(self._lengths))]
         counted = [None if one is None else one.rows()[:length] for one, length in zip(found, self._lengths, strict=True)]
         histograms, table = _whole(counted, self._lengths), self._table
-        kinds, table.standing = measured(numbers, self._columns, self._identity, histograms, table.standing)
+        kinds, table.row_order = measured(numbers, self._columns, self._identity, histograms, table.row_order)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         return StepRows(self.step, self.ops, kinds, table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
 
 
 def _end_to_end(parts: Sequence[Floats]) -> Floats:
-    """The rows of all pages; those of a single page in its own memory."""
+    """The rows of all pages; without a copy if there is a single page."""
     return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros((0, len(COLUMNS)))])
 
 
 def _whole(parts: Sequence[Floats | None], lengths: Sequence[int]) -> Floats | None:
-    """The histograms of all pages as one, shape ``(rows, BINS)``; None where there is none."""
+    """The histograms of all pages, shape ``(rows, BINS)``; None if no page has any."""
     if all(part is None for part in parts):
         return None
     bins = next(part.shape[1] for part in parts if part is not None)
@@ -353,57 +358,57 @@ def measured(
     columns: HostColumns,
     identity: RowIdentity,
     histograms: Floats | None = None,
-    before: Standing | None = None,
-) -> tuple[dict[str, KindRows], Standing]:
-    """The rows that were written, by kind and in the order in which they were.
+    before: RowOrder | None = None,
+) -> tuple[dict[str, KindRows], RowOrder]:
+    """The rows that were written, by kind and in the order of writing; and that order.
 
     Args:
-        numbers: All rows of the table, shape ``(rows, len(COLUMNS))``. Aliases are filled in, in place.
-        histograms: Of all rows, shape ``(rows, BINS)``; likewise.
-        before: How the rows of an earlier step stood.
+        numbers: All rows of the table, shape ``(rows, len(COLUMNS))``. Rows of aliases are filled in, in place.
+        histograms: The histograms of all rows, shape ``(rows, BINS)``, filled in likewise.
+        before: The row order of an earlier step, returned again if it is the same.
     """
     order = columns.order[: len(numbers)]
     _resolve_aliases(numbers, order, columns, histograms)
-    standing = _standing(numbers[:, WRITES] > 0, order, columns.captured_order[: len(numbers)], identity, before)
-    rows = standing.rows
+    row_order = _row_order(numbers[:, WRITES] > 0, order, columns.captured_order[: len(numbers)], identity, before)
+    rows = row_order.rows
     counted = None if histograms is None else histograms[rows].astype(np.int64)
     partials = Partials(Partials.from_rows(numbers[rows]).columns, counted)
-    together = KindRows(standing.series, standing.micro_step, standing.place, columns.layout[rows], partials)
-    return {kind: _take(together, where) for kind, where in standing.kinds.items()}, standing
+    together = KindRows(row_order.series, row_order.micro_step, row_order.place, columns.layout[rows], partials)
+    return {kind: _take(together, where) for kind, where in row_order.kinds.items()}, row_order
 
 
-def _standing(
+def _row_order(
     there: NDArray[np.bool_],
     order: NDArray[np.int64],
     captured_order: NDArray[np.int64],
     identity: RowIdentity,
-    before: Standing | None,
-) -> Standing:
-    told_by = (there.tobytes(), order.tobytes(), captured_order.tobytes())
-    if before is not None and before.told_by == told_by:
+    before: RowOrder | None,
+) -> RowOrder:
+    key = (there.tobytes(), order.tobytes(), captured_order.tobytes())
+    if before is not None and before.key == key:
         return before
     (present,) = there.nonzero()
-    # Nobody was there when captured code wrote: its rows stand where they stood when it was captured.
-    standing = np.where(order > 0, order, captured_order)
-    present = present[standing[present].argsort(kind="stable")]
+    # No hook runs when captured code writes: its rows keep the order that they had at the capture.
+    row_order = np.where(order > 0, order, captured_order)
+    present = present[row_order[present].argsort(kind="stable")]
     kinds = identity.kind[present]
     place = kinds.argsort(kind="stable")
     rows, kinds = present[place], kinds[place]
     series, micro_step = identity.series[rows], identity.micro_step[rows]
     for shared in (rows, series, micro_step, place):
         shared.flags.writeable = False
-    return Standing(told_by, rows, series, micro_step, place, _parted(kinds))
+    return RowOrder(key, rows, series, micro_step, place, _parted(kinds))
 
 
 def _parted(kinds: NDArray[np.int64]) -> dict[str, slice]:
-    """Where each kind's rows are among rows that stand kind by kind."""
+    """The slice of each kind's rows, among rows that are sorted by kind."""
     (ends,) = (kinds[1:] != kinds[:-1]).nonzero()
     bounds = (0, *(ends + 1).tolist(), len(kinds)) if len(kinds) else ()
     return {KINDS[kinds[start]]: slice(start, end) for start, end in pairwise(bounds)}
 
 
 def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostColumns, histograms: Floats | None) -> None:
-    """Fill in the rows that stand for others. One whose source was written again since has lost its numbers: absent."""
+    """Fill in the rows of aliases. An alias whose source was written again has lost its numbers and becomes absent."""
     (aliases,) = ((columns.alias[: len(order)] != NOT_AN_ALIAS) & (order > 0)).nonzero()
     if not len(aliases):
         return
@@ -422,9 +427,9 @@ def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:
 
 
 def combined_micro_steps(rows: KindRows) -> KindRows:
-    """One row a series: its micro-steps combined in ascending order, standing where the first of them stood.
+    """One row per series: its micro-steps combined in ascending order, at the position of the first.
 
-    ``writes`` is then how many there were, 0 for a row of the whole step.
+    ``writes`` becomes the number of micro-steps, 0 for a row of the whole step.
     """
     by_series = _take(rows, np.lexsort((rows.micro_step, rows.series)))
     starts = np.flatnonzero(np.r_[True, np.diff(by_series.series) != 0]) if len(rows) else np.zeros(0, dtype=np.int64)
@@ -437,7 +442,7 @@ def combined_micro_steps(rows: KindRows) -> KindRows:
 
 
 def _micro_steps(by_series: KindRows, starts: NDArray[np.int64]) -> Floats:
-    """How many micro-steps each run of rows has; several rows may be of one."""
+    """The number of micro-steps in each run of rows; several rows may be of the same micro-step."""
     another = np.r_[True, np.diff(by_series.micro_step) != 0][: len(by_series)]
     another[starts] = True
     another &= by_series.micro_step != NO_MICRO_STEP

@@ -19,7 +19,7 @@ from tensorboard.plugins.text import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.failures import LOGGER
-from monitor.sinks.files import GrowingFile, opened
+from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.tensorboard import FORMAT_VERSION, new_path, record
 from monitor.sinks.text_cache import encodable
 from monitor.training.config import TrainingConfig
@@ -48,7 +48,7 @@ class EventWriter:
         self._directory = directory
         self._queue_size = queue_size
         self._held: list[bytes] = []
-        self._file: GrowingFile | None = None
+        self._file: AppendFile | None = None
 
     def scalars(self, scalars: Sequence[Scalar]) -> None:
         """Add numbers, each against its step and, if it has ``samples``, against samples too."""
@@ -98,10 +98,10 @@ class EventWriter:
         if len(self._held) > self._queue_size:
             self.flush()
 
-    def _open_file(self) -> GrowingFile:
+    def _open_file(self) -> AppendFile:
         if self._file is None or self._file.gone():
             path = new_path(self._directory)
-            self._file = GrowingFile(path, opened(path, os.O_CREAT | os.O_EXCL))
+            self._file = AppendFile(path, opened(path, os.O_CREAT | os.O_EXCL))
             self._file.write(record(Event(wall_time=time.time(), file_version=FORMAT_VERSION).SerializeToString()))
         return self._file
 

@@ -245,7 +245,7 @@ class MetricsWriter:
         self._reporting.flush()
         ticket.settle(True)
 
-    def flush_without(self) -> Ticket:
+    def flush_without_writer(self) -> Ticket:
         """Refuse: without its thread nothing can be written."""
         ticket = Ticket()
         ticket.settle(False)

@@ -11,7 +11,7 @@ from sink_rows import Measured, magnitudes_of
 
 from monitor.convert import CSV2DBConfig, csv2db, csv2tensorboard_by_step
 from monitor.sinks.csv import read_csv
-from monitor.stats.histograms import spelled
+from monitor.stats.histograms import histogram_text
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 
 OPS = ("norm", "mean", "magnitude_histogram", "underflow_fp16")
@@ -70,7 +70,7 @@ def test_the_database_has_a_column_for_each_feature(database: Path) -> None:
 
 def test_the_database_has_shares_beside_calls_and_histograms_as_text(database: Path) -> None:
     columns = "name, mean, calls, magnitude_histogram, typeof(magnitude_histogram), underflow_fp16"
-    counted = ("all_reduce.post_0", 0.5625, 3, spelled(magnitudes_of(SMALL)), "text", 0.25)
+    counted = ("all_reduce.post_0", 0.5625, 3, histogram_text(magnitudes_of(SMALL)), "text", 0.25)
     assert query(database, f"SELECT {columns} FROM other WHERE step = 0") == [counted, ("w", 0.75, None, None, "null", None)]
     assert query(database, "SELECT DISTINCT norm FROM adam_update") == [(5.0,)]
 

@@ -12,7 +12,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.partials import Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 SERIES, STEPS = 1000, 20
@@ -35,7 +35,7 @@ def test_a_row_takes_as_many_bytes_as_it_is_reckoned_with(tmp_path: Path, name: 
     names = (f"module.model.layers.{i // 10}.self_attn.q_proj.{i % 10}.weight" for i in range(SERIES))
     series = SeriesTable(Series("grad_reduced", 0, one) for one in names)
     sink = make_sink(name, SinkContext(tmp_path, 0, series, 6, STEPS, 1e-8))
-    rng, layouts = np.random.default_rng(0), [Layout((4096,), "torch.float32")]
+    rng, layouts = np.random.default_rng(0), [TensorLayout((4096,), "torch.float32")]
     for step in range(STEPS):
         sink.write(StepRows(step, OPS, {"grad_reduced": measured(rng)}, layouts))
     sink.close()

@@ -17,9 +17,9 @@ from monitor.coordinator.series_file import MeasuredSeries, read_flow, read_seri
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
-LAYOUT = Layout((4, 8), "torch.float32")
+LAYOUT = TensorLayout((4, 8), "torch.float32")
 FACTS = RankFacts(
     identity=JobIdentity("1a2b3c4d" * 4, "Dec03_21-34-40"),
     rank=1,

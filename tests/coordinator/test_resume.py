@@ -31,7 +31,7 @@ from monitor.coordinator.resume import (
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 ROOT = Path(__file__).parents[2]
 WINTER = ("Dec31_23-00-00", "Jan01_01-00-00")
@@ -62,7 +62,7 @@ class Rank:
         nothing = np.zeros_like(index)
         rows = KindRows(index, nothing, nothing, nothing, Partials(np.zeros((len(COLUMNS), len(names)))))
         for step in steps:
-            self.manifest.written(StepRows(step, ("norm",), {"grad_reduced": rows}, [Layout((2,), "f")], status))
+            self.manifest.written(StepRows(step, ("norm",), {"grad_reduced": rows}, [TensorLayout((2,), "f")], status))
 
     def saved(self):
         self.manifest.save()

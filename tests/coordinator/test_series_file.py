@@ -12,12 +12,12 @@ from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, S
 from monitor.coordinator.series_file import Measured, MeasuredSeries, read_flow, read_series
 from monitor.series import LOCAL, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 WEIGHT = Series("grad_reduced", 0, "h.0.weight")
 BIAS = Series("grad_reduced", 1, "h.0.bias")
 INPUT = Series("actv", 0, "h.0.input")
-MATRIX, VECTOR = Layout((4, 8), "torch.float32"), Layout((8,), "torch.bfloat16")
+MATRIX, VECTOR = TensorLayout((4, 8), "torch.float32"), TensorLayout((8,), "torch.bfloat16")
 
 
 def step_of(*measured, table, layouts, step=0):
@@ -106,7 +106,7 @@ def test_a_step_that_brings_nothing_new_makes_no_new_file(seen):
 def test_a_new_layout_in_every_step_changes_the_file_once(seen):
     """Sequence lengths that never repeat must not leave a file a step."""
     table, measured = seen
-    layouts = [Layout((length,), "torch.float32") for length in range(100)]
+    layouts = [TensorLayout((length,), "torch.float32") for length in range(100)]
     names = set()
     for layout in layouts:
         measured.see(step_of((INPUT, layout), table=table, layouts=layouts))
@@ -127,7 +127,9 @@ def test_the_same_content_has_the_same_name_and_another_has_another():
 
 
 SERIES = st.builds(Series, st.sampled_from(["actv", "other"]), st.integers(0, 3), st.text(max_size=20))
-LAYOUTS = st.builds(Layout, st.lists(st.integers(0, 2**40), max_size=4).map(tuple), st.sampled_from(["torch.int8", "float"]))
+LAYOUTS = st.builds(
+    TensorLayout, st.lists(st.integers(0, 2**40), max_size=4).map(tuple), st.sampled_from(["torch.int8", "float"])
+)
 
 
 @given(st.dictionaries(SERIES, LAYOUTS, min_size=1, max_size=20))

@@ -20,7 +20,7 @@ from monitor.merge.report import Report
 from monitor.series import Placement, Series, SeriesTable, Shard
 from monitor.sinks import csv, hdf5, tensorboard
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 JOB = "1a2b3c4d" * 4
 TIMESTAMP = "Dec03_21-34-40"
@@ -103,7 +103,7 @@ class RecordedRank:
         )
 
     def _layout(self, measured: Measured) -> int:
-        layout = Layout((len(measured.values),) if measured.shape is None else measured.shape, "torch.float32")
+        layout = TensorLayout((len(measured.values),) if measured.shape is None else measured.shape, "torch.float32")
         if layout not in self.layouts:
             self.layouts.append(layout)
         return self.layouts.index(layout)

@@ -12,7 +12,7 @@ from sink_rows import SIX_OPS, Measured, magnitudes_of
 from monitor.merge.output import PER_RANK
 from monitor.merge.report import Report
 from monitor.series import Placement, Shard
-from monitor.stats.histograms import LOSSES, spelled
+from monitor.stats.histograms import LOSSES, histogram_text
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 
 SHAPES = ((2, 4), (4, 4))
@@ -178,11 +178,11 @@ class TestHistograms:
         self._recorded(tmp_path, format)
         merged(tmp_path, format=output)
         every = tensors(tmp_path)
-        assert {row["magnitude_histogram"] for row in every} == {spelled(magnitudes_of([*PARTS[0], *PARTS[1]]))}
+        assert {row["magnitude_histogram"] for row in every} == {histogram_text(magnitudes_of([*PARTS[0], *PARTS[1]]))}
         assert [(row["underflow_fp16"], row["overflow_fp16"]) for row in every] == [pytest.approx((0.2, 0.2))] * 6
         first = table(tmp_path, "per_rank").to_pylist()[0]
         assert (first["magnitude_histogram"], first["underflow_fp16"]) == (
-            spelled(magnitudes_of(PARTS[0])),
+            histogram_text(magnitudes_of(PARTS[0])),
             pytest.approx(1 / 3),
         )
 

@@ -15,7 +15,7 @@ from monitor.coordinator.resume import Earlier
 from monitor.merge.atomic_output import MergeError
 from monitor.merge.output import read_merged
 from monitor.series import Placement, Shard
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.stats.ops import derive
 from monitor.stats.partials import Partials
 
@@ -291,7 +291,7 @@ def test_a_rank_that_recorded_to_tensorboard_alone_is_named(tmp_path: Path) -> N
 
 def test_only_the_kinds_and_steps_asked_for_are_merged(tmp_path: Path) -> None:
     sharded(tmp_path)
-    merged(tmp_path, steps=Steps(1, 1), kinds=["grad_reduced"])
+    merged(tmp_path, steps=StepSpan(1, 1), kinds=["grad_reduced"])
     assert {row["step"] for row in tensors(tmp_path)} == {1}
     with pytest.raises(MergeError, match="no rows"):
         merged(tmp_path, "none", kinds=["actv"])

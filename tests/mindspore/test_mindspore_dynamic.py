@@ -137,7 +137,7 @@ def test_a_model_that_was_attached_again_goes_on_with_what_is_in_force(output: O
 def living() -> Counter[str]:
     """Objects that the garbage collector knows, by type, without the manifest's ranges of steps, which are bounded there."""
     gc.collect()
-    return Counter(name for one in gc.get_objects() if (name := type(one).__name__) != "StepRange")
+    return Counter(name for one in gc.get_objects() if (name := type(one).__name__) != "StepSpan")
 
 
 def held_by(one: Training) -> dict[str, int]:

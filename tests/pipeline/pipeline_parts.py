@@ -19,7 +19,7 @@ import numpy as np
 from monitor.failures import Failures
 from monitor.pipeline.pipeline import Pipeline
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 ROOT = Path(__file__).parents[2]
 COPY_BYTES = 1000
@@ -30,7 +30,7 @@ ALWAYS.set()
 def rows_of(step: int) -> StepRows:
     column = np.zeros(1, np.int64)
     rows = KindRows(column, column, column, column, Partials(np.zeros((len(COLUMNS), 1))))
-    return StepRows(step, ("norm",), {"actv": rows}, [Layout((1,), "float32")])
+    return StepRows(step, ("norm",), {"actv": rows}, [TensorLayout((1,), "float32")])
 
 
 class Copy:
@@ -42,7 +42,7 @@ class Copy:
         self.readable = ALWAYS
 
     @property
-    def at_hand(self) -> bool:
+    def ready(self) -> bool:
         return self.readable.is_set()
 
     def rows(self) -> StepRows:

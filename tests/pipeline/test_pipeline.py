@@ -20,7 +20,7 @@ from pipeline_parts import (
 
 from monitor.failures import Failures
 from monitor.pipeline import writer
-from monitor.pipeline.step_queue import GATHERED_BYTES
+from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def test_training_waits_once_for_a_budget_then_drops_at_once_then_goes_on_when_t
     began = time.monotonic()
     assert not record(pipeline, 3)
     assert time.monotonic() - began >= 0.2
-    assert pipeline._patience.left == 0.0
+    assert pipeline._backpressure.left == 0.0
     assert not record(pipeline, 4)
     hanging.release.set()
     assert until(lambda: pipeline._ring.mostly_free)
     assert record(pipeline, 5)
-    assert pipeline._patience.left == 0.2
+    assert pipeline._backpressure.left == 0.2
     assert pipeline.close()
     assert hanging.steps == journal.entries["written"] == [0, 1, 2, 5]
     assert journal.entries["dropped"] == [[3, "queue full"], [4, "queue full"]]
@@ -183,7 +183,7 @@ def test_of_steps_that_come_together_each_has_its_turn_whatever_becomes_of_the_o
                 raise ValueError("not this one")
             super().write(rows)
 
-    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 1000.0)
     watcher = Onlooker()
     sinks = {"picky": Picky(tmp_path / "picky"), "other": RecordSink(tmp_path / "other")}
     pipeline = pipeline_of(sinks, journal, new_sealed=Broken, copies=100, watchers={"watcher": watcher})
@@ -199,7 +199,7 @@ def test_of_steps_that_come_together_each_has_its_turn_whatever_becomes_of_the_o
 
 
 def test_steps_before_one_that_is_waited_for_do_not_wait_with_it(tmp_path, journal, monkeypatch):
-    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 1000.0)
     watcher = Onlooker()
     pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal, copies=100, watchers={"watcher": watcher})
     arrives = threading.Event()
@@ -219,17 +219,17 @@ class Seer(RecordSink):
 
     def __init__(self, path, error=None):
         super().__init__(path)
-        self.foreseen: list[list[int]] = []
+        self.prepared: list[list[int]] = []
         self._error = error
 
-    def foresee(self, steps):
-        self.foreseen.append([rows.step for rows in steps])
+    def prepare(self, steps):
+        self.prepared.append([rows.step for rows in steps])
         if self._error is not None:
             raise self._error
 
 
 def test_a_sink_that_can_make_use_of_it_is_told_what_comes(tmp_path, journal, monkeypatch):
-    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 1000.0)
     seer = Seer(tmp_path / "seer")
     pipeline = pipeline_of({"seer": seer, "other": RecordSink(tmp_path / "other")}, journal, copies=100)
     record(pipeline, 0)
@@ -237,7 +237,7 @@ def test_a_sink_that_can_make_use_of_it_is_told_what_comes(tmp_path, journal, mo
     for step in range(1, 4):
         record(pipeline, step)
     assert pipeline.close()
-    assert seer.foreseen == [[1, 2, 3]]
+    assert seer.prepared == [[1, 2, 3]]
     assert steps_in(tmp_path / "seer") == steps_in(tmp_path / "other") == [0, 1, 2, 3]
 
 
@@ -245,7 +245,7 @@ def test_no_more_is_foretold_at_once_than_is_gathered(tmp_path, journal, hanging
     """However much has come together while a sink was slow: alerts do not wait for all of it, nor does memory hold it."""
     seer = Seer(tmp_path / "seer")
     pipeline = pipeline_of(
-        {"seer": seer, "hangs": hanging}, journal, new_sealed=lambda: Copy(GATHERED_BYTES // 2), copies=GATHERED_BYTES
+        {"seer": seer, "hangs": hanging}, journal, new_sealed=lambda: Copy(BATCH_LIMIT_BYTES // 2), copies=BATCH_LIMIT_BYTES
     )
     record(pipeline, 0)
     assert hanging.hanging.wait(20)
@@ -253,12 +253,12 @@ def test_no_more_is_foretold_at_once_than_is_gathered(tmp_path, journal, hanging
         assert record(pipeline, step)
     hanging.release.set()
     assert pipeline.close()
-    assert seer.foreseen == [[1, 2], [3, 4], [5, 6]]
+    assert seer.prepared == [[1, 2], [3, 4], [5, 6]]
     assert steps_in(tmp_path / "seer") == list(range(8))
 
 
 def test_one_that_fails_to_foresee_is_given_every_step_all_the_same(tmp_path, journal, monkeypatch):
-    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 1000.0)
     failures = Failures()
     pipeline = pipeline_of({"seer": Seer(tmp_path / "seer", MemoryError())}, journal, copies=100, failures=failures)
     record(pipeline, 0)

@@ -3,7 +3,7 @@ import time
 import pytest
 from pipeline_parts import Copy
 
-from monitor.pipeline.step_queue import GATHERED_BYTES, Ring
+from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES, Ring
 
 
 def ring_of(queue_bytes: int, nbytes: int = 100) -> Ring[Copy]:
@@ -84,29 +84,29 @@ def test_it_is_roomy_until_half_of_it_is_taken_and_again_when_copies_come_back()
     copies = []
     for _ in range(4):
         copies.append(ring.take(0.0))
-        assert ring.roomy
+        assert ring.may_batch
     copies.append(ring.take(0.0))
-    assert not ring.roomy
+    assert not ring.may_batch
     ring.put_back(copies.pop())
-    assert ring.roomy
+    assert ring.may_batch
 
 
 def test_copies_that_wait_together_hold_a_bounded_number_of_bytes():
-    ring = ring_of(1 << 40, nbytes=GATHERED_BYTES // 2)
+    ring = ring_of(1 << 40, nbytes=BATCH_LIMIT_BYTES // 2)
     ring.take(0.0)
     ring.take(0.0)
-    assert not ring.roomy
+    assert not ring.may_batch
 
 
 def test_a_ring_of_two_is_never_roomy_while_one_is_taken():
     ring = ring_of(299, nbytes=100)
     ring.take(0.0)
-    assert not ring.roomy
+    assert not ring.may_batch
 
 
 def test_a_copy_that_has_grown_counts_as_large_as_it_is():
     ring = ring_of(1000, nbytes=10)
     copy = ring.take(0.0)
-    assert ring.roomy
+    assert ring.may_batch
     copy.nbytes = 400
-    assert not ring.roomy
+    assert not ring.may_batch

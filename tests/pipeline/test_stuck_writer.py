@@ -104,7 +104,7 @@ def test_a_device_that_never_finishes_a_step_keeps_no_sink_from_being_closed(jou
 def test_of_steps_that_came_together_those_before_the_stuck_one_are_not_given_up(
     journal, tmp_path, monkeypatch, caplog, with_sink
 ):
-    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 1000.0)
     sinks = {"record": RecordSink(tmp_path / "steps")} if with_sink else {}
     watcher = Onlooker()
     pipeline = pipeline_of(sinks, journal, copies=100, close_seconds=CLOSE_SECONDS, watchers={"watcher": watcher})
@@ -123,7 +123,7 @@ def test_of_steps_that_came_together_those_before_the_stuck_one_are_not_given_up
 
 
 def test_a_sink_that_returns_after_closing_gave_up_is_given_none_of_the_steps_that_were_given_up(journal, hanging, monkeypatch):
-    monkeypatch.setattr(writer, "APART_SECONDS", 1000.0)
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 1000.0)
     pipeline = pipeline_of({"hangs": hanging}, journal, copies=100, close_seconds=CLOSE_SECONDS)
     for step in range(6):
         record(pipeline, step)

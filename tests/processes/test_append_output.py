@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from monitor.coordinator.resume import KILLED
 from monitor.merge.cli import app as merge_command
-from monitor.sinks.csv_files import Written
+from monitor.sinks.csv_files import CsvRows
 from monitor.sinks.hdf5 import read_hdf5
 
 STEPS = 20
@@ -79,7 +79,7 @@ class Job:
 def texts(directory: Path) -> Texts:
     found: Texts = {}
     for path in directory.glob("*.csv"):
-        rows = Written.read(path)
+        rows = CsvRows.read(path)
         assert rows is not None, path.name
         kind = path.name.rsplit("_", 1)[0]
         steps = {step: rows.rows_of(step) for step in rows.steps.tolist()}

@@ -18,7 +18,7 @@ from monitor.pytorch.recorder import OFF, DeviceSteps, Recorder
 from monitor.recording.recorder import RecordedSeries
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows
-from monitor.stats.table import Sealed
+from monitor.stats.table import SealedTable
 
 HOST = torch.device("cpu")
 MICRO_STEPS = (0, 1)
@@ -92,7 +92,7 @@ class Captured:
             self.x.fill_(value)
             self.tape.play()
         self.recorder.end_step()
-        sealed = Sealed()
+        sealed = SealedTable()
         self.recorder.seal(sealed)
         rows = sealed.rows().kinds.get("actv")
         return {} if rows is None else self._sums(rows)

@@ -146,7 +146,7 @@ def switch(one: Training, times: int, **config: Any) -> None:
 def living() -> Counter[str]:
     """Objects that the garbage collector knows, by type, without the manifest's ranges of steps, which are bounded there."""
     gc.collect()
-    return Counter(name for one in gc.get_objects() if (name := type(one).__name__) != "StepRange")
+    return Counter(name for one in gc.get_objects() if (name := type(one).__name__) != "StepSpan")
 
 
 def resident_bytes() -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from watching import EVERYTHING, Output, attached, train
 
 from monitor.series import NO_MICRO_STEP, Series
-from monitor.sinks.arrow import Facts
+from monitor.sinks.arrow import ShardMetadata
 from monitor.sinks.csv import read_csv
 from monitor.sinks.hdf5 import read_hdf5
 
@@ -90,7 +90,9 @@ def test_tensorboard_has_them_in_single_precision(trained: Output) -> None:
 def test_a_shard_holds_the_record_and_says_what_was_configured(trained: Output) -> None:
     paths = sorted(trained.directory().glob("*.h5"))
     assert [path.name for path in paths] == ["metrics_0-1.h5", "metrics_2-3.h5", "metrics_4-5.h5"]
-    assert [Facts.unpacked(read_hdf5(path).schema.metadata) for path in paths] == [Facts(0, 1e-8, tuple(OPS))] * 3
+    assert [ShardMetadata.unpacked(read_hdf5(path).schema.metadata) for path in paths] == [
+        ShardMetadata(0, 1e-8, tuple(OPS))
+    ] * 3
 
 
 def test_rows_stand_in_the_order_in_which_they_were_measured(trained: Output) -> None:
@@ -113,6 +115,6 @@ def test_a_skipped_step_is_in_hdf5_marked_so(output: Output) -> None:
             optimizer.zero_grad()
     (path,) = output.directory().glob("*.h5")
     table = read_hdf5(path)
-    assert Facts.unpacked(table.schema.metadata).skipped == (1,)
+    assert ShardMetadata.unpacked(table.schema.metadata).skipped == (1,)
     assert set(table["step"].to_pylist()) == {0, 1, 2}
     assert output.manifest()["steps"]["written"]["ranges"] == [[0, 2, 1]]

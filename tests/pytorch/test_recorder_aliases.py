@@ -8,13 +8,13 @@ from monitor.pytorch.recorder import Recorder
 from monitor.recording.recorder import RecordedSeries
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import MAX
-from monitor.stats.table import Sealed
+from monitor.stats.table import SealedTable
 
 
 def largest(recorder: Recorder) -> dict[str, float]:
     """The largest element that each series has recorded in the step."""
     recorder.end_step()
-    sealed = Sealed()
+    sealed = SealedTable()
     recorder.seal(sealed)
     rows = sealed.rows().kinds["actv"]
     names = [recorder.table.series[series].name for series in rows.series]

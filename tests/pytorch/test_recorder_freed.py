@@ -15,7 +15,7 @@ from monitor.recording.recorder import RecordedSeries
 from monitor.series import Series, SeriesTable
 from monitor.stats.host.native import VARIABLE
 from monitor.stats.rows import KindRows
-from monitor.stats.table import Sealed
+from monitor.stats.table import SealedTable
 
 Record = Callable[[Recorder, RecordedSeries, Tensor], None]
 
@@ -44,7 +44,7 @@ def test_what_was_freed_has_no_row_and_what_is_there_has_one(record: Record, dty
     record(recorder, RecordedSeries(Series("actv", 0, "gone"), (0,)), gone)
     record(recorder, RecordedSeries(Series("actv", 0, "there"), (0,)), there)
     recorder.end_step()
-    sealed = Sealed()
+    sealed = SealedTable()
     recorder.seal(sealed)
     rows = sealed.rows().kinds["actv"]
     assert [recorder.table.series[series].name for series in rows.series] == ["there"]
@@ -64,7 +64,7 @@ def test_what_has_no_layout_has_no_row_and_leaves_others_theirs(native: str, mon
     with pytest.raises(RuntimeError):
         recorder.record(watched["nested"], nested, 0)
     recorder.end_step()
-    sealed = Sealed()
+    sealed = SealedTable()
     recorder.seal(sealed)
     rows = sealed.rows()
     found = {recorder.table.series[row].name: rows.layouts[layout].shape for row, layout in _layouts(rows.kinds["actv"])}

@@ -18,7 +18,7 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.recorder import Recorder
 from monitor.stats.host.native import NativeKernel
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 GRADIENTS: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "min", "max"], "ndigits": 17}
@@ -74,7 +74,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(HostKernel, "reduce_into", counting("reduce_into", HostKernel.reduce_into))
+    monkeypatch.setattr(TorchHostKernel, "reduce_into", counting("reduce_into", TorchHostKernel.reduce_into))
     of = NativeKernel.of
     monkeypatch.setattr(NativeKernel, "of", lambda kernel, form: counting("plain", of(kernel, form)))
     return taken

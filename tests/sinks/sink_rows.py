@@ -12,7 +12,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.partials import COLUMNS, EMPTY, WRITES, Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 SIX_OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 
@@ -83,7 +83,7 @@ class Rank:
     def __init__(self, directory: Path, steps_per_record: int = 5, ndigits: int = 6) -> None:
         self.series = SeriesTable()
         self.context = SinkContext(directory, 0, self.series, ndigits, steps_per_record, eps=1e-8)
-        self.layouts: list[Layout] = []
+        self.layouts: list[TensorLayout] = []
 
     def step(
         self,
@@ -108,7 +108,7 @@ class Rank:
 
     def _layout(self, measured: Measured) -> int:
         shape = (1, len(measured.values)) if measured.shape is None else measured.shape
-        layout = Layout(shape, "torch.float32")
+        layout = TensorLayout(shape, "torch.float32")
         if layout not in self.layouts:
             self.layouts.append(layout)
         return self.layouts.index(layout)

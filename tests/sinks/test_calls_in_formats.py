@@ -11,11 +11,11 @@ from sink_rows import Measured, Rank
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monitor.sinks import hdf5_write
-from monitor.sinks.arrow import Facts, Measurements, partials_of
+from monitor.sinks.arrow import Measurements, ShardMetadata, partials_of
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import recover
-from monitor.sinks.step_spool import Block
+from monitor.sinks.step_spool import SpoolBlock
 from monitor.sinks.tensorboard import TensorBoardSink
 from monitor.stats.rows import StepRows
 
@@ -58,7 +58,7 @@ def calls_in(path: Path, kind: str = "other") -> list[int | None]:
 def leave_unfinished(rank: Rank, *steps: StepRows) -> Path:
     """As a process that was killed, and whose rows said nothing of calls, leaves them."""
     made = Measurements(rank.series)
-    blocks = [Block(made.of(rows).drop_columns(["calls"]), Facts(0, 1e-8).of(rows)) for rows in steps]
+    blocks = [SpoolBlock(made.of(rows).drop_columns(["calls"]), ShardMetadata(0, 1e-8).of(rows)) for rows in steps]
     rank.context.directory.mkdir()
     path = rank.context.directory / f".{SHARD}.part"
     path.write_bytes(b"".join(block.packed() for block in blocks))

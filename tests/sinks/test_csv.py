@@ -47,17 +47,17 @@ def out(rank: Rank) -> Path:
     return rank.context.directory
 
 
-class TestForesight:
-    """Files are the same whether steps were foreseen or not."""
+class TestPreparedSteps:
+    """Files are the same whether steps were prepared or not."""
 
-    def test_of_steps_that_were_foreseen_those_that_are_written_stand_in_the_files(self, tmp_path: Path) -> None:
+    def test_prepared_steps_that_are_written_are_in_the_files(self, tmp_path: Path) -> None:
         texts = []
-        for name, foresees in (("foreseen", True), ("alone", False)):
+        for name, prepares in (("prepared", True), ("alone", False)):
             rank = Rank(tmp_path / name, steps_per_record=3)
             sink = CsvSink(rank.context)
             steps = [rank.step(step, W if step % 3 else BOTH, ("norm",) if step < 5 else SIX_OPS) for step in range(9)]
-            if foresees:
-                sink.foresee(steps[:7])
+            if prepares:
+                sink.prepare(steps[:7])
             for rows in steps:
                 if rows.step not in (2, 3):  # which came to nothing
                     sink.write(rows)
@@ -66,10 +66,10 @@ class TestForesight:
         assert texts[0] == texts[1]
         assert len(texts[0]) > 3
 
-    def test_what_was_foreseen_and_could_not_be_written_is_let_go_of(self, rank: Rank, out: Path) -> None:
+    def test_prepared_steps_that_could_not_be_written_are_discarded(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
         steps = [rank.step(step, BOTH) for step in range(4)]
-        sink.foresee(steps)
+        sink.prepare(steps)
         out.mkdir(parents=True)
         (out / ".actv_0-4.csv.part").mkdir()
         with pytest.raises(IsADirectoryError):
@@ -80,11 +80,11 @@ class TestForesight:
         sink.close()
         assert [steps_in(out / f"{kind}_0-4.csv") for kind in BOTH] == [[1, 3], [1, 3]]
 
-    def test_foreseeing_again_takes_the_place_of_what_was_foreseen(self, rank: Rank, out: Path) -> None:
+    def test_a_new_batch_replaces_the_one_before(self, rank: Rank, out: Path) -> None:
         sink = CsvSink(rank.context)
-        sink.foresee([rank.step(step, W) for step in (0, 1)])
+        sink.prepare([rank.step(step, W) for step in (0, 1)])
         again = [rank.step(step, {"grad_reduced": [Measured("w", [6.0, 8.0])]}) for step in (0, 1)]
-        sink.foresee(again)
+        sink.prepare(again)
         for rows in again:
             sink.write(rows)
         sink.close()
@@ -412,7 +412,7 @@ class TestFaults:
         write(sink, rank, 0)
         (out / ".grad_reduced_0-4.csv.part").unlink()
         out.rmdir()
-        with pytest.raises(FileNotFoundError, match="removed while it was being written"):
+        with pytest.raises(FileNotFoundError, match="the file was removed while the monitor wrote to it"):
             write(sink, rank, 1)
         write(sink, rank, 2)
         sink.close()

@@ -23,7 +23,7 @@ def test_each_format_has_its_sink(tmp_path: Path) -> None:
 
 
 def test_a_format_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format 'xml' does not exist; there are csv, hdf5, tensorboard, api"):
+    with pytest.raises(ValueError, match="format 'xml' does not exist; the formats are csv, hdf5, tensorboard, api"):
         make_sink("xml", Rank(tmp_path).context)
 
 

@@ -23,12 +23,12 @@ from sink_rows import SIX_OPS, Measured, Rank, partials_of, visible
 import monitor.sinks
 from monitor.series import Series
 from monitor.sinks import hdf5
-from monitor.sinks.arrow import PARTIALS, SCHEMA, Facts, Measurements
+from monitor.sinks.arrow import PARTIALS, SCHEMA, Measurements, ShardMetadata
 from monitor.sinks.arrow import partials_of as partials_in
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import held, recover
-from monitor.sinks.recovery import Recovered
+from monitor.sinks.recovery import RecoveredFiles
 from monitor.stats.partials import COLUMNS, combine
 
 W = {"grad_reduced": [Measured("w")]}
@@ -160,7 +160,7 @@ class TestContent:
 
     def test_an_op_that_does_not_exist_is_named(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 4)
-        with pytest.raises(ValueError, match="there is no op 'medain'"):
+        with pytest.raises(ValueError, match="op 'medain' does not exist"):
             read_hdf5(out / "metrics_0-4.h5", ops=("medain",))
 
     def test_partials_that_were_read_combine(self, rank: Rank, out: Path) -> None:
@@ -224,7 +224,7 @@ class TestContent:
             sink.write(replace(rank.step(step, W), status=status))
         sink.close()
         table = read_hdf5(out / "metrics_0-4.h5", steps=(1, 2))
-        assert Facts(0, 1e-8, SIX_OPS, (2,), ()) == Facts.unpacked(table.schema.metadata)
+        assert ShardMetadata(0, 1e-8, SIX_OPS, (2,), ()) == ShardMetadata.unpacked(table.schema.metadata)
 
     def test_rows_beyond_a_chunk_are_all_there_in_order(self, tmp_path: Path) -> None:
         rank = Rank(tmp_path, steps_per_record=3)
@@ -275,7 +275,7 @@ class TestUnion:
         table = read_hdf5(out / "metrics_0-4.h5")
         assert table["name"].to_pylist() == ["d", "a", "b", "b", "c", "b"]
         assert table["step"].to_pylist() == [2, 0, 0, 1, 2, 2]
-        assert Facts.unpacked(table.schema.metadata).skipped == (0,)
+        assert ShardMetadata.unpacked(table.schema.metadata).skipped == (0,)
 
     def test_a_step_written_again_replaces_its_rows_and_the_later_ones(self, rank: Rank, out: Path) -> None:
         first = Hdf5Sink(rank.context)
@@ -287,7 +287,7 @@ class TestUnion:
         table = read_hdf5(out / "metrics_0-4.h5")
         assert table["step"].to_pylist() == [0, 1, 2, 3]
         assert table["max"].to_pylist() == [1.0, 1.0, 9.0, 9.0]
-        assert Facts.unpacked(table.schema.metadata).skipped == (0, 1)
+        assert ShardMetadata.unpacked(table.schema.metadata).skipped == (0, 1)
 
     def test_a_step_written_again_while_its_record_is_open(self, rank: Rank, out: Path) -> None:
         sink = Hdf5Sink(rank.context)
@@ -401,7 +401,7 @@ def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], s
                 at_work = sinks[EPS[0]]
         at_work.close()
         assert expected == found_in(Path(directory))
-        assert set(expected) == held(Path(directory), Steps(0, 8))
+        assert set(expected) == held(Path(directory), StepSpan(0, 8))
 
 
 def abandon(sink: Hdf5Sink) -> None:
@@ -416,7 +416,7 @@ def found_in(directory: Path) -> dict[int, tuple[float, float]]:
     found: dict[int, tuple[float, float]] = {}
     for name in os.listdir(directory):
         table = read_hdf5(directory / name)
-        eps = Facts.unpacked(table.schema.metadata).eps
+        eps = ShardMetadata.unpacked(table.schema.metadata).eps
         for row in table.to_pylist():
             assert row["step"] not in found
             found[row["step"]] = row["max"], eps
@@ -428,7 +428,7 @@ class TestLeftBehind:
 
     def test_its_steps_become_visible_and_can_be_gone_on_with(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 0, 1, 2)
-        assert recover(out, -1, 0, 0) == Recovered({Steps(0, 4)}, set(), [])
+        assert recover(out, -1, 0, 0) == RecoveredFiles({StepSpan(0, 4)}, set(), [])
         assert steps_in(out / "metrics_0-4.h5") == [0, 1, 2]
         sink = Hdf5Sink(rank.context)
         write(sink, rank, 2, kinds={"grad_reduced": [Measured("w", [9.0])]})
@@ -440,8 +440,8 @@ class TestLeftBehind:
         write(Hdf5Sink(rank.context), rank, 4, 9, 14, 15)
         for number, name in enumerate(("metrics_0-4.h5", "metrics_5-9.h5", "metrics_10-14.h5")):
             os.utime(out / name, ns=(number, number))
-        assert recover(out, 9, 2, 0).ranges == {Steps(10, 14), Steps(15, 19)}
-        assert held(out, Steps(10, 19)) == {14, 15}
+        assert recover(out, 9, 2, 0).ranges == {StepSpan(10, 14), StepSpan(15, 19)}
+        assert held(out, StepSpan(10, 19)) == {14, 15}
 
     def test_a_step_that_is_not_whole_is_left_out(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 0, 1)
@@ -474,7 +474,7 @@ class TestLeftBehind:
     def test_a_part_that_holds_nothing_goes(self, out: Path, content: bytes) -> None:
         out.mkdir()
         (out / ".metrics_0-4.h5.part").write_bytes(content)
-        assert recover(out, -1, 0, 0) == Recovered({Steps(0, 4)}, set(), [])
+        assert recover(out, -1, 0, 0) == RecoveredFiles({StepSpan(0, 4)}, set(), [])
         assert os.listdir(out) == []
 
     def test_a_damaged_shard_is_set_aside(self, rank: Rank, out: Path) -> None:
@@ -563,7 +563,7 @@ class TestFaults:
         write(sink, rank, 0)
         (out / ".metrics_0-4.h5.part").unlink()
         out.rmdir()
-        with pytest.raises(FileNotFoundError, match="removed while it was being written"):
+        with pytest.raises(FileNotFoundError, match="the file was removed while the monitor wrote to it"):
             write(sink, rank, 1)
         write(sink, rank, 2)
         sink.close()
@@ -647,7 +647,7 @@ class TestFaults:
         write(sink, rank, 0)
         with monkeypatch.context() as patch:
             patch.setattr(h5py.File, "in_memory", fail)
-            with pytest.raises(OSError, match="no shard could be made of it, and it is gone: RuntimeError"):
+            with pytest.raises(OSError, match="its steps could not be written as HDF5 and are lost: RuntimeError"):
                 sink.flush()
         write(sink, rank, 1, 4)
         assert steps_in(out / "metrics_0-4.h5") == [1, 4]
@@ -779,8 +779,8 @@ class TestForeign:
             ("max", np.array([b"a"] * 5), "Cannot cast"),
             ("count", np.full(5, 0.5), "Cannot cast"),
             ("step", np.array([0, 2, 1, 3, 4]), "not in order"),
-            ("series_id", np.full(5, 9), "a number stands for no text"),
-            ("series_id", np.full(5, -1), "a number stands for no text"),
+            ("series_id", np.full(5, 9), "a dictionary index is out of range"),
+            ("series_id", np.full(5, -1), "a dictionary index is out of range"),
             ("series", np.zeros(1), "string"),
         ],
     )
@@ -812,7 +812,7 @@ class TestForeign:
         with h5py.File(shard, "r+") as file:
             del file["actv/step"]
             file["actv"].create_dataset("step", (10**12,), "i8", chunks=(1000,))
-        with pytest.raises(NotAShardError, match="more rows than it has"):
+        with pytest.raises(NotAShardError, match="more rows than were written"):
             read_hdf5(shard)
 
     def test_a_truncated_shard_is_an_error(self, shard: Path) -> None:

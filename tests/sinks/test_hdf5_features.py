@@ -14,7 +14,7 @@ from monitor.sinks import hdf5_write
 from monitor.sinks.arrow import partials_of
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.sinks.hdf5_recovery import recover
-from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, spelled
+from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, histogram_text
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ, combine_groups
 
 ATTENTION = Measured("h.0.attn", micro_step=0, numbers={COUNT: 4, SUM: 6.0, SUMSQ: 3.0})
@@ -140,7 +140,7 @@ class TestHistograms:
         table = read_hdf5(written(rank, {"adam_update": [SIGNED], "grad_reduced": [COUNTED, Measured("v")]}), ops=ops)
         assert table["underflow_fp16"].to_pylist() == [None, 0.2, None]
         assert table["overflow_fp16"].to_pylist() == [None, 0.0, None]
-        assert table["magnitude_histogram"].to_pylist() == [None, spelled(magnitudes_of(SMALL)), None]
+        assert table["magnitude_histogram"].to_pylist() == [None, histogram_text(magnitudes_of(SMALL)), None]
 
     def test_those_that_were_read_combine(self, rank: Rank) -> None:
         table = read_hdf5(written(rank, {"grad_reduced": [COUNTED, Measured("v", [1.0], magnitudes=True)]}))

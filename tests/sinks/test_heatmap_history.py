@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.sinks.heatmaps import DEEPEST, History, shades
+from monitor.sinks.heatmaps import DEEPEST, HeatmapHistory, shades
 
 MOST = 4
 
 
-def history_of(*steps: int, most: int = MOST) -> History:
+def history_of(*steps: int, most: int = MOST) -> HeatmapHistory:
     """Each step has its own number as its shade."""
-    history = History.empty(2)
+    history = HeatmapHistory.empty(2)
     for step in steps:
         history = history.with_step(step, np.array([step, 0], dtype=np.uint8), most)
     return history
 
 
-def columns(history: History) -> list[tuple[int, int]]:
+def columns(history: HeatmapHistory) -> list[tuple[int, int]]:
     """The deepest shade and the last step of each."""
     return list(zip(history.shades[:, 0].tolist(), history.last.tolist(), strict=True))
 
@@ -44,7 +44,7 @@ class TestHistory:
         assert columns(history_of(1, 2, 3, 4, 5)) == [(2, 2), (4, 4), (5, 5)]
 
     def test_a_column_of_several_steps_has_the_deepest_shade_of_each_bin(self) -> None:
-        history = History.empty(2)
+        history = HeatmapHistory.empty(2)
         for step, shade in enumerate(([9, 0], [2, 0], [0, 3], [0, 1])):
             history = history.with_step(step, np.array(shade, dtype=np.uint8), 2)
         assert history.shades.tolist() == [[9, 0], [0, 3]]

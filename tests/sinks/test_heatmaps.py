@@ -23,7 +23,7 @@ from monitor.sinks.heatmaps import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
     TOP,
-    History,
+    HeatmapHistory,
     column_of,
     drawn,
     is_due,
@@ -87,7 +87,7 @@ class TestPictures:
 
     @pytest.mark.parametrize("steps", [1, 10, 130, 256, 300, 500])
     def test_columns_fill_the_width_however_many_there_are(self, steps: int) -> None:
-        history = History.empty(BINS)
+        history = HeatmapHistory.empty(BINS)
         for step in range(steps):
             history = history.with_step(step, np.full(BINS, 1 + step // 2, dtype=np.uint8), MOST_COLUMNS)
         middle = plot(Image.open(BytesIO(drawn(history).png)))[PLOT_HEIGHT // 2].tolist()

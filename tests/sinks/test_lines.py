@@ -13,16 +13,16 @@ from sink_rows import Measured, Rank
 
 from monitor.sinks import csv as lines
 from monitor.sinks import csv_text
-from monitor.sinks.csv import Lines, header
+from monitor.sinks.csv import CsvLines, header
 from monitor.stats.histograms import LOSSES
 from monitor.stats.host.native import VARIABLE
-from monitor.stats.rows import Layout, StepRows
+from monitor.stats.rows import StepRows, TensorLayout
 
 
 def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
     """The lines of each kind."""
     texts: dict[str, bytes] = {}
-    for _, kind, text in Lines(rank.series, rank.context.ndigits).of([rows]):
+    for _, kind, text in CsvLines(rank.series, rank.context.ndigits).of([rows]):
         texts[kind] = texts.get(kind, b"") + bytes(text)
     return {kind: text.decode() for kind, text in texts.items()}
 
@@ -31,7 +31,7 @@ def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether lines are made in C."""
     monkeypatch.setenv(VARIABLE, request.param)
-    assert csv_text.is_there() is (request.param == "1")
+    assert csv_text.is_native() is (request.param == "1")
 
 
 @pytest.fixture
@@ -94,17 +94,17 @@ def test_a_name_that_has_no_utf8_is_written_with_an_escape(rank: Rank) -> None:
 
 
 def test_series_and_layouts_that_come_later_are_spelled_too(rank: Rank) -> None:
-    spelled = Lines(rank.series, 6)
+    spelled = CsvLines(rank.series, 6)
     list(spelled.of([rank.step(0, {"other": [Measured("a", [1.0])]}, ops=("shape",))]))
     rows = rank.step(1, {"other": [Measured("b", [1.0, 2.0]), Measured("a", [1.0])]}, ops=("shape",))
     assert list(spelled.of([rows])) == [(rows, "other", b'0,b,1,"[1, 2]"\n0,a,1,"[1, 1]"\n')]
 
 
 def test_another_list_of_layouts_is_not_taken_for_the_one_before(rank: Rank) -> None:
-    spelled = Lines(rank.series, 6)
+    spelled = CsvLines(rank.series, 6)
     rows = rank.step(0, {"other": [Measured("a")]}, ops=("dtype",))
     list(spelled.of([rows]))
-    other = StepRows(1, rows.ops, rows.kinds, [Layout((), "torch.bfloat16")])
+    other = StepRows(1, rows.ops, rows.kinds, [TensorLayout((), "torch.bfloat16")])
     assert list(spelled.of([other])) == [(other, "other", b"0,a,1,torch.bfloat16\n")]
 
 
@@ -123,7 +123,7 @@ def test_a_kind_without_rows_has_no_lines(rank: Rank) -> None:
     empty = {
         "exp_avg": type(rows.kinds["other"])(*(np.empty(0, dtype=np.int64),) * 4, rows.kinds["other"].partials.take(slice(0)))
     }
-    assert list(Lines(rank.series, 6).of([StepRows(0, rows.ops, empty, [])])) == []
+    assert list(CsvLines(rank.series, 6).of([StepRows(0, rows.ops, empty, [])])) == []
 
 
 def test_magnitudes_and_calls_are_spelled_where_there_are_any(rank: Rank) -> None:
@@ -161,9 +161,12 @@ def test_lines_of_many_steps_are_those_of_each_alone(rank: Rank, monkeypatch: py
     }
     some = {"grad_reduced": kinds["grad_reduced"][:2]}
     steps = [rank.step(9, kinds), rank.step(10, some), rank.step(11, {}), rank.step(12, kinds, ops=("shape", "nans"))]
-    steps += [rank.step(13, kinds), StepRows(14, ("dtype",), rank.step(14, some).kinds, [Layout((), "torch.bfloat16")] * 2)]
+    steps += [
+        rank.step(13, kinds),
+        StepRows(14, ("dtype",), rank.step(14, some).kinds, [TensorLayout((), "torch.bfloat16")] * 2),
+    ]
     texts: dict[tuple[int, str], bytes] = {}
-    for rows, kind, text in Lines(rank.series, 6).of(steps):
+    for rows, kind, text in CsvLines(rank.series, 6).of(steps):
         texts[rows.step, kind] = texts.get((rows.step, kind), b"") + bytes(text)
     alone = {(rows.step, kind): text.encode() for rows in steps for kind, text in text_of(rank, rows).items()}
     assert texts == alone
@@ -173,13 +176,13 @@ def test_a_step_without_histograms_has_none_beside_one_that_has_them(rank: Rank)
     ops = ("magnitude_histogram", *LOSSES[:1], "nans")
     bare = rank.step(0, {"param_origin": [Measured("w", [math.nan, math.nan])]}, ops=ops)
     counted = rank.step(1, {"param_origin": [Measured("w", [1.0, 2.0], magnitudes=True)]}, ops=ops)
-    together = {rows.step: bytes(text) for rows, _, text in Lines(rank.series, 6).of([bare, counted])}
+    together = {rows.step: bytes(text) for rows, _, text in CsvLines(rank.series, 6).of([bare, counted])}
     assert together == {rows.step: text_of(rank, rows)["param_origin"].encode() for rows in (bare, counted)}
     assert together[0] == b"0,w,0,,,2\n"
 
 
 def test_high_micro_steps_of_few_rows_cost_no_cell_each(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "Cells", counted := Counted(lines.Cells))
+    monkeypatch.setattr(lines, "TextCache", counted := Counted(lines.TextCache))
     micro_steps = [0, 90_000, -1, 5]
     steps = [
         rank.step(
@@ -187,14 +190,14 @@ def test_high_micro_steps_of_few_rows_cost_no_cell_each(rank: Rank, monkeypatch:
         )
         for n in range(3)
     ]
-    spelled = Lines(rank.series, 6)
+    spelled = CsvLines(rank.series, 6)
     text = b"".join(bytes(text) for _, _, text in spelled.of(steps)).decode()
     assert text == "".join(f"0,l,{n},0,0\n0,l,{n},90000,0\n0,l,{n},,0\n0,l,{n},5,0\n0,w,{n},0\n" for n in range(3))
     assert max(counted.lengths) <= 15
 
 
 class Counted:
-    """``Cells``, and how many texts there were to spell."""
+    """``TextCache``, and how many texts there were to spell."""
 
     def __init__(self, cells: type) -> None:
         self._cells = cells

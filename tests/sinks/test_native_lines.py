@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from monitor.sinks import csv, csv_text
-from monitor.sinks.csv import Lines
-from monitor.sinks.csv_text import Column, Counts, Numbers, Texts, python_lines
+from monitor.sinks.csv import CsvLines
+from monitor.sinks.csv_text import Column, CountColumn, NumberColumn, TextColumn, python_lines
 from monitor.sinks.csv_text import native_lines as joined
-from monitor.sinks.text_cache import Cells
+from monitor.sinks.text_cache import TextCache
 from monitor.stats.host.native import VARIABLE
 
 _lines: Any = importlib.import_module("monitor.sinks._lines")
@@ -23,8 +23,8 @@ _lines: Any = importlib.import_module("monitor.sinks._lines")
 def columns(rows: int, seed: int = 0) -> list[Column]:
     random = np.random.default_rng(seed)
     values, valid = random.standard_normal(rows) * 10.0 ** random.integers(-9, 9, rows), random.random(rows) < 0.9
-    names = Cells([f"ünï.{i}" for i in range(7)], str)
-    return [Texts(names, random.integers(0, 7, rows)), Numbers(values, valid), Counts(np.rint(values), valid)]
+    names = TextCache([f"ünï.{i}" for i in range(7)], str)
+    return [TextColumn(names, random.integers(0, 7, rows)), NumberColumn(values, valid), CountColumn(np.rint(values), valid)]
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 1], [5, 100, 2], [700, 1300]])
@@ -37,10 +37,10 @@ def test_pieces_are_those_of_python(lengths: list[int]) -> None:
 
 def test_texts_that_come_later_are_found() -> None:
     names = ["a"]
-    cells = Cells(names, str)
-    assert [bytes(text) for text in joined([Texts(cells, np.array([0]))], [1], 6)] == [b"a\n"]
+    cells = TextCache(names, str)
+    assert [bytes(text) for text in joined([TextColumn(cells, np.array([0]))], [1], 6)] == [b"a\n"]
     names += ["", "é"]
-    assert [bytes(text) for text in joined([Texts(cells, np.array([2, 1, 0]))], [1, 2], 6)] == ["é\n".encode(), b"\na\n"]
+    assert [bytes(text) for text in joined([TextColumn(cells, np.array([2, 1, 0]))], [1, 2], 6)] == ["é\n".encode(), b"\na\n"]
 
 
 def told(**changes: Any) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ def test_other_threads_go_on_meanwhile() -> None:
         turns.append(threading.get_ident())
 
     call = told(
-        columns=tuple(map(csv_text._told, columns(200_000))),
+        columns=tuple(map(csv_text._native_column, columns(200_000))),
         ends=np.array([200_000]),
         positions=np.zeros(1, dtype=np.int64),
     )
@@ -205,6 +205,6 @@ def test_any_threads_may_make_lines() -> None:
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     series = csv.SeriesTable()
-    assert Lines(series, 6)._join is joined
+    assert CsvLines(series, 6)._join is joined
     monkeypatch.setenv(VARIABLE, "0")
-    assert Lines(series, 6)._join is python_lines
+    assert CsvLines(series, 6)._join is python_lines

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.sinks.csv_text import MOST_DIGITS, Counts, Join, Numbers, native_lines, python_lines
+from monitor.sinks.csv_text import MOST_DIGITS, CountColumn, Join, NumberColumn, native_lines, python_lines
 
 
-def cells(join: Join, column: Numbers, ndigits: int = 6) -> list[str]:
+def cells(join: Join, column: NumberColumn, ndigits: int = 6) -> list[str]:
     (text,) = join([column], [len(column.values)], ndigits)
     return bytes(text).decode().split("\n")[:-1]
 
@@ -27,8 +27,8 @@ def native_texts(values: list[float], ndigits: int = 6) -> list[str]:
     return cells(native_lines, numbers(values), ndigits)
 
 
-def numbers(values: list[float]) -> Numbers:
-    return Numbers(np.array(values, dtype=np.float64), np.ones(len(values), dtype=bool))
+def numbers(values: list[float]) -> NumberColumn:
+    return NumberColumn(np.array(values, dtype=np.float64), np.ones(len(values), dtype=bool))
 
 
 TextsOf = Callable[..., list[str]]
@@ -84,13 +84,13 @@ def test_every_power_of_ten_and_its_neighbours() -> None:
     st.integers(0, MOST_DIGITS + 3),
 )
 def test_native_cells_have_the_texts_that_python_makes(drawn: list[tuple[float, bool]], ndigits: int) -> None:
-    column = Numbers(np.array([value for value, _ in drawn]), np.array([there for _, there in drawn]))
+    column = NumberColumn(np.array([value for value, _ in drawn]), np.array([there for _, there in drawn]))
     assert cells(native_lines, column, ndigits) == cells(python_lines, column, ndigits)
 
 
 @given(st.lists(st.tuples(st.integers(-(2**53), 2**53), st.booleans()), min_size=1))
 def test_so_have_counts(drawn: list[tuple[int, bool]]) -> None:
-    column = Counts(np.array([float(value) for value, _ in drawn]), np.array([there for _, there in drawn]))
+    column = CountColumn(np.array([float(value) for value, _ in drawn]), np.array([there for _, there in drawn]))
     expected = [str(value) if there else "" for value, there in drawn]
     assert cells(native_lines, column) == cells(python_lines, column) == expected
 
@@ -158,7 +158,7 @@ def test_the_variance_estimate_of_a_layer_norm_keeps_its_digits(texts: TextsOf) 
 
 @BOTH_WAYS
 def test_what_was_not_measured_is_empty_and_nan_is_not(join: Join) -> None:
-    column = Numbers(np.array([1.0, np.nan, 7.0, 0.0]), np.array([True, True, False, True]))
+    column = NumberColumn(np.array([1.0, np.nan, 7.0, 0.0]), np.array([True, True, False, True]))
     assert cells(join, column) == ["1.000000", "nan", "", "0"]
 
 
@@ -180,5 +180,5 @@ def test_more_decimals_than_a_double_has_are_not_written(texts: TextsOf) -> None
 
 @BOTH_WAYS
 def test_counts_are_integers_and_may_be_missing(join: Join) -> None:
-    column = Counts(np.array([0.0, 2.0**53, np.nan]), np.array([True, True, False]))
+    column = CountColumn(np.array([0.0, 2.0**53, np.nan]), np.array([True, True, False]))
     assert cells(join, column) == ["0", "9007199254740992", ""]

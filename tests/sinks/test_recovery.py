@@ -15,7 +15,7 @@ from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.csv_recovery import held as held_steps
 from monitor.sinks.csv_recovery import recover
 from monitor.sinks.files import Steps
-from monitor.sinks.recovery import Recovered, put_in_order
+from monitor.sinks.recovery import RecoveredFiles, recover_all
 
 PER_RECORD = 3
 STEPS = 6
@@ -142,7 +142,7 @@ def test_a_step_that_was_not_finished_is_cut_off_and_said_to_be(tmp_path: Path, 
         write(sink, rank, 0, "later")
         disk.left = 1  # the first kind of step 1, and a half of the second
         write(sink, rank, 1, "later")
-    assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2)}, {1}, [])
+    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({Steps(0, 2)}, {1}, [])
     assert set(held(tmp_path)) == held_steps(tmp_path, Steps(0, 2)) == {0}
 
 
@@ -158,7 +158,7 @@ def test_a_step_that_was_cut_off_is_missing_unless_a_visible_file_has_it(
         write(sink, rank, 0, "earlier")  # the rows that the earlier run has of it
         disk.left = 1  # the first kind of step 1, and a half of the second
         write(sink, rank, 1, "earlier")
-    found = put_in_order(tmp_path, {"csv": RECOVERIES["csv"]()}, ["csv"], 0, -1, 0, BEGUN)
+    found = recover_all(tmp_path, {"csv": RECOVERIES["csv"]()}, ["csv"], 0, -1, 0, BEGUN)
     assert (found.held, found.cut) == ({"csv": there}, missing)
 
 
@@ -188,5 +188,5 @@ def test_what_is_set_aside_never_replaces_what_was(tmp_path: Path) -> None:
 
 def test_a_part_that_was_just_begun_goes(tmp_path: Path) -> None:
     (tmp_path / ".actv_0-2.csv.part").write_bytes(b"")
-    assert recover(tmp_path, -1, 0, 0) == Recovered({Steps(0, 2)}, set(), [])
+    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({Steps(0, 2)}, set(), [])
     assert list(tmp_path.iterdir()) == []

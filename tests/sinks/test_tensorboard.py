@@ -22,7 +22,7 @@ import monitor.sinks
 from monitor.series import Series
 from monitor.sinks import tensorboard
 from monitor.sinks.tensorboard import TensorBoardSink
-from monitor.stats.rows import Layout
+from monitor.stats.rows import TensorLayout
 
 W = {"grad_reduced": [Measured("w")]}
 ROOT = Path(monitor.sinks.__file__).parents[2]
@@ -110,7 +110,7 @@ class TestContent:
         }
 
     def test_shapes_and_dtypes_are_no_scalars(self, rank: Rank, out: Path) -> None:
-        rank.layouts.append(Layout((1,), "torch.bfloat16"))
+        rank.layouts.append(TensorLayout((1,), "torch.bfloat16"))
         write(TensorBoardSink(rank.context), rank, 0, ops=("shape", "nans", "dtype"))
         assert set(scalars(out)) == {"0:w/rank0/grad_reduced_nans"}
 
@@ -221,7 +221,7 @@ class TestFaults:
         write(sink, rank, 0)
         only_file(out).unlink()
         out.rmdir()
-        with pytest.raises(FileNotFoundError, match="removed while it was being written"):
+        with pytest.raises(FileNotFoundError, match="the file was removed while the monitor wrote to it"):
             write(sink, rank, 1)
         write(sink, rank, 2)
         assert [one.step for one in scalars(out)["0:w/rank0/grad_reduced_norm"]] == [2]

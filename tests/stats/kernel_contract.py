@@ -13,7 +13,7 @@ from kernel_corpus import EPS, Corpus, normal
 from reference import Expected, assert_is, derived
 
 from monitor.stats.partials import COLUMNS, COUNT, SMALLS, WRITES
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 
 Reduce = Callable[[torch.Tensor], np.ndarray]
 Make = Callable[[float], Reduce]
@@ -154,6 +154,6 @@ class TensorContract(KernelContract):
 
     def test_what_was_freed_is_not_read(self, kernel: Callable[[float], object]) -> None:
         own, page = kernel(EPS), torch.zeros((1, len(COLUMNS)), dtype=torch.float64)
-        into = page.numpy() if isinstance(own, HostKernel) else page
+        into = page.numpy() if isinstance(own, TorchHostKernel) else page
         read = [name for name, freed in FREED.items() if own.reduce_into(freed(), into, 0)]
         assert (read, page.any().item()) == ([], False)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from monitor.stats.histograms import BINS, UPPER, lost, spelled
+from monitor.stats.histograms import BINS, UPPER, histogram_text, lost_elements
 from monitor.stats.host import array_kernel
-from monitor.stats.torch.magnitudes import CHUNK, count_magnitudes, count_magnitudes_there
+from monitor.stats.torch.magnitudes import CHUNK, count_magnitudes, count_magnitudes_on_device
 
 Counter = Callable[[Tensor], np.ndarray]
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "e5m2": torch.float8_e5m2}
 
 
 def there(x: Tensor) -> np.ndarray:
-    return count_magnitudes_there(x).numpy()
+    return count_magnitudes_on_device(x).numpy()
 
 
 COUNTERS = pytest.mark.parametrize("count", [count_magnitudes, there])
@@ -97,16 +97,16 @@ def test_what_is_lost_is_what_the_cast_loses(name: str, count: Counter) -> None:
     x = x[torch.isfinite(x)]
     cast = x.to(CASTS[name]).float()
     counts = count(x)[None]
-    assert ((cast == 0) & (x != 0)).sum().item() == lost(f"underflow_{name}", counts)[0]
-    assert (~torch.isfinite(cast)).sum().item() == lost(f"overflow_{name}", counts)[0]
+    assert ((cast == 0) & (x != 0)).sum().item() == lost_elements(f"underflow_{name}", counts)[0]
+    assert (~torch.isfinite(cast)).sum().item() == lost_elements(f"overflow_{name}", counts)[0]
 
 
 @COUNTERS
 def test_what_e4m3_loses_is_what_its_cast_makes_zero_and_what_exceeds_its_range(count: Counter) -> None:
     x = torch.cat([of_any_size(50_000, 6.0), EDGES, 2.0 ** -torch.arange(1.0, 20)])
     counts = count(x)[None]
-    assert ((x.to(torch.float8_e4m3fn).float() == 0) & (x != 0)).sum().item() == lost("underflow_e4m3", counts)[0]
-    assert (x.abs() > 464).sum().item() == lost("overflow_e4m3", counts)[0]
+    assert ((x.to(torch.float8_e4m3fn).float() == 0) & (x != 0)).sum().item() == lost_elements("underflow_e4m3", counts)[0]
+    assert (x.abs() > 464).sum().item() == lost_elements("overflow_e4m3", counts)[0]
 
 
 def test_subnormal_numbers_are_counted_where_torch_flushes_them_to_zero() -> None:
@@ -127,13 +127,13 @@ def test_a_tensor_that_was_counted_can_still_be_resized() -> None:
 
 def test_a_tensor_without_data_has_none() -> None:
     assert count_magnitudes(torch.empty(3, device="meta")) is None
-    assert count_magnitudes_there(torch.empty(3, device="meta")) is None
+    assert count_magnitudes_on_device(torch.empty(3, device="meta")) is None
 
 
 def test_a_histogram_is_spelled_by_the_upper_ends_of_its_bins() -> None:
     counts = count_magnitudes(torch.tensor([0.0, 0.0, 1.0, -0.75, 300.0]))
     assert counts is not None
-    assert spelled(counts) == "0:2 1:2 464:1"
+    assert histogram_text(counts) == "0:2 1:2 464:1"
 
 
 def test_inf_and_nan_are_in_no_bin() -> None:

@@ -13,7 +13,7 @@ from mindspore.common.initializer import initializer
 from reference import assert_agrees, derived, normal
 
 from monitor.failures import EarlierFailure
-from monitor.stats.mindspore.kernels import DeviceKernel, HostKernel, combined
+from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, SMALLS, WRITES
 
 EPS = 1e-8
@@ -24,7 +24,7 @@ Reduce = Callable[[Tensor], np.ndarray]
 def host(eps: float = EPS) -> Reduce:
     def reduce(x: Tensor) -> np.ndarray:
         page = np.zeros((3, len(COLUMNS)))
-        assert HostKernel(eps).reduce_into(x, page, 1)
+        assert MindSporeHostKernel(eps).reduce_into(x, page, 1)
         assert not page[[0, 2]].any()
         return page[1]
 
@@ -32,7 +32,7 @@ def host(eps: float = EPS) -> Reduce:
 
 
 def device(eps: float = EPS) -> Reduce:
-    kernel = DeviceKernel(eps, piece=SMALL_PIECE)
+    kernel = MindSporeDeviceKernel(eps, piece=SMALL_PIECE)
     return lambda x: combined(kernel.reduce(x).asnumpy())
 
 
@@ -91,7 +91,7 @@ def test_a_finite_float64_tensor_has_a_finite_norm_that_is_not_zero(reduce: Redu
 
 def test_a_million_equal_elements() -> None:
     x = Tensor(np.full(1_000_000, 0.1, dtype=np.float32))
-    for row in (host()(x), combined(DeviceKernel(EPS).reduce(x).asnumpy())):
+    for row in (host()(x), combined(MindSporeDeviceKernel(EPS).reduce(x).asnumpy())):
         assert_agrees(row, numbers(x), EPS)
 
 
@@ -163,8 +163,8 @@ def test_what_has_no_data_has_no_row_and_is_not_initialized() -> None:
     sparse = COOTensor(Tensor([[0, 1]], ms.int64), Tensor([1.0], ms.float32), (3, 4))
     page = np.zeros((1, len(COLUMNS)))
     for x in (unborn, sparse):
-        assert not HostKernel(EPS).reduce_into(x, page, 0)
-        assert DeviceKernel(EPS).reduce(x) is None
+        assert not MindSporeHostKernel(EPS).reduce_into(x, page, 0)
+        assert MindSporeDeviceKernel(EPS).reduce(x) is None
     assert unborn.has_init
     assert not page.any()
 
@@ -174,16 +174,16 @@ def test_what_went_wrong_in_training_is_handed_on_by_whoever_waits() -> None:
     mint.mul(x, 2.0).asnumpy()
     mint.zeros_like(x)  # has no kernel on CPU, which comes out when something is waited for, and only once
     with pytest.raises(EarlierFailure) as met:
-        HostKernel(EPS).reduce_into(x, np.zeros((1, len(COLUMNS))), 0)
+        MindSporeHostKernel(EPS).reduce_into(x, np.zeros((1, len(COLUMNS))), 0)
     assert "unregistered" in str(met.value.error)
-    assert HostKernel(EPS).reduce_into(x, np.zeros((1, len(COLUMNS))), 0)
+    assert MindSporeHostKernel(EPS).reduce_into(x, np.zeros((1, len(COLUMNS))), 0)
 
 
 def test_the_device_kernel_does_not_wait() -> None:
     x = Tensor(normal(4))
     mint.mul(x, 2.0).asnumpy()
     mint.zeros_like(x)
-    rows = DeviceKernel(EPS).reduce(x)  # would raise if it waited
+    rows = MindSporeDeviceKernel(EPS).reduce(x)  # would raise if it waited
     with pytest.raises(RuntimeError, match="unregistered"):
         x.asnumpy()
     assert rows is not None

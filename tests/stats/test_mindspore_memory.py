@@ -9,20 +9,20 @@ from reference import assert_agrees, normal
 
 from monitor.failures import EarlierFailure
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.mindspore.kernels import DeviceKernel, combined
-from monitor.stats.mindspore.tensors import DevicePage
+from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, combined
+from monitor.stats.mindspore.tensors import MindSporeDevicePage
 from monitor.stats.partials import COLUMNS, WRITES
-from monitor.stats.table import Sealed, StatsTable
+from monitor.stats.table import SealedTable, StatsTable
 
 EPS = 1e-8
 
 
-def write(page: DevicePage, row: int, x: np.ndarray) -> None:
-    page.write(row, DeviceKernel(EPS, piece=100).reduce(Tensor(x)), combined)
+def write(page: MindSporeDevicePage, row: int, x: np.ndarray) -> None:
+    page.write(row, MindSporeDeviceKernel(EPS, piece=100).reduce(Tensor(x)), combined)
 
 
 def test_a_sealed_copy_has_the_rows_of_tensors_of_any_size_and_precision() -> None:
-    page = DevicePage(6)
+    page = MindSporeDevicePage(6)
     tensors = {0: normal(5), 3: normal(7, 70), 4: normal(30).astype(np.float64), 5: np.arange(250)}
     for row, x in tensors.items():
         write(page, row, x)
@@ -36,7 +36,7 @@ def test_a_sealed_copy_has_the_rows_of_tensors_of_any_size_and_precision() -> No
 
 
 def test_a_seal_leaves_the_page_empty_and_the_copy_alone() -> None:
-    page = DevicePage(2)
+    page = MindSporeDevicePage(2)
     copy = page.new_copy()
     write(page, 0, normal(5))
     copy.take(2)
@@ -48,7 +48,7 @@ def test_a_seal_leaves_the_page_empty_and_the_copy_alone() -> None:
 
 
 def test_a_row_written_again_is_the_later_one_and_a_row_forgotten_is_none() -> None:
-    page = DevicePage(2)
+    page = MindSporeDevicePage(2)
     write(page, 0, normal(5))
     write(page, 0, normal(9, seed=2))
     write(page, 1, normal(5))
@@ -59,7 +59,7 @@ def test_a_row_written_again_is_the_later_one_and_a_row_forgotten_is_none() -> N
 
 
 def test_sealing_waits_for_nothing_and_whoever_reads_is_told_what_went_wrong_in_training() -> None:
-    page = DevicePage(1)
+    page = MindSporeDevicePage(1)
     write(page, 0, normal(5))
     copy = page.new_copy()
     mint.mul(Tensor(normal(3)), 2.0).asnumpy()
@@ -71,11 +71,11 @@ def test_sealing_waits_for_nothing_and_whoever_reads_is_told_what_went_wrong_in_
 
 def test_the_table_seals_such_pages_as_any_other() -> None:
     table = StatsTable(SeriesTable())
-    page = table.add_page(DevicePage(4), 4)
+    page = table.add_page(MindSporeDevicePage(4), 4)
     slot = table.allot(page, Series("param_origin", 0, "weight"), (NO_MICRO_STEP,))
     write(page.memory, slot.local_row, normal(12))
     table.note(slot.row, table.layout_of((12,), "Float32"))
-    sealed = Sealed()
+    sealed = SealedTable()
     table.seal(sealed)
     rows = sealed.rows().kinds["param_origin"]
     assert len(rows) == 1

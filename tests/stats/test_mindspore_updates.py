@@ -14,7 +14,14 @@ from monitor.stats.histograms import UNIT_UPPER
 from monitor.stats.host.array_kernel import CHUNK, NumpyKernel
 from monitor.stats.mindspore import arithmetic
 from monitor.stats.mindspore import updates as mindspore_updates
-from monitor.stats.mindspore.updates import DeviceSigned, HostSigned, adam_vectors, agreement, kept, squares_of_update
+from monitor.stats.mindspore.updates import (
+    MindSporeDeviceSigned,
+    MindSporeHostSigned,
+    adam_vectors,
+    agreement,
+    snapshot,
+    squares_of_update,
+)
 from monitor.stats.partials import COLUMNS, COUNT, EMPTY, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ
 
 EPS = 1e-8
@@ -71,7 +78,7 @@ def test_tensors_that_lie_differently_in_memory_are_compared_by_place() -> None:
 def test_squares_of_updates_are_those_of_float64(dtype: ms.Type, scale: float, where: str) -> None:
     before = Tensor(normal(2300) * np.float32(scale)).to(dtype)
     after = Tensor((exact(before) + normal(2300, seed=1) * scale * 0.01).astype(np.float32)).to(dtype)
-    update, weight = squares_of_update(after, kept(before))
+    update, weight = squares_of_update(after, snapshot(before))
     # On a device the difference of two float64 is that of what they are in float32, a hundred times as great.
     rounding = 1e-12 if where == "host" else 1e-4 if dtype == ms.float64 else 1e-5
     assert number(update) == pytest.approx(np.square(exact(after) - exact(before)).sum(), rel=rounding)
@@ -82,14 +89,14 @@ def test_squares_of_updates_are_those_of_float64(dtype: ms.Type, scale: float, w
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_on_the_host_squares_leave_the_range_of_float32(scale: float) -> None:
     before, after = normal(300) * np.float32(scale), normal(300, seed=1) * np.float32(scale)
-    update, weight = squares_of_update(Tensor(after), kept(Tensor(before)))
+    update, weight = squares_of_update(Tensor(after), snapshot(Tensor(before)))
     assert update == pytest.approx(np.square(after.astype(np.float64) - before).sum(), rel=1e-12)
     assert weight == pytest.approx(np.square(before.astype(np.float64)).sum(), rel=1e-12)
 
 
 def test_what_is_kept_stays_as_it_was_when_an_optimizer_writes() -> None:
     weight = Tensor(normal(50))
-    before = kept(weight)
+    before = snapshot(weight)
     weight.copy_(Tensor(np.zeros(50, np.float32)))
     update, squares = squares_of_update(weight, before)
     assert number(update) == number(squares) == pytest.approx(np.square(normal(50).astype(np.float64)).sum(), rel=1e-6)
@@ -98,7 +105,7 @@ def test_what_is_kept_stays_as_it_was_when_an_optimizer_writes() -> None:
 def test_what_is_compared_stays_as_it_is() -> None:
     mean, square = Tensor(normal(50)), Tensor(np.abs(normal(50, seed=1)))
     before = mean.asnumpy().copy(), square.asnumpy().copy()
-    squares_of_update(mean, kept(square))
+    squares_of_update(mean, snapshot(square))
     agreement(mean, square)
     adam_vectors(mean, square, 0.1, 0.2, 1e-8, EPS)
     assert np.array_equal(before[0], mean.asnumpy())
@@ -106,13 +113,13 @@ def test_what_is_compared_stays_as_it_is() -> None:
 
 
 def counted(where: str, *chunks: np.ndarray) -> tuple[dict[int, float], list[int]]:
-    counts = HostSigned(NumpyKernel(EPS)) if where == "host" else DeviceSigned(EPS)
+    counts = MindSporeHostSigned(NumpyKernel(EPS)) if where == "host" else MindSporeDeviceSigned(EPS)
     for chunk in chunks:
         counts.add(chunk if where == "host" else Tensor(chunk))
     return told(counts)
 
 
-def told(counts: HostSigned | DeviceSigned) -> tuple[dict[int, float], list[int]]:
+def told(counts: MindSporeHostSigned | MindSporeDeviceSigned) -> tuple[dict[int, float], list[int]]:
     histogram = counts.histogram()
     every = (histogram if isinstance(histogram, np.ndarray) else histogram.asnumpy()).astype(int).tolist()
     return {column: number(one) for column, one in counts.numbers().items()}, every
@@ -188,6 +195,6 @@ def test_where_both_moments_are_zero_there_is_no_ratio_and_where_one_is_it_is_in
 @pytest.mark.parametrize("where", ["host"], indirect=True)
 def test_an_error_of_trainings_is_handed_on() -> None:
     weight = Tensor(normal(5))
-    before = kept(weight)
+    before = snapshot(weight)
     with pytest.raises(EarlierFailure, match="Exp2"):
         squares_of_update(mint.exp2(weight), before)  # which has no kernel on the host

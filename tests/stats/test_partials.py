@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from reference import assert_agrees, derived
 
 from monitor.stats.partials import COLUMNS, EMPTY, Partials, combine, combine_groups, union
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 
-KERNEL = HostKernel(1e-8)
+KERNEL = TorchHostKernel(1e-8)
 
 
 def row(x: torch.Tensor) -> np.ndarray:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.host.native import HostPage
 from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES
-from monitor.stats.table import Sealed, StatsTable
+from monitor.stats.table import SealedTable, StatsTable
 
 
 class Live:
@@ -29,15 +29,15 @@ class Live:
         self.memory.numbers[row] = numbers
         self.table.note(row, self.table.layout_of((count,), "float32"))
 
-    def sealed(self, **what: object) -> Sealed:
-        sealed = Sealed()
+    def sealed(self, **what: object) -> SealedTable:
+        sealed = SealedTable()
         for name, value in what.items():
             setattr(sealed, name, value)
         self.table.seal(sealed)
         return sealed
 
 
-def names(live: Live, sealed: Sealed, kind: str = "actv") -> list[tuple[str, int, float]]:
+def names(live: Live, sealed: SealedTable, kind: str = "actv") -> list[tuple[str, int, float]]:
     rows = sealed.rows().kinds[kind]
     series = [live.table.series[index].name for index in rows.series.tolist()]
     return list(zip(series, rows.micro_step.tolist(), rows.partials["sum"].tolist(), strict=True))

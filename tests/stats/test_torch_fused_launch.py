@@ -13,8 +13,8 @@ from reference import assert_agrees
 
 from monitor.stats.partials import COLUMNS
 from monitor.stats.torch import dispatch
-from monitor.stats.torch.device_kernel import DeviceKernel
-from monitor.stats.torch.dispatch import DeviceKernels, Listed, engine_for, reduce_into, reduce_listed
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
+from monitor.stats.torch.dispatch import DeviceKernels, ListedTensor, engine_for, reduce_into, reduce_listed
 from monitor.stats.triton.launch import Launch
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_a_device_without_a_backend_of_tritons_has_the_portable_kernel_and_nobod
 ) -> None:
     kernels = DeviceKernels()
     assert engine_for(CPU) is None
-    assert type(kernels.kernel(1e-8, CPU)) is DeviceKernel
+    assert type(kernels.kernel(1e-8, CPU)) is TorchDeviceKernel
     assert kernels.kernel(1e-8, CPU) is kernels.kernel(1e-8, CPU)
     assert kernels.list(1e-8, CPU) is None
     assert not caplog.records
@@ -103,7 +103,7 @@ def test_a_device_that_triton_should_compile_for_and_does_not_is_told_of_once(
     with_driver(monkeypatch, Active("cpu"))
     monkeypatch.setattr(logging.getLogger("monitor"), "propagate", True)
     kernels = DeviceKernels()
-    assert {type(kernels.kernel(eps, CPU)) for eps in (1e-8, 1e-8, 0.0)} == {DeviceKernel}
+    assert {type(kernels.kernel(eps, CPU)) for eps in (1e-8, 1e-8, 0.0)} == {TorchDeviceKernel}
     [said] = [record.getMessage() for record in caplog.records]
     assert "no C compiler was found" in said
     assert "TRITON_CACHE_DIR" in said
@@ -152,7 +152,7 @@ class Page:
 def test_a_list_where_nothing_is_launched_together_is_reduced_one_by_one() -> None:
     first, second = Page(), Page()
     tensors = [torch.randn(50), torch.randn(60), torch.randn(70)]
-    items = [Listed(tensors[0], first, 0), Listed(tensors[1], second, 2), Listed(tensors[2], first, 1)]
+    items = [ListedTensor(tensors[0], first, 0), ListedTensor(tensors[1], second, 2), ListedTensor(tensors[2], first, 1)]
     assert reduce_listed(items, 1e-8) == []
     for item in items:
         assert_agrees(item.page.tensor[item.row].numpy(), item.tensor, 1e-8)
@@ -161,7 +161,11 @@ def test_a_list_where_nothing_is_launched_together_is_reduced_one_by_one() -> No
 
 def test_a_tensor_of_a_list_that_cannot_be_read_is_named_and_hides_no_other() -> None:
     page = Page()
-    items = [Listed(torch.randn(20), page, 0), Listed(torch.randn(50), page, 7), Listed(torch.randn(30), page, 2)]
+    items = [
+        ListedTensor(torch.randn(20), page, 0),
+        ListedTensor(torch.randn(50), page, 7),
+        ListedTensor(torch.randn(30), page, 2),
+    ]
     [(place, error)] = reduce_listed(items, 1e-8)
     assert place == 1
     assert isinstance(error, Exception)

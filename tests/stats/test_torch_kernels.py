@@ -17,35 +17,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch.device_kernel import DeviceKernel
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import pieces
 
 
-def portable(eps: float) -> HostKernel:
-    return HostKernel(eps, with_native=False)
+def portable(eps: float) -> TorchHostKernel:
+    return TorchHostKernel(eps, with_native=False)
 
 
-def chunked(eps: float) -> DeviceKernel:
-    return DeviceKernel(eps, chunk=1 << 12)
+def chunked(eps: float) -> TorchDeviceKernel:
+    return TorchDeviceKernel(eps, chunk=1 << 12)
 
 
-KERNELS = {"native": HostKernel, "host": portable, "device": chunked}
+KERNELS = {"native": TorchHostKernel, "host": portable, "device": chunked}
 
 
 class TestTensorKernels(TensorContract):
     @pytest.fixture(params=KERNELS.values(), ids=KERNELS)
-    def kernel(self, request: pytest.FixtureRequest) -> Callable[[float], HostKernel | DeviceKernel]:
+    def kernel(self, request: pytest.FixtureRequest) -> Callable[[float], TorchHostKernel | TorchDeviceKernel]:
         return request.param
 
     @pytest.fixture
-    def make(self, kernel: Callable[[float], HostKernel | DeviceKernel]) -> Make:
+    def make(self, kernel: Callable[[float], TorchHostKernel | TorchDeviceKernel]) -> Make:
         def into_a_page(eps: float) -> Reduce:
             own = kernel(eps)
 
             def reduce(x: torch.Tensor) -> np.ndarray:
                 page = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
-                assert own.reduce_into(x, page.numpy() if isinstance(own, HostKernel) else page, 1)
+                assert own.reduce_into(x, page.numpy() if isinstance(own, TorchHostKernel) else page, 1)
                 assert not page[[0, 2]].any()
                 return page[1].numpy()
 
@@ -88,7 +88,7 @@ def test_what_has_no_data_has_no_row() -> None:
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(3)
     for x in (torch.empty(3, device="meta"), fake):
-        assert not HostKernel(EPS).reduce_into(x, page, 0)
+        assert not TorchHostKernel(EPS).reduce_into(x, page, 0)
     assert not page.any()
 
 
@@ -98,15 +98,19 @@ def shrunk(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [lambda: normal(50), lambda: normal(50).bfloat16()[20:], lambda: normal(5, 9)[:, ::2]])
-@pytest.mark.parametrize("kernel", [HostKernel, portable], ids=["native", "host"])
-def test_what_was_shrunk_is_not_read(kernel: Callable[[float], HostKernel], make: Callable[[], torch.Tensor]) -> None:
+@pytest.mark.parametrize("kernel", [TorchHostKernel, portable], ids=["native", "host"])
+def test_what_was_shrunk_is_not_read(kernel: Callable[[float], TorchHostKernel], make: Callable[[], torch.Tensor]) -> None:
     page = np.zeros((1, len(COLUMNS)))
     assert not kernel(EPS).reduce_into(shrunk(make()), page, 0)
     assert not page.any()
 
 
-@pytest.mark.parametrize("kernel", [HostKernel(EPS), portable(EPS), DeviceKernel(EPS)], ids=["native", "host", "device"])
-def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users(kernel: HostKernel | DeviceKernel) -> None:
+@pytest.mark.parametrize(
+    "kernel", [TorchHostKernel(EPS), portable(EPS), TorchDeviceKernel(EPS)], ids=["native", "host", "device"]
+)
+def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users(
+    kernel: TorchHostKernel | TorchDeviceKernel,
+) -> None:
     class Everything(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
@@ -114,7 +118,7 @@ def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users
 
     seen: list[object] = []
     page = torch.zeros(1, len(COLUMNS), dtype=torch.float64)
-    into = page if isinstance(kernel, DeviceKernel) else page.numpy()
+    into = page if isinstance(kernel, TorchDeviceKernel) else page.numpy()
     x = normal(500).requires_grad_()
     version, state = x._version, torch.random.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16), Everything():
@@ -124,9 +128,11 @@ def test_reading_records_nothing_casts_nothing_and_shows_in_no_mode_of_the_users
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("kernel", [HostKernel, portable], ids=["native", "portable"])
+@pytest.mark.parametrize("kernel", [TorchHostKernel, portable], ids=["native", "portable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_storage_of_what_was_read_can_still_be_resized(kernel: Callable[[float], HostKernel], dtype: torch.dtype) -> None:
+def test_the_storage_of_what_was_read_can_still_be_resized(
+    kernel: Callable[[float], TorchHostKernel], dtype: torch.dtype
+) -> None:
     """As FSDP does: torch resizes no storage that numpy has a view of."""
     x = torch.randn(40).to(dtype)
     kernel(EPS).reduce(x)

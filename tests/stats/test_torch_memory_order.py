@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from monitor.stats.torch.memory import DevicePage
+from monitor.stats.torch.memory import TorchDevicePage
 
 
 class Stream:
@@ -24,7 +24,7 @@ def test_a_row_written_before_something_failed_is_waited_for(monkeypatch: pytest
     current = [sealing]
     monkeypatch.setattr(torch, "Stream", lambda **_: Stream())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[-1])
-    page = DevicePage(2, torch.device("cpu"))
+    page = TorchDevicePage(2, torch.device("cpu"))
     current.append(other)
     with pytest.raises(IndexError), page.written():
         page.tensor[[0, 2]] = 1.0

@@ -6,7 +6,7 @@ import torch
 from reference import assert_agrees
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.torch.dispatch import reduce_into
 
 EPS = 1e-8
@@ -25,7 +25,7 @@ def test_the_operator_writes_the_row_of_its_micro_step() -> None:
 
 def test_a_device_kernel_adds_the_micro_step_without_looking_at_it() -> None:
     table, x = page(), torch.randn(100)
-    assert DeviceKernel(EPS).reduce_into(x, table, 1, torch.tensor(1))
+    assert TorchDeviceKernel(EPS).reduce_into(x, table, 1, torch.tensor(1))
     assert_agrees(table[2].numpy(), x, EPS)
     assert not table[[0, 1, 3]].any()
 

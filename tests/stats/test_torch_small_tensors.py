@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import assert_agrees
 
 from monitor.stats.partials import M2
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.small_tensors import BATCH, SMALL, Staging, reduce_segments
 from monitor.stats.torch.tensors import is_plain
 
@@ -23,7 +23,7 @@ def assert_all_agree(tensors: list[torch.Tensor], eps: float = EPS) -> None:
     for with_native in (True, False):
         staging = Staging()
         assert all(staging.add(x) for x in tensors)
-        rows = HostKernel(eps, with_native=with_native).staged_rows(staging)
+        rows = TorchHostKernel(eps, with_native=with_native).staged_rows(staging)
         assert (len(rows), len(staging)) == (len(tensors), 0)
         for row, x in zip(rows, tensors, strict=True):
             assert_agrees(row, x, eps)
@@ -65,7 +65,7 @@ def test_what_changes_after_it_was_copied_has_the_row_of_what_it_was() -> None:
     before = x.clone()
     assert staging.add(x)
     x.zero_()
-    assert_agrees(HostKernel(EPS).staged_rows(staging)[0], before, EPS)
+    assert_agrees(TorchHostKernel(EPS).staged_rows(staging)[0], before, EPS)
 
 
 def test_what_is_long_or_not_plain_or_finds_no_room_is_not_taken() -> None:

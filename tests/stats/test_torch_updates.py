@@ -11,8 +11,8 @@ from torch import Tensor
 
 from monitor.stats.histograms import UNIT_UPPER
 from monitor.stats.partials import COLUMNS, EMPTY, Partials
-from monitor.stats.torch.host_kernel import HostKernel
-from monitor.stats.torch.updates import CHUNK, DeviceSigned, HostSigned, agreement, squares_of_update
+from monitor.stats.torch.host_kernel import TorchHostKernel
+from monitor.stats.torch.updates import CHUNK, TorchDeviceSigned, TorchHostSigned, agreement, squares_of_update
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -61,7 +61,10 @@ def test_what_is_compared_stays_as_it_is() -> None:
     assert torch.equal(copies[1], before)
 
 
-COUNTERS = {"host": lambda: HostSigned(HostKernel(1e-8)), "device": lambda: DeviceSigned(torch.device("cpu"), 1e-8)}
+COUNTERS = {
+    "host": lambda: TorchHostSigned(TorchHostKernel(1e-8)),
+    "device": lambda: TorchDeviceSigned(torch.device("cpu"), 1e-8),
+}
 both = pytest.mark.parametrize("where", COUNTERS)
 
 

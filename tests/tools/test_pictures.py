@@ -20,7 +20,7 @@ import browser
 import take
 import tensorboard_page
 from browser import Page
-from monitor.sinks.heatmaps import History, drawn
+from monitor.sinks.heatmaps import HeatmapHistory, drawn
 
 PICTURES = ROOT / "tools" / "pictures"
 STEPS = 9
@@ -75,7 +75,7 @@ def pixels(page: Page, elements: str) -> np.ndarray:
 
 def shades_in(picture: np.ndarray) -> np.ndarray:
     """How many pixels there are of each colour that heatmaps are made of, from pale to deep."""
-    palette = Image.open(BytesIO(drawn(History.empty(66).with_step(0, np.zeros(66, np.uint8), 2)).png)).getpalette()
+    palette = Image.open(BytesIO(drawn(HeatmapHistory.empty(66).with_step(0, np.zeros(66, np.uint8), 2)).png)).getpalette()
     colours = np.array(palette).reshape(-1, 3)[1:254]
     colour, place = np.unique(colours @ [1 << 16, 1 << 8, 1], return_inverse=True)
     found, counts = np.unique(picture.reshape(-1, 3).astype(int) @ [1 << 16, 1 << 8, 1], return_counts=True)

@@ -26,7 +26,7 @@ from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable, chunks_of
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable
 from monitor.stats.mindspore.arithmetic import on_the_host
-from monitor.stats.mindspore.kernels import DeviceKernel, combined
+from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, combined
 from monitor.stats.mindspore.tensors import beneath, has_data, on_host
 from monitor.stats.partials import Floats
 
@@ -47,7 +47,7 @@ class MindSporeTensorReader:
     def __init__(self, *, checksums: bool) -> None:
         self._checksums = checksums
         self._kernel = NumpyKernel(EPS)
-        self._device_kernel = None if on_the_host() else DeviceKernel(EPS)
+        self._device_kernel = None if on_the_host() else MindSporeDeviceKernel(EPS)
 
     def leaf(self, x: Tensor, file: str | None) -> TensorLeaf:
         described, readable = _described(x)

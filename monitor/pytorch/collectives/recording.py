@@ -26,7 +26,7 @@ from monitor.recording.recorder import LateRows
 from monitor.stats.host.native import HostPage
 from monitor.stats.table import Page
 from monitor.stats.torch.small_tensors import Staging
-from monitor.stats.torch.tensors import KEYS_ABOVE_US, end_of, function_modes, local_shard, unseen
+from monitor.stats.torch.tensors import BYPASSED_KEYS, end_of, function_modes, local_shard, unseen
 
 # --- Entry point.
 
@@ -322,5 +322,5 @@ def _whole(part: Tensor, layout: Layout) -> Tensor | None:
         return part
     if size.numel() and part.untyped_storage().nbytes() < end_of(size, stride, offset) * dtype.itemsize:
         return None
-    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
         return part.new_empty(0, dtype=dtype).set_(part.untyped_storage(), offset, size, stride)

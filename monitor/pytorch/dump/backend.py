@@ -25,7 +25,7 @@ from monitor.recording.backend import Graph
 from monitor.recording.protocols import Removable, chunks_of
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch.dispatch import reduce_into
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import beneath, has_memory, is_plain, local_shard, unseen
 
 # --- Tensors in a dump. A tensor in host memory is reduced at once, and copied if its elements are wanted. For a tensor on a
@@ -52,7 +52,7 @@ class TorchReader:
 
     def __init__(self, *, checksums: bool) -> None:
         self._checksums = checksums
-        self._kernel = HostKernel(EPS)
+        self._kernel = TorchHostKernel(EPS)
 
     def leaf(self, x: Tensor, file: str | None) -> TensorLeaf:
         if _is_transformed(x):

@@ -1,8 +1,8 @@
-"""The kernel for what numpy can read: the native one where it is there, else numpy, a chunk at a time, in float64, where
-squares of float32 neither overflow nor vanish.
+"""Reduces numpy arrays to partials and histograms: with the native kernel if it was built, else with numpy.
 
-Extremes are found in the elements' own precision: where both are finite, so is everything between them. Only chunks that
-hold a NaN or an Inf, squares of float64 that leave its range, and means that are large against the spread want a closer look.
+The numpy path works chunk by chunk in float64, where squares of float32 neither overflow nor vanish. Minimum and maximum are
+computed in the elements' own precision: if both are finite, all elements are. A second pass is needed only for chunks with NaN
+or Inf, for squares beyond the range of float64, and for means that are large compared with the spread.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from monitor.stats.host.native import NativeKernel, native_kernel
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, EMPTY, Floats, exponent_for, union
 
-# --- What there is to read in an array that a framework shares with numpy: real numbers, a chunk at a time.
+# --- Arrays that a framework shares with numpy, read as real numbers, a chunk at a time.
 
 CHUNK: Final = 32_768
-"""Elements of a chunk. In float64 it is 256 KiB, so every pass after the first reads from the second-level cache."""
+"""Elements of a chunk. In float64 they take 256 KiB, so every pass after the first reads from the second-level cache."""
 
 Reals = NDArray[np.float32] | NDArray[np.float64]
 Raw = NDArray[Any]
@@ -41,12 +41,12 @@ _NUMBERS: Final = "biufc"
 
 
 def is_readable(x: Raw) -> bool:
-    """Whether the elements are numbers that are understood here."""
+    """Whether this module can read the elements: numbers of numpy's own dtypes, and bfloat16."""
     return x.dtype.kind in _NUMBERS or _is_bfloat16(x)
 
 
 def stored(x: Raw) -> tuple[Raw, int] | None:
-    """The elements and their format in the words of the native kernel, where they are floats and lie one behind the other."""
+    """The elements and their format for the native kernel; None unless they are contiguous floats."""
     if not x.size or not (x.flags.c_contiguous or x.flags.f_contiguous):
         return None
     elements = x if x.flags.c_contiguous else x.T
@@ -57,16 +57,16 @@ def stored(x: Raw) -> tuple[Raw, int] | None:
 
 
 class Chunks(threading.local):
-    """Cuts arrays, into buffers of its own where elements have to be converted: a set for each thread."""
+    """Cuts arrays into chunks, and converts elements into buffers that each thread has of its own."""
 
     def __init__(self) -> None:
         self._narrow = np.empty(CHUNK, dtype=np.float32)
         self._wide = np.empty(CHUNK)
 
     def of(self, x: Raw) -> Iterator[Reals]:
-        """The elements in float32 where their precision fits it, else in float64; magnitudes where they are complex.
+        """The elements in float32 if that holds their precision, else in float64; magnitudes of complex elements.
 
-        A chunk is good until the next one is asked for. An array that is not contiguous is copied chunk by chunk.
+        A chunk is valid until the next one is requested. An array that is not contiguous is copied chunk by chunk.
         """
         elements = x.reshape(-1) if x.flags.c_contiguous else x.flat
         for start in range(0, x.size, CHUNK):
@@ -95,7 +95,7 @@ class Chunks(threading.local):
 
 
 def as_reals(x: Raw) -> Reals:
-    """Floating-point numbers in the shape that they have: float64 where they are, else float32. A copy only of others."""
+    """The floating-point elements in their shape: float64 stays, others become float32. Copies only if it converts."""
     if _is_bfloat16(x):
         bits = x.view(np.uint16).astype(np.uint32) << np.uint32(_HALF_OF_FLOAT32)
         reals: Reals = bits.view(np.float32)
@@ -104,7 +104,7 @@ def as_reals(x: Raw) -> Reals:
 
 
 def rounded_to_bfloat16(x: Reals) -> NDArray[np.float32]:
-    """To the nearest number that bfloat16 has, ties to even; what is NaN stays so."""
+    """The elements rounded to the nearest bfloat16, ties to even. NaN stays NaN."""
     bits = x.astype(np.float32).view(np.uint32)
     odd = (bits >> np.uint32(_HALF_OF_FLOAT32)) & np.uint32(1)
     upper = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF_0000)
@@ -112,25 +112,25 @@ def rounded_to_bfloat16(x: Reals) -> NDArray[np.float32]:
 
 
 def _is_bfloat16(x: Raw) -> bool:
-    """Frameworks bring a dtype of their own for it, with the kind of raw memory."""
+    """Frameworks register their own dtype for bfloat16, with the kind of raw memory."""
     return x.dtype.kind == "V" and x.dtype.name == _BFLOAT16
 
 
 @cache
 def _halves() -> NDArray[np.float32]:
-    """Every float16, by its bits: looking them up takes a fifth of the time of numpy's conversion."""
+    """Every float16 as float32, indexed by its bits: a lookup takes a fifth of the time of numpy's conversion."""
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 _LEAST_SPREAD: Final = 1e-4
-"""The share of the squares that the spread must hold: a difference of the two then has eleven digits."""
+"""Least ratio of the spread to the sum of squares at which their difference has eleven digits."""
 
 Row = tuple[float, ...]
 """One table row, in the order of ``COLUMNS``."""
 
 
 class _Scratch(threading.local):
-    """Chunk-sized buffers, a set for each thread."""
+    """Chunk-sized buffers for temporaries, a set for each thread."""
 
     def __init__(self) -> None:
         self.wide = np.empty(CHUNK)
@@ -142,7 +142,7 @@ class NumpyKernel:
     """Reduces arrays to table rows. May be used by several threads at once.
 
     Args:
-        with_native: Whether the native kernel is used where there is one.
+        with_native: Whether to use the native kernel if it was built.
     """
 
     def __init__(self, eps: float, *, with_native: bool = True) -> None:
@@ -152,7 +152,7 @@ class NumpyKernel:
         self._scratch = _Scratch()
 
     def reduce_into(self, x: Raw, page: Floats, row: int) -> bool:
-        """Write the partials of ``x`` into ``page[row]``. False, and nothing written, if they are no numbers."""
+        """Write the partials of ``x`` into ``page[row]``. False, and nothing written, if ``x`` does not hold numbers."""
         if not is_readable(x):
             return False
         page[row] = self.reduce(x)
@@ -170,7 +170,7 @@ class NumpyKernel:
         return union(np.array(rows)) if rows else (1.0, *EMPTY[1:])
 
     def _natively(self, x: Raw) -> Floats | None:
-        """The row of floats without gaps; None where the native kernel cannot tell, or is not there."""
+        """The row of contiguous floats; None if the native kernel cannot compute it or was not built."""
         found = None if self._native is None else stored(x)
         if self._native is None or found is None:
             return None
@@ -209,7 +209,7 @@ class NumpyKernel:
         return max(0.0, float(np.add.reduce(wide)) - rest * rest / len(v))
 
     def _widened(self, v: Reals, exponent: int) -> Floats:
-        """Divided by 2^exponent, in the scratch buffer."""
+        """The chunk in float64, divided by 2^exponent, in the scratch buffer."""
         wide = self._scratch.wide[: len(v)]
         np.copyto(wide, v)
         return np.ldexp(wide, -exponent, out=wide) if exponent else wide
@@ -217,13 +217,13 @@ class NumpyKernel:
     def _smalls(self, v: Reals, lo: float, hi: float) -> float:
         """How many |x| are below eps."""
         bound = self._bounds[v.dtype]
-        if not bound or lo >= bound or hi <= -bound:  # none is below 0: a dump asks for none
+        if not bound or lo >= bound or hi <= -bound:  # with eps 0, which dumps use, no magnitude is below eps
             return 0.0
         magnitudes = np.abs(v, out=self._scratch.magnitudes[v.dtype][: len(v)])
         return float(np.count_nonzero(np.less(magnitudes, bound, out=self._scratch.below[: len(v)])))
 
     def _not_finite(self, v: Reals) -> Row:
-        """A chunk with NaN or Inf in it: they are counted, and the rest is reduced as ever."""
+        """A chunk with NaN or Inf: they are counted, and the finite elements are reduced as usual."""
         posinfs, neginfs = np.count_nonzero(v == math.inf), np.count_nonzero(v == -math.inf)
         finite = v[np.isfinite(v)]
         counts = (1.0, len(v), len(v) - len(finite) - posinfs - neginfs, posinfs, neginfs)
@@ -234,33 +234,32 @@ class NumpyKernel:
 
 # --- Histograms of arrays, in the bins of ``monitor.stats.histograms``.
 #
-# The exponent of a number of single precision stands in its bits, so a bin is found without a comparison: the bits plus
-# the greatest mantissa, shifted, number the powers of two such that each bin includes its upper end. What that leaves
-# coarse is looked at again only where there is something: subnormal numbers, which share one exponent, and the few
-# magnitudes at which a format of low precision begins to overflow.
+# The bits of a float32 contain its exponent, so a bin is found without comparisons: add the greatest mantissa to the bits
+# and shift. Each bin then includes its upper end. Two cases need a second look, and only if they occur: subnormal
+# numbers, which share one exponent, and bins that a low-precision format's overflow edge splits.
 
 _MANTISSA: Final = 23
 _SIGN: Final = 0x7FFF_FFFF
 _INFINITE: Final = 255
-"""The bin of what is greater than 2**127, Inf included, of the bins by exponent; NaN is in the one after it."""
+"""Among the bins by exponent, the bin of magnitudes above 2**127 and of Inf. NaN is in the next one."""
 EXPONENT_BINS: Final = _INFINITE + 2
 _SMALLEST_NORMAL: Final = -126
 
 _EXPONENTS: Final = np.searchsorted(UPPER, 2.0 ** np.arange(_SMALLEST_NORMAL, 129.0))
-"""The bin of each exponent from that of 2**-126 on: where an edge within lies below, the last of its bins."""
+"""The bin of each exponent from 2**-126 on; if an overflow edge splits the exponent's range, the last of its bins."""
 
 _SPLITS: Final = tuple(
     (int(np.searchsorted(UPPER, one.overflows)), one.overflows)
     for one in sorted(FORMATS.values(), key=lambda one: one.overflows)
 )
-"""The bins that end where a format overflows, and those ends."""
+"""The bins that end where a format begins to overflow, and their upper ends."""
 
 CountBins = Callable[[NDArray[np.int32]], NDArray[np.int64]]
-"""How often each number below ``EXPONENT_BINS`` occurs."""
+"""Counts how often each number below ``EXPONENT_BINS`` occurs."""
 
 
 def count_magnitudes(x: Raw) -> NDArray[np.int64] | None:
-    """The histogram of an array, shape ``(BINS,)``; None if its elements are no numbers."""
+    """The histogram of an array, shape ``(BINS,)``; None if its elements are not numbers."""
     if not is_readable(x):
         return None
     counts = np.zeros(BINS, dtype=np.int64)
@@ -275,7 +274,7 @@ def _of_chunk(v: Reals) -> NDArray[np.int64]:
     counts = of_singles(single, _counted)
     if v.dtype == np.float64:
         lost = np.count_nonzero((single == 0) & (v != 0))
-        give_back_what_rounded(counts, lost, np.count_nonzero(np.isfinite(v) & np.isinf(single)))
+        restore_rounded(counts, lost, np.count_nonzero(np.isfinite(v) & np.isinf(single)))
     return counts
 
 
@@ -284,7 +283,7 @@ def _counted(bins: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def of_singles(v: NDArray[np.float32], count: CountBins) -> NDArray[np.int64]:
-    """The histogram of numbers of single precision, shape ``(elements,)``; magnitudes take their place."""
+    """The histogram of float32 numbers, shape ``(elements,)``. Overwrites them with their magnitudes."""
     magnitudes = v.view(np.uint32)
     np.bitwise_and(magnitudes, np.uint32(_SIGN), out=magnitudes)
     exponents = (magnitudes + np.uint32((1 << _MANTISSA) - 1)) >> np.uint32(_MANTISSA)
@@ -300,15 +299,15 @@ def of_singles(v: NDArray[np.float32], count: CountBins) -> NDArray[np.int64]:
     return counts
 
 
-def give_back_what_rounded(counts: NDArray[np.int64], to_zero: int, to_infinity: int) -> None:
-    """What single precision rounded to zero is the smallest there is, and what it made infinite the greatest."""
+def restore_rounded(counts: NDArray[np.int64], to_zero: int, to_infinity: int) -> None:
+    """Move elements that float32 rounded to zero to the smallest bin, and add those that it made infinite to the greatest."""
     counts[0] -= to_zero
     counts[1] += to_zero
     counts[-1] += to_infinity
 
 
 def _spread_subnormals(counts: NDArray[np.int64], magnitudes: NDArray[np.uint32]) -> None:
-    """From the bin of the smallest normal number: subnormal bits are a whole number of 2**-149."""
+    """Distribute the subnormal numbers, counted in the bin of the smallest normal one: their bits are multiples of 2**-149."""
     least = np.uint32(1 << _MANTISSA)
     multiples = magnitudes[(magnitudes > 0) & (magnitudes <= least)].astype(np.float64)
     fraction, power = np.frexp(multiples)
@@ -318,7 +317,7 @@ def _spread_subnormals(counts: NDArray[np.int64], magnitudes: NDArray[np.uint32]
 
 
 def _split(counts: NDArray[np.int64], magnitudes: NDArray[np.uint32]) -> None:
-    """Move what does not exceed a format's end into the bin that ends there."""
+    """Move the elements up to a format's overflow edge into the bin that ends at that edge."""
     for place, end in _SPLITS:
         whole = int(_EXPONENTS[np.searchsorted(_EXPONENTS, place)])
         if counts[whole]:

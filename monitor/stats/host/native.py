@@ -1,8 +1,8 @@
-"""The native kernel: every partial of an array in host memory from one read of it, in C, where it was built.
+"""The native kernel in C, which computes every partial of a host array in one read; and pages of the table in host memory.
 
-What numpy and torch have takes a pass for each statistic, and a call for each pass. One loop does all of them at about the
-speed of memory, and a small tensor costs one call. It is built when the package is installed, if there is a C compiler; without
-it the kernel of numpy does the same work. Every processor computes the same bits (``host_pass.h``).
+numpy and torch take one pass, and one call, per statistic. The native kernel computes all of them in one loop at about the
+speed of memory, and a small tensor costs one call. It is built if there is a C compiler when the package is installed; without
+it, the numpy kernel does the same work. Every processor computes the same bits (``host_pass.h``).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ except ImportError:
     _host_kernel = None  # type: ignore[assignment]
 
 VARIABLE: Final = "MONITOR_NATIVE"
-"""The environment variable that, set to 0, has the portable kernels, and the portable lines of CSV, do the work."""
+"""The environment variable that, set to 0, switches off the modules in C: portable kernels and CSV formatting replace them."""
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
-"""Formats of elements, as the kernel numbers them."""
+"""The kernel's numbers of the element formats."""
 
 Reduce = Callable[[Any, int, Floats, int], bool]
-"""Takes what ``NativeKernel.reduce_into`` takes, but for the format."""
+"""Takes the arguments of ``NativeKernel.reduce_into`` without the format."""
 
 
 class NativeKernel:
-    """Reduces elements that lie one behind the other to table rows. Has no state, so any threads may use it."""
+    """Reduces contiguous elements to table rows. It has no state, so several threads may use it at once."""
 
     def __init__(self, eps: float) -> None:
         narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
@@ -42,33 +42,33 @@ class NativeKernel:
         self._of: tuple[Reduce, ...] = tuple(partial(_host_kernel.reduce, form, bound) for form, bound in enumerate(bounds))
 
     def of(self, form: int) -> Reduce:
-        """``reduce_into`` for one format, as a call without a frame."""
+        """``reduce_into`` for one format, without the cost of a Python frame."""
         return self._of[form]
 
     def reduce_into(self, source: Any, count: int, form: int, page: Floats, row: int) -> bool:
         """Write the partials of ``count`` elements, at least one, into ``page[row]``.
 
         Args:
-            source: A contiguous array, or the address of the first element, for which the caller answers.
-            form: ``FLOAT32`` and its like.
+            source: A contiguous array, or the address of the first element. The caller guarantees that the address is valid.
+            form: ``FLOAT32``, ``FLOAT64``, ``BFLOAT16`` or ``FLOAT16``.
 
         Returns:
-            False, and nothing is written, where squares of float64 leave its range: elsewhere they are scaled.
+            False, and nothing written, if squares of float64 leave its range: the portable kernels scale them.
         """
         return self._of[form](source, count, page, row)
 
 
 def native_kernel(eps: float) -> NativeKernel | None:
-    """None where it was not built, or is not wanted."""
+    """The native kernel; None if it was not built or is switched off."""
     return NativeKernel(eps) if _host_kernel is not None and is_wanted() else None
 
 
 def is_wanted() -> bool:
-    """Whether what was built in C is to be used, where it was."""
+    """Whether the modules in C are to be used if they were built."""
     return os.environ.get(VARIABLE) != "0"
 
 
-# --- Pages in host memory: numpy arrays, which no framework needs to know of.
+# --- Pages in host memory: numpy arrays, independent of the framework.
 
 
 class HostPage:
@@ -76,7 +76,7 @@ class HostPage:
 
     Attributes:
         numbers: The live rows, shape ``(rows, columns)``.
-        cleared: The columns that are.
+        cleared: The columns that ``clear`` sets to zero.
     """
 
     def __init__(self, rows: int, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
@@ -99,7 +99,7 @@ class HostPage:
 class HostPageCopy:
     """A sealed copy of a ``HostPage``."""
 
-    at_hand = True
+    ready = True
 
     def __init__(self, page: HostPage) -> None:
         self._page = page

@@ -1,9 +1,11 @@
-"""The arithmetic of what is computed from MindSpore's tensors: by numpy on the host, by MindSpore's operations on a device.
+"""Arithmetic on MindSpore's tensors: with numpy on the host, with MindSpore's operations on a device.
 
-On the host an operation of MindSpore's takes ten to a thousand times as long as numpy's on the same memory, and some have no
-kernel there; on a device numpy would have to wait for the numbers. So a computation is written once, in the operations below,
-and is run in either. On the host numbers are float32, or float64 where the tensor is, and ``wide`` ones float64; on a device,
-which need not have float64, everything is float32.
+On the host, MindSpore's operations take ten to a thousand times as long as numpy's on the same memory, and some have no host
+kernel. On a device, numpy would have to wait for the numbers. So each computation is written once, with the operations below,
+and runs in either.
+
+On the host, numbers are float32, or float64 if the tensor is; ``wide`` numbers are float64. Devices need not have float64, so
+everything is float32 there.
 """
 
 from __future__ import annotations
@@ -21,61 +23,61 @@ from monitor.stats.host.array_kernel import as_reals, rounded_to_bfloat16
 from monitor.stats.mindspore.tensors import beneath, on_host
 
 Array = Any
-"""What an arithmetic computes with: arrays of numpy's, or tensors."""
+"""An operand: a numpy array or a tensor."""
 
 Number = Any
-"""A float on the host; on a device a tensor without dimensions, which nobody has waited for."""
+"""A float on the host; on a device, a tensor without dimensions that may not be computed yet."""
 
 
 class Arithmetic(Protocol):
-    """Operations as numpy has them.
+    """Operations with numpy's names and meanings.
 
     Attributes:
-        may_look: Whether it costs nothing to look at a number: on a device that would wait for all that was asked before.
-        block: Elements to work on at once: on the host as many as its cache holds, on a device enough to fill it.
+        may_look: Whether reading a number is free. On a device it would wait for all earlier operations.
+        block: Elements to work on at once: on the host as many as fit the cache, on a device enough to fill it.
     """
 
     may_look: bool
     block: int
 
     def of(self, x: Tensor) -> Array:
-        """The elements of a tensor, not to be changed. On the host it waits for what was called before.
+        """The elements of a tensor, read-only. On the host it waits for earlier operations.
 
         Raises:
-            EarlierFailure: Something that was called before has failed.
+            EarlierFailure: An earlier operation has failed.
         """
 
     def constant(self, x: np.ndarray[Any, Any]) -> Array:
-        """What the host knows, float32."""
+        """A host array as an operand, float32."""
 
     def floats(self, x: Array) -> Array:
-        """At least in float32."""
+        """The elements in float32 or wider."""
 
     def wide(self, x: Array) -> Array:
-        """In the precision of sums of many."""
+        """The elements in the precision used for large sums."""
 
     def rounded(self, x: Array, dtype: Any) -> Array:
-        """As ``floats``, of numbers as coarse as a dtype of MindSpore's has them."""
+        """``floats`` after rounding to one of MindSpore's dtypes."""
 
     def permute(self, x: Array, places: Sequence[int]) -> Array: ...
     def part(self, x: Array, dim: int, start: int, length: int) -> Array: ...
     def take(self, x: Array, dim: int, places: Sequence[int]) -> Array: ...
     def column(self, x: Array) -> Array:
-        """Of a vector, shape (size, 1)."""
+        """A vector as a column, shape ``(size, 1)``."""
 
     def rows(self, x: Array, shape: Sequence[int]) -> Iterator[Array]:
-        """The rows of a matrix, as many at a time as make a block.
+        """The rows of a matrix, in groups of the size of a block.
 
         Args:
-            shape: Of the matrix, for which one that was reshaped would wait for MindSpore to have handed out what was called
-                before.
+            shape: The shape of the matrix. Asking a reshaped tensor for its shape would wait until MindSpore has dispatched all
+                earlier operations.
         """
 
     def stack(self, parts: Sequence[Array]) -> Array:
-        """Along a new first dimension."""
+        """The parts along a new first dimension."""
 
     def swapped(self, x: Array) -> Array:
-        """With the last two dimensions exchanged."""
+        """The array with its last two dimensions exchanged."""
 
     def matmul(self, a: Array, b: Array) -> Array: ...
     def exp(self, x: Array) -> Array: ...
@@ -84,21 +86,21 @@ class Arithmetic(Protocol):
     def abs(self, x: Array) -> Array: ...
     def maximum(self, a: Array, b: Array) -> Array: ...
     def at_least(self, x: Array, least: float) -> Array:
-        """What is NaN stays so."""
+        """The elements, raised to ``least`` if they are below. NaN stays NaN."""
 
     def where(self, which: Array, a: Array | float, b: Array | float) -> Array: ...
     def sum(self, x: Array, dim: int | None = None) -> Array:
-        """Over all dimensions, or over one, which stays with length 1. Of all in ``wide`` precision."""
+        """The sum over all dimensions, in ``wide`` precision; or over one, which stays with length 1."""
 
     def amax(self, x: Array, dim: int | None = None) -> Array:
-        """Of all, or over one dimension, which stays with length 1. With NaN among them it need not be NaN."""
+        """The maximum of all elements, or over one dimension, which stays with length 1. NaN need not propagate."""
 
     def number(self, x: Array) -> Number:
-        """What a caller is told."""
+        """A result of one element as a ``Number``."""
 
 
 class OnHost:
-    """With numpy, in the memory that MindSpore shares with it."""
+    """Arithmetic with numpy, in the memory that MindSpore shares with it."""
 
     may_look = True
     block = 1 << 16
@@ -176,10 +178,10 @@ class OnHost:
 
 
 class OnDevice:
-    """In operations that MindSpore has on every device, none of which waits for one.
+    """Arithmetic with operations that MindSpore has on every device and that do not wait for it.
 
-    Each of them has a kernel on the host, too, where this is tested. That is why there is no ``mint.stack``, ``argmax``,
-    ``arange``, ``mv`` or ``norm`` among them.
+    Each operation also has a kernel on the host, where the tests run. So ``mint.stack``, ``argmax``, ``arange``, ``mv`` and
+    ``norm`` are not used.
     """
 
     may_look = False
@@ -241,7 +243,7 @@ class OnDevice:
         return mint.maximum(a, b)
 
     def at_least(self, x: Array, least: float) -> Array:
-        return mint.where(mint.lt(x, least), least, x)  # ``clamp`` makes a number of NaN
+        return mint.where(mint.lt(x, least), least, x)  # ``clamp`` would turn NaN into a number
 
     def where(self, which: Array, a: Array | float, b: Array | float) -> Array:
         return mint.where(which, a, b)
@@ -262,16 +264,13 @@ DEVICE: Final = OnDevice()
 
 @cache
 def on_the_host() -> bool:
-    """Whether tensors are in host memory. Asked once: a tensor's own device is known only after waiting for it."""
+    """Whether tensors are in host memory. Cached: a tensor's own device is known only after waiting for the tensor."""
     return bool(ms.get_context("device_target") == "CPU")
 
 
 @contextmanager
 def computing() -> Iterator[Arithmetic]:
-    """The arithmetic for this process, as long as something is computed with it: training does not notice.
-
-    numpy warns of nothing; MindSpore records nothing and casts nothing.
-    """
+    """The arithmetic of this process, with training unaffected: numpy does not warn, MindSpore does not record or cast."""
     if on_the_host():
         with np.errstate(all="ignore"):
             yield HOST

@@ -1,8 +1,8 @@
-"""The kernel for tensors on a device, in operations that MindSpore has on every one: no value is brought to the host.
+"""The kernels that reduce MindSpore's tensors: one for tensors on a device, one for tensors in host memory.
 
-A tensor is reduced a piece at a time, each piece to a *piece row* in float32 (devices of MindSpore need not have float64), and
-the writer combines these, in float64, when they have reached the host (``combined``). So nothing is accumulated in float32
-beyond a piece, and its counts are exact.
+The device kernel uses operations that MindSpore has on every device, and brings no value to the host. It reduces a tensor piece
+by piece, each to a *piece row* in float32, because devices need not have float64. The writer combines piece rows in float64
+once they are on the host (``combined``). So nothing is accumulated in float32 beyond a piece, and counts are exact.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, EMPTY, EXPONENT, M2, MAX, MIN, NEGINFS, SUM, SUMSQ, WRITES, Floats, union
 
 PIECE: Final = 1 << 22
-"""Elements of a piece: enough to fill a device, 16 MiB of float32 for a temporary, and float32 counts them exactly."""
+"""Elements of a piece: enough to fill a device, 16 MiB per float32 temporary, and few enough for exact counts in float32."""
 
 PIECE_COLUMNS: Final = len(COLUMNS) + 1
-"""A piece row: the columns of a table row without ``writes``, of which ``count`` is that of the finite elements alone, and
-then what float32 leaves of the extremes of integers, to be added to them."""
+"""Columns of a piece row: those of a table row without ``writes``, where ``count`` counts the finite elements only; then the
+remainders of integer extremes that float32 cannot hold, to be added to the extremes."""
 
 _STEP: Final = {ms.float32: 50, ms.float64: 400}
-"""Elements are multiplied by a power of two of so many, by twice as many, or divided by either, before they are squared: by
-whichever brings the greatest of them near 1. What vanishes beside it is too small to show."""
+"""Exponent steps of the scaling before squaring: elements are scaled by 2 to the power of 0, ±1 or ±2 steps, so that the
+greatest is near 1. Elements that vanish beside it are too small to matter."""
 
 _LOW_BITS: Final = (1 << 24) - 1
 _EXACT: Final = frozenset({ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.uint8, ms.int16, ms.bool_})
@@ -40,7 +40,7 @@ _READ: Final = _EXACT | _INTEGERS | {ms.float64, ms.complex64}
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """A power of two to divide by, and the magnitude beyond which it is."""
+    """A power of two to divide by, and the magnitude from which on it applies."""
 
     limit: Tensor
     exponent: Tensor
@@ -53,7 +53,7 @@ class _Scale:
 
 
 class _Constants:
-    """Numbers that are compared with and multiplied by, on the device: MindSpore takes a Python number for a float32.
+    """Constants as tensors on the device: MindSpore would treat Python numbers as float32.
 
     Attributes:
         bound: ``|x| < bound`` is what ``zeros`` counts.
@@ -66,7 +66,7 @@ class _Constants:
         self._small = [_Scale.of(-steps * _STEP[precision], precision) for steps in (1, 2)]
 
     def scale(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """The exponent of the power of two to divide by, and that power's reciprocal: by comparisons, exact anywhere."""
+        """The exponent of the power of two to divide by, and its reciprocal. Comparisons make it exact on any device."""
         exponent, factor = self._zero, self._one
         for scales, beyond in ((self._large, mint.gt), (self._small, mint.lt)):
             for one in scales:
@@ -75,7 +75,7 @@ class _Constants:
         return exponent, factor
 
 
-class DeviceKernel:
+class MindSporeDeviceKernel:
     """Reduces tensors of any device to piece rows, in the order of the device's queue."""
 
     def __init__(self, eps: float, piece: int = PIECE) -> None:
@@ -87,9 +87,10 @@ class DeviceKernel:
         self._piece_size = piece
 
     def reduce(self, x: Tensor) -> Tensor | None:
-        """The piece rows of ``x`` end to end, of ``PIECE_COLUMNS`` each, float64 where ``x`` is, else float32; None if there is
-        nothing that can be read. Does not wait for the device; cutting a tensor of more than a piece waits for MindSpore to
-        have handed out what was called before.
+        """The piece rows of ``x`` end to end, ``PIECE_COLUMNS`` each, float64 if ``x`` is, else float32; None if unreadable.
+
+        Does not wait for the device. Cutting a tensor larger than a piece waits until MindSpore has dispatched all earlier
+        operations.
         """
         if not has_data(x) or x.dtype not in _READ:
             return None
@@ -122,7 +123,7 @@ class DeviceKernel:
         return mint.cat([number.reshape(1) for number in numbers])
 
     def _integer_extremes(self, piece: Tensor) -> list[Tensor]:
-        """Least and greatest, and of each what is missing to it: exact below 2^48."""
+        """Minimum and maximum, and the remainder of each that float32 cannot hold: exact below 2^48."""
         whole = piece.to(ms.int64)
         least_and_most = [mint.amin(whole), mint.amax(whole)]
         lows = [mint.bitwise_and(one, self._low_bits) for one in least_and_most]
@@ -132,24 +133,24 @@ class DeviceKernel:
 
 def _real(piece: Tensor) -> Tensor:
     if piece.dtype == ms.complex64:
-        return mint.abs(piece).to(ms.float32)  # of a complex number whose imaginary part is 0; ``real`` would wait
+        return mint.abs(piece).to(ms.float32)  # a complex number with imaginary part 0; ``real`` would wait
     return piece if piece.dtype in _STEP else piece.to(ms.float32)
 
 
 def combined(end_to_end: NDArray[np.float32] | Floats) -> Floats:
-    """The table row of piece rows that have reached the host."""
+    """The table row of a tensor, from its piece rows on the host."""
     pieces = end_to_end.reshape(-1, PIECE_COLUMNS)
     rows = np.empty((len(pieces), len(COLUMNS)))
     rows[:, WRITES] = 1.0
     rows[:, COUNT:] = pieces[:, : len(COLUMNS) - 1]
     rows[:, COUNT] += rows[:, COUNT + 1 : NEGINFS + 1].sum(axis=1)
     rows[:, [MIN, MAX]] += pieces[:, -2:]
-    _let_go_of_exponents(rows)
+    _clear_exponents(rows)
     return rows[0] if len(rows) == 1 else union(rows)
 
 
-def _let_go_of_exponents(rows: Floats) -> None:
-    """Exponent 0 wherever the sums of squares fit a float64: always, but for elements of double precision."""
+def _clear_exponents(rows: Floats) -> None:
+    """Set the exponent to 0 if the sums of squares fit a float64: always, except for some tensors of float64."""
     fits = (np.abs(rows[:, EXPONENT]) < _STEP[ms.float64]) | (rows[:, SUMSQ] == 0)
     exponents = np.where(fits, rows[:, EXPONENT], 0.0).astype(np.int64)
     rows[:, SUM] = np.ldexp(rows[:, SUM], exponents)
@@ -158,12 +159,12 @@ def _let_go_of_exponents(rows: Floats) -> None:
     rows[fits, EXPONENT] = 0.0
 
 
-# --- The kernel for tensors in host memory: MindSpore shares that memory with numpy, whose reductions of a chunk in cache
-# take a fraction of the time of MindSpore's own, and which has a reduction for every dtype.
+# --- Tensors in host memory. MindSpore shares that memory with numpy, whose reductions are faster and exist for every
+# dtype.
 
 
-class HostKernel:
-    """Reduces host tensors to table rows. Waits for what was called before, as ``on_host`` does."""
+class MindSporeHostKernel:
+    """Reduces host tensors to table rows. Waits for earlier operations, as ``on_host`` does."""
 
     def __init__(self, eps: float) -> None:
         self._arrays = NumpyKernel(eps)
@@ -172,10 +173,10 @@ class HostKernel:
         """Write the partials of ``x`` into ``page[row]``. False if ``x`` has no data to read; the row is then untouched.
 
         Raises:
-            EarlierFailure: Something that was called before has failed.
+            EarlierFailure: An earlier operation has failed.
         """
         return has_data(x) and self.reduce_array(on_host(x), page, row)
 
     def reduce_array(self, elements: Raw, page: Floats, row: int) -> bool:
-        """The same of what is on the host already."""
+        """The same for an array that is already on the host."""
         return self._arrays.reduce_into(elements, page, row)

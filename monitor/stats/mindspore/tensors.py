@@ -1,7 +1,7 @@
-"""What there is to read in a tensor of MindSpore, and whose an error is that reading meets.
+"""Access to MindSpore's tensors: reads them on the host, keeps pages on devices, and runs operations unseen by training.
 
-Operations run later than they are called, and what goes wrong in one surfaces in the first call that waits, whatever it waits
-for; then it is gone. So a read that waits may be handed an error of training's, which it must not keep to itself.
+Operations run later than they are called. An error in one of them surfaces in the first call that waits, for whatever tensor,
+and only there. So a read may receive an error of training, which it must pass on (``EarlierFailure``).
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ SPARSE = (COOTensor, CSRTensor)
 
 
 def has_data(x: Tensor) -> bool:
-    """False for what only pretends to have any: parameters that are yet to be initialized (reading them would draw their
-    random numbers), tensors of the device ``meta``, and sparse ones, whose elements may be terms of sums.
+    """Whether ``x`` has readable elements.
+
+    False for parameters that are not initialized yet, because reading them would draw their random numbers; for tensors of the
+    device ``meta``; and for sparse ones, whose elements may be terms of sums.
     """
     return not (isinstance(x, SPARSE) or x.has_init or getattr(x, "is_meta", False))
 
 
 def on_host(x: Tensor) -> Raw:
-    """The elements of a tensor with data. Waits for all that was called before.
+    """The elements of a tensor with data. Waits for all earlier operations.
 
-    The array shares the memory of a contiguous tensor in host memory; of any other it is a copy. It is read at once and not
-    kept: an optimizer writes where it stands.
+    The array shares the memory of a contiguous tensor in host memory; of any other tensor it is a copy. Read it at once and do
+    not keep it: the optimizer overwrites that memory.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation has failed.
     """
     try:
         array: Raw = x.asnumpy()
@@ -47,35 +49,35 @@ def on_host(x: Tensor) -> Raw:
     return array
 
 
-# --- Pages on the devices of MindSpore.
+# --- Pages on MindSpore's devices.
 #
-# What a kernel made of a tensor is a small tensor of its own, and a page keeps these until it is sealed: nothing is
-# written in place, which not every backend can do, and nothing has to be cleared. Sealing joins them into one tensor
-# for each dtype, which the device does when it comes to it; the writer waits for that, and makes rows of them.
+# A kernel's result is a small tensor, and a page keeps these tensors until it is sealed. So nothing is written in place,
+# which not every backend can do, and nothing has to be cleared. Sealing joins the tensors into one per dtype, on the
+# device; the writer waits for them and makes rows.
 
 Read = Callable[[Raw], Floats]
-"""Makes a row of the page, on the host, of what the tensor holds."""
+"""Makes a row of the page from the tensor's elements, on the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _PageEntry:
     tensor: Tensor
     read: Read
 
 
-class DevicePage:
-    """A page of which the device holds what its rows are made of."""
+class MindSporeDevicePage:
+    """A page whose rows are kept as small tensors on the device."""
 
     def __init__(self, rows: int, columns: int = len(COLUMNS)) -> None:
         self.shape = rows, columns
-        self._written: dict[int, _Written] = {}
+        self._written: dict[int, _PageEntry] = {}
 
     def write(self, row: int, tensor: Tensor, read: Read) -> None:
-        """Let a row be what ``read`` makes of ``tensor``, of one dimension, which nobody changes. Does not wait."""
-        self._written[row] = _Written(tensor, read)
+        """Set a row to ``read(tensor)``, evaluated later. ``tensor`` has one dimension and must not change. Does not wait."""
+        self._written[row] = _PageEntry(tensor, read)
 
     def new_copy(self) -> PageCopy:
-        return DevicePageCopy(self)
+        return MindSporeDevicePageCopy(self)
 
     def clear(self) -> None:
         self._written = {}
@@ -84,44 +86,44 @@ class DevicePage:
         self._written.pop(row, None)
 
     def rows_now(self) -> Floats:
-        return _Joined(self._written).rows(self.shape)
+        return _JoinedTensors(self._written).rows(self.shape)
 
-    def taken(self) -> _Joined:
-        """What was written, on its way to the host; the page is empty from then on."""
-        joined = _Joined(self._written)
+    def taken(self) -> _JoinedTensors:
+        """The rows written so far, on their way to the host. Clears the page."""
+        joined = _JoinedTensors(self._written)
         self.clear()
         return joined
 
 
-class DevicePageCopy:
-    """A sealed copy of a ``DevicePage``."""
+class MindSporeDevicePageCopy:
+    """A sealed copy of a ``MindSporeDevicePage``."""
 
-    at_hand = False
+    ready = False
 
-    def __init__(self, page: DevicePage) -> None:
+    def __init__(self, page: MindSporeDevicePage) -> None:
         self._page = page
-        self._sealed = _Joined({})
+        self._sealed = _JoinedTensors({})
         self.nbytes = 0
 
     def take(self, rows: int) -> None:
-        del rows  # only what was written is kept
+        del rows  # the page keeps only rows that were written
         self._sealed = self._page.taken()
         self.nbytes = self._sealed.nbytes
 
     def rows(self) -> Floats:
-        """Raises ``EarlierFailure`` where waiting for the device meets what went wrong in training."""
+        """The rows on the host. Raises ``EarlierFailure`` if the wait for the device surfaces an error of training."""
         return self._sealed.rows(self._page.shape)
 
 
-class _Joined:
-    """Tensors of several rows as one of each dtype: one transfer to the host instead of thousands.
+class _JoinedTensors:
+    """The tensors of several rows joined into one per dtype: one transfer to the host instead of thousands.
 
     Attributes:
-        nbytes: Their size.
+        nbytes: Size of all tensors.
     """
 
-    def __init__(self, written: dict[int, _Written]) -> None:
-        by_dtype: dict[object, dict[int, _Written]] = {}
+    def __init__(self, written: dict[int, _PageEntry]) -> None:
+        by_dtype: dict[object, dict[int, _PageEntry]] = {}
         for row, one in written.items():
             by_dtype.setdefault(one.tensor.dtype, {})[row] = one
         self._groups = [(mint.cat([one.tensor for one in group.values()]), _sources(group)) for group in by_dtype.values()]
@@ -138,12 +140,12 @@ class _Joined:
         return numbers
 
 
-def _sources(group: dict[int, _Written]) -> list[tuple[int, int, Read]]:
-    """Rows and sizes without the tensors, whose memory is free as soon as they are joined."""
+def _sources(group: dict[int, _PageEntry]) -> list[tuple[int, int, Read]]:
+    """Rows and sizes without the tensors, so that their memory is free as soon as they are joined."""
     return [(row, one.tensor.size, one.read) for row, one in group.items()]
 
 
-# --- What an operation of MindSpore's does beyond what it is asked for, while a network is called: none of it in ours.
+# --- Operations of the monitor must not be recorded or cast, as MindSpore does with operations during a network's call.
 
 try:
     from mindspore.graph.api import _pynative_executor as executor
@@ -153,10 +155,10 @@ except ImportError:  # before 2.9
 
 @contextmanager
 def beneath() -> Iterator[None]:
-    """What is computed inside is recorded by no graph, and in float32 whatever a cell casts its operations to.
+    """Operations inside are not recorded by a graph, and run in float32 whatever precision a cell casts its operations to.
 
-    ``Cell.to_float`` holds in the cell's hooks, too, and for every operation there: a sum of squares would be formed in
-    float16. Nothing but asking for float32 takes that back. It holds for float64 as well, which becomes float32.
+    ``Cell.to_float`` also affects every operation in the cell's hooks: a sum of squares would be computed in float16. Only a
+    request for float32 overrides it. The request also turns float64 into float32.
     """
     recorded = executor.enable_grad()
     executor.set_enable_grad(False)
@@ -168,13 +170,10 @@ def beneath() -> Iterator[None]:
         executor.set_enable_grad(recorded)
 
 
-# --- Histograms of magnitudes of MindSpore's tensors in host memory.
-
-
 def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
-    """The histogram of a tensor on the host, shape ``(BINS,)``; None if it has no data to read.
+    """The histogram of a tensor in host memory, shape ``(BINS,)``; None if it has no data to read.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation has failed.
     """
     return array_kernel.count_magnitudes(on_host(x)) if has_data(x) else None

@@ -1,4 +1,4 @@
-"""What is read of two tensors of MindSpore's at once, chunk by chunk: on the host by numpy, on a device without a wait."""
+"""Numbers of two MindSpore tensors, such as sign agreement and update norms: by numpy on the host, without waits on devices."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ from monitor.stats.partials import (
 )
 
 PIECE: Final = 1 << 22
-"""Elements of a piece on a device, which they fill; float32 counts them exactly."""
+"""Elements of a piece on a device: enough to fill it, and few enough for exact counts in float32."""
 
 _HALF: Final = UNIT_BINS // 2
 
 Numbers = Mapping[int, Number]
-"""By column of partials."""
+"""Numbers by column of partials."""
 
-Kept = Any
+TensorSnapshot = Any
 """A copy of a tensor: an array on the host, a tensor on a device."""
 
 
-def kept(x: Tensor) -> Kept:
-    """What a tensor holds now, to be compared with later.
+def snapshot(x: Tensor) -> TensorSnapshot:
+    """A copy of a tensor's current elements, to be compared with later.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation has failed.
     """
     with computing() as on:
         return np.array(on.of(x)) if on.may_look else mint.mul(x, 1.0)
 
 
 def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Number:
-    """How many elements have the same sign, both zero included; NaN agrees with nothing. Of tensors of one shape.
+    """The number of elements with equal signs in tensors of one shape. Two zeros agree; NaN agrees with nothing.
 
     Args:
-        uphill: The optimizer maximizes: it goes by the gradient's opposite.
+        uphill: The optimizer maximizes, so it uses the negated gradient.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation has failed.
     """
     with computing() as on:
         if on.may_look:
@@ -75,19 +75,19 @@ def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Nu
 
 
 def _agreeing(g: Reals, m: Reals, *, uphill: bool) -> int:
-    # Comparisons are what numpy does a register at a time; its sign of a number is not.
+    # numpy vectorizes comparisons, but not ``sign``.
     up, down = (m < 0, m > 0) if uphill else (m > 0, m < 0)
     differing = np.count_nonzero(((g > 0) != up) | ((g < 0) != down) | (g != g) | (m != m))
     return len(g) - differing
 
 
-def squares_of_update(after: Tensor, before: Kept) -> tuple[Number, Number]:
-    """The squares of the norms of ``after - before`` and of ``before``, as ``kept`` has left it; of one shape.
+def squares_of_update(after: Tensor, before: TensorSnapshot) -> tuple[Number, Number]:
+    """The squares of the norms of ``after - before`` and of ``before``, a ``snapshot`` of the same shape.
 
-    On a device they are float32: norms are told between 1e-19 and 1e19.
+    On a device they are float32, which limits norms to between 1e-19 and 1e19.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation has failed.
     """
     update: Any = 0.0
     weight: Any = 0.0
@@ -105,17 +105,17 @@ def squares_of_update(after: Tensor, before: Kept) -> tuple[Number, Number]:
         return update, weight
 
 
-class Signed(Protocol):
-    """Partials and a histogram of chunks of a tensor that is never whole, of signed numbers that are mostly between -1 and 1.
+class MindSporeSigned(Protocol):
+    """Partials and a histogram of a tensor given in chunks, of signed numbers that are mostly between -1 and 1.
 
     Bins as in ``UNIT_UPPER``.
     """
 
     def add(self, chunk: Array) -> None:
-        """A chunk, without dimensions but one."""
+        """Add a chunk, an array or tensor of one dimension."""
 
     def numbers(self) -> Numbers:
-        """Of all that was added, by column of partials."""
+        """The partials of all chunks."""
 
     def histogram(self) -> Any:
         """Elements in each bin, shape ``(UNIT_BINS + 2,)``: int64 on the host, float32 on a device."""
@@ -130,17 +130,17 @@ def adam_vectors(
     eps: float,
     *,
     eps_on_root: bool = False,
-) -> tuple[Signed, Signed]:
-    """What Adam makes of its moments: ``m / (sqrt(v) + adam_eps)`` and ``m / sqrt(v)``, which is 0 where both are 0.
+) -> tuple[MindSporeSigned, MindSporeSigned]:
+    """Adam's update directions: ``m / (sqrt(v) + adam_eps)`` and ``m / sqrt(v)``, which is 0 where both are 0.
 
     Args:
-        eps_on_root: ``adam_eps`` is added to the root of ``square`` before that is corrected.
-        mean_correction: What ``mean`` is to be divided by before.
-        square_correction: The same of ``square``, of the same shape.
-        eps: Below which numbers count as zeros.
+        eps_on_root: ``adam_eps`` is added to the root of ``square`` before the bias correction.
+        mean_correction: The divisor that corrects the bias of ``mean``.
+        square_correction: The divisor for ``square``, which has the shape of ``mean``.
+        eps: Magnitudes below this count as zeros.
 
     Raises:
-        EarlierFailure: Something that was called before has failed.
+        EarlierFailure: An earlier operation has failed.
     """
     with computing() as on:
         if on.may_look:
@@ -148,7 +148,7 @@ def adam_vectors(
             corrections = [float(on.of(one)) if isinstance(one, Tensor) else one for one in given]
             added = adam_eps / math.sqrt(corrections[1]) if eps_on_root else adam_eps
             return _vectors_seen(on.of(mean), on.of(square), corrections, added, eps)
-        updates, ratios = DeviceSigned(eps), DeviceSigned(eps)
+        updates, ratios = MindSporeDeviceSigned(eps), MindSporeDeviceSigned(eps)
         there: Number = adam_eps * (square_correction**-0.5) if eps_on_root else adam_eps
         for m, v in _pieces(mean, square):
             m, root = m / mean_correction, mint.sqrt(v / square_correction)
@@ -158,9 +158,11 @@ def adam_vectors(
         return updates, ratios
 
 
-def _vectors_seen(mean: Raw, square: Raw, corrections: list[float], adam_eps: float, eps: float) -> tuple[Signed, Signed]:
+def _vectors_seen(
+    mean: Raw, square: Raw, corrections: list[float], adam_eps: float, eps: float
+) -> tuple[MindSporeSigned, MindSporeSigned]:
     kernel = NumpyKernel(eps)
-    updates, ratios = HostSigned(kernel), HostSigned(kernel)
+    updates, ratios = MindSporeHostSigned(kernel), MindSporeHostSigned(kernel)
     for given_mean, given_square in _chunks(mean, square):
         m = given_mean / given_mean.dtype.type(corrections[0])
         root = given_square / given_square.dtype.type(corrections[1])
@@ -174,8 +176,8 @@ def _vectors_seen(mean: Raw, square: Raw, corrections: list[float], adam_eps: fl
     return updates, ratios
 
 
-class HostSigned:
-    """On the host, where a look at a value costs nothing."""
+class MindSporeHostSigned:
+    """The version for the host, where reading a value is free."""
 
     def __init__(self, kernel: NumpyKernel) -> None:
         self._kernel = kernel
@@ -186,7 +188,7 @@ class HostSigned:
         row = np.asarray(self._kernel.reduce(chunk))
         self._rows.append(row)
         finite = chunk if not row[NANS : NEGINFS + 1].any() else chunk[np.isfinite(chunk)]
-        # A power of two rounds nothing, and none changes its bin.
+        # Multiplying by a power of two does not round, so no element changes its bin.
         bins = np.ceil(finite * finite.dtype.type(_HALF))
         np.clip(bins, -_HALF, _HALF + 1, out=bins)
         bins += _HALF
@@ -200,11 +202,11 @@ class HostSigned:
         return self._counts
 
 
-class DeviceSigned:
-    """On any device, without a look at a value: a tensor of float32 for each number.
+class MindSporeDeviceSigned:
+    """The version for any device, which reads no value: each number is a float32 tensor.
 
-    What partials need scaling for does not happen to such numbers. Counting into bins waits for MindSpore to have handed out
-    what was called before, though not for the device: of what could count, this alone has a kernel on the host.
+    Such numbers need no scaling before squaring. Counting into bins waits until MindSpore has dispatched all earlier
+    operations, but not for the device: no other counting operation has a kernel on the host.
     """
 
     def __init__(self, eps: float) -> None:
@@ -245,7 +247,7 @@ class DeviceSigned:
 
 
 def _part(chunk: Tensor, kept_ones: Tensor, finite: Tensor, bound: Tensor) -> Tensor:
-    """Of a chunk: the finite elements, NaN, +Inf, -Inf, zeros, least, greatest, Σ x, Σ x² and Σ (x - mean)²."""
+    """The numbers of a chunk: finite elements, NaN, +Inf, -Inf, zeros, minimum, maximum, Σ x, Σ x² and Σ (x - mean)²."""
     n, total = mint.sum(finite, dtype=ms.float32), mint.sum(kept_ones)
     off = mint.where(finite, mint.sub(chunk, mint.div(total, mint.clamp(n, min=1.0))), 0.0)
     numbers = [
@@ -268,17 +270,17 @@ def _columns(parts: Tensor, first: int, count: int) -> Tensor:
 
 
 def _sums(parts: Tensor) -> list[Tensor]:
-    """Of each column."""
+    """The sum of each column."""
     return [mint.sum(_columns(parts, column, 1)) for column in range(parts.shape[1])]
 
 
 def _chunks(a: Raw, b: Raw) -> Iterator[tuple[Reals, Reals]]:
-    """The elements that stand at the same place in arrays of one shape, a chunk of each at a time."""
+    """Corresponding elements of two arrays of one shape, a chunk of each at a time."""
     yield from zip(Chunks().of(a), Chunks().of(b), strict=True)
 
 
 def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same of tensors on a device, in float32."""
+    """Corresponding elements of two tensors on a device, in float32, a piece of each at a time."""
     if not a.size:
         return
     flat = [one.reshape(-1) for one in (a, b)]

@@ -1,7 +1,7 @@
-"""The portable kernel for accelerators, in torch ops alone: no value is brought to the host, so nothing waits for the device.
+"""The portable kernel for accelerators, in torch operators only. It brings no value to the host, so it never waits.
 
-Its temporaries are chunk-sized. Everything that the host kernel decides by looking at a value is computed here for both
-outcomes: non-finite elements are masked, and squares are taken of values scaled by a power of two of the chunk's absmax.
+Its temporaries are chunk-sized. Where the host kernel branches on a value, this kernel computes both outcomes: it masks
+elements that are not finite, and squares values after scaling them by a power of two near the chunk's absmax.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, WRITES
-from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
+from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 1 << 22
-"""Elements of a chunk: enough to fill a device, 16 MiB of float32 for a temporary."""
+"""Elements of a chunk: enough to fill a device, 16 MiB per float32 temporary."""
 
 
-class DeviceKernel:
+class TorchDeviceKernel:
     """Reduces tensors of any device to table rows, in stream order."""
 
     def __init__(self, eps: float, chunk: int = CHUNK) -> None:
@@ -34,9 +34,9 @@ class DeviceKernel:
 
         Args:
             page: float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``.
-            offset: A whole number on the same device, never looked at by the host. Where it is negative nothing is written.
+            offset: An integer on the same device; the host never reads it. If it is negative, nothing is written.
         """
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
             source = readable(x)
             if source is None:
                 return False
@@ -58,7 +58,7 @@ class DeviceKernel:
         return row if source.repeats == 1 else _repeated(row, source.repeats)
 
     def _constant(self, zeros: int, device: torch.device, lo: float = 0.0, hi: float = 0.0) -> Tensor:
-        """The row of so many zeros, filled in on the device: a tensor made from host values would be a synchronising copy."""
+        """The row of so many zeros, filled in on the device: a tensor made from host values needs a synchronising copy."""
         row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=device)
         for column, value in ((WRITES, 1.0), (COUNT, zeros), (SMALLS, zeros * self._zero_is_small), (MIN, lo), (MAX, hi)):
             row[column] = value
@@ -70,7 +70,7 @@ class DeviceKernel:
         n = finite.sum()
         kept = torch.where(finite, v, 0.0)
         absmax = kept.abs().amax()
-        # The exponent of absmax itself would be frexp, which not every device has.
+        # ``frexp`` would return the exponent directly, but not every device has it.
         exponent = torch.where(absmax > 0, absmax.double().log2().floor(), 0.0)
         scaled = torch.ldexp(kept, -exponent.to(v.dtype)) if v.dtype is torch.float32 else kept * torch.exp2(-exponent)
         total = scaled.sum(dtype=torch.float64)
@@ -107,7 +107,7 @@ def _working(piece: Tensor) -> Tensor:
 
 
 def _small_exponent(row: Tensor) -> Tensor:
-    """The row with exponent 0 wherever its sums of squares fit a float64, as the host kernel has it."""
+    """The row with exponent 0 if its sums of squares fit a float64, as in the host kernel."""
     exponent = row[EXPONENT]
     fits = exponent.abs() < 330
     scale = torch.exp2(torch.where(fits, exponent, 0.0))
@@ -116,7 +116,7 @@ def _small_exponent(row: Tensor) -> Tensor:
 
 
 def _union(rows: Tensor) -> Tensor:
-    """``partials.union`` in torch ops: shapes ``(sets, len(COLUMNS))`` to ``(len(COLUMNS),)``."""
+    """``partials.union`` in torch operators: shapes ``(sets, len(COLUMNS))`` to ``(len(COLUMNS),)``."""
     column = rows.unbind(1)
     sumsq, exponent = column[SUMSQ], column[EXPONENT]
     top = torch.where(sumsq > 0, exponent, -math.inf).amax()
@@ -133,6 +133,6 @@ def _union(rows: Tensor) -> Tensor:
 
 
 def _repeated(row: Tensor, times: int) -> Tensor:
-    """The row of a tensor that holds every element ``times`` over."""
+    """The row of a tensor in which every element is repeated ``times`` times."""
     counts, extremes, sums = row[COUNT:MIN], row[MIN:SUM], row[SUM:EXPONENT]
     return torch.cat([row[:COUNT], counts * times, extremes, sums * times, row[EXPONENT:]])

@@ -1,8 +1,8 @@
-"""``monitor::reduce_into``: a kernel's call as one operator, the same in eager and in compiled code.
+"""``monitor::reduce_into``: the operator that calls a device's kernel, the same in eager and in compiled code.
 
-To a compiler it is a black box that changes the page, so it is neither reordered with others of its kind nor dropped. A row
-is a static number plus the micro-step, which compiled code passes as a tensor: a Python int would be compiled once for each
-value. Behind the operator stands the kernel of the page's device.
+To a compiler the operator is a black box that mutates the page, so it is neither reordered with others of its kind nor dropped.
+A row is a static number plus the micro-step. Compiled code passes the micro-step as a tensor, because a Python int would be
+compiled anew for each value. The device of the page selects the kernel.
 """
 
 from __future__ import annotations
@@ -19,34 +19,32 @@ from torch import Tensor
 
 from monitor.failures import LOGGER
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch.device_kernel import DeviceKernel
-from monitor.stats.torch.host_kernel import HostKernel
-from monitor.stats.torch.memory import DevicePage
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
+from monitor.stats.torch.memory import TorchDevicePage
 from monitor.stats.torch.tensors import capturing
-from monitor.stats.triton.launch import WHAT_TO_DO, Driver, Engine, FusedKernel
+from monitor.stats.triton.launch import TRITON_ADVICE, Driver, FusedEngine, FusedKernel
 from monitor.stats.triton.tensor_list import FusedList
 
-# --- Which kernel reduces the tensors of a device: the fused one where Triton compiles for it, or else the portable one.
-#
-# What works decides: whether Triton is there, whether it has a backend for this device, and whether a first launch
-# succeeds.
+# --- The kernel of each device: the fused one if Triton is installed, has a backend for the device, and a first launch
+# succeeds; else the portable one.
 
 
 class DeviceKernels:
-    """The kernels of a process for the tensors of its devices, made when they are first asked for."""
+    """The kernels of a process for each of its devices, made when they are first needed."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, Engine | None] = {}
-        self._kernels: dict[tuple[float, str], DeviceKernel | FusedKernel] = {}
+        self._engines: dict[str, FusedEngine | None] = {}
+        self._kernels: dict[tuple[float, str], TorchDeviceKernel | FusedKernel] = {}
         self._lists: dict[tuple[float, str], FusedList | None] = {}
 
-    def kernel(self, eps: float, device: torch.device) -> DeviceKernel | FusedKernel:
-        """What reduces one tensor of ``device``."""
+    def kernel(self, eps: float, device: torch.device) -> TorchDeviceKernel | FusedKernel:
+        """The kernel for a single tensor of ``device``."""
         found = self._kernels.get((eps, device.type))
         return self._new_kernel(eps, device) if found is None else found
 
     def list(self, eps: float, device: torch.device) -> FusedList | None:
-        """What reduces many of them at once; None where nothing does."""
+        """The kernel for many tensors of ``device`` at once; None if there is none."""
         key = (eps, device.type)
         if key not in self._lists:
             kernel, engine = self.kernel(eps, device), self._engines.get(device.type)
@@ -55,41 +53,41 @@ class DeviceKernels:
             self._lists[key] = FusedList(kernel, engine)
         return self._lists[key]
 
-    def _new_kernel(self, eps: float, device: torch.device) -> DeviceKernel | FusedKernel:
+    def _new_kernel(self, eps: float, device: torch.device) -> TorchDeviceKernel | FusedKernel:
         if device.type not in self._engines and capturing(device):
-            return DeviceKernel(eps)  # for now: while work is recorded nothing is tried
+            return TorchDeviceKernel(eps)  # for now: nothing is tried during the capture of a graph
         engine = self._engine(device)
-        kernel = DeviceKernel(eps) if engine is None else FusedKernel(eps, engine)
+        kernel = TorchDeviceKernel(eps) if engine is None else FusedKernel(eps, engine)
         self._kernels[eps, device.type] = kernel
         return kernel
 
-    def _engine(self, device: torch.device) -> Engine | None:
+    def _engine(self, device: torch.device) -> FusedEngine | None:
         if device.type not in self._engines:
             self._engines[device.type] = engine_for(device)
         return self._engines[device.type]
 
 
-def engine_for(device: torch.device) -> Engine | None:
-    """The fused kernels for devices of this type; None where they do not work, which is said if they should."""
+def engine_for(device: torch.device) -> FusedEngine | None:
+    """The fused kernels for devices of this type; None if they do not run, with a warning if they should."""
     try:
         driver = _driver_of(device)
         if driver is None:
             return None
         from monitor.stats.triton import source
 
-        engine = Engine(source, driver)
-        if _runs(engine, device):  # if not, it was said why
+        engine = FusedEngine(source, driver)
+        if _runs(engine, device):  # else a warning was logged
             return engine
     except Exception as error:
         LOGGER.warning(
-            "The fused kernels do not run on %s: %r. Slower operations of torch take their place, with the same rows. %s",
-            device.type, error, WHAT_TO_DO,
+            "The fused kernels do not run on %s: %r. Slower torch operators replace them and give the same rows. %s",
+            device.type, error, TRITON_ADVICE,
         )  # fmt: skip
     return None
 
 
 def _driver_of(device: torch.device) -> Driver | None:
-    """Triton's driver; None where Triton is not there or has no backend for such devices, which is no fault."""
+    """Triton's driver; None if Triton is not installed or has no backend for such devices, which is not an error."""
     try:
         import triton
     except ImportError:
@@ -100,7 +98,7 @@ def _driver_of(device: torch.device) -> Driver | None:
     if active.get_active_torch_device().type != device.type:
         return None
     if _is_interpreted(triton):
-        raise RuntimeError("TRITON_INTERPRET is set, with which kernels run on the host")
+        raise RuntimeError("TRITON_INTERPRET is set, so kernels would run on the host")
     warp = active.get_current_target().warp_size
     return Driver(active.get_current_device, active.get_current_stream, lambda: capturing(device), _on, warp)
 
@@ -114,17 +112,17 @@ def _on(index: int) -> AbstractContextManager[Any]:
     return torch.accelerator.device_index(index)
 
 
-def _runs(engine: Engine, device: torch.device) -> bool:
-    """Launch once. What goes wrong on the device would take a wait to see."""
+def _runs(engine: FusedEngine, device: torch.device) -> bool:
+    """Whether a launch succeeds. Errors on the device are not seen, because that would need a wait."""
     page = torch.empty(1, len(COLUMNS), dtype=torch.float64, device=device)
     return FusedKernel(0.0, engine).reduces(torch.zeros(1, device=device), page, 0)
 
 
 SCHEMA: Final = "reduce_into(Tensor x, Tensor(a!) page, int row, Tensor? micro_step, float eps) -> ()"
 
-_host_kernel = lru_cache(HostKernel)
+_host_kernel = lru_cache(TorchHostKernel)
 DEVICE_KERNELS: Final = DeviceKernels()
-"""The kernels behind the operator on devices, with what was compiled for them: one set, as there is one operator."""
+"""The kernels of the operator on devices, with their compiled variants. One set per process, as there is one operator."""
 
 
 def _reduce_into(x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float) -> None:
@@ -137,7 +135,7 @@ def _reduce_into(x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, e
 
 
 def _reduce_nothing(x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float) -> None:
-    """What the operator does to tensors without data: nothing is returned, so there is nothing to describe."""
+    """The operator for tensors without data: it returns nothing, so there is no result to describe."""
 
 
 def _define() -> torch.library.Library:
@@ -145,35 +143,35 @@ def _define() -> torch.library.Library:
     library.define(SCHEMA)
     library.impl("reduce_into", _reduce_into, "CompositeExplicitAutograd")
     library.impl("reduce_into", _reduce_nothing, "Meta")
-    # There is no derivative: an observer passes through autograd unseen.
+    # No derivative: autograd ignores the operator.
     library.impl("reduce_into", torch.library.fallthrough_kernel, "Autograd")
     return library
 
 
 LIBRARY: Final = _define()
-"""Kept alive for as long as the operator is to exist."""
+"""A reference that keeps the operator defined."""
 
 reduce_into: Final = torch.ops.monitor.reduce_into.default
 """``reduce_into(x, page, row, micro_step, eps)``: write the partials of ``x`` into ``page[row + micro_step]``.
 
-``page`` is float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``; ``micro_step`` a whole number in a tensor of no
-dimensions on that device, or None for 0. Where it is negative nothing is written: this step is not collected."""
+``page`` is float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``. ``micro_step`` is an integer in a tensor without
+dimensions on that device, or None for 0. If it is negative nothing is written: this step is not collected."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A tensor of a device, one of many, and the row that is for it."""
+class ListedTensor:
+    """One of many tensors on a device, and the row to write it to."""
 
     tensor: Tensor
-    page: DevicePage
+    page: TorchDevicePage
     row: int
 
 
-def reduce_listed(items: Sequence[Listed], eps: float) -> list[tuple[int, Exception]]:
-    """Write the rows of tensors of any devices, with as few launches as there are kinds of them.
+def reduce_listed(items: Sequence[ListedTensor], eps: float) -> list[tuple[int, Exception]]:
+    """Write the rows of tensors on any devices, with one launch per kind of tensor (``triton.tensor_list.Kind``).
 
     Returns:
-        Places of those that could not be read, and why.
+        Indices of the items that could not be read, with the error of each.
     """
     failed: list[tuple[int, Exception]] = []
     for device in dict.fromkeys(item.tensor.device for item in items):
@@ -185,7 +183,9 @@ def reduce_listed(items: Sequence[Listed], eps: float) -> list[tuple[int, Except
     return failed
 
 
-def _reduce_listed(items: Sequence[Listed], here: list[int], device: torch.device, eps: float) -> list[tuple[int, Exception]]:
+def _reduce_listed(
+    items: Sequence[ListedTensor], here: list[int], device: torch.device, eps: float
+) -> list[tuple[int, Exception]]:
     together, left, failed = DEVICE_KERNELS.list(eps, device), here, []
     if together is not None:
         tensors, pages, rows = zip(*((items[i].tensor, items[i].page.tensor, items[i].row) for i in here), strict=True)

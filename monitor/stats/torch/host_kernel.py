@@ -1,4 +1,4 @@
-"""The kernel for tensors in host memory: the native one where it is there, else the kernel of numpy, a piece at a time."""
+"""The kernel for torch tensors in host memory: the native kernel if it was built, else the numpy kernel, a piece at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, EMPTY, Floats, union
 from monitor.stats.torch.small_tensors import Staging, reduce_segments
 from monitor.stats.torch.tensors import (
-    KEYS_ABOVE_US,
+    BYPASSED_KEYS,
     Readable,
     address_of,
     is_unbroken,
@@ -28,7 +28,7 @@ from monitor.stats.torch.tensors import (
 )
 
 PIECE: Final = 262_144
-"""Elements that are copied, or converted, at a time."""
+"""Elements that are copied or converted at a time."""
 
 _FORMATS: Final = {
     torch.float32: native.FLOAT32,
@@ -45,9 +45,9 @@ class _Staging(threading.local):
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def of(self, piece: Tensor) -> NDArray[Any]:
-        """The elements in their working precision, magnitudes where they are complex. Good until the next call.
+        """The elements in their working precision, or the magnitudes of complex elements. Valid until the next call.
 
-        A copy also where nothing is converted: torch could not resize a storage any more that numpy has a view of.
+        Always a copy, because torch cannot resize a storage that numpy has a view of.
         """
         precision = working_precision(piece.dtype)
         if precision not in self._buffers:
@@ -61,7 +61,7 @@ class _Staging(threading.local):
         return staged.view(-1).numpy()
 
 
-class HostKernel:
+class TorchHostKernel:
     """Reduces host tensors to table rows.
 
     Args:
@@ -91,7 +91,7 @@ class HostKernel:
         return True
 
     def staged_rows(self, staging: Staging) -> Floats:
-        """The rows of the tensors in ``staging``, shape ``(len(staging), len(COLUMNS))``, which is empty then."""
+        """The rows of the tensors in ``staging``, shape ``(len(staging), len(COLUMNS))``. Empties ``staging``."""
         numbers, lengths = staging.take()
         starts = np.cumsum(lengths) - lengths
         rows, hold = reduce_segments(numbers, starts, lengths, self._bound, np.empty(len(numbers)))
@@ -101,7 +101,7 @@ class HostKernel:
 
     def reduce(self, x: Tensor) -> Row | Floats | None:
         """The row of ``x``, shape ``(len(COLUMNS),)``; None if it has no data to read."""
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
             source = readable(x)
             return None if source is None else self._reduce(source)
 
@@ -119,7 +119,7 @@ class HostKernel:
         return union(np.array(rows)) if rows else (1.0, *EMPTY[1:])
 
     def _rows(self, x: Tensor) -> list[Row | Floats]:
-        """Rows that together are of ``x``."""
+        """Rows whose union is the row of ``x``."""
         whole = self._natively(x) if x.numel() and is_unbroken(x) else None
         return [self._piece(piece) for piece in pieces(x, PIECE)] if whole is None else [whole]
 
@@ -128,7 +128,7 @@ class HostKernel:
         return self._numpy.reduce(self._staging.of(piece)) if row is None else row
 
     def _natively(self, x: Tensor) -> Floats | None:
-        """The row of elements without gaps; None where the native kernel cannot tell, or is not there."""
+        """The row of elements without gaps; None if the native kernel cannot compute it or was not built."""
         form = _FORMATS.get(x.dtype)
         if self._native is None or form is None or not (address := address_of(x)):
             return None
@@ -142,5 +142,5 @@ def _zeros(count: int, are_small: bool) -> Row:
 
 
 def _repeated(row: Any, times: int) -> Row:
-    """The row of a tensor that holds every element ``times`` over: extremes and exponent stay, the rest multiplies."""
+    """The row of a tensor with every element repeated ``times`` times: counts and sums multiply, extremes and exponent stay."""
     return (1.0, *(n * times for n in row[1:6]), row[6], row[7], *(s * times for s in row[8:11]), row[11])

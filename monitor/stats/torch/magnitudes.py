@@ -1,4 +1,4 @@
-"""Histograms of tensors of any device: on the host by their bits (``numpy_magnitudes``), elsewhere by a search."""
+"""Histograms of magnitudes of torch tensors: on the host from the bits (``host.array_kernel``), on devices by binary search."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.histograms import BINS, UPPER
-from monitor.stats.host.array_kernel import EXPONENT_BINS, give_back_what_rounded, of_singles
+from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.torch.memory import persistent
-from monitor.stats.torch.tensors import KEYS_ABOVE_US, Readable, pieces, readable, working_precision
+from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
 CHUNK: Final = 262_144
-"""Elements that are looked at together; in the cache, as in ``torch_host_kernel``."""
+"""Elements counted at a time on the host; they stay in the cache, as in ``torch.host_kernel``."""
 
-CHUNK_THERE: Final = 1 << 22
-"""The same on an accelerator: enough to fill it."""
+DEVICE_CHUNK: Final = 1 << 22
+"""Elements counted at a time on an accelerator: enough to fill it."""
 
 
 def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
     """The histogram of a tensor on the host, shape ``(BINS,)``; None if it has no data to read."""
-    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
         source = readable(x)
         return None if source is None else _of_source(source)
 
 
-def count_magnitudes_there(x: Tensor) -> Tensor | None:
-    """The same for any device and there, int64: no value is brought to the host, and nothing waits."""
-    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
+    """The histogram on the tensor's own device, int64. Brings no value to the host, so nothing waits."""
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
         source = readable(x)
         if source is None:
             return None
         x = source.dense
         edges = _edges(x.device)
         counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
-        for piece in pieces(x, CHUNK_THERE):
+        for piece in pieces(x, DEVICE_CHUNK):
             exact = _magnitudes(piece)
             counts.scatter_add_(0, _bins_of(exact, edges), torch.isfinite(exact).to(torch.int64))
         counts *= source.repeats
@@ -48,7 +48,7 @@ def count_magnitudes_there(x: Tensor) -> Tensor | None:
 
 @cache
 def _edges(device: torch.device) -> Tensor:
-    """Brought to the device once, without a wait for what was launched before: from pinned memory."""
+    """The bin edges on a device, copied once from pinned memory, without waiting for earlier launches."""
     there = device.type != "cpu"
 
     def make() -> Tensor:
@@ -77,24 +77,24 @@ def _of_source(source: Readable) -> NDArray[np.int64]:
 
 
 def _of_piece(piece: Tensor) -> NDArray[np.int64]:
-    """Copies: the bits that are counted are our own, and a view of the user's storage by numpy would bind it."""
+    """The histogram of a copy: the bits are overwritten, and torch cannot resize a storage that numpy has a view of."""
     exact = _magnitudes(piece) if piece.is_complex() or working_precision(piece.dtype) is torch.float64 else piece
     single = torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(exact).view(-1)
     counts = of_singles(single.numpy(), _counted)
     if exact.dtype is torch.float64:
         lost = int(((exact != 0) & (single == 0)).sum())
-        give_back_what_rounded(counts, lost, int((torch.isfinite(exact) & torch.isinf(single)).sum()))
+        restore_rounded(counts, lost, int((torch.isfinite(exact) & torch.isinf(single)).sum()))
     return counts
 
 
 def _counted(bins: NDArray[np.int32]) -> NDArray[np.int64]:
-    """By torch, which takes them as they are."""
+    """Count with torch, whose ``bincount`` accepts int32."""
     counts: NDArray[np.int64] = torch.bincount(torch.from_numpy(bins), minlength=EXPONENT_BINS).numpy()
     return counts
 
 
 def _magnitudes(piece: Tensor) -> Tensor:
-    """Shape ``(elements,)``, in float32 or float64."""
+    """The magnitudes, shape ``(elements,)``, in float32 or float64."""
     if piece.is_complex():
         return torch.abs(piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece).reshape(-1)
     return piece.to(working_precision(piece.dtype)).abs().reshape(-1)

@@ -1,7 +1,7 @@
-"""Pages in the memory of torch devices, and rows written into a page wherever it is.
+"""Memory that the monitor keeps on torch devices: pages, their sealed copies, and rows written from host or device.
 
-On an accelerator sealing is two copies: on the training stream one small device copy into the sealed slot and a reset, on a
-side stream from there to pinned memory; the writer waits for its event.
+Sealing on an accelerator takes two copies. The training stream copies the page into the sealed slot, on the device, and clears
+it. A side stream then copies the slot to pinned memory, and the writer waits for that copy's event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import PageCopy, PageMemory
 from monitor.stats.torch.tensors import beneath
 
-# --- Tensors that are kept from call to call, in memory that is nobody's but ours.
+# --- Tensors that outlive a call, in memory of their own.
 
 
 def _is_elsewhere(device: torch.device) -> bool:
@@ -30,14 +30,14 @@ def _is_elsewhere(device: torch.device) -> bool:
 def persistent(
     device: torch.device, make: Callable[[], Tensor], elsewhere: Callable[[torch.device], bool] = _is_elsewhere
 ) -> Tensor:
-    """What ``make`` makes on ``device``, for longer than the call in progress. Does not wait for the device.
+    """Call ``make`` for a tensor on ``device`` that outlives the current call. Does not wait for the device.
 
-    A caller may be within the warm-up of a graph of the device, whose allocations torch takes from the graph's own memory, by
-    thread or by stream, and holds to account: a tensor kept there is an error in training. So a thread of its own makes it, in
-    that thread's stream, and the caller's stream comes after.
+    The caller may run during the warm-up of a device graph. torch then takes allocations of this thread or stream from the
+    graph's memory pool and checks them: a tensor kept there is an error in training. So a new thread makes the tensor, in that
+    thread's stream, and the caller's stream waits for it.
 
     Args:
-        elsewhere: Whether tensors of a device are made so. On the host nothing is gained by it.
+        elsewhere: Whether a device needs such a thread. The host does not.
     """
     if not elsewhere(device):
         return _made(make)
@@ -46,12 +46,12 @@ def persistent(
     if done is not None:
         stream = torch.accelerator.current_stream(device)
         stream.wait_event(done)
-        made.record_stream(stream)  # given up one day, it is handed out again only after what this stream does with it
+        made.record_stream(stream)  # once freed, its memory is reused only after this stream's work on it
     return made
 
 
 def made_here(_device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """The same where memory is to come from whatever is in progress: in a capture, from the graph's."""
+    """Call ``make`` here, so that memory comes from the current pool: in a capture, from the graph's."""
     return _made(make)
 
 
@@ -63,14 +63,14 @@ def _made_there(device: torch.device, make: Callable[[], Tensor]) -> tuple[Tenso
 
 
 def _made(make: Callable[[], Tensor]) -> Tensor:
-    with beneath(), torch.inference_mode(False):  # it outlives the modes that happen to be on
+    with beneath(), torch.inference_mode(False):  # the tensor outlives the modes that are active now
         return make()
 
 
-class DevicePage:
+class TorchDevicePage:
     """A page in an accelerator's memory.
 
-    A row is written in the stream in which its tensor is ready. If that is not the stream that seals, events order the two.
+    A row is written in the stream in which its tensor is ready. If another stream seals, events order the two.
 
     Attributes:
         tensor: The live rows, shape ``(rows, columns)``, float64.
@@ -86,7 +86,7 @@ class DevicePage:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """While a row is written in the current stream."""
+        """The context in which a row is written in the current stream."""
         stream = torch.accelerator.current_stream(self.tensor.device)
         if stream == self._sealing:
             yield
@@ -94,14 +94,14 @@ class DevicePage:
         stream.wait_event(self._cleared)
         try:
             yield
-        finally:  # rows that were written before something failed are sealed after they are written, too
+        finally:  # rows written before a failure must also be ordered before sealing
             self._written[stream] = stream.record_event()
 
     def new_copy(self) -> PageCopy:
-        return DevicePageCopy(self, self._side)
+        return TorchDevicePageCopy(self, self._side)
 
     def join(self) -> torch.Stream:
-        """The current stream, which from here on comes after all rows that were written, and is taken to seal."""
+        """Let the current stream wait for all rows written so far. It becomes the stream that seals, and is returned."""
         now = torch.accelerator.current_stream(self.tensor.device)
         if now != self._sealing:
             self._written[self._sealing] = self._sealing.record_event()
@@ -126,12 +126,12 @@ class DevicePage:
         return self.tensor.cpu().numpy()
 
 
-class DevicePageCopy:
-    """A sealed copy of a ``DevicePage``: on the device, then on the host."""
+class TorchDevicePageCopy:
+    """A sealed copy of a ``TorchDevicePage``: on the device, then on the host."""
 
-    at_hand = False
+    ready = False
 
-    def __init__(self, page: DevicePage, side: torch.Stream) -> None:
+    def __init__(self, page: TorchDevicePage, side: torch.Stream) -> None:
         live = page.tensor
         self._page = page
         self._side = side
@@ -142,7 +142,7 @@ class DevicePageCopy:
         self.nbytes = 2 * live.nbytes
 
     def take(self, rows: int) -> None:
-        del rows  # a copy of the whole page takes as long
+        del rows  # copying the whole page takes no longer
         training = self._page.join()
         self._sealed.copy_(self._page.tensor)
         self._page.clear()
@@ -158,14 +158,14 @@ class DevicePageCopy:
 
 
 def write_numbers(page: PageMemory, row: int, numbers: Mapping[int, float | torch.Tensor]) -> None:
-    """Write a row, 0 in the columns that are not among ``numbers``. Does not wait for tensors on a device."""
+    """Write a row, with 0 in columns that are not in ``numbers``. Does not wait for tensors on a device."""
     if isinstance(page, HostPage):
         page.numbers[row] = 0.0
         page.numbers[row, WRITES] = 1.0
         for column, number in numbers.items():
             page.numbers[row, column] = number.item() if isinstance(number, torch.Tensor) else number
         return
-    assert isinstance(page, DevicePage)
+    assert isinstance(page, TorchDevicePage)
     with page.written():
         page.tensor[row].zero_()
         page.tensor[row, WRITES].fill_(1.0)
@@ -175,12 +175,12 @@ def write_numbers(page: PageMemory, row: int, numbers: Mapping[int, float | torc
 
 
 def write_histogram(page: PageMemory, row: int, counts: NDArray[np.int64] | torch.Tensor) -> None:
-    """Write the bins of a row, 0 in those beyond ``counts``."""
+    """Write the bins of a row, with 0 in bins beyond ``counts``."""
     if isinstance(page, HostPage):
         page.numbers[row] = 0.0
         page.numbers[row, : len(counts)] = counts
         return
-    assert isinstance(page, DevicePage)
+    assert isinstance(page, TorchDevicePage)
     assert isinstance(counts, torch.Tensor)
     with page.written():
         page.tensor[row].zero_()

@@ -1,8 +1,8 @@
-"""Many small host tensors at once: biases, norms, their gradients and moments.
+"""Reduces many small host tensors at once: biases, norms, their gradients and moments.
 
-A reduction of a thousand elements costs less than the call that asks for it, and a model has hundreds of such tensors. So they
-are laid end to end in a buffer, and each statistic of all of them is one segmented reduction in float64, where the squares of
-float32 neither overflow nor vanish.
+Reducing a thousand elements takes less time than the call itself, and a model has hundreds of such tensors. So they are copied
+end to end into a buffer, and each statistic of all of them is one segmented reduction in float64, where squares of float32
+neither overflow nor vanish.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from monitor.stats.partials import COLUMNS, COUNT, M2, MAX, MIN, SMALLS, SUM, SU
 from monitor.stats.torch.tensors import plain_address
 
 SMALL: Final = 1024
-"""Elements up to which a tensor is cheaper as one of many."""
+"""Greatest number of elements of a tensor that is cheaper to reduce together with others."""
 
 BATCH: Final = 98_304
-"""Elements of a buffer: what it is reduced to stays in the second-level cache."""
+"""Elements of a buffer: so few that the reduction's data stay in the second-level cache."""
 
 SMALL_BYTES: Final = 4 * SMALL
 BATCH_BYTES: Final = 4 * BATCH
 
-Found = tuple[Floats, NDArray[np.bool_]]
-"""Rows, shape ``(tensors, len(COLUMNS))``, and which of them hold; the others want a closer look."""
+SegmentRows = tuple[Floats, NDArray[np.bool_]]
+"""Rows, shape ``(tensors, len(COLUMNS))``, and which of them are valid; the others must be reduced one by one."""
 
 
 class Staging:
     """Copies of small tensors that wait to be reduced together.
 
-    A copy is a ``bytes`` of the tensor's memory: amid communication, with cold caches, that costs a fifth of ``clone``. (It is
-    never numpy's view of a tensor, whose storage could then not be resized any more, as FSDP does.)
+    A copy is a ``bytes`` of the tensor's memory: during communication, with cold caches, it costs a fifth of ``clone``. It is
+    never a numpy view of the tensor: torch could no longer resize the storage, as FSDP does.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Staging:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of waiting tensors."""
         return len(self._copies)
 
     @property
@@ -50,7 +50,7 @@ class Staging:
         return 2 * self._bytes > BATCH_BYTES
 
     def add(self, x: Tensor) -> bool:
-        """Copy ``x``, if it is small, its memory holds what it says, and there is room."""
+        """Copy ``x``. False, without a copy, if it is not small, not plain, not in memory, or if there is no room."""
         size = 4 * x.numel()
         if size > SMALL_BYTES or self._bytes + size > BATCH_BYTES or not (address := plain_address(x)):
             return False
@@ -59,12 +59,12 @@ class Staging:
         return True
 
     def cut(self, tensors: int) -> None:
-        """Let go of all but the first ``tensors``."""
+        """Drop all but the first ``tensors`` copies."""
         self._bytes -= sum(map(len, self._copies[tensors:]))
         del self._copies[tensors:]
 
     def take(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """What was copied, end to end, and the number of elements of each; there is nothing from now on."""
+        """All copied elements end to end, and the number of elements of each tensor. Empties the staging."""
         lengths = np.array([len(copy) // 4 for copy in self._copies], dtype=np.int64)
         numbers = np.frombuffer(b"".join(self._copies), dtype=np.float32)
         self.cut(0)
@@ -73,19 +73,19 @@ class Staging:
 
 def reduce_segments(
     narrow: NDArray[np.float32], starts: NDArray[np.int64], lengths: NDArray[np.int64], bound: float, wide: Floats
-) -> Found:
-    """The rows of tensors that lie end to end.
+) -> SegmentRows:
+    """The rows of tensors that are stored end to end.
 
     Args:
-        narrow: Their elements.
-        starts: Where each begins, ascending from 0.
-        lengths: How many elements each has, none 0.
-        bound: ``|x| < bound`` is what ``zeros`` counts, exact for float32.
-        wide: Scratch of their size.
+        narrow: The elements of all tensors.
+        starts: The index of each tensor's first element, ascending from 0.
+        lengths: The number of elements of each tensor, at least 1.
+        bound: ``zeros`` counts ``|x| < bound``, exact for float32.
+        wide: Scratch memory of the size of ``narrow``.
 
     Returns:
-        Rows, shape ``(len(starts), len(COLUMNS))``, and which of them hold: not those of tensors with NaN or Inf, nor those
-        whose mean is so large against their spread that even float64 would lose it.
+        Rows, shape ``(len(starts), len(COLUMNS))``, and which of them are valid. Rows of tensors with NaN or Inf are not, nor
+        those whose mean is so large compared with the spread that even float64 loses the spread.
     """
     np.copyto(wide, narrow)
     rows = np.zeros((len(starts), len(COLUMNS)))
@@ -101,7 +101,7 @@ def reduce_segments(
         np.multiply(wide, wide, out=wide)
         sumsq = rows[:, SUMSQ] = np.add.reduceat(wide, starts)
         m2 = rows[:, M2] = sumsq - total * total / lengths
-    # A constant tensor (a fresh norm's weight) leaves a difference of rounding errors, which is a spread of zero.
+    # For a constant tensor, such as a new norm's weight, the difference is a rounding error: its spread is zero.
     constant = low == high
     rows[constant, M2] = 0.0
     return rows, np.isfinite(sumsq) & (constant | (m2 > 1e-8 * sumsq))

@@ -1,4 +1,4 @@
-"""What there is to read in a tensor of any layout: dense, real, strided pieces that no copy was made for."""
+"""Access to the memory of torch tensors of any layout, without copies where possible and unseen by the user's modes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.c
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """A tensor's own elements.
+    """The elements of a tensor.
 
     Attributes:
-        dense: Strided tensor that holds the stored elements.
-        implicit_zeros: Elements that a sparse layout leaves out.
-        repeats: How often each element of ``dense`` stands in the tensor (expanded dimensions).
+        dense: A strided tensor with the stored elements.
+        implicit_zeros: The number of zeros that a sparse layout does not store.
+        repeats: How often the tensor repeats each element of ``dense`` (expanded dimensions).
     """
 
     dense: Tensor
@@ -31,25 +31,26 @@ class Readable:
 
 
 _data_address: Final[Callable[[Tensor], int] | None] = getattr(torch._C, "_data_address", None)
-"""Where a tensor's storage begins, asked without making a copy that torch has put off. Older versions have none."""
+"""The address of a tensor's storage, without triggering a lazy copy. Older versions of torch lack this function."""
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` is what most tensors of most models are on the host: float32, contiguous, with elements in memory."""
+    """Whether ``x`` is the most common host tensor: float32, contiguous, with elements in memory."""
     return plain_address(x) != 0
 
 
 def plain_address(x: Tensor) -> int:
-    """Where the elements of a tensor begin that ``is_plain``; 0 of any other."""
+    """The address of the first element of a tensor that ``is_plain``; 0 for any other tensor."""
     if type(x) not in PLAIN or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
         return 0
     return address_of(x) if x.is_contiguous() else 0
 
 
 def address_of(x: Tensor) -> int:
-    """Where the elements begin of a strided tensor in host memory without gaps; 0 if that memory does not hold what the tensor
-    says: freed or shrunk storage, torch's efficient zeros, functional tensors, what is negative only by its flag; and if there
-    are no elements. Every hook asks this, so with few questions.
+    """The address of the first element of a strided host tensor without gaps.
+
+    0 if there are no elements, or if the memory does not hold them: freed or shrunk storage, torch's efficient zeros,
+    functional tensors, tensors negated only by their flag. Every hook calls this, so it makes few checks.
     """
     length = x.nbytes
     if not length or x.is_neg():
@@ -60,16 +61,16 @@ def address_of(x: Tensor) -> int:
 
 
 def is_unbroken(x: Tensor) -> bool:
-    """Whether a strided tensor's elements lie in memory one behind the other, in whatever order of dimensions."""
+    """Whether a strided tensor's elements are stored without gaps, in any order of dimensions."""
     return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether the elements are in memory; of a sparse tensor and its like always, whose parts are then asked for.
+    """Whether the elements are in memory. True for sparse tensors and other layouts, whose parts are checked later.
 
-    Storage that was freed (FSDP's unsharded parameters, outputs that Megatron discards) has no bytes, or fewer than the tensor
-    says, and torch's efficient zeros and functional tensors have no address, whatever else is still true of the tensor. The
-    address itself is not asked for: a copy that torch has put off would be made.
+    Freed storage has no bytes, or fewer than the tensor needs; examples are FSDP's unsharded parameters and outputs that
+    Megatron discards. torch's efficient zeros and functional tensors have no address. The address itself is not read, because
+    that would trigger a lazy copy.
     """
     if x.layout is not torch.strided or x.numel() == 0:
         return True
@@ -80,12 +81,12 @@ def has_memory(x: Tensor) -> bool:
 
 
 def end_of(sizes: Sequence[int], strides: Sequence[int], offset: int) -> int:
-    """Behind the last of the elements in a storage that a strided tensor has, of which there is one at least."""
+    """One past the storage index of the last element of a strided tensor with at least one element."""
     return offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def readable(x: Tensor) -> Readable | None:
-    """The elements of ``x``; None where there are none to read (meta and fake tensors, freed storage, wrappers without any)."""
+    """The elements of ``x``; None if it has none to read (meta and fake tensors, freed storage, wrappers without data)."""
     local = local_shard(x)
     if local is None or local.is_meta or not has_memory(local):
         return None
@@ -96,9 +97,7 @@ def readable(x: Tensor) -> Readable | None:
 
 
 def local_shard(x: Tensor) -> Tensor | None:
-    """The tensor itself, of a DTensor its local part, of the result of a collective what it stands for; None for tensors that
-    only pretend to have data.
-    """
+    """The tensor itself, a DTensor's local part, or an asynchronous collective's result; None for tensors without data."""
     if type(x) in PLAIN:
         return x
     local = getattr(x, "_local_tensor", None)
@@ -113,7 +112,7 @@ def local_shard(x: Tensor) -> Tensor | None:
 
 
 def _when_there(x: Any) -> Tensor | None:
-    """What an ``AsyncCollectiveTensor`` stands for. The current stream waits for it, as the first operation on it would."""
+    """The result of an ``AsyncCollectiveTensor``. The current stream waits for it, as it would at the first operation on it."""
     with torch.no_grad():
         arrived: Tensor = x.trigger_wait()
     return local_shard(arrived)
@@ -123,10 +122,10 @@ def _stored(x: Tensor) -> Readable:
     if x.is_quantized:
         return Readable(x.dequantize())
     if x.layout is torch.sparse_coo:
-        # Values of an uncoalesced tensor are terms of sums. The norm of the terms is not the norm of the tensor.
+        # The values of an uncoalesced tensor are terms of sums; their norm is not the norm of the tensor.
         values = (x if x.is_coalesced() else x.coalesce())._values()
     elif x.layout is torch.jagged:
-        buffer: Any = x  # whose attribute this is, and no operation that a dispatch below Python would miss
+        buffer: Any = x  # an attribute of the Python object, not an operation that dispatch below Python would miss
         return Readable(buffer._values)
     elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         values = x.values()
@@ -147,7 +146,7 @@ def _without_repeats(x: Tensor) -> Readable:
 
 
 def pieces(x: Tensor, limit: int) -> Sequence[Tensor]:
-    """Views that together hold each element of a strided tensor once, of at most ``limit`` elements each."""
+    """Views of at most ``limit`` elements that together contain each element of a strided tensor once."""
     size = x.numel()
     if size == 0:
         return ()
@@ -158,7 +157,7 @@ def pieces(x: Tensor, limit: int) -> Sequence[Tensor]:
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """The same elements with dimensions in memory order, and adjacent ones merged: a transposed tensor becomes flat."""
+    """A view with dimensions in memory order and adjacent ones merged: a transposed tensor becomes flat."""
     dims = sorted((d for d in range(x.dim()) if x.size(d) > 1), key=x.stride, reverse=True)
     sizes: list[int] = []
     strides: list[int] = []
@@ -183,62 +182,58 @@ def _cut(x: Tensor, limit: int) -> Iterator[Tensor]:
 
 @cache
 def working_precision(dtype: torch.dtype) -> torch.dtype:
-    """What a dtype is reduced in: float32 for floats that fit, float64 for the rest (integers and bool among them)."""
+    """The precision in which a dtype is reduced: float32 for floats that fit, else float64, also for integers and bool."""
     narrow = dtype in NARROW or (dtype.is_floating_point and dtype.itemsize == 1)
     return torch.float32 if narrow else torch.float64
 
 
-# --- What reading a tensor passes by: keys of torch's dispatcher, and modes of the user's.
+# --- Dispatcher keys and user modes that are bypassed while a tensor is read.
 
 _K = torch._C.DispatchKey
-_ABOVE_US: Final = [
+_BYPASSED: Final = [
     "ADInplaceOrView", "AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1", "AutogradMeta", "AutogradXPU",
     "AutogradMPS", "AutogradNestedTensor", "AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1", "AutocastXPU", "AutocastMPS",
     "Python", "PythonTLSSnapshot",
 ]  # fmt: skip
 
 
-def _keys_above_us() -> torch._C.DispatchKeySet:
+def _bypassed_keys() -> torch._C.DispatchKeySet:
     keys = torch._C.DispatchKeySet(_K.AutogradCPU)
-    for name in _ABOVE_US:
+    for name in _BYPASSED:
         if hasattr(_K, name):
             keys = keys | torch._C.DispatchKeySet(getattr(_K, name))
     return keys
 
 
-KEYS_ABOVE_US: Final = _keys_above_us()
-"""Autograd, autocast and the user's dispatch modes: reading a tensor records nothing, casts nothing and is seen by nobody."""
+BYPASSED_KEYS: Final = _bypassed_keys()
+"""Autograd, autocast and the user's dispatch modes. With these keys excluded, reads are not recorded, cast or intercepted."""
 
 _NOTHING: Final = nullcontext()
 
 function_modes: Final[Any] = torch._C._len_torch_function_stack
-"""How many there are of the user's."""
+"""Returns the number of active ``TorchFunctionMode`` objects of the user."""
 
 
 def unseen() -> AbstractContextManager[object]:
-    """What is called inside is not told to a ``TorchFunctionMode`` of the user's."""
+    """A context whose calls are hidden from the user's ``TorchFunctionMode`` objects."""
     return torch._C.DisableTorchFunction() if function_modes() else _NOTHING
 
 
 @contextmanager
 def beneath() -> Iterator[None]:
-    """What is computed inside is recorded by no graph, cast by no autocast, and told to no mode of the user's."""
-    with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US), unseen():
+    """A context whose operations are not recorded by autograd, cast by autocast, or seen by the user's modes."""
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
         yield
 
 
-# --- Whether the current stream is being captured: what is called then goes into a graph of the device, and runs when it
-# does.
-
-
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched on ``device`` now is not run, but captured to be run again and again without us."""
+    """Whether launches on ``device`` are now captured into a graph, which replays them later without the monitor."""
     return device.type != "cpu" and _question(device.type)()
 
 
 @cache
 def _question(kind: str) -> Callable[[], bool]:
-    """What the backend of a kind of device answers; one that cannot be asked captures nothing."""
+    """The backend's function for the question; a backend without one does not capture."""
     return getattr(getattr(torch, kind, None), "is_current_stream_capturing", _no)
 
 

@@ -1,4 +1,4 @@
-"""What is read of two tensors at once, on the device where they are: chunk by chunk, and nothing waits for the device."""
+"""Numbers of two torch tensors, such as sign agreement and update norms: chunk by chunk, on their device, without waiting."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from monitor.stats.partials import (
     Floats,
     union,
 )
-from monitor.stats.torch.host_kernel import HostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import pieces
 
 CHUNK: Final = 65_536
-CHUNK_THERE: Final = 1 << 22
-"""Elements of a chunk on the host, where it stays in the cache with the temporaries, and on an accelerator, which it fills."""
+DEVICE_CHUNK: Final = 1 << 22
+"""Elements of a chunk: on the host, so few that it stays in the cache with its temporaries; on a device, enough to fill it."""
 
 _HALF: Final = UNIT_BINS // 2
 
 Numbers = Mapping[int, float | Tensor]
-"""By column of partials; tensors have one element."""
+"""Numbers by column of partials; tensors have one element."""
 
 
 def together(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The elements that stand at the same place in tensors of one shape, a chunk of each at a time."""
-    chunk = CHUNK if tensors[0].is_cpu else CHUNK_THERE
+    """Corresponding elements of tensors of one shape, a chunk of each at a time."""
+    chunk = CHUNK if tensors[0].is_cpu else DEVICE_CHUNK
     alike = all(one.stride() == tensors[0].stride() for one in tensors)
     flat = tensors if alike else [one.reshape(-1) for one in tensors]
     yield from zip(*(pieces(one, chunk) for one in flat), strict=True)
 
 
 class Scratch:
-    """Temporaries of a chunk, made once for all chunks: to allocate one costs more than to compute it."""
+    """Temporaries of a chunk, allocated once for all chunks: allocating one costs more than computing it."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def of(self, use: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor in the shape of ``like``, of any content. What was got before for the same use is gone."""
+        """An uninitialized tensor in the shape of ``like``. It reuses the memory of the last one with the same ``use``."""
         buffer = self._buffers.get((use, dtype))
         if buffer is None or buffer.numel() < like.numel():
             buffer = self._buffers[use, dtype] = torch.empty(like.numel(), dtype=dtype, device=like.device)
@@ -67,10 +67,10 @@ class Scratch:
 
 
 def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Tensor:
-    """How many elements have the same sign, both zero included; int64, one element. NaN agrees with nothing.
+    """The number of elements with equal signs; int64, one element. Two zeros agree; NaN agrees with nothing.
 
     Args:
-        uphill: The optimizer maximizes: it goes by the gradient's opposite.
+        uphill: The optimizer maximizes, so it uses the negated gradient.
     """
     scratch, differing = Scratch(), torch.zeros((), dtype=torch.int64, device=gradient.device)
     for g, m in together(gradient, momentum):
@@ -85,7 +85,7 @@ def agreement(gradient: Tensor, momentum: Tensor, *, uphill: bool = False) -> Te
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether that is certain, of numbers on the host; finite ones whose sum is not are not told apart."""
+    """Whether a host tensor is certainly finite. False also for finite elements whose sum overflows."""
     if x.is_complex():
         return False
     return math.isfinite(x.sum(dtype=torch.float32 if x.itemsize < 4 else None).item())
@@ -107,31 +107,31 @@ def _squares(x: Tensor) -> Tensor:
     return torch.dot(flat, flat)
 
 
-class Signed(Protocol):
-    """Partials and a histogram of chunks of a tensor that is never whole, of signed numbers that are mostly between -1 and 1.
+class TorchSigned(Protocol):
+    """Partials and a histogram of a tensor given in chunks, of signed numbers that are mostly between -1 and 1.
 
     Bins as in ``UNIT_UPPER``.
     """
 
     def add(self, chunk: Tensor) -> None:
-        """Float32 or float64."""
+        """Add a chunk of float32 or float64."""
 
     def numbers(self) -> Numbers:
-        """Of all that was added, by column of partials."""
+        """The partials of all chunks."""
 
     def histogram(self) -> Tensor:
         """Elements in each bin, int64, shape ``(UNIT_BINS + 2,)``."""
 
 
-def signed(like: Tensor, kernel: HostKernel, eps: float) -> Signed:
-    """What counts chunks on the device of ``like``."""
-    return HostSigned(kernel) if like.is_cpu else DeviceSigned(like.device, eps)
+def signed(like: Tensor, kernel: TorchHostKernel, eps: float) -> TorchSigned:
+    """A new accumulator for chunks on the device of ``like``."""
+    return TorchHostSigned(kernel) if like.is_cpu else TorchDeviceSigned(like.device, eps)
 
 
-class HostSigned:
-    """On the host, where a look at a value costs nothing."""
+class TorchHostSigned:
+    """The version for the host, where reading a value is free."""
 
-    def __init__(self, kernel: HostKernel) -> None:
+    def __init__(self, kernel: TorchHostKernel) -> None:
         self._kernel = kernel
         self._scratch = Scratch()
         self._rows: list[Floats] = []
@@ -154,12 +154,12 @@ class HostSigned:
 
 
 def _bins(halves: Tensor) -> Tensor:
-    """The bin of each number, times ``_HALF``: a power of two, so nothing is rounded, and none changes its bin. In place."""
+    """The bin of each number, given times ``_HALF``, in place. ``_HALF`` is a power of two, so the product was not rounded."""
     return halves.ceil_().clamp_(-_HALF, _HALF + 1).add_(_HALF)
 
 
-class DeviceSigned:
-    """On any device, without a look at a value. What partials need scaling for does not happen to such numbers in float64."""
+class TorchDeviceSigned:
+    """The version for any device, which reads no value. Such numbers need no scaling before squaring in float64."""
 
     def __init__(self, device: torch.device, eps: float) -> None:
         self._eps = eps

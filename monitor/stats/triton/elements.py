@@ -1,6 +1,6 @@
-"""What the fused kernels read, in Triton: the elements of a tensor of any dtype and layout, as numbers.
+"""Reads the elements of a tensor of any dtype and layout as numbers, in Triton; and how a tensor is cut into programs.
 
-Float8 and complex numbers are decoded from their bits, because not every device and backend of Triton has such types.
+Float8 and complex numbers are decoded from their bits, because not every device and Triton backend has such types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from monitor.stats.torch.tensors import working_precision
 
 # mypy: ignore-errors
-# Triton compiles what stands here. Annotations are read by it: they must not become strings.
+# Triton compiles this code and reads its annotations: they must not become strings.
 
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
@@ -25,12 +25,12 @@ INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _float8(raw, EXPONENT_BITS: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr):
-    """The float32 that a byte stands for. The bits are moved to where a float32 has them; products make good the bias,
-    which are exact for subnormal numbers too.
+def _decode_float8(raw, EXPONENT_BITS: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr):
+    """The float32 value of a float8 byte.
 
-    ``SPECIAL`` is what is no number: of ``"ieee"`` the largest exponent, of ``"all"`` a magnitude of ones alone, of ``"zero"``
-    the negative zero.
+    The bits are shifted to their positions in a float32. Multiplications correct the bias; they are exact for subnormal numbers
+    too. ``SPECIAL`` states which bytes are not numbers: with ``"ieee"`` those of the largest exponent, with ``"all"`` those
+    whose magnitude is all ones, with ``"zero"`` the negative zero.
     """
     byte = raw.to(tl.uint8, bitcast=True).to(tl.int32)
     magnitude = byte & 0x7F
@@ -57,14 +57,14 @@ def power_of_two(n):
 
 @triton.jit
 def scaled(v, n):
-    """Float64, times 2^n for n from -2044 to 2044."""
+    """``v`` times 2^n, float64, for n from -2044 to 2044."""
     half = n >> 1
     return v * power_of_two(half) * power_of_two(n - half)
 
 
 @triton.jit
 def exponent_of(v):
-    """The exponent that ``frexp`` has for a positive float64."""
+    """The exponent that ``frexp`` returns for a positive float64."""
     tiny = v < 2.2250738585072014e-308
     bits = tl.where(tiny, v * 18014398509481984.0, v).to(tl.int64, bitcast=True)
     return (bits >> 52) - 1022 - tl.where(tiny, 54, 0)
@@ -96,20 +96,20 @@ def _loaded(at, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _decoded(raw, DECODE: tl.constexpr, WORK: tl.constexpr):
-    """What bits of one word stand for."""
+    """The numbers encoded in words of one element each."""
     if DECODE == "e4m3fn":
-        return _float8(raw, 4, 7, "all")
+        return _decode_float8(raw, 4, 7, "all")
     if DECODE == "e4m3fnuz":
-        return _float8(raw, 4, 8, "zero")
+        return _decode_float8(raw, 4, 8, "zero")
     if DECODE == "e5m2":
-        return _float8(raw, 5, 15, "ieee")
+        return _decode_float8(raw, 5, 15, "ieee")
     if DECODE == "e5m2fnuz":
-        return _float8(raw, 5, 16, "zero")
+        return _decode_float8(raw, 5, 16, "zero")
     if DECODE == "e8m0fnu":
         byte = raw.to(tl.uint8, bitcast=True).to(tl.int32)
         value = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
         return tl.where(byte == 255, float("nan"), value)
-    if DECODE == "bfloat16":  # the upper half of a float32; and not every backend keeps its subnormal numbers
+    if DECODE == "bfloat16":  # the upper half of a float32; some backends would flush subnormal bfloat16 to zero
         return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     if DECODE == "bool":
         return (raw != 0).to(WORK)
@@ -118,7 +118,7 @@ def _decoded(raw, DECODE: tl.constexpr, WORK: tl.constexpr):
 
 @triton.jit
 def _numbers(at, offsets, mask, MASKED: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr):
-    """The elements at ``offsets``, as numbers in the precision ``WORK``; anything where they are masked."""
+    """The elements at ``offsets``, as numbers in the precision ``WORK``; undefined where they are masked."""
     if DECODE == "complex128":
         re = _loaded(at + 2 * offsets, mask, MASKED)
         im = _loaded(at + 2 * offsets + 1, mask, MASKED)
@@ -146,12 +146,13 @@ def _below(start, R: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _strided(index, sizes, strides, DIMS: tl.constexpr, GROUP: tl.constexpr):
-    """Where the elements of a strided tensor are, by their number, or by that of their group of ``GROUP``, which are adjacent
-    in the last dimension.
+    """The offsets of a strided tensor's elements, by index, or by index of groups of ``GROUP`` adjacent elements.
+
+    Groups lie in the last dimension.
 
     Args:
-        sizes: Of the last ``DIMS - 1`` dimensions.
-        strides: Of all ``DIMS``.
+        sizes: Sizes of the last ``DIMS - 1`` dimensions.
+        strides: Strides of all ``DIMS`` dimensions.
     """
     offsets = index.to(tl.int64) * 0
     for back in tl.static_range(DIMS - 1):
@@ -172,7 +173,7 @@ def tile(
     at, start, n, sizes, strides, MASKED: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
     INDEX: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The tile that begins at element ``start`` of ``n``, shape ``(R, LANES, GROUP)``: the numbers and which are there."""
+    """The tile that begins at element ``start`` of ``n``, shape ``(R, LANES, GROUP)``: the numbers and their mask."""
     group = tl.arange(0, GROUP)[None, None, :]
     within = (_below(0, R, LANES) * GROUP)[:, :, None] + group
     mask = within < n - start
@@ -188,7 +189,7 @@ def tile(
 # --- How the fused kernels read each dtype.
 
 READ: Final = 16
-"""Bytes that a thread reads at once: as many as a device's memory instructions can."""
+"""Bytes that a thread reads at once: the most that a device's memory instructions can read."""
 
 _ELEMENTS: Final[Mapping[torch.dtype, tuple[str, str]]] = {
     torch.float64: ("float64", ""),
@@ -208,22 +209,22 @@ _ELEMENTS: Final[Mapping[torch.dtype, tuple[str, str]]] = {
     torch.complex64: ("int64", "complex64"),
     torch.complex32: ("int32", "complex32"),
 }
-"""The type that Triton reads, and what is then made of it."""
+"""The type that Triton reads, and how it is decoded."""
 
 _FLOAT8: Final = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """A dtype, as the kernels read it.
+class ElementFormat:
+    """How the kernels read a dtype.
 
     Attributes:
         element: Triton's name of the type that is read.
-        decode: What is made of it (``_numbers`` in the source); empty where it is a number as it is.
+        decode: How it is decoded (``_numbers``); empty if it is a number already.
         work: The precision in which it is reduced.
         group: Adjacent elements that a thread reads at once.
-        reads: Groups that a thread reads before it looks at the first: several reads in flight, as far as registers go.
-        least: What squares must be on average, so that those lost below the smallest normal number do not show in their sum.
+        reads: Groups that a thread reads before it uses the first: several reads are in flight, as far as registers suffice.
+        least: The least mean of squares at which squares lost below the smallest normal number do not change the sum.
     """
 
     element: str
@@ -234,31 +235,31 @@ class Format:
     least: float
 
     def lane(self, aligned: bool) -> int:
-        """Elements of one lane in one tile. What cannot be read in whole groups takes more registers to read."""
+        """Elements of one lane in one tile. Reads that are not of whole groups need more registers."""
         return self.group * (self.reads if aligned else max(1, self.reads // 2))
 
 
-def _format(dtype: torch.dtype, element: str, decode: str) -> Format:
+def _format(dtype: torch.dtype, element: str, decode: str) -> ElementFormat:
     narrow = working_precision(dtype) is torch.float32
-    registers = 8 if dtype.is_complex else 32 if narrow else 16  # numbers that a thread has room for at once
+    registers = 8 if dtype.is_complex else 32 if narrow else 16  # numbers that fit a thread's registers at once
     group = min(max(1, READ // dtype.itemsize), registers // 2)
     reads = min(4, registers // group)
-    return Format(element, decode, "float32" if narrow else "float64", group, reads, 1.2e-31 if narrow else 1e-290)
+    return ElementFormat(element, decode, "float32" if narrow else "float64", group, reads, 1.2e-31 if narrow else 1e-290)
 
 
-def _formats() -> dict[torch.dtype, Format]:
+def _formats() -> dict[torch.dtype, ElementFormat]:
     formats = {dtype: _format(dtype, *how) for dtype, how in _ELEMENTS.items()}
     for name in _FLOAT8:
-        dtype = getattr(torch, f"float8_{name}", None)  # newer torch has more of them
+        dtype = getattr(torch, f"float8_{name}", None)  # newer versions of torch have more of them
         if dtype is not None:
             formats[dtype] = _format(dtype, "uint8", name)
     return formats
 
 
-FORMATS: Final[Mapping[torch.dtype, Format]] = _formats()
+FORMATS: Final[Mapping[torch.dtype, ElementFormat]] = _formats()
 """Dtypes that the fused kernels read; others are left to the portable kernel."""
 
-# --- How a tensor is cut into parts, a program each.
+# --- How a tensor is cut into parts, one program each.
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +267,10 @@ class Blocks:
     """Sizes of the fused kernels' work.
 
     Attributes:
-        lanes: Threads of a program, each with running columns of its own; a multiple of the threads of a warp.
+        lanes: Threads of a program, each with its own running columns; a multiple of the threads of a warp.
         rows: Parts that are combined at once.
-        parts: Programs that fill any device: up to as many, a part is one tile.
-        tiles: The most tiles of a part.
+        parts: Number of programs that fills any device. With fewer tiles than this, each part is one tile.
+        tiles: Most tiles of a part.
     """
 
     lanes: int = 128
@@ -280,14 +281,14 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``parts`` of ``tiles`` tiles each, the last of them shorter."""
+    """``parts`` parts of ``tiles`` tiles each; the last part may be shorter."""
 
     parts: int
     tiles: int
 
 
 def cut(elements: int, lane: int, blocks: Blocks) -> Cut:
-    """How a tensor is cut. Its size decides, and how it can be read; neither the device nor what else is reduced does.
+    """How a tensor is cut. The cut depends on its size and on how it can be read, not on the device or on other tensors.
 
     Args:
         lane: Elements of one lane in one tile.

@@ -1,4 +1,4 @@
-"""The fused kernel: a tensor is read once, by one launch that leaves its row. The source is in ``torch_fused_source``."""
+"""Launches the fused kernel, which reads a tensor once and writes its row. The kernel's source is in ``triton.source``."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from torch import Tensor
 from monitor.failures import LOGGER
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS
-from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.torch.memory import made_here, persistent
-from monitor.stats.torch.tensors import KEYS_ABOVE_US, PLAIN, in_memory_order, readable
-from monitor.stats.triton.elements import FORMATS, READ, Blocks, Cut, Format, cut
+from monitor.stats.torch.tensors import BYPASSED_KEYS, PLAIN, in_memory_order, readable
+from monitor.stats.triton.elements import FORMATS, READ, Blocks, Cut, ElementFormat, cut
 
-# --- Launching a compiled kernel at the cost of little more than the driver's call.
+# --- Launches that cost little more than the driver's call.
 #
-# Triton's own launch finds out the type and the alignment of every argument, and looks up what was compiled for them:
-# tens of microseconds each time. Here all that is known once a variant has been launched: arguments are whole numbers
-# of fixed types.
+# Triton's own launch inspects the type and alignment of every argument and looks up the compiled variant, which takes
+# tens of microseconds. Here the variant is known after its first launch, because arguments are integers of fixed types.
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What a launch has to know of a device.
+    """The functions of a device's driver that a launch needs.
 
     Attributes:
-        device: The current device's number.
-        stream: The handle of a device's current stream.
-        capturing: Whether the current stream's work is being recorded to be run later.
-        on: Makes a device the current one.
-        warp: Threads that a device runs in step.
+        device: Returns the current device's index.
+        stream: Returns the handle of a device's current stream.
+        capturing: Whether the current stream is captured into a graph.
+        on: A context that makes a device the current one.
+        warp: Threads that a device runs in lockstep.
     """
 
     device: Callable[[], int]
@@ -49,7 +48,7 @@ class Launch:
 
     Args:
         function: The kernel, ``@triton.jit``.
-        constants: Its constants, which follow its other arguments.
+        constants: The kernel's constants, which follow its other arguments.
     """
 
     def __init__(self, function: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -62,11 +61,11 @@ class Launch:
 
     @property
     def ready(self) -> bool:
-        """Whether it has run before: nothing is compiled any more."""
+        """Whether it has run before, so that nothing needs compiling."""
         return self._run is not None
 
     def __call__(self, programs: int, stream: int, *arguments: float) -> None:
-        """With ``programs`` programs, in ``stream``, which is the current one. Does not wait."""
+        """Launch ``programs`` programs in ``stream``, which must be the current stream. Does not wait."""
         if self._run is None:
             self._first(programs, arguments)
         else:
@@ -74,19 +73,19 @@ class Launch:
             self._run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *self._values)
 
     def _first(self, programs: int, arguments: tuple[float, ...]) -> None:
-        """Triton's own launch, which compiles. What it returns is launched from then on, where it is what is known here."""
+        """Use Triton's own launch, which compiles. Later calls launch the compiled kernel directly, if its form is known."""
         compiled = self._function[(programs, 1, 1)](*arguments, **self._constants, **self._options)
         try:
             self._handle = (compiled.function, compiled.packed_metadata)
             self._run = compiled.run
-        except AttributeError:  # the interpreter, or a Triton that has changed: the ordinary launch each time
+        except AttributeError:  # the interpreter, or a different Triton: use its own launch each time
             self._run = None
 
 
-# --- Room for the rows of parts until the last program of a tensor combines them.
+# --- Memory for the rows of parts until the last program of a tensor combines them.
 
 PART_COLUMNS: Final = 11
-"""Numbers of a part (``COLUMNS`` in the source), float64."""
+"""Numbers of a part, float64 (``COLUMNS`` in the source)."""
 
 _PARTS: Final = 2048
 _TENSORS: Final = 1024
@@ -95,14 +94,14 @@ New = Callable[[torch.device, Callable[[], Tensor]], Tensor]
 
 
 class Workspace:
-    """Of one stream, whose launches run one after another and so can share it; or of one launch that is captured.
+    """Memory for the rows of parts. It belongs to one stream, whose launches run in order, or to one captured launch.
 
     Args:
-        new: Where its memory is from.
+        new: Allocates the memory.
 
     Attributes:
         rows: Address of the parts' rows.
-        counters: Address of an int32 a tensor: its programs that are done. 0 between launches, as the last program leaves it.
+        counters: Address of one int32 per tensor, which counts its finished programs. The last program resets it to 0.
     """
 
     def __init__(self, device: torch.device, parts: int = _PARTS, tensors: int = _TENSORS, new: New = persistent) -> None:
@@ -113,7 +112,7 @@ class Workspace:
         self.rows, self.counters = self._rows.data_ptr(), self._counters.data_ptr()
 
     def reserve(self, parts: int, tensors: int) -> None:
-        """Room for so many at once. What was outgrown is free only after what its stream has still to do with it."""
+        """Make room for so many. Old memory is freed only after the stream's pending work on it."""
         if parts * PART_COLUMNS > self._rows.numel():
             self._rows = self._new_rows(1 << (parts - 1).bit_length())
             self.rows = self._rows.data_ptr()
@@ -130,22 +129,24 @@ class Workspace:
 
 ROW_BYTES: Final = 8 * len(COLUMNS)
 MOST_DIMS: Final = 4
-"""Dimensions of a strided view, adjacent ones merged, that the kernel can walk."""
+"""Most dimensions of a strided view, with adjacent ones merged, that the kernel supports."""
 
 EVEN: Final = 16
-"""Tensors with a multiple of so many elements are read in whole groups to their end."""
+"""Tensors whose size is a multiple of this are read in whole groups to their end."""
 
-WHAT_TO_DO: Final = "Triton needs a C compiler, a cache directory to write to (TRITON_CACHE_DIR), and the version torch brings."
+TRITON_ADVICE: Final = (
+    "Install a C compiler, set TRITON_CACHE_DIR to a writable directory, and use the version of Triton that torch requires."
+)
 MOST_CUTS: Final = 4096
 _FAR: Final = 1 << 31
 _DENSE: Final = (0,) * 7
 
 
-class Engine:
+class FusedEngine:
     """The kernels of this process, as compiled so far, and their workspaces.
 
     Args:
-        source: The module ``torch_fused_source``.
+        source: The module ``triton.source``.
     """
 
     def __init__(self, source: Any, driver: Driver, blocks: Blocks | None = None) -> None:
@@ -154,21 +155,21 @@ class Engine:
         self._source = source
         self._workspaces: dict[tuple[int, int], Workspace] = {}
         self._launches: dict[tuple[object, ...], Launch | None] = {}
-        self._told = False
+        self._announced = False
         self.cuts: dict[tuple[int, int], Cut] = {}
 
     def cut(self, elements: int, lane: int) -> Cut:
-        """How a tensor of so many elements is cut, remembered in ``cuts``: a model has few sizes of tensors."""
+        """How a tensor of so many elements is cut, cached in ``cuts``: a model has few sizes of tensors."""
         if len(self.cuts) >= MOST_CUTS:
             self.cuts.clear()
         found = self.cuts[elements, lane] = cut(elements, lane, self.blocks)
         return found
 
     def workspace(self, x: Tensor, stream: int, parts: int, tensors: int = 1) -> Workspace:
-        """With room for so much, of the current stream of the device of ``x``, whose handle is ``stream``.
+        """The workspace of the current stream, with handle ``stream``, on the device of ``x``; with the requested room.
 
-        A launch that is captured has one of its own, from the graph's memory and to be let go after the launch: the graph may
-        run in any stream, beside any other. That its counters are 0 is captured with it.
+        A captured launch gets a new workspace from the graph's memory, freed after the launch: the graph may run in any stream,
+        beside others. Setting its counters to 0 is captured too.
         """
         if self.driver.capturing():
             return Workspace(x.device, parts, tensors, made_here)
@@ -179,24 +180,24 @@ class Engine:
         workspace.reserve(parts, tensors)
         return workspace
 
-    def launch(self, kernel: str, format_: Format, device: int, **layout: Any) -> Launch | None:
-        """The variant for a dtype and a layout; None where it does not work here."""
+    def launch(self, kernel: str, format_: ElementFormat, device: int, **layout: Any) -> Launch | None:
+        """The variant for a dtype and a layout; None if it does not run here."""
         key = (kernel, format_, device, *layout.values())
         if key not in self._launches:
             self._launches[key] = self._new_launch(kernel, format_, layout)
         return self._launches[key]
 
-    def _new_launch(self, kernel: str, format_: Format, layout: dict[str, Any]) -> Launch | None:
+    def _new_launch(self, kernel: str, format_: ElementFormat, layout: dict[str, Any]) -> Launch | None:
         try:
             function = getattr(self._source, kernel)
             given = constants(function, self._source.tl, format_, self.blocks, layout)
             return Launch(function, given, options(format_, self.blocks, self.driver.warp))
         except Exception as error:
-            _say_that_it_does_not_run(kernel, format_, error)
+            _warn_not_running(kernel, format_, error)
             return None
 
     def run(self, launch: Launch, x: Tensor, programs: int, stream: int, *arguments: float) -> bool:
-        """Launch. False where a variant that has not run before does not run, which is said, and tried no more."""
+        """Launch. False if the first launch of a variant fails; then a warning is logged and it is not tried again."""
         device = x.get_device()
         if device != self.driver.device():
             with self.driver.on(device):
@@ -207,40 +208,42 @@ class Engine:
         if launch.ready:
             launch(programs, stream, *arguments)
             return True
-        if self.driver.capturing():  # no time to compile
+        if self.driver.capturing():  # do not compile during a capture
             return False
-        self._tell_of_compiling()
+        self._announce_compiling()
         try:
             launch(programs, stream, *arguments)
         except Exception as error:
-            self._give_up(launch, error)
+            self._disable(launch, error)
             return False
         return True
 
-    def _give_up(self, launch: Launch, error: Exception) -> None:
+    def _disable(self, launch: Launch, error: Exception) -> None:
         for key in [key for key, known in self._launches.items() if known is launch]:
             self._launches[key] = None
-            _say_that_it_does_not_run(key[0], key[1], error)
+            _warn_not_running(key[0], key[1], error)
 
-    def _tell_of_compiling(self) -> None:
-        if not self._told:
-            self._told = True
-            LOGGER.info("Compiling the fused kernels, 1 to 6 s for each kind of tensor; Triton keeps them in its cache.")
+    def _announce_compiling(self) -> None:
+        if not self._announced:
+            self._announced = True
+            LOGGER.info("Compiling the fused kernels takes 1 to 6 s per kind of tensor. Triton caches them for later runs.")
 
 
-def _say_that_it_does_not_run(kernel: object, format_: object, error: Exception) -> None:
+def _warn_not_running(kernel: object, format_: object, error: Exception) -> None:
     LOGGER.warning(
-        "The fused kernel %s for %s does not run here: %r. Slower operations of torch take its place, with the same rows. %s",
-        kernel, format_, error, WHAT_TO_DO,
+        "The fused kernel %s for %s does not run here: %r. Slower torch operators replace it and give the same rows. %s",
+        kernel, format_, error, TRITON_ADVICE,
     )  # fmt: skip
 
 
-def constants(function: Any, language: Any, format_: Format, blocks: Blocks, layout: Mapping[str, Any]) -> dict[str, Any]:
+def constants(
+    function: Any, language: Any, format_: ElementFormat, blocks: Blocks, layout: Mapping[str, Any]
+) -> dict[str, Any]:
     """The constants of a kernel, by name.
 
     Args:
         language: ``triton.language``.
-        layout: ``ALIGNED``, ``EVEN`` and, of a single tensor, ``DIMS``, ``INDEX`` and ``GROUP``, as the source has them.
+        layout: ``ALIGNED``, ``EVEN`` and, for a single tensor, ``DIMS``, ``INDEX`` and ``GROUP``, as in the source.
     """
     group = layout.get("GROUP", format_.group)
     sizes = {"R": format_.lane(layout["ALIGNED"]) // group, "LANES": blocks.lanes, "GROUP": group, "ROWS": blocks.rows}
@@ -251,31 +254,31 @@ def constants(function: Any, language: Any, format_: Format, blocks: Blocks, lay
     return {name: given[name] for name in function.arg_names if name.isupper()}
 
 
-def options(format_: Format, blocks: Blocks, warp: int) -> dict[str, Any]:
-    """How a kernel is compiled. What rounds as if it were exact must not be rearranged."""
+def options(format_: ElementFormat, blocks: Blocks, warp: int) -> dict[str, Any]:
+    """Compiler options. Code that emulates exact rounding (complex128) must not be fused."""
     return {"num_warps": max(1, blocks.lanes // warp), "enable_fp_fusion": format_.decode != "complex128"}
 
 
 class FusedKernel:
-    """Reduces tensors of a device to table rows, in stream order. What the kernels cannot read is left to the portable one."""
+    """Reduces tensors of a device to table rows, in stream order. The portable kernel reduces tensors that it cannot read."""
 
-    def __init__(self, eps: float, engine: Engine, portable: DeviceKernel | None = None) -> None:
+    def __init__(self, eps: float, engine: FusedEngine, portable: TorchDeviceKernel | None = None) -> None:
         self._engine = engine
-        self._portable = portable or DeviceKernel(eps)
+        self._portable = portable or TorchDeviceKernel(eps)
         self.bounds = {"float32": Epsilon.of(eps, np.float32).bound, "float64": Epsilon.of(eps, np.float64).bound}
-        self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, Format]] = {}
+        self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, ElementFormat]] = {}
 
     def reduce_into(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
         """Write the partials of ``x`` into ``page[row + offset]``. False, and nothing written, if ``x`` has no data to read.
 
         Args:
             page: float64, shape ``(rows, len(COLUMNS))``, contiguous, on the device of ``x``.
-            offset: A whole number on the same device. Where it is negative nothing is read or written.
+            offset: An integer on the same device. If it is negative, nothing is read or written.
         """
         return self.reduces(x, page, row, offset) or self._portable.reduce_into(x, page, row, offset)
 
     def reduces(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
-        """The same by the fused kernel alone. False, and nothing written, if ``x`` is not for it or has no data."""
+        """``reduce_into`` without the portable kernel. False, and nothing written, if ``x`` is unsupported or has no data."""
         if type(x) in PLAIN and x.layout is torch.strided and x.is_contiguous() and not x.is_neg() and not x.is_meta:
             return self._dense(x, x.numel(), 1, page, row, offset)
         return self._other(x, page, row, offset)
@@ -291,7 +294,7 @@ class FusedKernel:
         launch, format_ = known
         return self._launch(launch, format_, format_.lane(key[2]), x, n, repeats, page, row, offset, _DENSE)
 
-    def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, Format] | None:
+    def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, ElementFormat] | None:
         dtype, device, aligned, even = key
         format_ = FORMATS.get(dtype)
         if format_ is None:
@@ -304,7 +307,7 @@ class FusedKernel:
         return launch, format_
 
     def _launch(
-        self, launch: Launch, format_: Format, lane: int, x: Tensor, n: int, repeats: int, page: Tensor, row: int,
+        self, launch: Launch, format_: ElementFormat, lane: int, x: Tensor, n: int, repeats: int, page: Tensor, row: int,
         offset: Tensor | None, layout: tuple[int, ...],
     ) -> bool:  # fmt: skip
         engine = self._engine
@@ -324,8 +327,8 @@ class FusedKernel:
         )  # fmt: skip
 
     def _other(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None) -> bool:
-        """Anything but a dense tensor of torch's own. False if it is not for the kernel, or has no data."""
-        with torch._C._ExcludeDispatchKeyGuard(KEYS_ABOVE_US):
+        """Reduce any tensor that is not a dense one of torch's own types. False if it is unsupported or has no data."""
+        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
             source = readable(x)
             if source is None or source.implicit_zeros or source.dense.is_neg() or source.dense.dtype not in FORMATS:
                 return False
@@ -338,7 +341,7 @@ class FusedKernel:
             return self._strided(view, source.repeats, page, row, offset)
 
     def _strided(self, x: Tensor, repeats: int, page: Tensor, row: int, offset: Tensor | None) -> bool:
-        """A view, its dimensions in memory order."""
+        """Reduce a strided view with its dimensions in memory order."""
         format_ = FORMATS[x.dtype]
         n, sizes, strides = x.numel(), x.shape, x.stride()
         whole = strides[-1] == 1 and not sizes[-1] % format_.group  # groups of adjacent elements

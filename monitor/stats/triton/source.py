@@ -1,23 +1,22 @@
-"""The fused kernels, in Triton: a tensor's elements to its table row, in one launch and one read.
+"""The source of the fused kernels, in Triton: they compute a tensor's table row in one launch and one read.
 
-A tensor is cut into *parts*, one program each. How it is cut depends on the number of its elements and on how they can be read
-(dtype, alignment, adjacent elements in groups), and on nothing beside the tensor: so the row is the same, bit for bit, alone or
-among others, on any device of a kind. A program reads its part tile by tile: within a tile it adds
-in the working precision, pairwise, and from tile to tile in float64. It leaves a row of partials in the workspace, and the
-program that finds itself the last one of its tensor combines them, in the order of the parts.
+A tensor is cut into *parts*, one program each. The cut depends only on the number of elements and on how they can be read
+(dtype, alignment, groups of adjacent elements). So the row is the same, bit for bit, alone or among others, on any device of a
+kind.
 
-Most parts are read once, for a handful of instructions an element: minimum, maximum, sum, sum of squares, smalls. What these
-leave open is read again, which is then a second read of that part alone:
+A program reads its part tile by tile. It adds pairwise in the working precision within a tile, and in float64 from tile to
+tile. It stores a row of partials in the workspace. The last program of a tensor combines the rows, in the order of the parts.
 
-* A finite sum of squares proves that there is no NaN and no Inf, and one large enough that no square was lost below the range.
-  A part for which that proof fails is looked at in float64 throughout (``_looked_at_again``).
-* The spread is the difference of the two sums only while that is no small difference of large ones; else the part is centred
-  on its mean (``_centred``).
+Most parts are read once, with a few instructions per element: minimum, maximum, sum, sum of squares, smalls. A part is read
+again in two cases:
 
-Addresses are whole numbers: the types of what they point to are fixed when a kernel is compiled, so a launch has nothing to
-find out about its arguments.
+* A finite sum of squares proves that there is no NaN and no Inf. A large enough one proves that no square was lost below the
+  range. If a proof fails, the part is read again in float64 throughout (``_reread_part``).
+* The spread is computed as the difference of the two sums. If that is a small difference of large numbers, the part is read
+  again and centred on its mean (``_centred``).
 
-This module is imported only where there is something to run it on.
+Addresses are integers, and the types that they point to are fixed when a kernel is compiled. So a launch need not inspect its
+arguments. This module is imported only if there is a device to run it on.
 """
 
 import triton
@@ -25,11 +24,10 @@ import triton.language as tl
 
 from monitor.stats.triton.elements import INF, exponent_of, power_of_two, scaled, tile
 
-# --- The rows of a tensor's parts to its table row, in Triton.
-
 # mypy: ignore-errors
-# Triton compiles what stands here. Annotations are read by it: they must not become strings.
+# Triton compiles this code and reads its annotations: they must not become strings.
 
+# --- Combining the rows of a tensor's parts into its table row.
 
 COUNT: tl.constexpr = tl.constexpr(0)
 NANS: tl.constexpr = tl.constexpr(1)
@@ -43,18 +41,18 @@ SUMSQ: tl.constexpr = tl.constexpr(8)
 M2: tl.constexpr = tl.constexpr(9)
 EXPONENT: tl.constexpr = tl.constexpr(10)
 COLUMNS: tl.constexpr = tl.constexpr(11)
-"""The columns of a part in the workspace: those of a table row but ``writes``, which comes first there."""
+"""The columns of a part in the workspace: those of a table row without its first, ``writes``."""
 
 
 @triton.jit
 def _column(at, column: tl.constexpr, part, parts, mask, other: tl.constexpr):
-    # Past the first-level cache, which other processors do not write to.
+    # Bypasses the first-level cache, which does not see the writes of other processors.
     return tl.load(at + column * parts + part, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
 def _top(at, parts, ROWS: tl.constexpr):
-    """The largest exponent of parts whose sums hold something."""
+    """The largest exponent of parts whose sums are not zero."""
     top = tl.full((ROWS,), -INF, tl.float64)
     for first in range(0, parts, ROWS):
         part = first + tl.arange(0, ROWS)
@@ -112,7 +110,7 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
 
 @triton.jit
 def store(at, step, repeats, numbers):
-    """The columns of a part or of a whole tensor, ``step`` apart, of elements that each stand ``repeats`` times over."""
+    """Store the columns of a part or a whole tensor, ``step`` apart, whose elements are each repeated ``repeats`` times."""
     count, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, exponent = numbers
     tl.store(at + COUNT * step, count * repeats)
     tl.store(at + NANS * step, nans * repeats)
@@ -127,16 +125,12 @@ def store(at, step, repeats, numbers):
     tl.store(at + EXPONENT * step, exponent)
 
 
-# mypy: ignore-errors
-# Triton compiles what stands here. Annotations are read by it: they must not become strings.
-
-
 # --- a part ---------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _sum(v):
-    """Over all but the lanes, which does not leave a thread: shape ``(R, LANES, GROUP)`` to ``(LANES,)``."""
+    """The sum within each lane, computed by one thread: shape ``(R, LANES, GROUP)`` to ``(LANES,)``."""
     return tl.sum(tl.sum(v, axis=2), axis=0)
 
 
@@ -152,7 +146,7 @@ def _max(v):
 
 @triton.jit
 def _add_tile(v, mask, MASKED: tl.constexpr, bound, lo, hi, sums, squares, smalls):
-    """The running columns of each lane with a tile's in them."""
+    """The running columns of each lane, updated with a tile."""
     small = tl.where(tl.abs(v) < bound, 1.0, 0.0)
     least, most = v, v
     if MASKED:
@@ -170,10 +164,10 @@ def _centred(
     at, start, whole, end, n, sizes, strides, mean, share, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
     INDEX: tl.constexpr, REST: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Σ x and Σ (x - mean)² of a part, read once more, the second corrected for the rounding of the mean.
+    """Σ x and Σ (x - mean)² of a part, read again; the second is corrected for the rounding of the mean.
 
-    Σ x of the first read is rounded in the working precision: beside a small spread that would look like a spread of the means
-    of parts.
+    Σ x of the first read was rounded in the working precision. With a small spread, that error would look like a spread between
+    the means of parts.
     """
     pivot = mean.to(WORK)
     sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
@@ -191,11 +185,11 @@ def _centred(
 
 
 @triton.jit
-def _looked_at_again(
+def _reread_part(
     at, start, end, n, sizes, strides, bound, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
     INDEX: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The columns of a part with NaN or Inf in it, or with squares outside the range of its precision: float64 throughout."""
+    """The columns of a part with NaN or Inf, or with squares beyond the range of its precision; in float64 throughout."""
     end = tl.minimum(end, n)
     step: tl.constexpr = LANES * GROUP
     none = tl.zeros((LANES,), tl.int32)
@@ -255,7 +249,7 @@ def _part(
     for here in range(start, whole, TILE):
         v, mask = tile(at, here, n, sizes, strides, False, DECODE, WORK, DIMS, INDEX, R, LANES, GROUP)
         lo, hi, sums, squares, smalls = _add_tile(v, mask, False, bound, lo, hi, sums, squares, smalls)
-    # Where the mask holds for whole groups, the rest of the tile is read at once; else in pieces, to spare registers.
+    # If the mask is the same for whole groups, the rest of the tile is read at once; else in pieces, to save registers.
     REST: tl.constexpr = R if WIDE else 1
     for here in range(whole, start + left, REST * LANES * GROUP):
         v_rest, mask_rest = tile(at, here, n, sizes, strides, True, DECODE, WORK, DIMS, INDEX, REST, LANES, GROUP)
@@ -277,7 +271,7 @@ def _part(
     if equal:
         total, sumsq, m2 = count * least, count * least * least, tl.zeros_like(count)
     elif (left > 0) & (proven == 0):
-        count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent = _looked_at_again(
+        count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent = _reread_part(
             at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, LANES, GROUP
         )
     elif (left > 0) & (m2 < sumsq * 0.0625):
@@ -317,7 +311,7 @@ def _read(
     if ALIGNED:
         at = tl.multiple_of(at, 16)
     if EVEN:
-        n = n // 16 * 16  # says what it is: masks then hold for whole groups
+        n = n // 16 * 16  # tells the compiler that n is a multiple of 16, so masks are the same for whole groups
     start = part.to(tl.int64) * tiles * (R * LANES * GROUP)
     end = start + tiles * (R * LANES * GROUP)
     bound = tl.full((), bound, tl.float64).to(WORK)
@@ -325,13 +319,13 @@ def _read(
 
 
 @triton.jit
-def _leave(numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr):
-    """Leave the columns of a part in the workspace or, if all others of its tensor are there, all of it in the table.
+def _store_part(numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr):
+    """Store the columns of a part in the workspace; the last program of a tensor combines all parts into the table row.
 
     Args:
         row: Address of the table row.
-        workspace: Address of room for ``parts`` rows of ``COLUMNS`` float64.
-        counter: Address of an int32, 0, as it is left.
+        workspace: Address of memory for ``parts`` rows of ``COLUMNS`` float64.
+        counter: Address of an int32 that is 0 before and after.
     """
     page = row.to(tl.pointer_type(tl.float64))
     if parts == 1:
@@ -340,7 +334,7 @@ def _leave(numbers, part, parts, row, workspace, counter, repeats, WORK: tl.cons
     else:
         rows = workspace.to(tl.pointer_type(tl.float64))
         store(rows + part, parts, tl.full((), 1.0, tl.float64), numbers)
-        tl.debug_barrier()  # before one thread tells, all have stored
+        tl.debug_barrier()  # all threads must have stored before one thread counts
         done = tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel", scope="gpu")
         if done == parts - 1:
             tl.debug_barrier()
@@ -363,14 +357,14 @@ def reduce_one(
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, LEAST: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """A tensor into the table row ``micro_step`` rows below ``row``; nothing at all where that is negative.
+    """Reduce a tensor to the table row ``micro_step`` rows below ``row``; do nothing if ``micro_step`` is negative.
 
-    A program for each of ``parts``. ``micro_step`` is the address of an int64, or 0.
+    One program runs for each of ``parts``. ``micro_step`` is the address of an int64, or 0 for row ``row`` itself.
     """
     below = tl.full((), 0, tl.int64)
     if micro_step.to(tl.int64) != 0:
         below = tl.load(micro_step.to(tl.int64).to(tl.pointer_type(tl.int64)))
-    if ALIGNED and GROUP > 1:  # says what they are: every group begins where it can be read at once
+    if ALIGNED and GROUP > 1:  # tells the compiler that every group is aligned
         stride0, stride1, stride2 = stride0 // GROUP * GROUP, stride1 // GROUP * GROUP, stride2 // GROUP * GROUP
     if DIMS <= 1:
         sizes = (size1,)
@@ -391,7 +385,7 @@ def reduce_one(
             ELEMENT, DECODE, WORK, DIMS, INDEX, ALIGNED, EVEN, R, LANES, GROUP, LEAST,
         )  # fmt: skip
         page = row.to(tl.int64) + below * ROW_BYTES
-        _leave(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS)
+        _store_part(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS)
 
 
 @triton.jit(do_not_specialize=["table", "tensors", "workspace", "counters", "bound"])
@@ -400,10 +394,10 @@ def reduce_many(
     ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
     R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Dense tensors into a table row each. A program for each part of each of them.
+    """Reduce dense tensors to one table row each, with one program per part of each tensor.
 
-    ``table`` is the address of ``FIELDS`` columns of ``tensors`` int64 (address, elements, row, parts, tiles of a part, parts
-    before its own) and then, for each program, of an int64 that says whose part it reads.
+    ``table`` is the address of ``FIELDS`` columns of ``tensors`` int64: address, elements, row, parts, tiles of a part, sum of
+    the parts of earlier tensors. Then follows an int64 for each program, the index of its tensor.
     """
     at = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     tensor = tl.load(at + FIELDS * tensors + tl.program_id(0)).to(tl.int32)
@@ -412,11 +406,11 @@ def reduce_many(
         tl.load(at + tensor), tl.load(at + tensors + tensor), part, tl.load(at + 4 * tensors + tensor), bound, (), (),
         ELEMENT, DECODE, WORK, 0, tl.uint32, ALIGNED, EVEN, R, LANES, GROUP, LEAST,
     )  # fmt: skip
-    # Read only now: while the part was read, every register was in use.
+    # Read only now, because all registers were in use while the part was read.
     row, parts = tl.load(at + 2 * tensors + tensor), tl.load(at + 3 * tensors + tensor).to(tl.int32)
     workspace = workspace.to(tl.int64) + tl.load(at + 5 * tensors + tensor) * COLUMNS * 8
     counter = counters.to(tl.int64) + tensor.to(tl.int64) * 4
-    _leave(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS)
+    _store_part(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS)
 
 
 FIELDS: tl.constexpr = tl.constexpr(6)

@@ -1,8 +1,8 @@
-"""Many tensors in one launch: one for each dtype, whatever pages their rows are on.
+"""Reduces many tensors in one launch per dtype, whatever pages their rows are on.
 
-What a launch reads (addresses, sizes, rows) is a table in the device's memory. It is sent only if it is not what was sent for
-the same rows before, from pinned memory and without waiting: torch's allocator of pinned memory is the ring, which hands a
-piece out again only when the copy from it is done. In the stream the copy comes after the launch that read what it overwrites.
+A launch reads addresses, sizes and rows from a table in the device's memory. The table is sent only if it differs from the last
+one for the same rows, from pinned memory and without waiting. torch's allocator reuses pinned memory only after the copy from
+it is done. In the stream, the copy follows the launch that read the old table.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from torch import Tensor
 
 from monitor.stats.torch.memory import persistent
 from monitor.stats.torch.tensors import PLAIN, beneath, has_memory
-from monitor.stats.triton.elements import FORMATS, READ, Format
-from monitor.stats.triton.launch import EVEN, ROW_BYTES, Engine, FusedKernel
+from monitor.stats.triton.elements import FORMATS, READ, ElementFormat
+from monitor.stats.triton.launch import EVEN, ROW_BYTES, FusedEngine, FusedKernel
 
 MOST_TABLES: Final = 64
-"""Tables that are kept: the lists of a model are the same each step."""
+"""Most tables kept in memory. A model's lists are the same in each step."""
 
 FIELDS: Final = 6
-"""Columns of a table: address, elements, address of the row, parts, tiles of a part, parts of those before."""
+"""Columns of a table: address, elements, address of the row, parts, tiles of a part, sum of the parts of earlier tensors."""
 
 Kind = tuple[int, torch.dtype, bool, bool]
-"""What one launch is compiled for: device, dtype, whether all begin where whole groups can be read, and end so."""
+"""A variant of the kernel: device, dtype, and whether all tensors begin, and end, so that whole groups can be read."""
 
 
 @dataclass(slots=True)
-class Gathered:
+class TensorGroup:
     """The tensors of one launch.
 
     Attributes:
-        first: One of them.
-        addresses: Of their first elements.
+        first: The first of the tensors.
+        addresses: Addresses of their first elements.
+        sizes: Numbers of elements.
         rows: Addresses of their rows.
-        places: Which of the list they are.
+        places: Their indices in the list.
     """
 
     first: Tensor
@@ -51,8 +52,8 @@ class Gathered:
 
 
 @dataclass(slots=True)
-class Table:
-    """What was sent, and what it says."""
+class SentTable:
+    """A table in the device's memory, and its content."""
 
     memory: Tensor
     addresses: list[int]
@@ -63,18 +64,18 @@ class Table:
 class FusedList:
     """Reduces lists of tensors of one device."""
 
-    def __init__(self, kernel: FusedKernel, engine: Engine) -> None:
+    def __init__(self, kernel: FusedKernel, engine: FusedEngine) -> None:
         self._kernel = kernel
         self._engine = engine
-        self._tables: OrderedDict[tuple[Kind, int, tuple[int, ...]], Table] = OrderedDict()
+        self._tables: OrderedDict[tuple[Kind, int, tuple[int, ...]], SentTable] = OrderedDict()
 
     def reduce_into(self, tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
-        """Write the partials of each tensor into ``page[row]``, with pages and rows beside the tensors.
+        """Write the partials of each tensor into ``page[row]``; tensors, pages and rows are aligned.
 
         Returns:
-            Places of those that were not, and are to be reduced one by one.
+            Indices of the tensors that were not reduced and must be reduced one by one.
         """
-        if self._engine.driver.capturing():  # the table would be read again whenever the recorded work is run
+        if self._engine.driver.capturing():  # each replay of the graph would read the table again
             return list(range(len(tensors)))
         groups, left = _gathered(tensors, pages, rows)
         for kind, group in groups.items():
@@ -82,7 +83,7 @@ class FusedList:
                 left.extend(group.places)
         return left
 
-    def _launch(self, kind: Kind, group: Gathered) -> bool:
+    def _launch(self, kind: Kind, group: TensorGroup) -> bool:
         device, dtype, aligned, even = kind
         format_ = FORMATS[dtype]
         launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even)
@@ -96,7 +97,7 @@ class FusedList:
             table.memory.data_ptr(), len(group.rows), workspace.rows, workspace.counters, self._kernel.bounds[format_.work],
         )  # fmt: skip
 
-    def _table(self, kind: Kind, stream: int, group: Gathered, format_: Format) -> Table:
+    def _table(self, kind: Kind, stream: int, group: TensorGroup, format_: ElementFormat) -> SentTable:
         key = (kind, stream, tuple(group.rows))
         table = self._tables.get(key)
         if table is not None and table.addresses == group.addresses and table.sizes == group.sizes:
@@ -105,7 +106,7 @@ class FusedList:
         numbers, programs = contents(group, format_.lane(kind[2]), self._engine)
         with beneath():
             memory = _sent(numbers, group.first.device, None if table is None else table.memory)
-        self._tables[key] = Table(memory, group.addresses, group.sizes, programs)
+        self._tables[key] = SentTable(memory, group.addresses, group.sizes, programs)
         if len(self._tables) > MOST_TABLES:
             self._tables.popitem(last=False)
         return self._tables[key]
@@ -113,9 +114,9 @@ class FusedList:
 
 def _gathered(
     tensors: Sequence[Tensor], pages: Sequence[Tensor], rows: Sequence[int]
-) -> tuple[dict[Kind, Gathered], list[int]]:
-    """Dense tensors by launch, and the places of the others."""
-    groups: dict[Kind, Gathered] = {}
+) -> tuple[dict[Kind, TensorGroup], list[int]]:
+    """Dense tensors grouped by launch, and the indices of the other tensors."""
+    groups: dict[Kind, TensorGroup] = {}
     left: list[int] = []
     bases: dict[int, int] = {}
     for place, (x, page, row) in enumerate(zip(tensors, pages, rows, strict=True)):
@@ -126,7 +127,7 @@ def _gathered(
         kind = (x.get_device(), x.dtype, not address % READ, not n % EVEN)
         group = groups.get(kind)
         if group is None:
-            group = groups[kind] = Gathered(x, [], [], [], [])
+            group = groups[kind] = TensorGroup(x, [], [], [], [])
         base = bases.get(id(page))
         if base is None:
             base = bases[id(page)] = page.data_ptr()
@@ -138,13 +139,13 @@ def _gathered(
 
 
 def is_listed(x: Tensor) -> bool:
-    """Whether ``x`` can be one of a list: a dense tensor of torch's own, of a dtype that the kernel reads, with its memory."""
+    """Whether ``x`` can be in a list: a dense tensor of torch's own types, in memory, of a dtype that the kernel reads."""
     plain = type(x) in PLAIN and x.layout is torch.strided and x.dtype in FORMATS
     return plain and x.is_contiguous() and not x.is_neg() and not x.is_meta and has_memory(x)
 
 
-def contents(group: Gathered, lane: int, engine: Engine) -> tuple[NDArray[np.int64], int]:
-    """The table, int64: ``FIELDS`` columns, then for each program the number of its tensor. And how many programs there are."""
+def contents(group: TensorGroup, lane: int, engine: FusedEngine) -> tuple[NDArray[np.int64], int]:
+    """The table, int64, and the number of programs. It has ``FIELDS`` columns, then the index of each program's tensor."""
     cuts = [engine.cuts.get((size, lane)) or engine.cut(size, lane) for size in group.sizes]
     parts = np.array([one.parts for one in cuts])
     before = np.cumsum(parts) - parts
@@ -154,7 +155,7 @@ def contents(group: Gathered, lane: int, engine: Engine) -> tuple[NDArray[np.int
 
 
 def _sent(numbers: NDArray[np.int64], device: torch.device, room: Tensor | None) -> Tensor:
-    """``numbers`` in the device's memory: in ``room`` where they fit. Does not wait."""
+    """``numbers`` in the device's memory, in ``room`` if they fit. Does not wait."""
     if device.type == "cpu":
         return persistent(device, lambda: torch.from_numpy(numbers))
     pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)

@@ -22,7 +22,7 @@ from monitor.coordinator.step_ranges import StepRanges
 from monitor.failures import Failures
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, Layout, StepRows
+from monitor.stats.rows import KindRows, StepRows, TensorLayout
 
 JOB = "1a2b3c4d" * 4
 TIMESTAMP = "Dec03_21-34-40"
@@ -229,7 +229,7 @@ class PlayedRank:
 def step_rows(step: int, table: SeriesTable, status: str) -> StepRows:
     index = np.arange(len(table))
     rows = KindRows(index, index * 0, index, index * 0, Partials(np.zeros((len(COLUMNS), len(index)))))
-    return StepRows(step, ("norm",), {"actv": rows}, [Layout((2,), "torch.float32")], status)
+    return StepRows(step, ("norm",), {"actv": rows}, [TensorLayout((2,), "torch.float32")], status)
 
 
 def pipeline(size: int = 2, micro_steps: int = 1, **options: object) -> list[PlayedRank]:

@@ -15,7 +15,7 @@ from monitor.mindspore.features import entropy_from, entropy_of, norms_of, simil
 from monitor.mindspore.features_reading import given_scores, matrix_of, tokens_of
 from monitor.stats.mindspore.arithmetic import computing
 from monitor.stats.mindspore.tensors import beneath, executor
-from monitor.stats.mindspore.updates import adam_vectors, agreement, kept, squares_of_update
+from monitor.stats.mindspore.updates import adam_vectors, agreement, snapshot, squares_of_update
 
 pytestmark = pytest.mark.usefixtures("where")
 
@@ -77,7 +77,7 @@ def look_at_everything(told: list[object]) -> Callable[[Net], object]:
         def arrived(gradient: Tensor) -> None:
             was = flags()
             told.append(agreement(gradient, gradient))
-            told.append(squares_of_update(gradient, kept(gradient)))
+            told.append(squares_of_update(gradient, snapshot(gradient)))
             told.append([one.numbers() for one in adam_vectors(gradient, mint.square(gradient), 0.1, 0.1, 1e-8, 1e-8)])
             assert was == flags()
 

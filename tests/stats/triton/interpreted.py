@@ -15,7 +15,7 @@ from functools import cache
 from types import ModuleType
 
 from monitor.stats.triton.elements import Blocks
-from monitor.stats.triton.launch import Driver, Engine, FusedKernel
+from monitor.stats.triton.launch import Driver, FusedEngine, FusedKernel
 
 SOURCE = "monitor.stats.triton.source"
 KERNELS = (SOURCE, "monitor.stats.triton.elements", "monitor.stats.triton.source")
@@ -66,8 +66,8 @@ def source() -> ModuleType:
             os.environ["TRITON_INTERPRET"] = before
 
 
-def engine(blocks: Blocks = SMALL) -> Engine:
-    return Engine(source(), HOST, blocks)
+def engine(blocks: Blocks = SMALL) -> FusedEngine:
+    return FusedEngine(source(), HOST, blocks)
 
 
 def fused(eps: float, blocks: Blocks = SMALL) -> FusedKernel:

@@ -26,9 +26,9 @@ pytest.importorskip("triton")
 from interpreted import HOST, SMALL, engine, fused, source
 
 from monitor.stats.partials import COLUMNS, SUM
-from monitor.stats.torch.device_kernel import DeviceKernel
+from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.triton.elements import FORMATS, Blocks, cut
-from monitor.stats.triton.launch import PART_COLUMNS, Engine, FusedKernel
+from monitor.stats.triton.launch import PART_COLUMNS, FusedEngine, FusedKernel
 
 EPS = 1e-8
 KERNEL = fused(EPS)
@@ -230,7 +230,7 @@ def test_a_workspace_grows_with_the_parts_and_is_left_as_it_was_found() -> None:
 
 def test_each_captured_launch_has_a_workspace_of_its_own_of_its_size_that_is_not_kept() -> None:
     capturing = False
-    own = Engine(source(), replace(HOST, capturing=lambda: capturing), SMALL)
+    own = FusedEngine(source(), replace(HOST, capturing=lambda: capturing), SMALL)
     usual, address = own.workspace(torch.empty(0), 0, 4), own.workspace(torch.empty(0), 0, 4).rows
     capturing = True
     first, second = own.workspace(torch.empty(0), 0, 5), own.workspace(torch.empty(0), 0, 100_000)
@@ -248,22 +248,22 @@ def test_what_a_capture_is_given_is_made_in_the_capturing_thread(monkeypatch: py
         raise AssertionError("kept memory was asked for")
 
     monkeypatch.setattr(launch.Workspace.__init__, "__defaults__", (1, 1, elsewhere))
-    own = Engine(source(), replace(HOST, capturing=lambda: True), SMALL)
+    own = FusedEngine(source(), replace(HOST, capturing=lambda: True), SMALL)
     assert own.workspace(torch.empty(0), 0, 7)._rows.numel() == 7 * PART_COLUMNS
 
 
-@pytest.mark.parametrize("kernel", [KERNEL, DeviceKernel(EPS)], ids=["fused", "portable"])
+@pytest.mark.parametrize("kernel", [KERNEL, TorchDeviceKernel(EPS)], ids=["fused", "portable"])
 @pytest.mark.parametrize("whole", [torch.int64, torch.int32], ids=str)
-def test_the_micro_step_says_which_row(kernel: FusedKernel | DeviceKernel, whole: torch.dtype) -> None:
+def test_the_micro_step_says_which_row(kernel: FusedKernel | TorchDeviceKernel, whole: torch.dtype) -> None:
     page, x = torch.zeros(5, len(COLUMNS), dtype=torch.float64), normal(5000)
     assert kernel.reduce_into(x, page, 1, torch.tensor(2, dtype=whole))
     assert_agrees(page[3].numpy(), x, EPS)
     assert not page[[0, 1, 2, 4]].any()
 
 
-@pytest.mark.parametrize("kernel", [KERNEL, DeviceKernel(EPS)], ids=["fused", "portable"])
+@pytest.mark.parametrize("kernel", [KERNEL, TorchDeviceKernel(EPS)], ids=["fused", "portable"])
 @pytest.mark.parametrize("row", [0, 1])
-def test_nothing_is_written_where_the_micro_step_is_negative(kernel: FusedKernel | DeviceKernel, row: int) -> None:
+def test_nothing_is_written_where_the_micro_step_is_negative(kernel: FusedKernel | TorchDeviceKernel, row: int) -> None:
     page = torch.arange(3 * len(COLUMNS), dtype=torch.float64).view(3, -1)
     before = page.clone()
     assert kernel.reduce_into(normal(5000), page, row, torch.tensor(-1))

@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 from interpreted import HOST, engine, fused
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.triton.launch import Driver, Engine, FusedKernel
+from monitor.stats.triton.launch import Driver, FusedEngine, FusedKernel
 from monitor.stats.triton.tensor_list import FusedList
 
 EPS = 1e-8
 
 
-def reduced(own: Engine) -> FusedList:
+def reduced(own: FusedEngine) -> FusedList:
     return FusedList(FusedKernel(EPS, own), own)
 
 
@@ -109,7 +109,7 @@ def test_two_lists_that_take_turns_are_each_told_once(monkeypatch: pytest.Monkey
 
 def test_while_work_is_recorded_nothing_is_launched_together() -> None:
     recording = Driver(HOST.device, HOST.stream, capturing=lambda: True, on=lambda _: nullcontext())
-    own = Engine(engine()._source, recording)
+    own = FusedEngine(engine()._source, recording)
     into = page()
     assert reduced(own).reduce_into([normal(60)] * 3, [into] * 3, range(3)) == [0, 1, 2]
     assert not into.any()

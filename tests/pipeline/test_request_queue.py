@@ -13,27 +13,27 @@ from pipeline_parts import Copy, FileJournal, Onlooker, journal_in, pipeline_in,
 
 from monitor.pipeline import writer
 from monitor.pipeline.process import Ticket
-from monitor.pipeline.writer import Asked, Inbox, Request, Submitted
+from monitor.pipeline.writer import ControlRequest, Request, RequestQueue, SubmittedStep
 
 FOR_EVER = 1000.0
 
 
 @pytest.fixture
 def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but a hurry ends a rest."""
-    monkeypatch.setattr(writer, "APART_SECONDS", FOR_EVER)
+    """Only an urgent message ends the batch window."""
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", FOR_EVER)
 
 
-def put(box: Inbox[Copy], *steps: int, hurry: bool = False) -> None:
+def put(box: RequestQueue[Copy], *steps: int, urgent: bool = False) -> None:
     for step in steps:
-        box.put(Submitted(step, Copy()), hurry=hurry)
+        box.put(SubmittedStep(step, Copy()), urgent=urgent)
 
 
-def flush() -> Asked:
-    return Asked("flush", Ticket())
+def flush() -> ControlRequest:
+    return ControlRequest("flush", Ticket())
 
 
-def taken(box: Inbox[Copy]) -> list[int] | Request | None:
+def taken(box: RequestQueue[Copy]) -> list[int] | Request | None:
     """The steps that are taken out together, or a request."""
     found = box.take(20.0)
     return [one.step for one in found] if isinstance(found, list) else found
@@ -41,7 +41,7 @@ def taken(box: Inbox[Copy]) -> list[int] | Request | None:
 
 @pytest.mark.usefixtures("long_rests")
 def test_a_step_after_a_long_pause_is_taken_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    box: Inbox[Copy] = Inbox()
+    box: RequestQueue[Copy] = RequestQueue()
     for step in range(3):
         now = step * (FOR_EVER + 1.0)
         monkeypatch.setattr(writer, "monotonic", lambda now=now: now)
@@ -50,8 +50,8 @@ def test_a_step_after_a_long_pause_is_taken_out_at_once(monkeypatch: pytest.Monk
 
 
 def test_steps_that_follow_quickly_are_taken_out_together_when_the_rest_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "APART_SECONDS", 0.2)
-    box: Inbox[Copy] = Inbox()
+    monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 0.2)
+    box: RequestQueue[Copy] = RequestQueue()
     put(box, 0)
     assert taken(box) == [0]
     began = time.monotonic()
@@ -63,7 +63,7 @@ def test_steps_that_follow_quickly_are_taken_out_together_when_the_rest_is_over(
 
 @pytest.mark.usefixtures("long_rests")
 def test_a_request_ends_a_rest_and_covers_what_stands_before_it() -> None:
-    box: Inbox[Copy] = Inbox()
+    box: RequestQueue[Copy] = RequestQueue()
     put(box, 0)
     assert taken(box) == [0]
     put(box, 1, 2)
@@ -78,7 +78,7 @@ def test_a_request_ends_a_rest_and_covers_what_stands_before_it() -> None:
 
 @pytest.mark.usefixtures("long_rests")
 def test_requests_that_share_a_hurry_wait_for_none() -> None:
-    box: Inbox[Copy] = Inbox()
+    box: RequestQueue[Copy] = RequestQueue()
     put(box, 0)
     assert taken(box) == [0]
     put(box, 1)
@@ -89,9 +89,9 @@ def test_requests_that_share_a_hurry_wait_for_none() -> None:
 
 
 @pytest.mark.usefixtures("long_rests")
-@pytest.mark.parametrize("end", [lambda box: put(box, 1, hurry=True), lambda box: box.ask(flush())], ids=["hurry", "request"])
-def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[Inbox[Copy]], None]) -> None:
-    box: Inbox[Copy] = Inbox()
+@pytest.mark.parametrize("end", [lambda box: put(box, 1, urgent=True), lambda box: box.ask(flush())], ids=["urgent", "request"])
+def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[RequestQueue[Copy]], None]) -> None:
+    box: RequestQueue[Copy] = RequestQueue()
     put(box, 0)
     assert taken(box) == [0]
     found: list[object] = []
@@ -105,35 +105,35 @@ def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[Inbox[Copy]],
 
 
 def test_nothing_comes_of_nothing() -> None:
-    assert Inbox[Copy]().take(0.0) is None
+    assert RequestQueue[Copy]().take(0.0) is None
 
 
 @pytest.mark.usefixtures("long_rests")
 def test_whoever_takes_over_gets_everything_in_order() -> None:
-    box: Inbox[Copy] = Inbox()
+    box: RequestQueue[Copy] = RequestQueue()
     put(box, 0, 1)
     first, second = flush(), flush()
     box.ask(first)
     put(box, 2)
     box.ask(second)
     assert taken(box) == [0, 1]
-    left = box.take_what_is_there()
-    assert [one.step if isinstance(one, Submitted) else one for one in left] == [first, 2, second]
-    assert box.take_what_is_there() == []
+    left = box.take_all()
+    assert [one.step if isinstance(one, SubmittedStep) else one for one in left] == [first, 2, second]
+    assert box.take_all() == []
 
 
 @given(st.lists(st.integers(-1, 3)))
 def test_what_is_taken_out_is_what_was_put_in_and_no_step_passes_a_request(messages: list[int]) -> None:
-    box: Inbox[Copy] = Inbox()
+    box: RequestQueue[Copy] = RequestQueue()
     box._rest = lambda: None  # type: ignore[method-assign]
     put_in: list[object] = []
-    for number, hurry in enumerate(messages):
-        if hurry < 0:
+    for number, urgent in enumerate(messages):
+        if urgent < 0:
             request = flush()
             box.ask(request)
             put_in.append(request)
         else:
-            put(box, number, hurry=hurry == 0)
+            put(box, number, urgent=urgent == 0)
             put_in.append(number)
     out: list[object] = []
     while (found := box.take(0.0)) is not None:

@@ -1,9 +1,9 @@
 from monitor.failures import Failures
-from monitor.pipeline.step_queue import MOST_WARNINGS, Patience
+from monitor.pipeline.step_queue import MAX_WARNINGS, BackpressureBudget
 
 
 def test_steps_that_meet_the_full_queue_one_after_the_other_share_a_budget():
-    patience = Patience(1.0, Failures())
+    patience = BackpressureBudget(1.0, Failures())
     patience.spend(0.75)
     assert patience.left == 0.25
     patience.spend(0.25)
@@ -11,14 +11,14 @@ def test_steps_that_meet_the_full_queue_one_after_the_other_share_a_budget():
 
 
 def test_the_budget_is_whole_again_once_the_incident_is_over():
-    patience = Patience(1.0, Failures())
+    patience = BackpressureBudget(1.0, Failures())
     patience.spend(1.0)
     patience.restore()
     assert patience.left == 1.0
 
 
 def test_an_incident_is_warned_about_once_with_how_long_from_where_and_what_to_do(caplog):
-    patience = Patience(1.5, Failures(rank=3))
+    patience = BackpressureBudget(1.5, Failures(rank=3))
     patience.spend(1.5)
     for step in range(12, 20):
         patience.drop(step)
@@ -28,7 +28,7 @@ def test_an_incident_is_warned_about_once_with_how_long_from_where_and_what_to_d
 
 
 def test_the_end_of_an_incident_says_how_many_steps_it_cost(caplog):
-    patience = Patience(0.0, Failures())
+    patience = BackpressureBudget(0.0, Failures())
     patience.spend(0.0)
     for step in range(8):
         patience.drop(step)
@@ -37,16 +37,16 @@ def test_the_end_of_an_incident_says_how_many_steps_it_cost(caplog):
 
 
 def test_an_incident_that_waiting_was_enough_for_is_not_mentioned(caplog):
-    patience = Patience(1.0, Failures())
+    patience = BackpressureBudget(1.0, Failures())
     patience.spend(0.5)
     patience.restore()
     assert not caplog.records
 
 
 def test_log_lines_are_bounded_whatever_the_number_of_incidents(caplog):
-    patience = Patience(0.0, Failures())
+    patience = BackpressureBudget(0.0, Failures())
     for step in range(100):
         patience.spend(0.0)
         patience.drop(step)
         patience.restore()
-    assert len(caplog.records) == 2 * MOST_WARNINGS + 1
+    assert len(caplog.records) == 2 * MAX_WARNINGS + 1
