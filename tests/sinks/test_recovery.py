@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from evidence import examples
 from killed_disk import killed_after
 from sink_rows import Measured, Rank, visible
 
@@ -21,6 +22,9 @@ STEPS = 6
 RESUMED = 1
 BEGUN = 2
 """When the later run began, in nanoseconds."""
+
+EVERY = examples(2, 1)
+"""The calls to the disk of which one is the last."""
 
 LATEST = 2**62
 """A time after which nothing was written."""
@@ -103,7 +107,7 @@ def assert_recovered(out: Path, finished: int) -> None:
 def test_wherever_a_resumed_process_is_killed_every_step_that_it_finished_is_there_and_none_is_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier_ops: tuple[str, ...]
 ) -> None:
-    for calls in count():
+    for calls in count(step=EVERY):
         out = tmp_path / f"{calls}"
         rank = earlier_run(out, earlier_ops)
         finished, ended = later_run(rank, calls, monkeypatch)
@@ -123,7 +127,7 @@ def test_wherever_a_resumed_process_is_killed_every_step_that_it_finished_is_the
 def test_wherever_the_recovery_is_killed_another_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    for recovering in count():
+    for recovering in count(step=EVERY):
         out = tmp_path / f"{recovering}"
         finished, _ = later_run(earlier_run(out, ("min", "max")), calls, monkeypatch)
         with killed_after(recovering, monkeypatch) as disk:
