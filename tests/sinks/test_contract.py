@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 from sink_rows import Measured, Rank, visible
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.hdf5 import Hdf5Sink, read_hdf5
@@ -29,6 +28,8 @@ def steps_of_hdf5(out: Path) -> list[int]:
 
 def steps_of_tensorboard(out: Path) -> list[int]:
     """As TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     run = EventAccumulator(str(out), size_guidance={"scalars": 0, "tensors": 0})
     run.Reload()
     return [one.step for one in run.Scalars("0:w/rank0/grad_reduced_norm")]
