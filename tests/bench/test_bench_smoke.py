@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 import pytest
+from hanging import IDLE_S
 
 import monitor.pytorch  # noqa: F401  before the forks
 
@@ -103,8 +104,10 @@ def test_a_measured_process_that_fails_is_reported_with_the_end_of_its_log(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    import stepping
     from stepping import Worker, WorkerError
 
+    monkeypatch.setattr(stepping, "SECONDS_TO_LEAVE", IDLE_S)
     missing = tmp_path / "missing.json"
     failed = pytest.raises(WorkerError, match=r"ended with status 1(.|\n)*missing\.json")
     with Worker(sys.executable, "quick", missing, tmp_path / "worker", "ours", {}) as worker, failed:

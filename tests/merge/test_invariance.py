@@ -160,7 +160,7 @@ def test_how_steps_are_cut_into_shards_and_work_into_pieces_changes_no_row(
     shutil.rmtree(base)
 
 
-@settings(few, max_examples=examples(1, 2))
+@settings(few, max_examples=2)
 @given(job=jobs(), workers=st.integers(2, 3), rows=st.integers(1, 30), format=st.sampled_from(["hdf5", "csv", "parquet"]))
 def test_the_number_of_workers_changes_no_byte(
     tmp_path_factory: pytest.TempPathFactory,
