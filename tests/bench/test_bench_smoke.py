@@ -4,22 +4,56 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, NoReturn
 
 import pytest
+from hanging import IDLE_S
+
+import monitor.pytorch  # noqa: F401  before the forks
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fork of this process, which has imported torch and the monitor already."""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        if (child := os.fork()) == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            as_program(BENCH / script, arguments)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said = [stream.seek(0) or stream.read() for stream in (out, errors)]
+    return subprocess.CompletedProcess([script, *arguments], status, *said)
+
+
+def as_program(script: Path, arguments: Sequence[str]) -> NoReturn:
+    """Run a script as this process, and end with its status."""
+    sys.stdin, sys.stdout, sys.stderr = open(os.devnull), os.fdopen(1, "w"), os.fdopen(2, "w")  # noqa: SIM115
+    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
     # The project need not be installed for its tests to run.
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(BENCH / script), *arguments]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    status = 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def cells_of(table: str) -> list[list[str]]:
@@ -70,8 +104,10 @@ def test_a_measured_process_that_fails_is_reported_with_the_end_of_its_log(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    import stepping
     from stepping import Worker, WorkerError
 
+    monkeypatch.setattr(stepping, "SECONDS_TO_LEAVE", IDLE_S)
     missing = tmp_path / "missing.json"
     failed = pytest.raises(WorkerError, match=r"ended with status 1(.|\n)*missing\.json")
     with Worker(sys.executable, "quick", missing, tmp_path / "worker", "ours", {}) as worker, failed:

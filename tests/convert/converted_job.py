@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from recorded_job import RecordedRank
 from sink_rows import Measured
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monitor.coordinator.identity import RankDirectory
 
@@ -55,6 +54,8 @@ def at(directory: Path, timestamp: str) -> Path:
 
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a directory: steps and values by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     run = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
     run.Reload()
     return {tag: [(one.step, one.value) for one in run.Scalars(tag)] for tag in run.Tags()["scalars"]}

@@ -10,12 +10,12 @@ import torch
 
 from monitor.dump import load_tensor
 from monitor.dump.writer import bits_of, save_tensor
-from monitor.pytorch.dump.backend import Reader
+from monitor.pytorch.dump.backend import TorchReader
 
 
 def stored(tmp_path: Path, x: torch.Tensor) -> Path:
     """The file that a dump keeps of ``x``."""
-    copy = Reader(checksums=False).leaf(x, "x.npy").copy
+    copy = TorchReader(checksums=False).leaf(x, "x.npy").copy
     assert copy is not None
     save_tensor(tmp_path / "x.npy", copy.array(), copy.dtype)
     return tmp_path / "x.npy"

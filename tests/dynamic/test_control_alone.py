@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import examples
 from journals import Noted
 
 from monitor.config import MonitorConfig, load_config
@@ -204,9 +205,9 @@ def test_a_rank_of_several_that_has_no_way_to_agree_stays_as_it_is(tmp_path: Pat
     control.close()
 
 
-def test_a_thousand_switches_leave_nothing_behind(training: Training) -> None:
+def test_many_switches_leave_nothing_behind(training: Training) -> None:
     threads = threading.active_count()
-    for count in range(1000):
+    for count in range(examples(200, 1000)):
         training.edit(collect_times=count + 10)
         assert training.begin() is not None
     assert threading.active_count() == threads

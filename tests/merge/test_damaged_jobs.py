@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from click.testing import Result
+from evidence import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorded_job import FORMATS, RecordedRank, table
@@ -102,7 +103,7 @@ def rows_of(base: Path, folder: str, ranks: Sequence[int]) -> list[str]:
     return sorted(found)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6, 12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(done=st.lists(damages, min_size=1, max_size=3))
 def test_what_is_damaged_changes_nothing_of_what_is_not(
     whole: Path, tmp_path_factory: pytest.TempPathFactory, done: list[Damage]

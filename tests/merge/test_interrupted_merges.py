@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import sampled
 from filelock import FileLock
 from hanging import until
 from recorded_job import files, merged, sharded
@@ -84,7 +85,7 @@ def test_of_merges_that_begin_at_once_one_writes_all(job: Path) -> None:
     assert files(job / "merged") == files(job / "alone")
 
 
-@pytest.mark.parametrize("moment", [1, 5, 14])
+@pytest.mark.parametrize("moment", sampled([1, 5, 14], 1))
 def test_a_merge_that_is_killed_leaves_nothing_under_the_name_and_the_next_one_succeeds(job: Path, moment: int) -> None:
     process = started(merge_until, moment, job)
     process.join(SOON)
@@ -117,7 +118,7 @@ def at_some_moment(base: Path, process: subprocess.Popen[bytes], delay: float) -
     time.sleep(delay)
 
 
-@pytest.mark.parametrize("delay", [random.Random(seed).uniform(0, 0.8) for seed in range(3)])
+@pytest.mark.parametrize("delay", sampled([random.Random(seed).uniform(0, 0.8) for seed in range(3)]))
 def test_a_command_that_is_killed_at_any_moment_leaves_no_half_and_no_process(job: Path, delay: float) -> None:
     process = command(job)
     at_some_moment(job, process, delay)

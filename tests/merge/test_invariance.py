@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evidence import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
@@ -23,7 +24,7 @@ from monitor.series import LOCAL, Placement, Shard
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import Partials
 
-few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=examples(3, 6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 floats = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 KINDS = ("grad_reduced", "exp_avg")
 

@@ -605,6 +605,7 @@ def tensors_after_each_step(build: Callable[[], nn.Module], output: Output | Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = None if output is None else attached(output, model, optimizer, **ACTIVATIONS)
     gc.collect()
+    gc.freeze()  # what was there before is not looked through
     gc.disable()
     try:
         counts = []
@@ -615,6 +616,7 @@ def tensors_after_each_step(build: Callable[[], nn.Module], output: Output | Non
             counts.append(living(Tensor))
     finally:
         gc.enable()
+        gc.unfreeze()
     if monitor is not None:
         monitor.close()
     return counts

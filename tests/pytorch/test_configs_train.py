@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from watching import Output
 
@@ -122,6 +121,8 @@ def test_the_one_for_hdf5_leaves_one_file_of_all_kinds(output: Output) -> None:
 
 def test_the_one_for_tensorboard_leaves_an_event_file_too(output: Output) -> None:
     trained(CONFIGS / "tensorboard.json").close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     run = EventAccumulator(str(output.directory()))
     run.Reload()
     ops = load_config(CONFIGS / "tensorboard.json").ops

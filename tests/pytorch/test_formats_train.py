@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from watching import EVERYTHING, Output, attached, train
 
@@ -55,6 +54,8 @@ def of_hdf5(output: Output) -> dict[tuple[str, int, str], float | None]:
 
 
 def of_tensorboard(output: Output) -> dict[tuple[str, int, str], float | None]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     run = EventAccumulator(str(output.directory()), size_guidance={"scalars": 0})
     run.Reload()
     scalars = {tuple(tag.rsplit("_", 1)): run.Scalars(tag) for tag in run.Tags()["scalars"]}

@@ -242,7 +242,7 @@ RANKED = {"gpt": Case(lambda: small_gpt(1), tokens), "checkpointed": CASES["non-
 def test_training_on_two_ranks_is_the_same_bit_for_bit(output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    torch.multiprocessing.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    torch.multiprocessing.start_processes(run_rank, args=(str(tmp_path),), nprocs=2, start_method="fork")
 
     for name in RANKED:
         ranks = [torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from evidence import examples, sampled
 from killed_disk import killed_after
 from sink_rows import Measured, Rank
 
@@ -16,6 +17,8 @@ from monitor.sinks.hdf5_recovery import recover
 PER_RECORD = 3
 STEPS = 6
 RESUMED = 1
+EVERY = examples(2, 1)
+"""The calls to the disk of which one is the last."""
 
 
 def write(sink: Hdf5Sink, rank: Rank, step: int, run: float) -> None:
@@ -67,7 +70,7 @@ def assert_recovered(out: Path, finished: int) -> None:
 def test_wherever_a_resumed_process_is_killed_every_step_that_it_finished_is_there_and_none_is_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: bool
 ) -> None:
-    for calls in count():
+    for calls in count(step=EVERY):
         out = tmp_path / f"{calls}"
         rank, finished, ended = runs(out, calls, monkeypatch, flushes)
         recover(out, -1, 0, 0)
@@ -82,11 +85,11 @@ def test_wherever_a_resumed_process_is_killed_every_step_that_it_finished_is_the
     assert calls > 15
 
 
-@pytest.mark.parametrize("calls", range(1, 16, 2))
+@pytest.mark.parametrize("calls", sampled(range(1, 16, 2), 0, 3, 6))
 def test_wherever_the_recovery_is_killed_another_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    for recovering in count():
+    for recovering in count(step=EVERY):
         out = tmp_path / f"{recovering}"
         _, finished, _ = runs(out, calls, monkeypatch, flushes=False)
         with killed_after(recovering, monkeypatch) as disk:

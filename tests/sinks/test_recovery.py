@@ -7,14 +7,15 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from evidence import examples
 from killed_disk import killed_after
 from sink_rows import Measured, Rank, visible
 
-from monitor.sinks import RECOVERIES
+from monitor.sinks import recovery_of
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.csv_recovery import held as held_steps
 from monitor.sinks.csv_recovery import recover
-from monitor.sinks.files import Steps
+from monitor.sinks.files import StepSpan
 from monitor.sinks.recovery import RecoveredFiles, recover_all
 
 PER_RECORD = 3
@@ -22,6 +23,9 @@ STEPS = 6
 RESUMED = 1
 BEGUN = 2
 """When the later run began, in nanoseconds."""
+
+EVERY = examples(2, 1)
+"""The calls to the disk of which one is the last."""
 
 LATEST = 2**62
 """A time after which nothing was written."""
@@ -104,7 +108,7 @@ def assert_recovered(out: Path, finished: int) -> None:
 def test_wherever_a_resumed_process_is_killed_every_step_that_it_finished_is_there_and_none_is_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier_ops: tuple[str, ...]
 ) -> None:
-    for calls in count():
+    for calls in count(step=EVERY):
         out = tmp_path / f"{calls}"
         rank = earlier_run(out, earlier_ops)
         finished, ended = later_run(rank, calls, monkeypatch)
@@ -124,7 +128,7 @@ def test_wherever_a_resumed_process_is_killed_every_step_that_it_finished_is_the
 def test_wherever_the_recovery_is_killed_another_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    for recovering in count():
+    for recovering in count(step=EVERY):
         out = tmp_path / f"{recovering}"
         finished, _ = later_run(earlier_run(out, ("min", "max")), calls, monkeypatch)
         with killed_after(recovering, monkeypatch) as disk:
@@ -142,8 +146,8 @@ def test_a_step_that_was_not_finished_is_cut_off_and_said_to_be(tmp_path: Path, 
         write(sink, rank, 0, "later")
         disk.left = 1  # the first kind of step 1, and a half of the second
         write(sink, rank, 1, "later")
-    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({Steps(0, 2)}, {1}, [])
-    assert set(held(tmp_path)) == held_steps(tmp_path, Steps(0, 2)) == {0}
+    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({StepSpan(0, 2)}, {1}, [])
+    assert set(held(tmp_path)) == held_steps(tmp_path, StepSpan(0, 2)) == {0}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_a_step_that_was_cut_off_is_missing_unless_a_visible_file_has_it(
         write(sink, rank, 0, "earlier")  # the rows that the earlier run has of it
         disk.left = 1  # the first kind of step 1, and a half of the second
         write(sink, rank, 1, "earlier")
-    found = recover_all(tmp_path, {"csv": RECOVERIES["csv"]()}, ["csv"], 0, -1, 0, BEGUN)
+    found = recover_all(tmp_path, {"csv": recovery_of("csv")}, ["csv"], 0, -1, 0, BEGUN)
     assert (found.held, found.cut) == ({"csv": there}, missing)
 
 
@@ -175,7 +179,7 @@ def test_parts_of_which_one_is_damaged_are_set_aside_together(tmp_path: Path) ->
         path.name for path in recovered.aside
     }
     assert (tmp_path / "grad_reduced_3-5.csv.damaged").read_bytes() == whole
-    assert recovered.ranges == {Steps(3, 5)}
+    assert recovered.ranges == {StepSpan(3, 5)}
     assert set(held(tmp_path)) == {0, 1, 2}
 
 
@@ -188,5 +192,5 @@ def test_what_is_set_aside_never_replaces_what_was(tmp_path: Path) -> None:
 
 def test_a_part_that_was_just_begun_goes(tmp_path: Path) -> None:
     (tmp_path / ".actv_0-2.csv.part").write_bytes(b"")
-    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({Steps(0, 2)}, set(), [])
+    assert recover(tmp_path, -1, 0, 0) == RecoveredFiles({StepSpan(0, 2)}, set(), [])
     assert list(tmp_path.iterdir()) == []

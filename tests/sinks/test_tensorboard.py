@@ -6,7 +6,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -171,99 +170,8 @@ class TestFiles:
         write(again, rank, 2, ops=("max",), kinds={"grad_reduced": [Measured("w", [7.0])]})
         assert scalars(out) == {"0:w/rank0/grad_reduced_max": [(0, 4.0), (1, 9.0), (2, 7.0)]}
 
-    def test_a_sink_that_wrote_nothing_makes_no_directory(self, rank: Rank, out: Path) -> None:
-        sink = TensorBoardSink(rank.context)
-        sink.flush()
-        sink.close()
-        assert not out.exists()
-
-    def test_no_file_stays_open(self, rank: Rank) -> None:
-        before = len(os.listdir("/proc/self/fd"))
-        sink = TensorBoardSink(rank.context)
-        write(sink, rank, 0, 1)
-        assert before + 1 == len(os.listdir("/proc/self/fd"))
-        sink.close()
-        assert before == len(os.listdir("/proc/self/fd"))
-
-    def test_a_closed_sink_is_closed_again_without_effect(self, rank: Rank, out: Path) -> None:
-        sink = TensorBoardSink(rank.context)
-        write(sink, rank, 0)
-        sink.close()
-        sink.close()
-        assert len(os.listdir(out)) == 1
-
 
 class TestFaults:
-    def test_a_full_disk_loses_the_step_and_nothing_else(self, rank: Rank, out: Path, file_size_limit) -> None:
-        sink = TensorBoardSink(rank.context)
-        write(sink, rank, 0, 1)
-        size = only_file(out).stat().st_size
-        file_size_limit(size + 5)
-        with pytest.raises(OSError, match="large"):
-            write(sink, rank, 2)
-        assert size == only_file(out).stat().st_size
-        file_size_limit(None)
-        write(sink, rank, 3)
-        assert [one.step for one in scalars(out)["0:w/rank0/grad_reduced_norm"]] == [0, 1, 3]
-
-    def test_a_disk_full_from_the_start_leaves_no_file(self, rank: Rank, out: Path, file_size_limit) -> None:
-        sink = TensorBoardSink(rank.context)
-        file_size_limit(10)
-        with pytest.raises(OSError, match="large"):
-            write(sink, rank, 0)
-        assert os.listdir(out) == []
-        file_size_limit(None)
-        write(sink, rank, 1)
-        assert [one.step for one in scalars(out)["0:w/rank0/grad_reduced_norm"]] == [1]
-
-    def test_a_removed_directory_is_reported_and_made_anew(self, rank: Rank, out: Path) -> None:
-        sink = TensorBoardSink(rank.context)
-        write(sink, rank, 0)
-        only_file(out).unlink()
-        out.rmdir()
-        with pytest.raises(FileNotFoundError, match="the file was removed while the monitor wrote to it"):
-            write(sink, rank, 1)
-        write(sink, rank, 2)
-        assert [one.step for one in scalars(out)["0:w/rank0/grad_reduced_norm"]] == [2]
-
-    def test_a_directory_that_cannot_be_made_yet(self, rank: Rank, out: Path) -> None:
-        out.write_text("a file in its place")
-        sink = TensorBoardSink(rank.context)
-        with pytest.raises(OSError, match="directory"):
-            write(sink, rank, 0)
-        out.unlink()
-        write(sink, rank, 1)
-        assert [one.step for one in scalars(out)["0:w/rank0/grad_reduced_norm"]] == [1]
-
-    def test_a_directory_without_permission(self) -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            out = Path(directory) / "run"
-            out.mkdir()
-            os.chown(directory, 65534, 65534) if os.geteuid() == 0 else None
-            rank = Rank(out)
-            root = os.geteuid() == 0
-            os.chown(out, 65534, 65534) if root else None
-            out.chmod(0o500)
-            os.seteuid(65534) if root else None
-            try:
-                with pytest.raises(PermissionError):
-                    write(TensorBoardSink(rank.context), rank, 0)
-            finally:
-                os.seteuid(0) if root else None
-                out.chmod(0o700)
-
-    def test_an_error_in_spelling_leaves_the_step_out(self, rank: Rank, out: Path) -> None:
-        sink = TensorBoardSink(rank.context)
-        write(sink, rank, 0)
-        broken = rank.step(1, {"exp_avg": [Measured("w")], **W}, ("norm",))
-        broken.kinds["grad_reduced"].series[0] = 99
-        with pytest.raises(IndexError):
-            sink.write(broken)
-        write(sink, rank, 2)
-        assert {tag: [one.step for one in found] for tag, found in scalars(out).items()} == {
-            "0:w/rank0/grad_reduced_norm": [0, 2]
-        }
-
     def test_a_torn_record_at_the_end_hides_nothing_before_it(self, rank: Rank, out: Path) -> None:
         sink = TensorBoardSink(rank.context)
         write(sink, rank, 0, 1, 2)

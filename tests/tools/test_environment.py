@@ -18,10 +18,10 @@ WHEEL = {
 }
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with the set-up script, the files that it watches, and a wheel named ``leaf`` to install."""
-    project = tmp_path / "project"
+    project = tmp_path_factory.mktemp("set-up") / "project"
     (project / "tools").mkdir(parents=True)
     shutil.copy(ROOT / "tools" / "environment.py", project / "tools")
     (project / "pyproject.toml").write_text("[project]\n")
@@ -49,45 +49,43 @@ def imports_leaf(project: Path) -> bool:
     return subprocess.run([python, "-c", "import leaf"], capture_output=True, check=False).returncode == 0
 
 
-def test_an_environment_is_made_once_and_again_when_the_constraints_change(project: Path) -> None:
-    assert set_up(project, "leaf").returncode == 0
-    assert imports_leaf(project)
-    marker = project / ".venv" / "made-earlier"
-    marker.touch()
-
-    assert set_up(project, "leaf").stdout == ""
-    assert marker.exists()
-
-    (project / "constraints.txt").write_text("leaf>=1.0\n")
-    assert set_up(project, "leaf").returncode == 0
-    assert not marker.exists()
-    assert imports_leaf(project)
+@pytest.fixture(scope="module")
+def failed(project: Path) -> subprocess.CompletedProcess[str]:
+    """A set-up that failed half way, and a file in what it has left."""
+    done = set_up(project, "leaf", "absent")
+    (project / ".venv" / "half-made").touch()
+    return done
 
 
-def test_a_set_up_that_failed_half_way_says_so_and_is_done_again_from_scratch(project: Path) -> None:
-    failed = set_up(project, "leaf", "absent")
+@pytest.fixture(scope="module")
+def made(project: Path, failed: subprocess.CompletedProcess[str]) -> list[tuple[int, str]]:
+    """After that, two set-ups at the same time: the status of each and what it said."""
+    assert failed.returncode == 1
+    both = [subprocess.Popen(command("leaf"), cwd=project, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    return [(process.returncode, text) for process, text in zip(both, said, strict=True)]
+
+
+def test_a_set_up_that_failed_half_way_says_so(failed: subprocess.CompletedProcess[str]) -> None:
     assert failed.returncode == 1
     assert "absent" in failed.stderr
     assert "starts from scratch" in failed.stderr
 
-    leftover = project / ".venv" / "half-made"
-    leftover.touch()
-    assert set_up(project, "leaf").returncode == 0
-    assert not leftover.exists()
+
+@pytest.mark.usefixtures("made")
+def test_what_failed_half_way_is_done_again_from_scratch(project: Path) -> None:
+    assert not (project / ".venv" / "half-made").exists()
     assert imports_leaf(project)
 
 
-def test_two_set_ups_at_the_same_time_make_one_environment(project: Path) -> None:
-    both = [subprocess.Popen(command("leaf"), cwd=project, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sum("Setting up" in text for text in said) == 1
-    assert imports_leaf(project)
+def test_two_set_ups_at_the_same_time_make_one_environment(project: Path, made: list[tuple[int, str]]) -> None:
+    assert [status for status, _ in made] == [0, 0]
+    assert sum("Setting up" in text for _, text in made) == 1
     assert not list(project.glob("*lock*"))
 
 
+@pytest.mark.usefixtures("made")
 def test_an_environment_over_another_has_what_is_in_that_one_and_puts_its_own_before_it(project: Path) -> None:
-    assert set_up(project, "leaf").returncode == 0
     (found,) = (project / ".venv").glob("lib/python*/site-packages/leaf.py")
     found.write_text("of = 'the one below'\n")
     (found.parent / "other.py").write_text("")
@@ -97,9 +95,22 @@ def test_an_environment_over_another_has_what_is_in_that_one_and_puts_its_own_be
     assert subprocess.run(tried, capture_output=True, text=True, check=False).stdout == "False\n"
 
 
+@pytest.mark.usefixtures("made")
+def test_an_environment_is_made_once_and_again_when_the_constraints_change(project: Path) -> None:
+    marker = project / ".venv" / "made-earlier"
+    marker.touch()
+    assert set_up(project, "leaf").stdout == ""
+    assert marker.exists()
+
+    (project / "constraints.txt").write_text("leaf>=1.0\n")
+    assert set_up(project, "leaf").returncode == 0
+    assert not marker.exists()
+    assert imports_leaf(project)
+
+
 def test_without_anything_to_install_the_usage_is_shown(project: Path) -> None:
-    command = [sys.executable, "tools/environment.py", ".venv"]
+    command = [sys.executable, "tools/environment.py", ".venv-of-nothing"]
     refused = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert refused.stderr == "usage: python3 tools/environment.py DIRECTORY [--over OTHER] PIP_ARGUMENT...\n"
-    assert not (project / ".venv").exists()
+    assert not (project / ".venv-of-nothing").exists()

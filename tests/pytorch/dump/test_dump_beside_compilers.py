@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,14 +15,26 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[3]
 
-BEGINNING = """
-import sys
+IN_FORKS = """
+import json, os, sys, traceback
 import torch
 from torch import nn
 from monitor.pytorch import PrecisionDebugger
 
-debugger = PrecisionDebugger(dump_path=sys.argv[1])
+ended = {}
+for name, script in json.load(sys.stdin).items():
+    if (child := os.fork()) == 0:
+        try:
+            debugger = PrecisionDebugger(dump_path=os.path.join(sys.argv[1], name))
+            exec(script)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    ended[name] = os.waitpid(child, 0)[1]
+print(json.dumps(ended))
 """
+"""Runs scripts, each in a process that has compiled nothing: compilers look torch's functions up once."""
 
 COMPILES = """
 debugger.start()
@@ -70,13 +83,25 @@ assert dumped[1:] == [dumped[1]] * 3, dumped  # compiled once for steps with it 
 """
 
 
-@pytest.mark.parametrize("script", [COMPILES, SCRIPTS, OPTIMIZES], ids=["compiled", "scripted", "optimizer"])
-def test_what_torch_first_compiles_inside_a_dump_compiles_then_and_later(tmp_path: Path, script: str) -> None:
-    """In a process of its own: compilers look torch's functions up once."""
+SCRIPTS_OF = {"compiled": COMPILES, "scripted": SCRIPTS, "optimizer": OPTIMIZES}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
+    """How each script has ended, and what they said of it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", BEGINNING + script, str(tmp_path)]
-    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    command = [sys.executable, "-W", "ignore", "-c", IN_FORKS, str(tmp_path_factory.mktemp("dumps"))]
+    done = subprocess.run(
+        command, check=False, env=environment, input=json.dumps(SCRIPTS_OF), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS_OF)
+def test_what_torch_first_compiles_inside_a_dump_compiles_then_and_later(name: str, ended: tuple[dict[str, int], str]) -> None:
+    statuses, said = ended
+    assert statuses[name] == 0, said[-4000:]
 
 
 class Around(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,26 +75,35 @@ def started(script: str, *arguments: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], env=environment)
 
 
-@pytest.mark.parametrize(("task", "end"), [("statistics", "whole"), ("tensor", "torn")])
-def test_what_a_killed_process_had_dumped_is_recovered(tmp_path: Path, task: str, end: str) -> None:
-    assert started(KILLED, tmp_path, task, end).wait(60) == -signal.SIGKILL
-    outcome = CliRunner().invoke(app, [str(tmp_path)])
+@pytest.fixture(scope="module")
+def exited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a process has dumped that ended without ``stop``."""
+    directory = tmp_path_factory.mktemp("exited")
+    assert started(EXITS, directory).wait(60) == 0
+    return directory
+
+
+def assert_recovered(directory: Path) -> None:
+    outcome = CliRunner().invoke(app, [str(directory)])
     assert outcome.exit_code == 0, outcome.output
-    dump = Dump(tmp_path)
+    dump = Dump(directory)
     assert list(dump.data) == [f"Functional.relu.{n}.forward" for n in range(20)]
     assert [entry["output"][0]["Max"] for entry in dump.data.values()] == list(range(20))
     assert not (dump.directory / FILE).exists()
     assert len(dump.stack) == 1
 
 
-def test_a_complete_dump_outlives_a_second_run_that_is_killed_and_the_recovery_of_that(tmp_path: Path) -> None:
-    assert started(EXITS, tmp_path).wait(60) == 0
+def test_what_a_killed_process_had_dumped_is_recovered(tmp_path: Path) -> None:
+    assert started(KILLED, tmp_path, "tensor", "torn").wait(60) == -signal.SIGKILL
+    assert_recovered(tmp_path)
+
+
+def test_a_complete_dump_outlives_a_second_run_that_is_killed_and_the_recovery_of_that(exited: Path, tmp_path: Path) -> None:
+    shutil.copytree(exited, tmp_path, dirs_exist_ok=True)
     complete = (tmp_path / "step0" / "rank0" / "dump.json").read_bytes()
     assert started(KILLED, tmp_path, "statistics", "whole").wait(60) == -signal.SIGKILL
-    outcome = CliRunner().invoke(app, [str(tmp_path)])
-    assert outcome.exit_code == 0, outcome.output
+    assert_recovered(tmp_path)
     assert (tmp_path / "step0.left1" / "rank0" / "dump.json").read_bytes() == complete
-    assert len(Dump(tmp_path).data) == 20
 
 
 def left_behind(directory: Path) -> Path:
@@ -194,9 +204,8 @@ def test_a_line_that_a_killed_process_was_writing_is_no_damage(tmp_path: Path) -
         assert not (directory / FILE).exists()
 
 
-def test_a_process_that_ends_without_stop_has_complete_files(tmp_path: Path) -> None:
-    assert started(EXITS, tmp_path).wait(60) == 0
-    dump = Dump(tmp_path)
+def test_a_process_that_ends_without_stop_has_complete_files(exited: Path) -> None:
+    dump = Dump(exited)
     assert list(dump.data) == ["Functional.relu.0.forward"]
     assert not (dump.directory / FILE).exists()
 

@@ -10,9 +10,6 @@ import torch
 from definitions import attention_weights, entropy_and_greatest, entropy_per_token, similarity
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from watching import Output, attached
 
 SMALL: dict[str, Any] = {
@@ -30,14 +27,20 @@ LENGTH = 12
 
 
 def llama(how: str) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     return LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=how))
 
 
 def mixtral(how: str) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     return MixtralForCausalLM(MixtralConfig(**SMALL, **EXPERTS, attn_implementation=how))
 
 
 def gpt2(how: str) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     return GPT2LMHeadModel(GPT2Config(**SMALL_GPT2, attn_implementation=how))
 
 
@@ -56,6 +59,9 @@ class Captured:
     """Q and K as the attention functions of the library are given them, and what routers are given."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
         self.attention: list[tuple[Tensor, Tensor]] = []
         self.routed: list[Tensor] = []
         for one in model.modules():
