@@ -55,7 +55,7 @@ def of_tensors(a: NDArray[Any], b: NDArray[Any]) -> Difference:
 
 
 def of_numbers(pairs: Iterable[tuple[Any, Any]]) -> Difference:
-    """Of statistics that stand for the same: the greatest of their differences."""
+    """The greatest difference between two sets of statistics of the same tensor."""
     pairs = list(pairs)
     if any((one is None) != (other is None) for one, other in pairs):  # nothing is not NaN
         return Difference(same=False, absolute=math.nan, relative=math.nan)

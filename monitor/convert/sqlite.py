@@ -143,7 +143,7 @@ class _Metric:
 
 
 class MetricTables:
-    """A database in the making, which nobody reads before it is closed: were it torn, it would be thrown away.
+    """A database that is being written. It is read only after it is closed; a torn one is deleted.
 
     Args:
         path: Where nothing is yet.

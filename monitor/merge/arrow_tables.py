@@ -102,7 +102,7 @@ def read_batch(path: Path, number: int) -> pa.Table:
         return pa.Table.from_batches([open_file(file).get_batch(number)])  # type: ignore[no-untyped-call]
 
 
-# --- Columns of text: a number for each row, and what the numbers stand for.
+# --- Columns of text: an index for each row, and the texts.
 
 NONE: Final = -1
 """The number of a row without text."""

@@ -25,14 +25,14 @@ SCHEMA: Final = pa.schema(
         "name": TEXT,
         "replica": pa.bool_(),  # that is only there to be compared
         "global_name": TEXT,
-        "stage": pa.int64(),  # place in the pipeline, UNKNOWN without one
-        "tensor": pa.int64(),  # number of the tensor among those of its kind, in model order
-        "part": pa.int64(),  # number of the part, of which every copy has the same
-        "elements": pa.int64(),  # that this rank holds, UNKNOWN where that changes
-        "whole": pa.int64(),  # elements of the whole tensor, UNKNOWN where that changes
-        "parts": pa.int64(),  # how many parts there are, UNKNOWN where a rank that may hold one is missing
-        "term": pa.bool_(),  # of a sum over other ranks
-        "assumed": pa.bool_(),  # to be a copy of its part, unless its numbers differ from the others'
+        "stage": pa.int64(),  # place in the pipeline, UNKNOWN without one.
+        "tensor": pa.int64(),  # number of the tensor among those of its kind, in model order.
+        "part": pa.int64(),  # number of the part, equal for all copies.
+        "elements": pa.int64(),  # of this rank's part. UNKNOWN if the number changes.
+        "whole": pa.int64(),  # elements of the whole tensor. UNKNOWN if the number changes.
+        "parts": pa.int64(),  # number of parts. UNKNOWN if a rank that may hold one is missing.
+        "term": pa.bool_(),  # a term of a sum over other ranks.
+        "assumed": pa.bool_(),  # assumed to be a copy of its part, unless the numbers differ.
     }
 )
 """A row for each series of each rank: by rank, and in the order in which the rank first saw them."""

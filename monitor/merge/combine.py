@@ -213,7 +213,7 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     """One row for each tensor of which every part is there."""
     order, copies, key = _copies(rows)
     differ = _compare_copies(piece, rows, statistics, order, copies, outcome)
-    chosen = copies[~rows.replica[order[copies]]]  # the first of the copies of a part stands for all
+    chosen = copies[~rows.replica[order[copies]]]  # the first copy of each part
     starts = starts_of_runs([column[chosen] for column in key])
     tensors = combined(statistics, order[chosen], starts)
     rows = rows.only(order[chosen])

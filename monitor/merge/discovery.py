@@ -136,7 +136,7 @@ class Found:
         return ranks - {run.rank for run in self.jobs[job]}
 
     def job_ids(self) -> list[str]:
-        """Of the jobs that nobody has carried on, in order of time."""
+        """The ids of jobs that no later job continues, in order of time."""
         carried_on = {
             run.job_id for job, runs in self.jobs.items() for one in runs for run in one.manifest.resumed if run.job_id != job
         }

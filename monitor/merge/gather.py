@@ -1,6 +1,6 @@
 """The rows of one kind that some directories have, each with its place in the job.
 
-They are read from shards by whoever combines them. Where what is combined at a time is only a small part of each shard, that
+The process that combines rows reads them from shards. Where what is combined at a time is only a small part of each shard, that
 would unpack every shard again and again; so there the shards are read once, some directories at a time, and their rows are put
 down in order of steps, unpacked, where every piece finds its own in one place.
 """

@@ -162,7 +162,7 @@ def _read_parquet(path: Path) -> pa.Table:
 
 
 def _write_hdf5(rows: pa.Table, path: Path) -> None:
-    """A dataset a column. Of text, numbers that stand for what is in ``{column}_values``. Where something is missing,
+    """A dataset a column. A column of text holds indices into ``{column}_values``. Where something is missing,
     ``{column}_missing`` is 1.
     """
     with h5py.File(path, "w", rdcc_nbytes=0) as file:

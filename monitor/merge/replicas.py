@@ -59,8 +59,7 @@ class Disagreement:
 def references(rows: Rows, first: Index) -> Index:
     """The row that each one is held against; its own number where there is none but itself.
 
-    A replica is recorded once in a step, where its owner may have a row for every micro-step: the last of these stands for
-    the step.
+    A replica is recorded once in a step. Its owner may have a row for every micro-step: the last one counts.
 
     Args:
         rows: In order of steps, and within a step of micro-steps.

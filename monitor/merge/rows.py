@@ -153,7 +153,7 @@ def _counts(table: pa.Table) -> Counts:
 
 
 def _partial(name: str, number: int, table: pa.Table) -> NDArray[Any]:
-    """Zero where it is left out, and of a row of which no partials are known what stands for nothing."""
+    """One partial of each row: zero if the file leaves it out, the empty value if the row has no partials."""
     if not _is_exact(table):
         return np.full(len(table), EMPTY[number])
     return _numbers(name, table)

@@ -103,7 +103,7 @@ def combined(rows: Statistics, order: Index, starts: Index) -> Statistics:
 
 
 def _nothing(rows: int, histogram: Counts | None) -> Partials:
-    """What stands for partials that are not known. It takes no memory."""
+    """Placeholders for unknown partials. They take no memory."""
     return Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), rows)), histogram)
 
 

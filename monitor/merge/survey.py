@@ -1,7 +1,7 @@
 """What lies in the directories of some ranks: their shards, and their series in columns.
 
-There may be thousands of directories with hundreds of files each, so it is done in parts by whoever does the work, and the
-series, of which a job has millions, go to files: one for each kind, by rank, and in the order in which the rank first saw them.
+There may be thousands of directories with hundreds of files each, so the workers survey them in parts. A job has millions of
+series. They go to files: one for each kind, by rank, and in the order in which the rank first saw them.
 """
 
 from __future__ import annotations

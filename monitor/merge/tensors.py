@@ -22,8 +22,8 @@ from monitor.series import Ranks
 #     stage 0   layers.0  layers.1        become   layers.0  layers.1
 #     stage 1   layers.0  layers.1                 layers.2  layers.3
 #
-# A stage's layers come after those of the stages before it, of which all must be known. Where they are not, or where
-# only some modules were recorded, nobody can tell a layer's number, and the stage is put in front of the name instead.
+# A stage's layers come after those of the stages before it. If one of those stages is unknown, or only some modules were
+# recorded, the number of a layer is unknown, and the stage is put in front of the name instead.
 
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?=\.)")
 """A component of a name that is a number, and not the last one."""
@@ -205,7 +205,7 @@ class _Sets:
         lowest = rank
         while (above := self._above.get(lowest, lowest)) != lowest:
             lowest = above
-        while rank != lowest:  # or the way would be long for whoever comes next
+        while rank != lowest:  # shortens the way for the next search
             above, self._above[rank] = self._above[rank], lowest
             rank = above
         return lowest
