@@ -144,7 +144,7 @@ class Report:
                     yield {"rank": run.rank, "format": sink, "reason": reason, **_recorded(steps)}
 
     def _not_closed(self) -> Iterator[dict[str, Any]]:
-        """Runs that were killed or still write, and the steps about which nothing is known: up to where a later directory continues."""
+        """Runs that were killed or still write, and their unknown steps: up to where a later directory continues."""
         for number, run in enumerate(self.runs):
             after = max(newest_step(run.manifest), self._newest.get(number, -1))
             if not run.manifest.closed and steps_between(after, run.end, collected_every(run.manifest)) is not None:
