@@ -34,7 +34,7 @@ environment:
 
 # The same environment, but for numpy: MindSpore needs 1.x, torch's users have 2.
 numpy2: environment
-	@$(PYTHON) tools/environment.py .venv-numpy2 --over .venv --no-deps numpy==2.4.6
+	@$(PYTHON) tools/environment.py .venv-numpy2 --over .venv --no-deps numpy==2.4.6 setuptools==84.2.1
 
 peer:
 	@$(PYTHON) tools/environment.py .venv-peer torch==2.13.0 mindstudio-probe==26.2.0

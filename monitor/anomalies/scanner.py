@@ -84,7 +84,10 @@ class KindColumns:
     def nonfinite(self) -> Flags | None:
         """Which rows are of tensors that hold a NaN or an Inf; None if no row is, the usual case."""
         counts = self.partials.columns[NANS : NEGINFS + 1]
-        return counts.any(axis=0) if counts.size and counts.max() > 0 else None
+        if not counts.size or counts.max() <= 0:
+            return None
+        flags: Flags = np.logical_or.reduce(counts, axis=0)
+        return flags
 
 
 @dataclass(frozen=True, slots=True)

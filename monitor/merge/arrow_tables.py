@@ -162,7 +162,7 @@ def _by_first_use(codes: Codes, values: int) -> tuple[Codes, Codes]:
     first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # of several the last one stays, which is the first use
     first[NONE] = len(codes)
     used = np.flatnonzero(first < len(codes))
-    used = used[np.argsort(first[used])].astype(np.int32)
+    ordered: NDArray[np.int32] = used[np.argsort(first[used])].astype(np.int32)
     number = np.zeros(values + 1, dtype=np.int32)
-    number[used] = np.arange(len(used))
-    return number[codes], used
+    number[ordered] = np.arange(len(ordered))
+    return number[codes], ordered

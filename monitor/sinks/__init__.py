@@ -25,6 +25,6 @@ def make_sink(format: str, context: SinkContext) -> Sink:  # noqa: A002 - the co
         ValueError: if there is no such format.
     """
     if format not in FORMATS:
-        raise ValueError(f"format {format!r} does not exist; there are {', '.join(FORMATS)}")
+        raise ValueError(f"format {format!r} does not exist; the formats are {', '.join(FORMATS)}")
     module, _, made = FORMATS[format].sink.partition(":")
     return cast("Sink", getattr(import_module(module), made)(context))

@@ -40,6 +40,7 @@ def as_program(script: Path, arguments: Sequence[str]) -> NoReturn:
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
     # The project need not be installed for its tests to run.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    sys.modules.pop("dumping", None)  # tests of the dump have a module of that name, too
     status = 0
     try:
         runpy.run_path(str(script), run_name="__main__")

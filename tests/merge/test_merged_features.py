@@ -211,4 +211,4 @@ class TestHistograms:
         self._recorded(tmp_path, "csv")
         path = next(tmp_path.glob("*-rank0-*")) / "grad_reduced_0-4.csv"
         path.write_text(path.read_text().replace(" 1:1", " 7:1"))
-        assert "a bin that there is not" in merged(tmp_path).told()["set_aside"]["listed"][0]["reason"]
+        assert "an unknown bin" in merged(tmp_path).told()["set_aside"]["listed"][0]["reason"]

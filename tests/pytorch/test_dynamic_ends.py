@@ -118,7 +118,7 @@ def test_many_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind(
     one = Training(output, dynamic_on=True, collect_times=100_000, **many)
     off = footprint(one.model, one.optimizer)
     gone = weakref.ref(one.model), weakref.ref(one.monitor)
-    few = examples(66, 200)
+    few = 200
 
     gc.collect()
     gc.freeze()  # what was there before is not looked through

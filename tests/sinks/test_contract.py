@@ -179,7 +179,7 @@ class TestFaults:
         write(sink, rank, 0)
         only_file(out).unlink()
         out.rmdir()
-        with pytest.raises(FileNotFoundError, match="removed while it was being written"):
+        with pytest.raises(FileNotFoundError, match="removed while the monitor wrote to it"):
             write(sink, rank, 1)
         write(sink, rank, 2)
         sink.close()

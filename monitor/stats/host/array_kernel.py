@@ -224,7 +224,7 @@ class NumpyKernel:
 
     def _not_finite(self, v: Reals) -> Row:
         """A chunk with NaN or Inf: they are counted, and the finite elements are reduced as usual."""
-        posinfs, neginfs = np.count_nonzero(v == math.inf), np.count_nonzero(v == -math.inf)
+        posinfs, neginfs = int(np.count_nonzero(v == math.inf)), int(np.count_nonzero(v == -math.inf))
         finite = v[np.isfinite(v)]
         counts = (1.0, len(v), len(v) - len(finite) - posinfs - neginfs, posinfs, neginfs)
         if not len(finite):
@@ -273,8 +273,8 @@ def _of_chunk(v: Reals) -> NDArray[np.int64]:
     single = np.array(v, dtype=np.float32)
     counts = of_singles(single, _counted)
     if v.dtype == np.float64:
-        lost = np.count_nonzero((single == 0) & (v != 0))
-        restore_rounded(counts, lost, np.count_nonzero(np.isfinite(v) & np.isinf(single)))
+        lost = int(np.count_nonzero((single == 0) & (v != 0)))
+        restore_rounded(counts, lost, int(np.count_nonzero(np.isfinite(v) & np.isinf(single))))
     return counts
 
 

@@ -78,7 +78,7 @@ def _agreeing(g: Reals, m: Reals, *, uphill: bool) -> int:
     # numpy vectorizes comparisons, but not ``sign``.
     up, down = (m < 0, m > 0) if uphill else (m > 0, m < 0)
     differing = np.count_nonzero(((g > 0) != up) | ((g < 0) != down) | (g != g) | (m != m))
-    return len(g) - differing
+    return len(g) - int(differing)
 
 
 def squares_of_update(after: Tensor, before: TensorSnapshot) -> tuple[Number, Number]:

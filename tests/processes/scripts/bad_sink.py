@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 from small_run import SmallRun
 
 import monitor.sinks
+from monitor.formats import FORMATS
 from monitor.stats.rows import StepRows
 
 
@@ -84,5 +86,5 @@ HOW = {
     "hangs-for-a-while": (Hanging, train_with_one_that_hangs_for_a_while),
 }
 sink, train = HOW[sys.argv[1]]
-monitor.sinks.FORMATS = {**monitor.sinks.FORMATS, "api": sink}
+monitor.sinks.FORMATS = {**FORMATS, "api": replace(FORMATS["api"], sink=f"__main__:{sink.__name__}")}
 train()

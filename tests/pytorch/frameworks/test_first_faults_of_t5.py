@@ -91,7 +91,7 @@ def test_a_nan_in_the_backward_of_the_first_attention_is_found_inside_it(
 ) -> None:
     first, origins = first_event(output, monkeypatch, seed, FIRST, what)
     assert (first.step, first.subject.series.name, origins) == (STEP, f"{FIRST}.output_1", 1)
-    assert first.span is not None
+    assert first.location is not None
     assert first.location.text.startswith(f"inside {FIRST}, between the gradients of {FIRST}.o.input and")
 
 
@@ -101,5 +101,5 @@ def test_one_in_a_later_attention_is_found_there_and_not_where_the_bias_was_made
 ) -> None:
     first, origins = first_event(output, monkeypatch, 0, SECOND, what)
     assert (first.step, first.subject.series.name, origins) == (STEP, f"{SECOND}.input_position_bias", 1)
-    assert first.span is not None
+    assert first.location is not None
     assert first.location.text.startswith(f"inside {SECOND}, between the gradients of {SECOND}.o.input and")
