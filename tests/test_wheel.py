@@ -57,7 +57,8 @@ def install(wheel: Path, folder: Path) -> Path:
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "--quiet", "--disable-pip-version-check")
     run(*pip, "install", "--no-index", "--no-deps", wheel, cwd=wheel.parent, CC="/bin/false")
     (own,) = folder.glob("lib/python*/site-packages")
-    (own / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    libraries = [path for path in sys.path if path.endswith("site-packages")]  # of two environments, where one is over another
+    (own / "libraries.pth").write_text("\n".join(libraries) + "\n")
     return programs
 
 
