@@ -73,6 +73,18 @@ def _pool(workers: int) -> Iterator[Executor]:
                 raise
     except BrokenProcessPool as error:
         raise MergeError(f"{_DIED} Try fewer --workers.") from error
+    except RuntimeError as error:
+        if not _began_with_interrupt(error):
+            raise
+        raise KeyboardInterrupt from error
+
+
+def _began_with_interrupt(error: BaseException) -> bool:
+    """Whether an error came up while an interrupt was handled: a pool that is interrupted while it starts its thread then fails
+    to join that thread.
+    """
+    earlier = error.__context__
+    return earlier is not None and (isinstance(earlier, KeyboardInterrupt) or _began_with_interrupt(earlier))
 
 
 _DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from filelock import FileLock
 from hanging import until
 from recorded_job import files, merged, sharded
 
-from monitor.merge import merge
+from monitor.merge import executors, merge
 from monitor.merge.atomic_output import MergeError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -158,3 +159,16 @@ def test_where_a_worker_dies_that_is_said_and_nothing_is_left(job: Path) -> None
     assert "a process that did the work has died" in told.get(timeout=SOON)
     process.join(SOON)
     assert {path.name for path in job.iterdir() if "merged" in path.name} <= {".merged.lock"}
+
+
+def test_an_interrupt_while_the_pool_starts_its_thread_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_self: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    def begin() -> None:
+        with monkeypatch.context() as patched, executors.engine(2) as (pool, _):
+            patched.setattr(threading.Thread, "start", interrupted)
+            pool.submit(os.getpid)
+
+    with pytest.raises(KeyboardInterrupt):
+        begin()
