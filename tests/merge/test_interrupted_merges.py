@@ -8,9 +8,9 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +161,13 @@ def test_where_a_worker_dies_that_is_said_and_nothing_is_left(job: Path) -> None
     assert {path.name for path in job.iterdir() if "merged" in path.name} <= {".merged.lock"}
 
 
-def test_an_interrupt_while_the_pool_starts_its_thread_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_self: threading.Thread) -> None:
+def test_an_error_of_a_pool_that_was_interrupted_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ProcessPoolExecutor):
+        def shutdown(self, *_how: object, **_named: object) -> None:
+            raise RuntimeError("cannot join thread before it is started")
+
+    monkeypatch.setattr(executors, "ProcessPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt), executors.engine(2):
         raise KeyboardInterrupt
-
-    def begin() -> None:
-        with monkeypatch.context() as patched, executors.engine(2) as (pool, _):
-            patched.setattr(threading.Thread, "start", interrupted)
-            pool.submit(os.getpid)
-
-    with pytest.raises(KeyboardInterrupt):
-        begin()
+    with pytest.raises(RuntimeError, match="cannot join"), executors.engine(2):
+        raise ValueError
