@@ -29,6 +29,19 @@ class KernelResult(Protocol):
         """The partials, shape ``(len(COLUMNS),)``. Called on the writer's thread; may wait for a device."""
 
 
+class HostRow:
+    """The result of a kernel that has finished, in host memory."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: Any) -> None:
+        self._row = row
+
+    def row(self) -> Floats:
+        found: Floats = self._row
+        return found
+
+
 class Copy(Protocol):
     """The elements of a tensor as they were when it was read.
 

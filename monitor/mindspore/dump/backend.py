@@ -14,7 +14,7 @@ from mindspore import Tensor, communication, mint, nn, ops
 from numpy.typing import NDArray
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
-from monitor.dump.values import KernelResult, TensorLeaf
+from monitor.dump.values import HostRow, KernelResult, TensorLeaf
 from monitor.failures import EarlierFailure, Failures
 from monitor.mindspore import calls
 from monitor.mindspore.calls import ENGINE, observable
@@ -60,7 +60,7 @@ class MindSporeTensorReader:
 
     def _reading(self, x: Tensor, array: Raw | None) -> KernelResult | None:
         if array is not None:
-            return _HostRow(self._kernel.reduce(array)) if is_readable(array) else None
+            return HostRow(self._kernel.reduce(array)) if is_readable(array) else None
         assert self._device_kernel is not None
         # ``beneath`` would convert float64 to float32.
         with computing() if x.dtype == ms.float64 else beneath():
@@ -74,19 +74,6 @@ def _described(x: Tensor) -> tuple[dict[str, Any], bool]:
         return {"type": "mindspore.Tensor", "dtype": str(x.dtype), "shape": list(x.shape)}, has_data(x)
     except Exception as error:
         raise EarlierFailure(error) from error
-
-
-class _HostRow:
-    """The result of the host's kernel."""
-
-    __slots__ = ("_row",)
-
-    def __init__(self, row: Any) -> None:
-        self._row = row
-
-    def row(self) -> Floats:
-        found: Floats = self._row
-        return found
 
 
 class _DeviceRow:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
-from monitor.dump.values import Copy, KernelResult, TensorLeaf
+from monitor.dump.values import Copy, HostRow, KernelResult, TensorLeaf
 from monitor.failures import Failures
 from monitor.pytorch import calls
 from monitor.pytorch.dump.apis import TorchApiInterception, traced
@@ -59,9 +59,7 @@ class TorchReader:
             return TensorLeaf(_described(x), None, None, None)
         with unseen():
             if file is None and not self._checksums and is_plain(x):
-                return TensorLeaf(
-                    _described(x), _TorchHostRow(self._kernel.reduce(x)), None, None
-                )  # the fast path of most tensors
+                return TensorLeaf(_described(x), HostRow(self._kernel.reduce(x)), None, None)  # the fast path of most tensors
         with beneath():
             local = local_shard(x)
             if local is None or local.is_meta or not has_memory(local):
@@ -72,7 +70,7 @@ class TorchReader:
     def _read(self, local: Tensor) -> KernelResult | None:
         if local.device.type == "cpu":
             row = self._kernel.reduce(local)
-            return None if row is None else _TorchHostRow(row)
+            return None if row is None else HostRow(row)
         page = torch.zeros(1, len(COLUMNS), dtype=torch.float64, device=local.device)
         reduce_into(local, page, 0, None, EPS)
         return _TorchDeviceRow(page)
@@ -87,19 +85,6 @@ def _is_transformed(x: Tensor) -> bool:
 
 def _described(x: Tensor) -> dict[str, Any]:
     return {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": list(x.shape), "requires_grad": x.requires_grad}
-
-
-class _TorchHostRow:
-    """The row of the host kernel."""
-
-    __slots__ = ("_row",)
-
-    def __init__(self, row: Any) -> None:
-        self._row = row
-
-    def row(self) -> Floats:
-        found: Floats = self._row
-        return found
 
 
 class _PendingCopy:
