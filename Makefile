@@ -64,6 +64,7 @@ prove: environment numpy2
 	PROVE=1 .venv/bin/python $(PYTEST) --mindspore
 	PROVE=1 .venv/bin/python $(PYTEST) $(UNIT)
 	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest tests/generated_loops -x
+	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest --mindspore tests/mindspore/generated_loops -x
 
 lint: environment
 	.venv/bin/python -m ruff check .

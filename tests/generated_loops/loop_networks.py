@@ -1,4 +1,4 @@
-"""The modules that a description stands for."""
+"""The modules that a description asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS, WIDTH = 3, 4
 
 
 def built(part: Part, values: Sequence[Any]) -> Any:
-    """What a part stands for."""
+    """The module of a part of a description."""
     if isinstance(part, int):
         return values[part]
     parts = [built(one, values) for one in part.parts]

@@ -1,6 +1,6 @@
 """What a monitor has to record of a loop, by torch's own hooks, as ``docs/formats.md`` defines it.
 
-Two runs that nobody monitors: ``Passing`` clones what passes by; ``Through`` gives each call of a module tensors of its own to
+Two unmonitored runs: ``Passing`` clones what passes by; ``Through`` gives each call of a module tensors of its own to
 use, whose gradients are those through this call alone. Neither repeats calls in backward (checkpointing), which is to change
 no row.
 """

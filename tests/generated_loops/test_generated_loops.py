@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, note
 from loop_absences import WARNINGS
 from loop_judging import faults
 from loop_monitored import Monitored
 from loop_references import expected_rows
+from loop_settings import MOST_SHOWN, drawn
 from loop_telling import told
 from loop_training import Observer, Training
 from loops import Loop, loops
-
-EXAMPLES = int(os.environ.get("GENERATED_LOOPS", "50"))
-"""``make prove`` runs more."""
-
-MOST_SHOWN = 12
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +24,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "monitor")
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize="GENERATED_LOOPS" not in os.environ,
-    report_multiple_bugs=False,
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
+@drawn(50)
 @given(loops())
 def test_every_number_is_right_or_absent_for_a_reason_and_training_is_the_same(loop: Loop) -> None:
     note(told(loop))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
 from cell_loops import Loop, Observer, Training, loops
 from cell_references import Reference
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from loop_judging import faults
 from loop_rows import EVERYTHING, recorded
+from loop_settings import MOST_SHOWN, drawn
 
 from monitor.config import MonitorConfig
 from monitor.mindspore import TrainerMon
 
-EXAMPLES = int(os.environ.get("GENERATED_LOOPS", "20"))
-MOST_SHOWN = 12
 TOLERANCE = 1e-3
 """Forward and backward are computed in float32, and the reference in float64."""
 
@@ -45,14 +43,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "monitor")
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize="GENERATED_LOOPS" not in os.environ,
-    report_multiple_bugs=False,
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
+@drawn(20)
 @given(loops())
 def test_every_number_is_right_or_absent_for_a_reason_and_training_is_the_same(loop: Loop) -> None:
     alone, monitored, reference = Training(loop), Training(loop), Reference()
