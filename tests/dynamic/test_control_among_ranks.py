@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from evidence import examples, sampled
+from hanging import until
 from journals import Noted
 from serving import served
 
@@ -330,7 +331,4 @@ def end(path: Path, ranks: list[Rank]) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    assert until(condition, SOON.total_seconds())
