@@ -12,7 +12,9 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-fault check test prove lint bench wheel clean environment numpy2 peer
 
-PYTEST := -m pytest -n auto --maxprocesses 8 --dist loadfile
+# One worker more than cores: tests often wait for processes that wait for each other.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile
 
 # The inner loop: the folders that start few processes and compile nothing.
 UNIT := $(addprefix tests/,anomalies compare convert coordinator dump dynamic pipeline recording sinks stats) \

@@ -118,14 +118,14 @@ def test_many_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind(
     one = Training(output, dynamic_on=True, collect_times=100_000, **many)
     off = footprint(one.model, one.optimizer)
     gone = weakref.ref(one.model), weakref.ref(one.monitor)
-    few = 200
+    few = 200  # below the number of switches: one object that each leaves behind is seen
 
     gc.collect()
     gc.freeze()  # what was there before is not looked through
     one.train(1)
     switch(one, 100, **many)
     objects, before, memory = living(), held_by(one), resident_bytes()
-    switch(one, examples(300, 900), **many)
+    switch(one, examples(250, 900), **many)
     assert held_by(one) == before
     deadline = time.monotonic() + 20
     while (more := (living() - objects).total()) >= few and time.monotonic() < deadline:
