@@ -19,7 +19,7 @@ from monitor.recording.protocols import Removable
 from monitor.recording.tensor_paths import TensorPaths
 
 
-class TensorReader(Protocol):
+class DumpReader(Protocol):
     """Reads tensors on the thread that computes them; the writer does the rest."""
 
     def leaf(self, x: Any, file: str | None) -> TensorLeaf:
@@ -77,7 +77,7 @@ class DumpBackend(Protocol):
     def computing(self) -> AbstractContextManager[object]:
         """A context whose operations no graph records."""
 
-    def new_reader(self, *, checksums: bool) -> TensorReader: ...
+    def new_reader(self, *, checksums: bool) -> DumpReader: ...
 
     def new_interception(self, listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> ApiInterception:
         """Intercept calls of the APIs in the list, and of primitives that modules have.

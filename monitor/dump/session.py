@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
-from monitor.dump.backend import TensorReader
+from monitor.dump.backend import DumpReader
 from monitor.dump.config import CallSelection, DumpConfig, Section
 from monitor.dump.files import FILE, MAIN, Records, assemble, damage_found, finish, is_being_written
 from monitor.dump.values import GradientSlot, TensorLeaf, file_name, filled
@@ -201,7 +201,7 @@ class Session:
     """
 
     def __init__(
-        self, directory: Path, config: DumpConfig, framework: str, reader: TensorReader, writer: DumpWriter, failures: Failures
+        self, directory: Path, config: DumpConfig, framework: str, reader: DumpReader, writer: DumpWriter, failures: Failures
     ) -> None:
         self.directory = directory
         self.selection = CallSelection(config.chosen)

@@ -17,7 +17,7 @@ from monitor.mindspore.frameworks import framework_of
 from monitor.mindspore.gradients import GradientCollector
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.process_group import group_ranks, has_others, initialized, is_settled, place, versions
-from monitor.mindspore.recorder import Recorder
+from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.mindspore.tensors import TENSOR_PATHS, activation_placement, computing, layout_of, placement_of
 from monitor.mindspore.updates import new_updates
 from monitor.recording import protocols
@@ -47,7 +47,7 @@ __all__ = [
     "new_calls",
     "new_gradients",
     "new_modules",
-    "new_recorder",
+    "new_reader",
     "new_updates",
     "optimizer_expected",
     "parts",
@@ -64,7 +64,7 @@ __all__ = [
 graph: Graph = calls
 leaves: TensorPaths = TENSOR_PATHS
 reading_of_features: FeatureReading = features_reading
-new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
+new_calls, new_gradients, new_reader = Calls, GradientCollector, MindSporeTensorReader
 repeating = in_backward
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from mindspore.ops import primitive as PRIMITIVES
 from mindspore.ops.auto_generate import gen_ops_prim as KERNELS
 
 from monitor.mindspore.hooks import jit_context
+from monitor.recording.collectives import Operator
 
 Rooted = Literal["inputs", "outputs", ""]
 
@@ -100,7 +100,7 @@ _PRIMITIVES: Final[Mapping[str, _OperatorSpec]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class MindSporeOperator(ABC):
+class MindSporeOperator:
     """An operator with one way to call it.
 
     Attributes:
@@ -113,22 +113,6 @@ class MindSporeOperator(ABC):
 
     functional: bool
     """Whether the outputs are the result, and not among the arguments."""
-
-    @abstractmethod
-    def taken(self, args: Sequence[Any]) -> list[Tensor]:
-        """The input tensors. A list counts as one input."""
-
-    @abstractmethod
-    def given(self, args: Sequence[Any], result: Any) -> list[Tensor]:
-        """The tensors that hold the outputs once the operator has completed."""
-
-    @abstractmethod
-    def root(self, args: Sequence[Any]) -> int:
-        """The root's rank in the group, for a ``rooted`` operator."""
-
-    @abstractmethod
-    def group_of(self, args: Sequence[Any]) -> Any:
-        """The name of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +288,7 @@ RUN: Final = "_run_op"
 class MindSporeCollectiveListener:
     """Receives communication calls. It raises only errors of training."""
 
-    def call_begins(self, _operator: MindSporeOperator, _args: Sequence[Any]) -> bool:
+    def call_begins(self, _operator: Operator, _args: Sequence[Any]) -> bool:
         """An operator is about to be called.
 
         Returns:
@@ -312,7 +296,7 @@ class MindSporeCollectiveListener:
         """
         return False
 
-    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         """The call has returned. Its outputs are ready, or will be after a wait for ``handle``."""
 
 
@@ -383,7 +367,7 @@ class OperatorInterception:
         run_op.__name__ = run_op.__qualname__ = RUN
         return run_op
 
-    def _observed(self, operator: MindSporeOperator, seen: Sequence[Any], original: Function, *args: Any) -> Any:
+    def _observed(self, operator: Operator, seen: Sequence[Any], original: Function, *args: Any) -> Any:
         inside = self._inside
         if inside.another or jit_context() is not None:  # tracing, which would record the result
             return original(*args)
@@ -397,7 +381,7 @@ class OperatorInterception:
 
 
 def _report_result(
-    listeners: Sequence[MindSporeCollectiveListener], operator: MindSporeOperator, args: Sequence[Any], result: Any
+    listeners: Sequence[MindSporeCollectiveListener], operator: Operator, args: Sequence[Any], result: Any
 ) -> Any:
     """Returns the caller's result. Its handle is wrapped if a listener waits for it."""
     handle = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,14 @@ from mindspore.communication import get_group_size, get_process_group_ranks, get
 
 from monitor.config.model import CcDistribution
 from monitor.failures import EarlierFailure, Failures
-from monitor.mindspore.collective_operators import INTERCEPTION, Handle, MindSporeCollectiveListener, MindSporeOperator
+from monitor.mindspore.collective_operators import INTERCEPTION, Handle, MindSporeCollectiveListener
 from monitor.mindspore.process_group import initialized, is_settled
-from monitor.mindspore.recorder import HOST, Recorder
+from monitor.mindspore.tensor_reader import HOST, MindSporeTensorReader
 from monitor.mindspore.tensors import computing, dtype_name
-from monitor.recording import collectives as capture
-from monitor.recording.collectives import CallRows, CollectiveCall, Labels, NamedGroup
-from monitor.recording.recorder import Device, LateRows
+from monitor.recording.collectives import LOCK_SECONDS, CallRows, CollectiveCall, Communication, Labels, NamedGroup, Operator
+from monitor.recording.recorder import NoLateRows, Recorder
 from monitor.stats.mindspore.tensors import has_data, on_host
+from monitor.stats.table import RowSlot
 
 # --- Start listening.
 
@@ -28,23 +29,24 @@ def communication(wanted: CcDistribution, failures: Failures) -> Communication |
     """Listen from now on if configured. If that fails, one warning says so."""
     if not wanted.enable:
         return None
-    return failures.guarded("installing the interception of communication", _listening)(wanted, failures)
-
-
-def _listening(wanted: CcDistribution, failures: Failures) -> Communication:
-    # Imported here: if a MindSpore version keeps its operators elsewhere, only their rows are missing.
-
-    return Communication(wanted, failures)
+    listen = failures.guarded("installing the interception of communication", Communication)
+    return listen(wanted, failures, MindSporeCollectives(failures))
 
 
 # --- Rows of operator calls.
 
 
-class MindSporeOperatorCalls(CallRows, LateRows):
-    """Reads the tensors of communication calls."""
+class MindSporeOperatorCalls(NoLateRows):
+    """Reads the tensors of communication calls.
+
+    Attributes:
+        rows: The rows of calls.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
+        assert isinstance(recorder.reader, MindSporeTensorReader)
+        self.rows = CallRows(recorder.reader)
+        self._recorder, self._device = recorder, recorder.reader.device
         recorder.late = self
 
     @classmethod
@@ -55,20 +57,36 @@ class MindSporeOperatorCalls(CallRows, LateRows):
     def read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
         """Reduce the tensors of a call, one row each.
 
+        Returns:
+            Whether all tensors were read. Otherwise none has a row.
+
         Raises:
             EarlierFailure: An earlier operation of training has failed.
         """
         if not self._recorder.active or not all(map(has_data, tensors)):
             return False
         with computing():
-            if self._recorder.device == HOST:
+            if self._device == HOST:
                 for x in tensors:
                     on_host(x)  # waits for the tensor, which must happen without the lock
-            return super().read(call, tensors)
+            lock = self._recorder.lock
+            if not lock.acquire(timeout=LOCK_SECONDS):
+                return False
+            try:
+                return self._recorder.active and self._read(call, tensors)
+            finally:
+                lock.release()
 
-    def _device_of(self, x: Any) -> Device | None:
-        device: Device = self._recorder.device
-        return device if has_data(x) else None
+    def _read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
+        call.begin(self._recorder.steps)
+        written: list[RowSlot] = []
+        complete = False
+        try:
+            complete = all(self.rows.read(call, x, self._device, written) for x in tensors)
+        finally:
+            if not complete:
+                self.rows.forget(written)
+        return complete
 
 
 # --- The ranks of groups, and their labels.
@@ -104,44 +122,46 @@ class MindSporeGroups:
         return group
 
 
-class Communication(capture.Communication, MindSporeCollectiveListener):
-    """Listens from its creation until ``close``.
+class MindSporeCollectives(MindSporeCollectiveListener):
+    """Intercepts the operators of MindSpore, and reads their outputs when they are complete.
 
     Reading a tensor may raise an error of training. MindSpore raises such an error once, at the first wait. So it is passed on
     to the caller of the operator, or of ``wait``.
     """
 
-    def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
-        super().__init__(wanted, failures, MindSporeGroups(), dtype_name)
+    _communication: Communication
+    computing = staticmethod(nullcontext)
+    dtype_name = staticmethod(dtype_name)
+
+    def __init__(self, failures: Failures) -> None:
+        self.groups = MindSporeGroups()
+        self._failures = failures
+        self._calls: MindSporeOperatorCalls | None = None
+
+    def listen(self, communication: Communication) -> None:
+        self._communication = communication
         INTERCEPTION.add(self)
 
-    def _begin(self, recorder: Recorder) -> MindSporeOperatorCalls:
-        return MindSporeOperatorCalls.of(recorder)
+    def begin(self, recorder: Recorder) -> MindSporeOperatorCalls:
+        self._calls = MindSporeOperatorCalls.of(recorder)
+        return self._calls
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         INTERCEPTION.remove(self)
+        self._calls = None
 
-    def _among_ranks(self) -> bool:
+    def among_ranks(self) -> bool:
         return initialized() or not is_settled()
 
-    def _real(self, tensors: Sequence[Tensor]) -> bool:
+    def are_real(self, tensors: Sequence[Tensor]) -> bool:
         return not any(getattr(one, "is_meta", False) for one in tensors)
 
-    def call_begins(self, operator: MindSporeOperator, args: Sequence[Any]) -> bool:
-        recording = self._recording
-        if self._log is None and not (recording and self._looks_first):
-            return recording
-        try:
-            return self._look(operator, args, recording)
-        except EarlierFailure as failure:
-            raise failure.error from None
-        except Exception as error:
-            self._failures.report("looking at a communication operator", error)
-            return False
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+        return self._communication.call_begins(operator, args)
 
-    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         try:
-            expected = self._expected(operator, args, result)
+            expected = self._communication.expected(operator, args, result)
         except Exception as error:
             self._failures.report("following a communication operator", error)
             return
@@ -155,15 +175,15 @@ class Communication(capture.Communication, MindSporeCollectiveListener):
     def outputs_there(self, call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
         """Read the outputs before they can be changed."""
         try:
-            if self._rows is not None and self._rows.read(call, outputs):
-                self.unread -= 1
+            if self._calls is not None and self._calls.read(call, outputs):
+                self._communication.unread -= 1
         except EarlierFailure as failure:
             raise failure.error from None
         except Exception as error:
             self._failures.report("reading the outputs of a communication operator", error)
 
 
-def _read_outputs(listener: weakref.ref[Communication], call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
-    communication = listener()
-    if communication is not None:
-        communication.outputs_there(call, outputs)
+def _read_outputs(listener: weakref.ref[MindSporeCollectives], call: CollectiveCall, outputs: Sequence[Tensor]) -> None:
+    collectives = listener()
+    if collectives is not None:
+        collectives.outputs_there(call, outputs)

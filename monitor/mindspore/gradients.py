@@ -15,11 +15,11 @@ from monitor.failures import Failures
 from monitor.mindspore import tensors
 from monitor.mindspore.frameworks import MindSporeFramework
 from monitor.mindspore.hooks import on_gradient
-from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.reductions import MindSporeReductions
 from monitor.recording import gradients
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset, SeriesOf
 from monitor.recording.protocols import Removable
+from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
 
 NOT_SUMMED: Final = (

@@ -20,8 +20,9 @@ from mindspore import Tensor, communication, nn
 
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
-from monitor.mindspore.collective_operators import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener, MindSporeOperator
+from monitor.mindspore.collective_operators import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
 from monitor.mindspore.process_group import has_others, is_settled
+from monitor.recording.collectives import Operator
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Ranks
 from monitor.stats.mindspore.arithmetic import on_the_host
@@ -123,11 +124,11 @@ class MindSporeReductions(MindSporeCollectiveListener):
             INTERCEPTION.remove(self)
             REDUCER_CALLED.remove(self._reducer_listener)
 
-    def call_begins(self, operator: MindSporeOperator, args: Sequence[Any]) -> bool:
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
         del args
         return self._wanted and operator.name in SUMS
 
-    def call_issued(self, operator: MindSporeOperator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
         try:
             if not _adds(operator, args):
                 return
@@ -198,7 +199,7 @@ def _is_multiple(x: Floats, of: Floats) -> bool:
     return bool(np.linalg.norm(x - (float(x @ of) / square) * of) <= ROUNDING * np.linalg.norm(x))
 
 
-def _adds(operator: MindSporeOperator, args: Sequence[Any]) -> bool:
+def _adds(operator: Operator, args: Sequence[Any]) -> bool:
     if isinstance(operator, Kernel):
         return str(args[operator.places["op_type"]]).lower() in ("sum", "avg")
     return str(getattr(args[0], "op", "")).lower() == "sum"

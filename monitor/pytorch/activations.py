@@ -15,11 +15,12 @@ from monitor.pytorch.compiled.hooks import HOOK_GUARDS, TracedHook, TracedInputs
 from monitor.pytorch.compiled.operators import TRACEABLE, ObservedHook
 from monitor.pytorch.compiled.tracing import GuardedObserver, device_of
 from monitor.pytorch.hooks import after_forward, before_forward
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording import activations
 from monitor.recording.activations import ADVICE, ModuleCall
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.protocols import CallIndex, HookSet, Removable
+from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
 from monitor.selection import ALL_TENSORS, NO_TENSORS, ModuleSelection, TensorChoice
 
@@ -36,10 +37,12 @@ class ModuleWatcher(activations.ModuleWatcher):
 
     _module: nn.Module
     _collector: ModuleCollector
-    _recorder: Recorder
+    _reader: TorchTensorReader
     _observed: ObservedHook | None = None
 
     def attach(self, hooks: HookSet) -> None:
+        assert isinstance(self._recorder.reader, TorchTensorReader)
+        self._reader = self._recorder.reader
         guarded, wanted = self._collector.failures.guarded, self._wanted
         before = guarded("reading the inputs", self._before, ADVICE, of=self._name)
         after = guarded("reading the outputs", self._after, ADVICE, of=self._name)
@@ -68,7 +71,7 @@ class ModuleWatcher(activations.ModuleWatcher):
     def _compiled(self, call: ModuleCall | None, tag: Tensor) -> CompiledCall | None:
         if call is None:
             return None
-        self._recorder.keep_micro_step(tag, self._chunk)
+        self._reader.keep_micro_step(tag, self._chunk)
         return CompiledCall(call, self._clock.step)
 
     def _repeated(self) -> ModuleCall | None:
@@ -83,12 +86,12 @@ class ModuleWatcher(activations.ModuleWatcher):
         if records_forward and call.step == self._clock.step:
             side = "input" if slot.startswith("input") else "output"
             self._fitting(side, self._choice(side), found)
-            self._recorder.record_value(self._series("actv", slot, number, x), x, micro_step, value, tag)
+            self._reader.record_value(self._series("actv", slot, number, x), x, micro_step, value, tag)
 
     def sees_gradient(self, gradient: Tensor, call: CompiledCall, tag: Tensor, slot: str, value: int) -> None:
         micro_step, number = call.call.place
         if self.is_attached and (not tag.is_cpu or self._collector.belongs(call.step)):
-            self._recorder.record_value(self._series("actv_grad", slot, number, gradient), gradient, micro_step, value, tag)
+            self._reader.record_value(self._series("actv_grad", slot, number, gradient), gradient, micro_step, value, tag)
 
     def keep(self, handles: Sequence[Removable]) -> None:
         self._collector.until_step_ends(list(handles))

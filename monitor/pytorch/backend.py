@@ -23,7 +23,7 @@ from monitor.pytorch.frameworks.recognition import framework_of
 from monitor.pytorch.gradients import GradientCollector
 from monitor.pytorch.hooks import takes_hooks
 from monitor.pytorch.process_group import group_ranks, has_others, initialized, is_settled, place, versions
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.pytorch.tensors import TENSOR_PATHS, activation_placement, computing, layout_of, placement_of
 from monitor.pytorch.updates import new_updates
 from monitor.recording import protocols
@@ -54,7 +54,7 @@ __all__ = [
     "new_calls",
     "new_gradients",
     "new_modules",
-    "new_recorder",
+    "new_reader",
     "new_updates",
     "optimizer_expected",
     "parts",
@@ -71,7 +71,7 @@ __all__ = [
 graph: Graph = calls
 leaves: TensorPaths = TENSOR_PATHS
 reading_of_features: FeatureReading = reading
-new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
+new_calls, new_gradients, new_reader = Calls, GradientCollector, TorchTensorReader
 repeating = recomputing
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)

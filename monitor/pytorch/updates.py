@@ -128,7 +128,7 @@ class AdamCollector(UpdateCollector):
         self._ratio = watched.series("adam_ratio")
         self._framework = watched.framework
         self._failures = watched.failures
-        self._kernel = watched.recorder.host
+        self._kernel = watched.recorder.reader.host
         self._eps = eps
         self._steps: dict[NamedParameter, float | Tensor] = {}
 

@@ -14,12 +14,13 @@ from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
+from monitor.recording.collectives import Communication
 from monitor.recording.features.reading import FeatureReading
 from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import NamedParts
 from monitor.recording.parameter_series import NamedParameter, SeriesOf
 from monitor.recording.protocols import Calls, Removable
-from monitor.recording.recorder import Recorder
+from monitor.recording.recorder import TensorReader
 from monitor.recording.run import ProcessTopology
 from monitor.recording.step_clock import Clock
 from monitor.recording.tensor_paths import TensorPaths
@@ -174,21 +175,6 @@ class Framework(Protocol):
         """Call ``listener`` at every step from now on."""
 
 
-class CommunicationRecorder(Protocol):
-    """Observes communication until it is closed."""
-
-    wanted: CcDistribution
-
-    def record_into(self, recorder: Any, roles: Mapping[str, Sequence[int]], note: Callable[[str, str], None]) -> None:
-        """Record communication from now on in ``recorder``, unless another recorder was set before."""
-
-    def end_log(self, directory: Any) -> Any:
-        """Write the log; None if it was written before."""
-
-    def close(self) -> None:
-        """Stop observing. May be called repeatedly."""
-
-
 class RecordingBackend(Protocol):
     """The interface of a framework.
 
@@ -295,7 +281,7 @@ class RecordingBackend(Protocol):
     def framework_of(self, chunks: Sequence[Any], optimizer: Any, *, main_grad: bool) -> Any:
         """The ``Framework`` of a model and its optimizers. Raises ``TypeError`` and ``ValueError``."""
 
-    def new_recorder(self, series: SeriesTable, eps: float, *, magnitudes: bool) -> Recorder: ...
+    def new_reader(self, series: SeriesTable, eps: float, *, magnitudes: bool) -> TensorReader: ...
 
     def new_modules(self, recorder: Any, clock: Clock, failures: Failures) -> ModuleCollector: ...
 
@@ -316,5 +302,5 @@ class RecordingBackend(Protocol):
     def new_updates(self, config: MonitorConfig, watched: Any) -> Any:
         """The ``Updates`` with the configured collectors."""
 
-    def communication(self, wanted: CcDistribution, failures: Failures) -> CommunicationRecorder | None:
+    def communication(self, wanted: CcDistribution, failures: Failures) -> Communication | None:
         """Observe communication from now on, if configured and possible; logs a warning if it is impossible."""

@@ -102,10 +102,8 @@ class CommunicationLog:
 
     def add(self, op: str, group: str, tensors: Sequence[Any], site: CallSite) -> None:
         """Count one call."""
-        dtypes, shapes = (
-            dict.fromkeys(self._dtype_name(one.dtype) for one in tensors),
-            [str(list(one.shape)) for one in tensors],
-        )
+        dtypes = dict.fromkeys(self._dtype_name(one.dtype) for one in tensors)
+        shapes = [str(list(one.shape)) for one in tensors]
         self.counts[LoggedCall(op, group, " ".join(dtypes), " ".join(shapes), site.stack)] += 1
 
     def write(self, directory: Path) -> Path:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, final
 
 from monitor.config.model import CcDistribution
-from monitor.failures import LOGGER, Failures
+from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.collective_log import CallSites, CommunicationLog
+from monitor.recording.recorder import Recorder, TensorReader
 from monitor.series import Series
-from monitor.stats.table import Page, RowSlot
+from monitor.stats.table import RowSlot
 
 # --- Names of process groups in rows and in the log.
 
@@ -118,23 +119,49 @@ class CollectiveCall:
             series.calls += 1
 
 
-class CallRows(ABC):
-    """Reduces the tensors of calls into the table of a recorder. Safe on any thread."""
+@final
+class CallRows:
+    """The rows of calls in the live table. The caller holds the lock of the recorder."""
 
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
         self._series: dict[Series, CallSeries] = {}
-
-    @abstractmethod
-    def _device_of(self, x: Any) -> Hashable:
-        """The device of a tensor, as the recorder names it; None if the tensor has no data."""
 
     def series(self, series: Series) -> CallSeries:
         """The rows of ``series``."""
-        known = self._series.get(series)
-        if known is None:
-            known = self._series[series] = CallSeries(series)
-        return known
+        return self._series.setdefault(series, CallSeries(series))
+
+    def slot(self, series: CallSeries, device: Hashable, number: int, part: int) -> RowSlot:
+        """The row of a tensor, the number ``part`` of the call ``number``."""
+        key = (device, number, part)
+        slot = series.slots.get(key)
+        if slot is None:
+            slot = series.slots[key] = self._reader.rows.new_slot(series.series, device, (number,))
+        return slot
+
+    def read(self, call: CollectiveCall, x: Any, device: Hashable, written: list[RowSlot]) -> bool:
+        """Reduce the next tensor of a call. False if it has no data.
+
+        Args:
+            written: Receives the row, even if reading fails.
+        """
+        slot = self.slot(call.series, device, call.number, call.read)
+        written.append(slot)
+        if not self._reader.read_into(x, slot):
+            return False
+        call.read += 1
+        return True
+
+    def forget(self, written: Sequence[RowSlot]) -> None:
+        """Clear rows of a call that was not read completely."""
+        for slot in written:
+            slot.page.memory.forget(slot.local_row)
+
+
+class CallReader(Protocol):
+    """Reads the tensors of calls into rows. Safe on any thread."""
+
+    rows: CallRows
 
     def read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
         """Reduce the tensors of a call, one row per tensor.
@@ -142,49 +169,6 @@ class CallRows(ABC):
         Returns:
             Whether all tensors were read. Otherwise none has a row.
         """
-        lock = self._recorder.lock
-        if not lock.acquire(timeout=LOCK_SECONDS):
-            return False
-        try:
-            return bool(self._recorder.active) and self._read(call, tensors)
-        finally:
-            lock.release()
-
-    def _read(self, call: CollectiveCall, tensors: Sequence[Any]) -> bool:
-        call.begin(self._recorder.steps)
-        written: list[tuple[Page, int]] = []
-        complete = False
-        try:
-            complete = all(self._read_one(call, x, written) for x in tensors)
-        finally:
-            if not complete:
-                self._forget(written)
-        return complete
-
-    def _read_one(self, call: CollectiveCall, x: Any, written: list[tuple[Page, int]]) -> bool:
-        recorder = self._recorder
-        device = self._device_of(x)
-        if device is None:
-            return False
-        slot = self._slot(call.series, device, call.number, call.read)
-        written.append((slot.page, slot.local_row))  # first, so that a failure below clears the row
-        if not recorder.reduce(x, slot.page, slot.local_row):
-            return False
-        recorder.table.note(slot.row, recorder.layout(x))
-        call.read += 1
-        return True
-
-    def _forget(self, written: Sequence[tuple[Page, int]]) -> None:
-        for page, row in written:
-            page.memory.forget(row)
-
-    def _slot(self, series: CallSeries, device: Hashable, number: int, part: int) -> RowSlot:
-        key = (device, number, part)
-        slot = series.slots.get(key)
-        if slot is None:
-            page = self._recorder.page_for(device, 1)
-            slot = series.slots[key] = self._recorder.table.allot(page, series.series, (number,))
-        return slot
 
 
 UNREAD_OUTPUTS: Final = (
@@ -231,56 +215,61 @@ class Groups(Protocol):
         """The name of a group; None if its ranks are unknown."""
 
 
-class Communication(ABC):
+class Collectives(Protocol):
+    """The communication operators of a framework."""
+
+    @property
+    def groups(self) -> Groups:
+        """Names process groups."""
+
+    def listen(self, communication: Communication) -> None:
+        """Intercept every call from now on, and pass it to ``communication``."""
+
+    def begin(self, recorder: Recorder) -> CallReader:
+        """Training begins: create the reader of calls for ``recorder``."""
+
+    def stop(self) -> None:
+        """Stop intercepting. May be called repeatedly."""
+
+    def among_ranks(self) -> bool:
+        """Whether there is a process group, or one will be created."""
+
+    def are_real(self, tensors: Sequence[Any]) -> bool:
+        """Whether the tensors are communicated; False while a compiler or another tracer runs the code."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """A context for reading tensors before a call."""
+
+    def dtype_name(self, dtype: Any) -> str:
+        """The name of a dtype in the log."""
+
+
+@final
+class Communication:
     """Observes communication from its creation until ``close``.
 
     Attributes:
         wanted: The configuration.
         unread: Number of calls whose outputs were not read: not completed, never waited for, or changed before the read.
-
-    Args:
-        dtype_name: Returns the name of a dtype for the log.
     """
 
-    def __init__(
-        self, wanted: CcDistribution, failures: Failures, groups: Groups, dtype_name: Callable[[Any], str] = str
-    ) -> None:
+    def __init__(self, wanted: CcDistribution, failures: Failures, collectives: Collectives) -> None:
         self.unread = 0
         self.wanted = wanted
         self._failures = failures
-        self._groups = groups
-        self._recorder: Any = None
-        self._rows: CallRows | None = None
+        self._collectives = collectives
+        self._recorder: Recorder | None = None
+        self._reader: CallReader | None = None
         self._note: Callable[[str, str], None] | None = None
         self._sites = CallSites(wanted.cc_codeline)
-        self._log: CommunicationLog | None = CommunicationLog(dtype_name)
+        self._log: CommunicationLog | None = CommunicationLog(collectives.dtype_name)
         self._series: dict[tuple[str, str, str], CallSeries] = {}
         # Whether inputs are read before the call is issued.
         self._looks_first = bool(wanted.cc_codeline or wanted.cc_pre_hook)
         self._measures = not wanted.cc_log_only
+        collectives.listen(self)
 
-    @abstractmethod
-    def _begin(self, recorder: Any) -> CallRows:
-        """Training begins: create the rows of calls in ``recorder``."""
-
-    @abstractmethod
-    def _stop(self) -> None:
-        """Stop observing. May be called repeatedly."""
-
-    @abstractmethod
-    def _among_ranks(self) -> bool:
-        """Whether there is a process group, or one will be created."""
-
-    @abstractmethod
-    def _real(self, tensors: Sequence[Any]) -> bool:
-        """Whether the tensors are communicated; False while a compiler or another tracer runs the code."""
-
-    @property
-    def log_only(self) -> bool:
-        """Whether only the log is written, after which the run ends."""
-        return self.wanted.cc_log_only
-
-    def record_into(self, recorder: Any, roles: Mapping[str, Sequence[int]], note: Callable[[str, str], None]) -> None:
+    def record_into(self, recorder: Recorder, roles: Mapping[str, Sequence[int]], note: Callable[[str, str], None]) -> None:
         """Record communication from now on in ``recorder``, unless another recorder was set before.
 
         Args:
@@ -289,9 +278,9 @@ class Communication(ABC):
         """
         if self._recorder is None:
             self._recorder, self._note = recorder, note
-            self._rows = self._begin(recorder)
-        self._groups.learn(roles)
-        if not self._among_ranks():
+            self._reader = self._collectives.begin(recorder)
+        self._collectives.groups.learn(roles)
+        if not self._collectives.among_ranks():
             LOGGER.warning(
                 "[rank %d] cc_distribution: there is no process group, so there is no communication to record. "
                 "All other configured data is recorded.",
@@ -310,35 +299,47 @@ class Communication(ABC):
 
     def close(self) -> None:
         """Stop observing. May be called repeatedly."""
-        self._stop()
+        self._collectives.stop()
         if self.unread and self._note is not None:
             self._note("communication", UNREAD_OUTPUTS.format(self.unread))
-        self._recorder = self._log = self._note = self._rows = None
+        self._recorder = self._log = self._note = self._reader = None
 
-    @property
-    def _recording(self) -> bool:
-        """Whether communication is recorded now."""
-        return self._recorder is not None and self._recorder.active and self._measures
-
-    def _look(self, operator: Operator, args: Sequence[Any], recording: bool) -> bool:
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
         """Add the call to the log, and record its inputs.
 
         Returns:
             Whether its outputs are to be recorded.
+
+        Raises:
+            Exception: An earlier operation of training has failed.
         """
-        inputs = operator.taken(args)
-        if not self._real(inputs):
+        recorder = self._recorder
+        recording = recorder is not None and recorder.active and self._measures
+        if self._log is None and not (recording and self._looks_first):
+            return recording
+        try:
+            with self._collectives.computing():
+                return self._look(operator, args, recording)
+        except EarlierFailure as failure:
+            raise failure.error from None
+        except Exception as error:
+            self._failures.report("looking at a communication operator", error)
             return False
-        group = self._groups.of(operator.group_of(args))
+
+    def _look(self, operator: Operator, args: Sequence[Any], recording: bool) -> bool:
+        inputs = operator.taken(args)
+        if not self._collectives.are_real(inputs):
+            return False
+        group = self._collectives.groups.of(operator.group_of(args))
         if group is None:
             return False
         wanted = self._site_wanted(operator, args, inputs, group)
         if not recording or not wanted:
             return False
         if self.wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and operator.root(args) != group.rank):
-            call, rows = self._new_call(operator, group, "pre_0"), self._rows
-            if call is not None and rows is not None:
-                rows.read(call, inputs)
+            call, reader = self._new_call(operator, group, "pre_0"), self._reader
+            if call is not None and reader is not None:
+                reader.read(call, inputs)
         return True
 
     def _site_wanted(self, operator: Operator, args: Sequence[Any], inputs: Sequence[Any], group: NamedGroup) -> bool:
@@ -351,12 +352,12 @@ class Communication(ABC):
             self._log.add(operator.name, group.label, tensors, site)
         return site.wanted
 
-    def _expected(self, operator: Operator, args: Sequence[Any], result: Any) -> tuple[CollectiveCall, Sequence[Any]] | None:
+    def expected(self, operator: Operator, args: Sequence[Any], result: Any) -> tuple[CollectiveCall, Sequence[Any]] | None:
         """The call and its outputs, counted as unread until they are read; None if this rank has no outputs."""
         outputs = operator.given(args, result)
-        if not outputs or not self._real(outputs):
+        if not outputs or not self._collectives.are_real(outputs):
             return None
-        group = self._groups.of(operator.group_of(args))
+        group = self._collectives.groups.of(operator.group_of(args))
         if group is None or (operator.rooted == "outputs" and operator.root(args) != group.rank):
             return None
         call = self._new_call(operator, group, "post_0")
@@ -367,11 +368,11 @@ class Communication(ABC):
 
     def _new_call(self, operator: Operator, group: NamedGroup, what: str) -> CollectiveCall | None:
         """A new call; None if another thread has called ``close`` since the call began."""
-        rows, recorder = self._rows, self._recorder
-        if rows is None or recorder is None:
+        reader, recorder = self._reader, self._recorder
+        if reader is None or recorder is None:
             return None
         key = (operator.name, group.label, what)
         series = self._series.get(key)
         if series is None:
-            series = self._series[key] = rows.series(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
+            series = self._series[key] = reader.rows.series(Series("other", 0, f"{operator.name}{group.suffix}.{what}"))
         return CollectiveCall(series, recorder.steps)

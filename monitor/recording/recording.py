@@ -15,10 +15,12 @@ from monitor.failures import LOGGER, Failures
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
 from monitor.recording.attachment_spec import AttachmentSpec
-from monitor.recording.backend import CommunicationRecorder, Framework, RecordingBackend
+from monitor.recording.backend import Framework, RecordingBackend
+from monitor.recording.collectives import Communication
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
 from monitor.recording.missing import MissingKinds
 from monitor.recording.model_names import ModelNames
+from monitor.recording.recorder import Recorder
 from monitor.recording.run import OPEN, ProcessTopology, Run, identity_of
 from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import ApplyConfig, ConfigSwitcher
@@ -70,10 +72,10 @@ class Recording:
         self._ordinal = ordinal
         self._watched = watched
         self._start_step = start_step
-        self._recorder = backend.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
+        self._recorder = Recorder(backend.new_reader(self.series, config.eps, magnitudes=config.counts_magnitudes))
         self._opened: Run | None = None
         self._closed = False
-        self._communication: CommunicationRecorder | None = None
+        self._communication: Communication | None = None
         self.switching: ConfigSwitcher | None = None
         self._apply_config: ApplyConfig = _nothing
         self._missing_kinds = MissingKinds(failures)
@@ -210,12 +212,12 @@ class Recording:
         self.attachment.structure.write(path)
         return path
 
-    def record_communication(self, communication: CommunicationRecorder) -> None:
+    def record_communication(self, communication: Communication) -> None:
         """Record the rows of communication operators in this recording."""
         self._communication = communication  # keeps it alive, so that it observes
         communication.record_into(self._recorder, self._where().groups, self._note)
 
-    def end_communication_log(self, communication: CommunicationRecorder) -> None:
+    def end_communication_log(self, communication: Communication) -> None:
         """Write the communication log into the rank's directory, unless it was written before."""
         communication.end_log(self.open().directory)
 

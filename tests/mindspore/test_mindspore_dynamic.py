@@ -148,7 +148,7 @@ def held_by(one: Training) -> dict[str, int]:
         "pages": len(table.pages),
         "layouts": len(table.layouts),
         "series": len(recording.series),
-        "slots": len(recording._recorder._slots),
+        "slots": len(recording._recorder.reader.rows.slots),
         "threads": len(our_threads()),
     }
 

@@ -12,7 +12,7 @@ from mindspore.experimental import optim
 from reading_back import Output
 from watching_cells import OPS, TwoLayers, train
 
-from monitor.mindspore import recorder
+from monitor.mindspore import tensor_reader
 from monitor.stats.mindspore import arithmetic
 
 ALL: dict[str, Any] = {
@@ -41,7 +41,7 @@ def rows_and_losses(tmp: Any, patched: pytest.MonkeyPatch, *, there: bool) -> tu
     patched.setenv("MONITOR_OUTPUT_DIR", str(base))
     if there:
         patched.setattr(arithmetic, "on_the_host", lambda: False)
-        patched.setattr(recorder, "on_the_host", lambda: False)
+        patched.setattr(tensor_reader, "on_the_host", lambda: False)
     net = TwoLayers()
     net.b.to_float(types.float16)
     optimizer = optim.AdamW(net.trainable_params(), 0.01)
@@ -63,7 +63,7 @@ def test_the_rows_are_those_of_the_host_also_where_a_cell_computes_in_float16(
 
 
 def test_the_step_that_has_just_ended_can_be_asked_for(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "on_the_host", lambda: False)
+    monkeypatch.setattr(tensor_reader, "on_the_host", lambda: False)
     net = TwoLayers()
     optimizer = nn.SGD(net.trainable_params())
     with attached(output, net, optimizer, **ALL) as monitor:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monitor.pytorch.compiled.operators import NO_VALUE
-from monitor.pytorch.recorder import OFF, DeviceSteps, Recorder
-from monitor.recording.recorder import RecordedSeries
+from monitor.pytorch.tensor_reader import OFF, DeviceSteps, TorchTensorReader
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.rows import KindRows
 from monitor.stats.table import SealedTable
@@ -58,20 +58,20 @@ class Captured:
 
     def __init__(self) -> None:
         self.tape = Tape()
-        self.recorder = Recorder(SeriesTable(), 1e-8)
-        self.recorder.device_steps = DeviceSteps(lambda _: self.tape.recording)
-        self.recorder.device_steps.make(HOST, 0)
+        self.reader = TorchTensorReader(SeriesTable(), 1e-8)
+        self.recorder = Recorder(self.reader)
+        self.reader.device_steps = DeviceSteps(lambda _: self.tape.recording)
+        self.reader.device_steps.make(HOST, 0)
         self.watched = self._watched("each", MICRO_STEPS)
         self.whole = self._watched("whole", (-1,))
         self.x = torch.zeros(3, dtype=torch.float64)
         self._have_rows()
         self.tag = torch.tensor(OFF)
         with self.tape:
-            self.tag.copy_(self.recorder.device_steps.micro_step(HOST, 0))  # as a compiled call does
+            self.tag.copy_(self.reader.device_steps.micro_step(HOST, 0))  # as a compiled call does
             y = self.x + 1
-            self.recorder.active = True
-            self.recorder.record_value(self.whole, y, -1, NO_VALUE, self.tag)
-            self.recorder.record_value(self.watched, y, 0, NO_VALUE, self.tag)
+            self.reader.record_value(self.whole, y, -1, NO_VALUE, self.tag)
+            self.reader.record_value(self.watched, y, 0, NO_VALUE, self.tag)
         self.recorder.discard()
 
     def _watched(self, name: str, micro_steps: tuple[int, ...]) -> Any:
@@ -133,11 +133,11 @@ def test_what_was_not_seen_before_a_capture_has_no_row(captured: Captured) -> No
     late = captured._watched("late", MICRO_STEPS)
     captured.recorder.activate(True)
     with captured.tape:
-        captured.recorder.record_value(late, captured.x, 0, NO_VALUE, captured.tag)
+        captured.reader.record_value(late, captured.x, 0, NO_VALUE, captured.tag)
     assert ("late", 0) not in captured.step([1.0])
 
 
 def test_in_a_capture_no_place_is_made(captured: Captured) -> None:
     with captured.tape:
-        captured.recorder.device_steps.make(HOST, 1)
-    assert not captured.recorder.device_steps.has(HOST, 1)
+        captured.reader.device_steps.make(HOST, 1)
+    assert not captured.reader.device_steps.has(HOST, 1)

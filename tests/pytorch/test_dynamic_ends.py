@@ -151,7 +151,7 @@ def switch(one: Training, times: int, **config: Any) -> None:
 def living() -> Counter[str]:
     """Objects that the garbage collector knows, by type, without the manifest's ranges of steps, which are bounded there."""
     gc.collect()
-    return Counter(name for one in gc.get_objects() if (name := type(one).__name__) != "StepSpan")
+    return Counter(name for one in gc.get_objects() if (name := type(one).__name__) != "StepRange")
 
 
 def resident_bytes() -> int:
@@ -169,5 +169,5 @@ def held_by(one: Training) -> dict[str, int]:
         "series": len(one.recording.series),
         "threads": len(our_threads()),
         "files": len(os.listdir("/proc/self/fd")),
-        "slots": len(one.recording._recorder._slots),
+        "slots": len(one.recording._recorder.reader.rows.slots),
     }

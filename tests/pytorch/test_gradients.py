@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import Output, assert_rows, attached
 
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording.recorder import RecordedSeries
 
 GRADIENTS = {"wg_distribution": True, "ops": ["min", "max", "mean", "norm", "zeros", "nans", "infs", "std"], "ndigits": 17}
@@ -509,14 +509,14 @@ def test_targets_select_the_parameters_below_them(output: Output) -> None:
 
 def failing_for(monkeypatch: pytest.MonkeyPatch, unreadable: Iterable[str]) -> None:
     """Make the recorder raise for these parameters."""
-    find_row, refused = Recorder._slot, set(unreadable)
+    find_row, refused = TorchTensorReader._slot, set(unreadable)
 
-    def slot(recorder: Recorder, watched: RecordedSeries, *where: Any) -> Any:
+    def slot(reader: TorchTensorReader, watched: RecordedSeries, *where: Any) -> Any:
         if watched.series.name in refused:
             raise MemoryError("no room for it")
-        return find_row(recorder, watched, *where)
+        return find_row(reader, watched, *where)
 
-    monkeypatch.setattr(Recorder, "_slot", slot)
+    monkeypatch.setattr(TorchTensorReader, "_slot", slot)
 
 
 def test_a_parameter_that_cannot_be_read_hides_no_other(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.stats.host.native import NativeKernel
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
@@ -47,18 +47,18 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of the tensors that are being read, as they are."""
     found: list[str] = []
-    one, many = Recorder.record, Recorder.record_all
+    one, many = TorchTensorReader.record, TorchTensorReader.record_all
 
-    def record(recorder: Recorder, watched: Any, *rest: Any, **named: Any) -> None:
+    def record(reader: TorchTensorReader, watched: Any, *rest: Any, **named: Any) -> None:
         found.append(watched.series.kind)
-        one(recorder, watched, *rest, **named)
+        one(reader, watched, *rest, **named)
 
-    def record_all(recorder: Recorder, items: Any, failed: Any) -> None:
+    def record_all(reader: TorchTensorReader, items: Any, failed: Any) -> None:
         found.extend(watched.series.kind for watched, _ in items)
-        many(recorder, items, failed)
+        many(reader, items, failed)
 
-    monkeypatch.setattr(Recorder, "record", record)
-    monkeypatch.setattr(Recorder, "record_all", record_all)
+    monkeypatch.setattr(TorchTensorReader, "record", record)
+    monkeypatch.setattr(TorchTensorReader, "record_all", record_all)
     return found
 
 

@@ -27,7 +27,8 @@ from watching import EVERYTHING, Output, attached, footprint, train, warnings_in
 from monitor.config import ConfigError
 from monitor.coordinator.output import OutputError
 from monitor.pytorch import TrainerMon
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.recording.recorder import Recorder
 from monitor.sinks.csv import CsvSink
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
@@ -330,16 +331,19 @@ class TestFailures:
         for ours, theirs in zip(one, other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
-    @pytest.mark.parametrize("method", ["record", "record_all", "seal", "_slot"])
+    @pytest.mark.parametrize(
+        ("of", "method"),
+        [(TorchTensorReader, "record"), (TorchTensorReader, "record_all"), (TorchTensorReader, "_slot"), (Recorder, "seal")],
+    )
     def test_in_the_recorder(
-        self, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+        self, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, of: type, method: str
     ) -> None:
         def fail(*_: Any, **__: Any) -> None:
             raise MemoryError("no room")
 
         model = small_model(layers=8)
         expected = self.unmonitored(model)
-        monkeypatch.setattr(Recorder, method, fail)
+        monkeypatch.setattr(of, method, fail)
         self.assert_equal(self.trained(output, model), expected)
         said = [message for message in warnings_in(caplog) if "MemoryError" in message]
         assert 1 <= len(said) <= 10

@@ -41,7 +41,7 @@ EPS: Final = 0.0
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class MindSporeTensorReader:
+class MindSporeDumpReader:
     """Reads a tensor each time it appears, since in-place changes between two readings cannot be detected."""
 
     def __init__(self, *, checksums: bool) -> None:
@@ -128,8 +128,8 @@ leaves = TENSOR_PATHS
 graph: Graph = calls
 
 
-def new_reader(*, checksums: bool) -> MindSporeTensorReader:
-    return MindSporeTensorReader(checksums=checksums)
+def new_reader(*, checksums: bool) -> MindSporeDumpReader:
+    return MindSporeDumpReader(checksums=checksums)
 
 
 def new_interception(listener: ApiListener, api_list: str | None, *, primitives_of: Sequence[Any]) -> MindSporeApiInterception:

@@ -19,12 +19,11 @@ from monitor.pytorch.collectives.completion import Completion
 from monitor.pytorch.collectives.interception import INTERCEPTION, TorchCollectiveListener
 from monitor.pytorch.collectives.operators import Method, TorchOperator, TorchProcessGroups
 from monitor.pytorch.process_group import initialized, is_settled
-from monitor.pytorch.recorder import Recorder, has_data
-from monitor.recording import collectives as capture
-from monitor.recording.collectives import LOCK_SECONDS, CallRows, CollectiveCall
-from monitor.recording.recorder import LateRows
+from monitor.pytorch.tensor_reader import HOST, TorchTensorReader, has_data
+from monitor.recording.collectives import LOCK_SECONDS, CallRows, CollectiveCall, Communication
+from monitor.recording.recorder import Recorder
 from monitor.stats.host.native import HostPage
-from monitor.stats.table import Page
+from monitor.stats.table import RowSlot
 from monitor.stats.torch.small_tensors import Staging
 from monitor.stats.torch.tensors import BYPASSED_KEYS, end_of, function_modes, local_shard, unseen
 
@@ -38,29 +37,30 @@ def communication(wanted: CcDistribution, failures: Failures) -> Communication |
     if not dist.is_available():
         LOGGER.warning("cc_distribution: this build of torch has no torch.distributed, so no communication is recorded.")
         return None
-
-    return failures.guarded("installing the interception of communication", Communication)(wanted, failures)
+    listen = failures.guarded("installing the interception of communication", Communication)
+    return listen(wanted, failures, TorchCollectives(failures))
 
 
 # --- Rows of operator calls: one for each tensor of each call of a step, combined when the step is written. Training calls
 # small collectives by the thousand. So the call only copies a small tensor; all copies are reduced and given their rows
 # together.
 
-HOST: Final = torch.device("cpu")
-
 _Staged = tuple[CollectiveCall, int, int, torch.Size]
 """A copied tensor: its call, its number in the call, its order among all writes of the step, its shape."""
 
 
-class TorchOperatorCalls(CallRows, LateRows):
+class TorchOperatorCalls:
     """Reads the tensors of calls, on any thread.
 
     Attributes:
+        rows: The rows of calls.
         ending: Called when the step ends, to read outputs in it. Must not raise.
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
+        assert isinstance(recorder.reader, TorchTensorReader)
+        self.rows = CallRows(recorder.reader)
+        self._recorder, self._reader = recorder, recorder.reader
         self.ending: Callable[[], object] = _read_nothing
         self._staging = Staging()
         self._staged: list[_Staged] = []
@@ -107,7 +107,7 @@ class TorchOperatorCalls(CallRows, LateRows):
         rows = np.array([self._row_of(call, part) for call, part, _, _ in self._staged])
         orders = np.array([order for _, _, order, _ in self._staged])
         table.note_rows(rows, orders, np.array([table.layout_of(shape, torch.float32) for *_, shape in self._staged]))
-        numbers = self._recorder.host.staged_rows(self._staging)
+        numbers = self._reader.host.staged_rows(self._staging)
         self._staged.clear()
         for page in table.pages:
             here = np.flatnonzero((rows >= page.first_row) & (rows < page.first_row + page.rows))
@@ -134,7 +134,7 @@ class TorchOperatorCalls(CallRows, LateRows):
         if self._staging.is_half_full:
             self.enter()
         call.begin(recorder.steps)
-        staged, written, complete = len(self._staged), [], False  # type: int, list[tuple[Page, int]], bool
+        staged, written, complete = len(self._staged), [], False  # type: int, list[RowSlot], bool
         try:
             complete = all(self._read_one(call, x, written) for x in tensors) and _are_unchanged(tensors, versions)
         finally:
@@ -142,26 +142,23 @@ class TorchOperatorCalls(CallRows, LateRows):
                 self._forget_all(staged, written)
         return complete
 
-    def _read_one(self, call: CollectiveCall, x: Tensor, written: list[tuple[Page, int]]) -> bool:
+    def _read_one(self, call: CollectiveCall, x: Tensor, written: list[RowSlot]) -> bool:
         if self._staging.add(x):
             self._note(call, x)
             return True
-        return super()._read_one(call, x, written)
+        return has_data(x) and self.rows.read(call, x, x.device, written)
 
-    def _device_of(self, x: Tensor) -> torch.device | None:
-        return x.device if has_data(x) else None
-
-    def _forget_all(self, staged: int, written: Sequence[tuple[Page, int]]) -> None:
+    def _forget_all(self, staged: int, written: Sequence[RowSlot]) -> None:
         self._staging.cut(staged)
         del self._staged[staged:]
-        self._forget(written)
+        self.rows.forget(written)
 
     def _row_of(self, call: CollectiveCall, part: int) -> int:
         if part:
-            return self._slot(call.series, HOST, call.number, part).row
+            return self.rows.slot(call.series, HOST, call.number, part).row
         rows = call.series.staged_rows
         while len(rows) <= call.number:
-            rows.append(self._slot(call.series, HOST, len(rows), 0).row)
+            rows.append(self.rows.slot(call.series, HOST, len(rows), 0).row)
         return rows[call.number]
 
 
@@ -190,27 +187,33 @@ class _Awaited:
     layout: Layout
 
 
-class Communication(capture.Communication, TorchCollectiveListener):
-    """Listens from construction until ``close``."""
+class TorchCollectives(TorchCollectiveListener):
+    """Intercepts the operators of torch, and reads their outputs when they are complete."""
 
-    _calls: TorchOperatorCalls | None
+    _communication: Communication
+    computing = staticmethod(unseen)
+    dtype_name = staticmethod(str)
 
-    def __init__(self, wanted: CcDistribution, failures: Failures) -> None:
-        super().__init__(wanted, failures, TorchProcessGroups())
-        self._calls = None
+    def __init__(self, failures: Failures) -> None:
+        self.groups = TorchProcessGroups()
+        self._failures = failures
+        self._calls: TorchOperatorCalls | None = None
         self._functional: OrderedDict[int, _Awaited] = OrderedDict()
         self._step_ended = failures.guarded("ending a step of communication", self._end_step)
         self._completion = Completion(self._outputs_there, failures)
+
+    def listen(self, communication: Communication) -> None:
+        self._communication = communication
         INTERCEPTION.add(self)
         self._completion.listen()
 
-    def _begin(self, recorder: Recorder) -> TorchOperatorCalls:
+    def begin(self, recorder: Recorder) -> TorchOperatorCalls:
         calls = self._calls = TorchOperatorCalls.of(recorder)
         calls.ending = self._step_ended
         INTERCEPTION.training_begins(self)
         return calls
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         INTERCEPTION.remove(self)
         self._completion.remove()
         self._functional.clear()
@@ -218,10 +221,10 @@ class Communication(capture.Communication, TorchCollectiveListener):
             self._calls.stop_reading()
         self._calls = None
 
-    def _among_ranks(self) -> bool:
+    def among_ranks(self) -> bool:
         return initialized() or not is_settled()
 
-    def _real(self, tensors: Sequence[Tensor]) -> bool:
+    def are_real(self, tensors: Sequence[Tensor]) -> bool:
         for one in tensors:
             local = one if type(one) is Tensor else local_shard(one)
             if local is None or local.is_meta:
@@ -229,15 +232,7 @@ class Communication(capture.Communication, TorchCollectiveListener):
         return True
 
     def call_begins(self, operator: TorchOperator, args: Sequence[Any]) -> bool:
-        recording = self._recording
-        if self._log is None and not (recording and self._looks_first):
-            return recording
-        try:
-            with unseen():
-                return self._look(operator, args, recording)
-        except Exception as error:
-            self._failures.report("looking at a communication operator", error)
-            return False
+        return self._communication.call_begins(operator, args)
 
     def call_issued(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
         try:
@@ -258,7 +253,7 @@ class Communication(capture.Communication, TorchCollectiveListener):
                 self._failures.report("reading the outputs of a communication operator", error)
 
     def _follow(self, operator: TorchOperator, args: Sequence[Any], result: Any) -> None:
-        expected = self._expected(operator, args, result)
+        expected = self._communication.expected(operator, args, result)
         if expected is None:
             return
         call, outputs = expected
@@ -292,7 +287,7 @@ class Communication(capture.Communication, TorchCollectiveListener):
             return
         output, first = _whole(local, found.layout), found.call.step < 0
         if output is not None and self._calls is not None and self._calls.read(found.call, [output]) and first:
-            self.unread -= 1
+            self._communication.unread -= 1
 
     def _outputs_there(self, call: CollectiveCall, outputs: Sequence[Tensor], versions: Sequence[int | None]) -> bool:
         try:
@@ -305,7 +300,7 @@ class Communication(capture.Communication, TorchCollectiveListener):
             self._failures.report("reading the outputs of a communication operator", error)
             return False
         if read:
-            self.unread -= 1
+            self._communication.unread -= 1
         return read
 
     def _end_step(self) -> None:

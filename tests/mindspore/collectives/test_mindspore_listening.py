@@ -15,8 +15,10 @@ from mindspore.ops.auto_generate import gen_ops_prim
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.mindspore.collective_operators import Handle, kernels
-from monitor.mindspore.collectives import Communication, communication
-from monitor.mindspore.recorder import Recorder
+from monitor.mindspore.collectives import communication
+from monitor.mindspore.tensor_reader import MindSporeTensorReader
+from monitor.recording.collectives import Communication
+from monitor.recording.recorder import Recorder
 from monitor.series import SeriesTable
 
 KERNEL = "pyboost_dist_comm_all_reduce"
@@ -75,7 +77,7 @@ def test_closing_restores_what_was_replaced() -> None:
 
 def test_a_listener_that_is_dropped_leaves_nothing_behind() -> None:
     before = vars(gen_ops_prim)[KERNEL], primitive._run_op
-    Communication(CcDistribution(enable=True), Failures())
+    communication(CcDistribution(enable=True), Failures())
     gc.collect()
     assert (vars(gen_ops_prim)[KERNEL], primitive._run_op) == before
 
@@ -83,7 +85,7 @@ def test_a_listener_that_is_dropped_leaves_nothing_behind() -> None:
 def test_a_patch_that_somebody_else_has_put_above_stays_and_works(listener: Communication) -> None:
     listener.close()
     original, names = primitive._run_op, []  # type: Any, list[str]
-    listener = Communication(CcDistribution(enable=True), Failures())
+    listener = communication(CcDistribution(enable=True), Failures())
     ours = primitive._run_op
 
     def theirs(primitive: Any, name: str, args: Any) -> Any:
@@ -104,7 +106,7 @@ def test_without_a_process_group_that_is_said_and_nothing_else_changes(
     listener: Communication, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "monitor"):
-        listener.record_into(Recorder(SeriesTable(), 1e-8), {}, {}.__setitem__)
+        listener.record_into(Recorder(MindSporeTensorReader(SeriesTable(), 1e-8)), {}, {}.__setitem__)
     assert "there is no process group" in caplog.text
     assert float(ops.L2Loss()(Tensor(np.array([2.0], np.float32)))) == 2.0
 

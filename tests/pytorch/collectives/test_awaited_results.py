@@ -11,8 +11,8 @@ from torch import Tensor
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.pytorch.collectives.recording import Communication
-from monitor.recording.collectives import CollectiveCall
+from monitor.pytorch.collectives.recording import TorchCollectives
+from monitor.recording.collectives import CollectiveCall, Communication
 
 
 class Readings:
@@ -30,10 +30,11 @@ class Readings:
 
 
 @pytest.fixture
-def communication() -> Iterator[Communication]:
-    listening = Communication(CcDistribution(enable=True), Failures())
-    listening._calls = Readings()  # type: ignore[assignment]
-    yield listening
+def collectives() -> Iterator[TorchCollectives]:
+    collectives = TorchCollectives(Failures())
+    listening = Communication(CcDistribution(enable=True), Failures(), collectives)
+    collectives._calls = Readings()  # type: ignore[assignment]
+    yield collectives
     listening.close()
 
 
@@ -43,37 +44,37 @@ def call() -> CollectiveCall:
     return made
 
 
-def test_another_tensor_at_the_address_of_a_forgotten_result_is_none(communication: Communication) -> None:
+def test_another_tensor_at_the_address_of_a_forgotten_result_is_none(collectives: TorchCollectives) -> None:
     result = torch.zeros(100_000)
-    communication._await_functional(call(), [result])
+    collectives._await_functional(call(), [result])
     address = result.untyped_storage()._cdata
     del result
     kept = [torch.zeros(3) for _ in range(10_000)]
     there = [x for x in kept if x.untyped_storage()._cdata == address]
     if not there:  # the allocator gave the address to nobody: as good as if it had
         there = kept[:1]
-        communication._functional[there[0].untyped_storage()._cdata] = communication._functional.pop(address)
+        collectives._functional[there[0].untyped_storage()._cdata] = collectives._functional.pop(address)
     before = there[0].data_ptr(), there[0].untyped_storage().nbytes()
-    communication._tensor_waited_for(there[0])
+    collectives._tensor_waited_for(there[0])
     assert (there[0].data_ptr(), there[0].untyped_storage().nbytes()) == before
-    assert communication._calls is not None
-    assert communication._calls.sizes == []  # type: ignore[attr-defined]
+    assert collectives._calls is not None
+    assert collectives._calls.sizes == []  # type: ignore[attr-defined]
 
 
-def test_a_result_that_was_shrunk_is_neither_read_nor_made_larger(communication: Communication) -> None:
+def test_a_result_that_was_shrunk_is_neither_read_nor_made_larger(collectives: TorchCollectives) -> None:
     result = torch.zeros(1000)
-    communication._await_functional(call(), [result])
+    collectives._await_functional(call(), [result])
     part = result[:10]
     result.untyped_storage().resize_(80)
-    communication._tensor_waited_for(part)
+    collectives._tensor_waited_for(part)
     assert result.untyped_storage().nbytes() == 80
-    assert communication._calls is not None
-    assert communication._calls.sizes == []  # type: ignore[attr-defined]
+    assert collectives._calls is not None
+    assert collectives._calls.sizes == []  # type: ignore[attr-defined]
 
 
-def test_a_part_that_is_waited_for_stands_for_the_whole(communication: Communication) -> None:
+def test_a_part_that_is_waited_for_stands_for_the_whole(collectives: TorchCollectives) -> None:
     result = torch.zeros(1000)
-    communication._await_functional(call(), [result])
-    communication._tensor_waited_for(result[:10])
-    assert communication._calls is not None
-    assert communication._calls.sizes == [1000]  # type: ignore[attr-defined]
+    collectives._await_functional(call(), [result])
+    collectives._tensor_waited_for(result[:10])
+    assert collectives._calls is not None
+    assert collectives._calls.sizes == [1000]  # type: ignore[attr-defined]

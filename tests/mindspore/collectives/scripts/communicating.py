@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +28,9 @@ from ranks import tell
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.mindspore.collective_operators import kernels
-from monitor.mindspore.collectives import Communication
+from monitor.mindspore.collectives import MindSporeCollectives
 from monitor.mindspore.collectives import communication as installed
+from monitor.recording.collectives import Communication
 
 ms.set_device("CPU")
 communication.init("mccl")
@@ -241,7 +243,7 @@ def listening(rows: HostRows, notes: dict[str, str] | None = None, **wanted: Any
     failures = Failures(RANK)
     listener = installed(CcDistribution(enable=True, **wanted), failures)
     assert listener is not None
-    listener.record_into(rows, {"tp": (RANK,)}, (notes if notes is not None else {}).__setitem__)
+    listener.record_into(rows.recorder, {"tp": (RANK,)}, (notes if notes is not None else {}).__setitem__)
     try:
         yield listener
     finally:
@@ -303,9 +305,9 @@ def errors() -> dict[str, Any]:
             except RuntimeError as error:
                 told[place] = "ZerosLikeExt" if "ZerosLike" in str(error) else str(error)
     rows, failures = HostRows(), Failures(RANK)
-    rows.layout = lambda _x: 1 // 0  # type: ignore[method-assign]
-    listener = Communication(CcDistribution(enable=True), failures)
-    listener.record_into(rows, {}, {}.__setitem__)
+    rows.reader._layout = lambda _x: 1 // 0  # type: ignore[method-assign]
+    listener = Communication(CcDistribution(enable=True), failures, MindSporeCollectives(failures))
+    listener.record_into(rows.recorder, {}, {}.__setitem__)
     told["own"] = {"result": all_reduce()[0].asnumpy().tolist(), "counts": list(failures.counts.values())}
     told["own"]["rows"] = list(rows.end())
     listener.close()
@@ -334,7 +336,7 @@ def log() -> dict[str, Any]:
         listener.end_log(directory)
         again = listener.end_log(directory)
     lines = (directory / "communication_log.csv").read_text()
-    return {"log": lines, "rows": list(rows.end()), "again": again, "log_only": listener.log_only}
+    return {"log": lines, "rows": list(rows.end()), "again": again, "log_only": listener.wanted.cc_log_only}
 
 
 def several() -> dict[str, Any]:
@@ -342,10 +344,11 @@ def several() -> dict[str, Any]:
     before = snapshot()
     first, second = HostRows(), HostRows()
     with listening(first):
-        dropped = Communication(CcDistribution(enable=True), Failures(RANK))
-        dropped.record_into(second, {}, {}.__setitem__)
+        dropped = Communication(CcDistribution(enable=True), Failures(RANK), MindSporeCollectives(Failures(RANK)))
+        dropped.record_into(second.recorder, {}, {}.__setitem__)
         all_reduce()
         del dropped
+        gc.collect()
         all_reduce()
     found = [{name: row["calls"] for name, row in rows.end().items()} for rows in (first, second)]
     return {"calls": found, "unchanged": snapshot() == before}

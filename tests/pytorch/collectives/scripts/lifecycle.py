@@ -16,8 +16,10 @@ from monitor.config.model import CcDistribution
 from monitor.failures import Failures
 from monitor.pytorch.collectives.interception import INTERCEPTION, KEY
 from monitor.pytorch.collectives.operators import operators
-from monitor.pytorch.collectives.recording import Communication
-from monitor.pytorch.recorder import Recorder
+from monitor.pytorch.collectives.recording import communication as communication_of
+from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.recording.collectives import Communication
+from monitor.recording.recorder import Recorder
 from monitor.series import SeriesTable
 
 DDP = torch.nn.parallel.DistributedDataParallel
@@ -25,8 +27,9 @@ OWNERS = (dist, dist.distributed_c10d, functional, dist.Work, dist.ProcessGroup,
 
 
 def listening(**wanted: Any) -> tuple[Communication, Recorder]:
-    communication = Communication(CcDistribution(enable=True, **wanted), Failures())
-    recorder = Recorder(SeriesTable(), 1e-8)
+    communication = communication_of(CcDistribution(enable=True, **wanted), Failures())
+    assert communication is not None
+    recorder = Recorder(TorchTensorReader(SeriesTable(), 1e-8))
     recorder.activate(True)
     communication.record_into(recorder, {}, lambda *_: None)
     return communication, recorder

@@ -1,4 +1,4 @@
-"""Writes a tensor of MindSpore into its row.
+"""Reads a tensor of MindSpore into its row.
 
 On a CPU, pages are in host memory, which tensors share with numpy. Reading a tensor waits for the operation that computes it,
 as its next use would. On a device nothing waits: a page there stores the kernel's results.
@@ -15,8 +15,7 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from monitor.mindspore.tensors import computing, dtype_name
-from monitor.recording import recorder
-from monitor.recording.recorder import Device, RecordedSeries
+from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.series import SeriesTable
 from monitor.stats.host.array_kernel import Raw
 from monitor.stats.host.native import HostPage
@@ -24,32 +23,37 @@ from monitor.stats.mindspore.arithmetic import on_the_host
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
 from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
-from monitor.stats.table import Page, PageMemory
+from monitor.stats.table import Page, PageMemory, RowSlot
 
 HOST: Final = "host"
 DEVICE: Final = "device"
 
 
-class Recorder(recorder.Recorder):
-    """The path of every recorded tensor of MindSpore to its row.
+class MindSporeTensorReader:
+    """Reads tensors of MindSpore into rows.
 
     A tensor is never treated as an alias of another, since in-place changes between two readings cannot be detected.
     """
 
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
-        super().__init__(series, eps, magnitudes=magnitudes)
+        self.rows = LiveRows(series, _new_memory)
+        self.magnitudes = magnitudes
         # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
-        self._take_eps(eps)
+        self.take_eps(eps)
 
-    def _take_eps(self, eps: float) -> None:
+    def take_eps(self, eps: float) -> None:
+        self.eps = eps
         self.host = MindSporeHostKernel(eps)
         self._device_kernel = MindSporeDeviceKernel(eps) if self.device == DEVICE else None
 
-    def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
-        return HostPage(rows, columns, cleared) if device == HOST else MindSporeDevicePage(rows, columns)
+    def activate(self, active: bool) -> None:
+        """Nothing to do: MindSpore's hooks run in Python, and check ``Recorder.active``."""
 
-    def _forget_step(self) -> None:
+    def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
+        """Nothing to do: a hook passes its micro-step."""
+
+    def forget_step(self) -> None:
         """Nothing to do: no state of a step is kept."""
 
     def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
@@ -57,18 +61,12 @@ class Recorder(recorder.Recorder):
         if not has_data(x):
             return
         elements = on_host(x) if self.device == HOST else None  # waits, which must happen without the lock
-        with self.lock:
-            slot, offset = self._slot(watched, self.device, micro_step)
-            if self._magnitudes and elements is not None and (counts := count_magnitudes(x)) is not None:
-                _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, counts)
-            if self._reduce(x, elements, slot.page, slot.local_row + offset):
-                self.table.note(slot.row + offset, self.layout(x))
-
-    def _reduce(self, x: Any, elements: Raw | None, page: Page, local_row: int) -> bool:
-        """``reduce``, with the elements of a tensor on the host, if they were read."""
-        if elements is None or not isinstance(page.memory, HostPage):
-            return self.reduce(x, page, local_row)
-        return self.host.reduce_array(elements, page.memory.numbers, local_row)
+        with self.rows.lock:
+            slot, offset = self.rows.slot(watched, self.device, micro_step)
+            if self.magnitudes and elements is not None and (counts := count_magnitudes(x)) is not None:
+                _write_histogram(self.rows.histograms(slot.page, self.device), slot.local_row + offset, counts)
+            if self._reduce(x, slot.page, slot.local_row + offset, elements):
+                self.rows.table.note(slot.row + offset, self._layout(x))
 
     def record_all(
         self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]
@@ -85,16 +83,29 @@ class Recorder(recorder.Recorder):
         if not has_data(x):
             return
         numbers = {column: _on_host_number(one) for column, one in numbers.items()} if self.device == HOST else numbers
-        with self.lock, beneath():
-            slot, offset = self._slot(watched, self.device, micro_step)
+        with self.rows.lock, beneath():
+            slot, offset = self.rows.slot(watched, self.device, micro_step)
             if histogram is not None:
-                _write_histogram(self._histogram_page(slot.page, self.device), slot.local_row + offset, histogram)
+                _write_histogram(self.rows.histograms(slot.page, self.device), slot.local_row + offset, histogram)
             _write_numbers(slot.page.memory, slot.local_row + offset, numbers)
-            self.table.note(slot.row + offset, self.layout(x))
+            self.rows.table.note(slot.row + offset, self._layout(x))
 
-    def reduce(self, x: Any, page: Page, local_row: int) -> bool:
+    def read_into(self, x: Any, slot: RowSlot) -> bool:
+        if not self._reduce(x, slot.page, slot.local_row):
+            return False
+        self.rows.table.note(slot.row, self._layout(x))
+        return True
+
+    def _reduce(self, x: Any, page: Page, local_row: int, elements: Raw | None = None) -> bool:
+        """Returns False, and writes nothing, if ``x`` has no data.
+
+        Args:
+            elements: The elements of a tensor on the host, if they were read.
+        """
         memory = page.memory
         if isinstance(memory, HostPage):
+            if elements is not None:
+                return self.host.reduce_array(elements, memory.numbers, local_row)
             return self.host.reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, MindSporeDevicePage)
         assert self._device_kernel is not None
@@ -105,8 +116,12 @@ class Recorder(recorder.Recorder):
             memory.write(local_row, rows, combined)
         return rows is not None
 
-    def layout(self, x: Any) -> int:
-        return self.table.layout_of(tuple(x.shape), dtype_name(x.dtype))
+    def _layout(self, x: Any) -> int:
+        return self.rows.table.layout_of(tuple(x.shape), dtype_name(x.dtype))
+
+
+def _new_memory(rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
+    return HostPage(rows, columns, cleared) if device == HOST else MindSporeDevicePage(rows, columns)
 
 
 def _on_host_number(number: Any) -> float:

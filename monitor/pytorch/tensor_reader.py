@@ -1,20 +1,18 @@
-"""The recorder for PyTorch: reduces a tensor to its row, eagerly, in a list, or in code captured in a device graph."""
+"""Reads a tensor of torch into its row: eagerly, in a list, or in code captured in a device graph."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
-from monitor.recording import recorder
-from monitor.recording.recorder import Device, RecordedSeries
-from monitor.series import NO_MICRO_STEP, Series, SeriesTable
+from monitor.recording.recorder import Device, LiveRows, RecordedSeries
+from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.stats.host.native import HostPage, Reduce
-from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, RowSlot
 from monitor.stats.torch.dispatch import ListedTensor, reduce_into, reduce_listed
 from monitor.stats.torch.host_kernel import TorchHostKernel
@@ -43,6 +41,9 @@ _MICRO_STEP, _STEP, _COUNT = range(3)
 class DeviceSteps:
     """The current micro-step of each chunk, kept in a small tensor on each device.
 
+    Attributes:
+        active: Whether the step in progress is collected.
+
     Args:
         captures: Whether the current stream of a device is being captured.
     """
@@ -50,7 +51,7 @@ class DeviceSteps:
     def __init__(self, captures: Callable[[torch.device], bool] = capturing) -> None:
         self.captures = captures
         self._tensors: dict[tuple[torch.device, int], Tensor] = {}
-        self._active = False
+        self.active = False
 
     def make(self, device: torch.device, chunk: int) -> None:
         """Allocate the tensor before any capture: a tensor made in a capture would be made anew by every replay."""
@@ -71,7 +72,7 @@ class DeviceSteps:
 
     def step_begins(self, active: bool) -> None:
         """Reset to "no micro-step has begun"."""
-        self._active = active
+        self.active = active
         for place in self._tensors.values():
             self._fill(place)
 
@@ -87,7 +88,7 @@ class DeviceSteps:
     def _fill(self, place: Tensor) -> None:
         with beneath():
             place.fill_(OFF)
-            if self._active:
+            if self.active:
                 place[_STEP].fill_(0)
 
 
@@ -112,36 +113,29 @@ class _ReadTensor:
         self.layout = layout
 
 
-class Recorder(recorder.Recorder):
-    """Records tensors of torch. Every hook calls it."""
+class TorchTensorReader:
+    """Reads tensors of torch into rows. Every hook calls it."""
 
     def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
-        super().__init__(series, eps, magnitudes=magnitudes)
-        self._take_eps(eps)
-        self._seen: dict[int, _ReadTensor] = {}
+        self.rows = LiveRows(series, _new_memory)
+        self.magnitudes = magnitudes
         self.device_steps = DeviceSteps()
+        self._lock, self._table = self.rows.lock, self.rows.table
+        self._seen: dict[int, _ReadTensor] = {}
+        self.take_eps(eps)
 
-    def _take_eps(self, eps: float) -> None:
+    def take_eps(self, eps: float) -> None:
+        self.eps = eps
         self.host = TorchHostKernel(eps)
 
-    def _new_memory(self, rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
-        assert isinstance(device, torch.device)
-        with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
-            return HostPage(rows, columns, cleared) if device.type == "cpu" else TorchDevicePage(rows, device, columns, cleared)
-
-    def _forget_step(self) -> None:
-        self._seen.clear()
-
-    def activate(self, wanted: bool) -> None:
-        super().activate(wanted)
-        self.device_steps.step_begins(self.active)
-
-    def end_step(self) -> None:
-        super().end_step()
-        self.device_steps.step_begins(False)
+    def activate(self, active: bool) -> None:
+        self.device_steps.step_begins(active)
 
     def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
         self.device_steps.micro_step_begins(chunk, micro_steps)
+
+    def forget_step(self) -> None:
+        self._seen.clear()
 
     def keep_micro_step(self, tag: Tensor, chunk: int) -> None:
         """While code is being captured, have it store the micro-step that it runs in."""
@@ -152,9 +146,9 @@ class Recorder(recorder.Recorder):
         address = plain_address(x)
         if not address and not has_data(x):
             return
-        with self.lock:
+        with self._lock:
             plain = self.host.plain
-            if address and not aliases and plain is not None and not self._magnitudes:
+            if address and not aliases and plain is not None and not self.magnitudes:
                 self._read_directly(plain, watched, x, micro_step, address)
             else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
@@ -169,11 +163,11 @@ class Recorder(recorder.Recorder):
         """
         address = plain_address(x)
         if address or has_data(x):
-            with self.lock:
+            with self._lock:
                 if not address and self.device_steps.captures(x.device):
                     self._record_captured(watched, x, tag)
                     return
-                if not self.active:  # a capture may follow in a step that is not collected: it needs a row
+                if not self.device_steps.active:  # a capture may follow in a step that is not collected: it needs a row
                     self._slot(watched, x.device, micro_step)
                     return
                 version = None if value == NO_VALUE else (value, _version(x))
@@ -182,8 +176,8 @@ class Recorder(recorder.Recorder):
     def record_all(
         self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Callable[[RecordedSeries, Exception], None]
     ) -> None:
-        with self.lock:
-            plain = None if self._magnitudes else self.host.plain
+        with self._lock:
+            plain = None if self.magnitudes else self.host.plain
             listed: list[tuple[RecordedSeries, ListedTensor]] = []
             for watched, x in items:
                 try:
@@ -196,8 +190,9 @@ class Recorder(recorder.Recorder):
                         self._record(watched, x, 0, address=address, version=None)
                 except Exception as error:
                     failed(watched, error)
-            for place, why in reduce_listed([one for _, one in listed], self._eps):
-                failed(listed[place][0], why)
+            if listed:
+                for place, why in reduce_listed([one for _, one in listed], self.eps):
+                    failed(listed[place][0], why)
 
     def _read_directly(self, plain: Reduce, watched: RecordedSeries, x: Tensor, micro_step: int, address: int) -> None:
         """``_record`` for a plain tensor without aliases, in few calls: each further call would run code that is not in the
@@ -206,22 +201,22 @@ class Recorder(recorder.Recorder):
         slot = watched.slots.get(HOST)
         if slot is None or micro_step >= slot.rows:
             slot, micro_step = self._slot(watched, HOST, micro_step)
-        layout = self.table.layout_of(x.shape, x.dtype)  # first, since it can fail: then there is no row
+        layout = self._table.layout_of(x.shape, x.dtype)  # first, since it can fail: then there is no row
         memory = slot.page.memory
         assert isinstance(memory, HostPage)
         plain(address, x.numel(), memory.numbers, slot.local_row + micro_step)
-        self.table.note(slot.row + micro_step, layout)
+        self._table.note(slot.row + micro_step, layout)
 
     def _listed(self, watched: RecordedSeries, x: Tensor) -> ListedTensor | None:
         """An entry for ``x``, on a device, in the list of tensors that one kernel reduces; None if ``x`` must be reduced
         alone.
         """
-        local = None if self._magnitudes else local_shard(x)
+        local = None if self.magnitudes else local_shard(x)
         if local is None or local.is_cpu or not is_listed(local) or self.device_steps.captures(x.device):
             return None
         slot, _ = self._slot(watched, x.device, 0)
         assert isinstance(slot.page.memory, TorchDevicePage)
-        self.table.note(slot.row, self.layout(x))
+        self._table.note(slot.row, self._layout(x))
         return ListedTensor(local, slot.page.memory, slot.local_row)
 
     def _record(self, watched: RecordedSeries, x: Tensor, micro_step: int, *, address: int, version: Version) -> None:
@@ -236,18 +231,20 @@ class Recorder(recorder.Recorder):
             if seen is not None and seen.version == version and seen.tensor() is x:
                 if seen.row == row:  # this row holds it already, and may have aliases
                     return
-                self.table.note(row, seen.layout, alias=seen.row)
+                self._table.note(row, seen.layout, alias=seen.row)
                 return
         # First, since it can fail: then there is no row.
-        layout = self.table.layout_of(x.shape, x.dtype) if address else self.layout(x)
-        if address and self.host.plain is not None and not self._magnitudes:
-            self.host.plain(address, x.numel(), numbers_of(slot.page), slot.local_row + offset)
+        layout = self._table.layout_of(x.shape, x.dtype) if address else self._layout(x)
+        if address and self.host.plain is not None and not self.magnitudes:
+            memory = slot.page.memory
+            assert isinstance(memory, HostPage)
+            self.host.plain(address, x.numel(), memory.numbers, slot.local_row + offset)
         else:
-            if self._magnitudes:
+            if self.magnitudes:
                 self._count_magnitudes(x, slot.page, slot.local_row + offset)
-            if not self.reduce(x, slot.page, slot.local_row + offset):
+            if not self._reduce(x, slot.page, slot.local_row + offset):
                 return
-        self.table.note(row, layout, NOT_AN_ALIAS)
+        self._table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
             self._remember(x, version, row, layout)
 
@@ -264,41 +261,45 @@ class Recorder(recorder.Recorder):
             offset = self.device_steps.step(x.device, chunk)
         else:
             offset = self.device_steps.micro_step(x.device, chunk) if tag is None else tag
-        reduce_into(source, page, slot.local_row, offset, self._eps)
-        self.table.note_captured(slot, self.layout(x))
+        reduce_into(source, page, slot.local_row, offset, self.eps)
+        self._table.note_captured(slot, self._layout(x))
 
-    def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> RowSlot:
+    def _slot(self, watched: RecordedSeries, device: Device, micro_step: int) -> tuple[RowSlot, int]:
+        slot = watched.slots.get(device)
+        if slot is not None and micro_step < slot.rows:
+            return slot, micro_step
         assert isinstance(device, torch.device)
         if device.type != "cpu":
-            self.device_steps.make(device, series.vpp_stage)
-        return super()._allot(series, device, micro_steps)
+            self.device_steps.make(device, watched.series.vpp_stage)
+        return self.rows.slot(watched, device, micro_step)
 
     def record_numbers(
-        self,
-        watched: RecordedSeries,
-        numbers: Mapping[int, float | Tensor],
-        x: Tensor,
-        micro_step: int = 0,
-        *,
-        histogram: Tensor | None = None,
+        self, watched: RecordedSeries, numbers: Mapping[int, Any], x: Tensor, micro_step: int = 0, *, histogram: Any = None
     ) -> None:
         if not has_data(x) or self.device_steps.captures(x.device):  # such rows need the host
             return
-        with self.lock:
+        with self._lock:
             device = HOST if is_plain(x) else x.device
             slot, offset = self._slot(watched, device, micro_step)
             with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
                 if histogram is not None:
-                    write_histogram(self._histogram_page(slot.page, device), slot.local_row + offset, histogram)
+                    write_histogram(self.rows.histograms(slot.page, device), slot.local_row + offset, histogram)
                 write_numbers(slot.page.memory, slot.local_row + offset, numbers)
-            self.table.note(slot.row + offset, self.layout(x), NOT_AN_ALIAS)
+            self._table.note(slot.row + offset, self._layout(x), NOT_AN_ALIAS)
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_on_device(x)
         if counts is not None:
-            write_histogram(self._histogram_page(page, x.device), local_row, counts)
+            write_histogram(self.rows.histograms(page, x.device), local_row, counts)
 
-    def reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
+    def read_into(self, x: Tensor, slot: RowSlot) -> bool:
+        layout = self._layout(x)
+        if not self._reduce(x, slot.page, slot.local_row):
+            return False
+        self._table.note(slot.row, layout)
+        return True
+
+    def _reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
         memory = page.memory
         if isinstance(memory, HostPage):
             return self.host.reduce_into(x, memory.numbers, local_row)
@@ -306,12 +307,12 @@ class Recorder(recorder.Recorder):
         source = local_shard(x)
         if source is not None:
             with memory.written():
-                reduce_into(source, memory.tensor, local_row, None, self._eps)
+                reduce_into(source, memory.tensor, local_row, None, self.eps)
         return source is not None
 
-    def layout(self, x: Tensor) -> int:
+    def _layout(self, x: Tensor) -> int:
         local = local_shard(x)
-        return self.table.layout_of(x.shape if local is None else local.shape, x.dtype)
+        return self._table.layout_of(x.shape if local is None else local.shape, x.dtype)
 
     def _remember(self, x: Tensor, version: Version, row: int, layout: int) -> None:
         if len(self._seen) >= MAX_SEEN:
@@ -319,11 +320,10 @@ class Recorder(recorder.Recorder):
         self._seen[id(x)] = _ReadTensor(x, version, row, layout)
 
 
-def numbers_of(page: Page) -> Floats:
-    """The live rows of a page on the host."""
-    memory = page.memory
-    assert isinstance(memory, HostPage)
-    return memory.numbers
+def _new_memory(rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:
+    assert isinstance(device, torch.device)
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
+        return HostPage(rows, columns, cleared) if device.type == "cpu" else TorchDevicePage(rows, device, columns, cleared)
 
 
 def has_data(x: Tensor) -> bool:

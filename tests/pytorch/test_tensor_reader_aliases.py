@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from monitor.pytorch.recorder import Recorder
-from monitor.recording.recorder import RecordedSeries
+from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import MAX
 from monitor.stats.table import SealedTable
@@ -22,7 +22,7 @@ def largest(recorder: Recorder) -> dict[str, float]:
 
 
 def test_a_tensor_that_its_own_row_holds_already_leaves_the_rows_that_stand_for_it() -> None:
-    recorder, x = Recorder(SeriesTable(), 1e-8), torch.full((4,), 3.0)
+    recorder, x = Recorder(TorchTensorReader(SeriesTable(), 1e-8)), torch.full((4,), 3.0)
     first, second = (RecordedSeries(Series("actv", 0, name), (0,)) for name in ("first", "second"))
     recorder.activate(True)
     for watched in (first, second, first):
@@ -31,7 +31,7 @@ def test_a_tensor_that_its_own_row_holds_already_leaves_the_rows_that_stand_for_
 
 
 def test_a_row_whose_source_holds_another_tensor_by_now_is_absent() -> None:
-    recorder, x = Recorder(SeriesTable(), 1e-8), torch.full((4,), 3.0)
+    recorder, x = Recorder(TorchTensorReader(SeriesTable(), 1e-8)), torch.full((4,), 3.0)
     first, second = (RecordedSeries(Series("actv", 0, name), (0,)) for name in ("first", "second"))
     recorder.activate(True)
     recorder.record(first, x)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.dump.backend import TorchReader
-from monitor.pytorch.recorder import Recorder
-from monitor.recording.recorder import RecordedSeries
+from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.host.native import VARIABLE
 from monitor.stats.rows import KindRows
@@ -29,7 +29,7 @@ def all_at_once(recorder: Recorder, watched: RecordedSeries, x: Tensor) -> None:
 
 WAYS: dict[str, Record] = {
     "one": lambda recorder, watched, x: recorder.record(watched, x, 0),
-    "of compiled code": lambda recorder, watched, x: recorder.record_value(watched, x, 0, NO_VALUE, torch.tensor(0)),
+    "of compiled code": lambda recorder, watched, x: recorder.reader.record_value(watched, x, 0, NO_VALUE, torch.tensor(0)),
     "all at once": all_at_once,
 }
 
@@ -38,7 +38,8 @@ WAYS: dict[str, Record] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [10, 5000])
 def test_what_was_freed_has_no_row_and_what_is_there_has_one(record: Record, dtype: torch.dtype, size: int) -> None:
-    recorder, there, gone = Recorder(SeriesTable(), 1e-8), torch.ones(size, dtype=dtype), torch.ones(size, dtype=dtype)[1:]
+    recorder = Recorder(TorchTensorReader(SeriesTable(), 1e-8))
+    there, gone = torch.ones(size, dtype=dtype), torch.ones(size, dtype=dtype)[1:]
     gone.untyped_storage().resize_(0)
     recorder.activate(True)
     record(recorder, RecordedSeries(Series("actv", 0, "gone"), (0,)), gone)
@@ -53,7 +54,8 @@ def test_what_was_freed_has_no_row_and_what_is_there_has_one(record: Record, dty
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_what_has_no_layout_has_no_row_and_leaves_others_theirs(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, native)
-    recorder, nested = Recorder(SeriesTable(), 1e-8), torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    recorder = Recorder(TorchTensorReader(SeriesTable(), 1e-8))
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
     watched = {name: RecordedSeries(Series("actv", 0, name), (0,)) for name in ("before", "nested", "after")}
     missing: list[str] = []
     recorder.activate(True)
