@@ -15,13 +15,12 @@ Proposals are numbered from 1. Each number is a slot with four keys:
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from datetime import timedelta
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
-from monitor.dynamic.step_boundary import StepBoundary, StepLookahead
+from monitor.dynamic.step_boundary import StepBoundary
 
 # --- The key-value store that the ranks of a job share, and the operations on it that the protocol uses.
 #
@@ -184,8 +183,8 @@ class ConsensusProtocol(Generic[C]):
     """One rank's part in the protocol. ``poll`` is for one thread at a time.
 
     Args:
+        world: The number of ranks.
         start: The configuration that this rank has read. The first rank to write its own sets it for all.
-        first_step: The first step of training.
 
     Attributes:
         joined: Whether this rank knows what training began with, and is counted among the members.
@@ -194,22 +193,17 @@ class ConsensusProtocol(Generic[C]):
 
     def __init__(
         self,
-        rank: int,
         world: int,
-        first_step: int,
         start: Proposal,
         course: ConfigTimeline[C],
         boundary: StepBoundary[C],
         queue: ProposalQueue,
-        horizon: StepLookahead,
         listener: ConsensusListener,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.joined = False
         self.missing = 0
-        self._rank, self._world, self._first_step, self._start = rank, world, first_step, start
-        self._course, self._boundary, self._queue, self._horizon = course, boundary, queue, horizon
-        self._listener, self._now = listener, now
+        self._world, self._start = world, start
+        self._course, self._boundary, self._queue, self._listener = course, boundary, queue, listener
         self._slot = _Slot(1)
 
     @property
@@ -242,7 +236,7 @@ class ConsensusProtocol(Generic[C]):
         else:
             config = self._course.prepared(start)
             self._course.base = start.fields
-            self._boundary.decide([Switch(self._first_step, config, 0, FROM_START)])
+            self._boundary.decide([Switch(self._boundary.first_step, config, 0, FROM_START)])
             self._listener.started_differently()
         # If the answer is lost, this rank may be counted twice. That is harmless: a proposal that not all acknowledge aborts.
         yield Add(MEMBERS, 1)
@@ -255,7 +249,7 @@ class ConsensusProtocol(Generic[C]):
         if slot.proposal is None:
             if (yield Check(slot.key("proposal"))):
                 slot.proposal = Proposal.parse((yield Get(slot.key("proposal"))))
-            elif (pending := self._queue.due(self._now())) is not None and (yield from self._are_all_here()):
+            elif (pending := self._queue.due()) is not None and (yield from self._are_all_here()):
                 slot.proposal = Proposal.parse((yield CompareSet(slot.key("proposal"), "", pending.serialized())))
         return slot.proposal is not None
 
@@ -297,13 +291,13 @@ class ConsensusProtocol(Generic[C]):
             try:
                 slot.config = (self._course.prepared(slot.proposal),)
             except Exception as error:
-                return f"{REFUSE}rank {self._rank}: {error}"[:MOST_CHARACTERS]
+                return f"{REFUSE}rank {self._start.rank}: {error}"[:MOST_CHARACTERS]
         return ""
 
     def _promise(self) -> StoreRoutine[int]:
         """Promise a step that training will not begin undecided, and return it. Training may step meanwhile."""
         while True:
-            promised = self._boundary.ahead(self._horizon.steps())
+            promised = self._boundary.ahead()
             yield None
             self._boundary.promise(promised)
             yield None
@@ -328,7 +322,7 @@ class ConsensusProtocol(Generic[C]):
             self._commit(int(decision.removeprefix(COMMIT)), proposal)
         else:
             self._boundary.decide()
-            if self._queue.rejected(proposal, self._now(), for_good=decision != ABORT):
+            if self._queue.rejected(proposal, for_good=decision != ABORT):
                 self._listener.rejected(proposal, decision.removeprefix(REFUSE))
         self._listener.settled()
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from monitor.coordinator.store.protocol import LocalStore
 from monitor.dynamic.consensus import ConsensusProtocol, ConsensusStore, own_connection, run_routine
-from monitor.dynamic.step_boundary import ASKED_PER_SECOND, PollingIntervals, StepBoundary, StepLookahead
+from monitor.dynamic.step_boundary import ASKED_PER_SECOND, PollingIntervals, StepBoundary
 from monitor.failures import LOGGER, Failures
 
 LONGEST_PAUSE_S: Final = 300.0
@@ -29,6 +29,7 @@ class JobConnection:
         prefix: Prefix of the monitor's keys, the run's job id. No other run or recording may use it.
         alive: Whether the process group still exists. Once it does not, the store is not used any more and is released.
         asked_per_second: How many requests a second all ranks together may send to the store.
+        intervals: For tests. None: they follow from the number of ranks.
     """
 
     rank: int = 0
@@ -37,6 +38,14 @@ class JobConnection:
     prefix: str = ""
     alive: Callable[[], bool] = lambda: True
     asked_per_second: float = ASKED_PER_SECOND
+    intervals: PollingIntervals | None = None
+
+    @property
+    def pace(self) -> PollingIntervals:
+        """``intervals``, or those that suit the number of ranks."""
+        if self.intervals is not None:
+            return self.intervals
+        return PollingIntervals.alone() if self.store is None else PollingIntervals.of(self.world, self.asked_per_second)
 
 
 class Participant(Protocol):
@@ -83,18 +92,16 @@ class StoreParticipant:
         self,
         agreement: ConsensusProtocol[Any],
         boundary: StepBoundary[Any],
-        horizon: StepLookahead,
-        pace: PollingIntervals,
         job: JobConnection,
         failures: Failures,
     ) -> None:
-        self._agreement, self._boundary, self._horizon, self._pace = agreement, boundary, horizon, pace
+        self._agreement, self._boundary, self._pace = agreement, boundary, job.pace
         self._prefix, self._alive, self._failures = job.prefix, job.alive, failures
         self._job_store: Any = job.store
         self._connection: ConsensusStore | None = None
         self._failing_since: float | None = None
         self._held_up_since: float | None = None
-        self._pause_s = pace.idle
+        self._pause_s = job.pace.idle
         self._wake, self._joined, self._stopped = Event(), Event(), Event()
         self._retired = False
         self._thread = Thread(target=self._run, name="monitor-agreement", daemon=True)
@@ -127,7 +134,7 @@ class StoreParticipant:
             self._connection = self._job_store = None  # a FileStore's file is deleted with its last reference
 
     def _turn(self) -> None:
-        self._horizon.saw(time.monotonic(), self._boundary.step)
+        self._boundary.lookahead.saw(time.monotonic(), self._boundary.step)
         try:
             run_routine(self._agreement.poll(), self._connected(), self._prefix)
         except Exception as error:

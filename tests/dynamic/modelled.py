@@ -46,18 +46,15 @@ class ModelRank:
     def __init__(self, world: World, rank: int, ahead: int, last_step: int, refuses: str, retry_s: float) -> None:
         self._world, self.rank, self._last_step, self._refuses = world, rank, last_step, refuses
         self.boundary: StepBoundary[str] = StepBoundary(0, PACE, lambda: None)
-        self.queue = ProposalQueue(retry_s)
+        self.boundary.lookahead = Ahead(ahead)
+        self.queue = ProposalQueue(retry_s, now=lambda: 0.0)
         self.agreement = ConsensusProtocol(
-            rank,
             world.size,
-            0,
             Proposal(FROM_START, rank, {"name": "start"}),
             ConfigTimeline({"name": "start"}, self._prepare),
             self.boundary,
             self.queue,
-            Ahead(ahead),
             self,
-            now=lambda: 0.0,
         )
         self._conversation: Any = None
         self._operation: Any = None
