@@ -9,9 +9,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from monitor.config import MonitorConfig
-from monitor.coordinator.manifest_format import RecordedModel
 from monitor.dynamic import JobConnection
-from monitor.failures import LOGGER, Failures
+from monitor.failures import LOGGER
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
 from monitor.recording.attachment_spec import AttachmentSpec
@@ -19,7 +18,7 @@ from monitor.recording.backend import CommunicationRecorder, Framework, Recordin
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
 from monitor.recording.missing import MissingKinds
 from monitor.recording.model_names import ModelNames
-from monitor.recording.run import OPEN, ProcessTopology, Run, identity_of
+from monitor.recording.run import OPEN, ProcessTopology, RecordingSpec, Run, identity_of
 from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import ApplyConfig, ConfigSwitcher
 from monitor.selection import clean_name
@@ -35,10 +34,9 @@ class Recording:
     """The recording that one ``set_monitor`` started.
 
     Args:
-        ordinal: Number of recordings that this process started before.
+        where: The position of this process in its job, once it is known.
         start_step: Number of the first step.
         listening: Create watchers of each step's rows in addition to the alert rules, by the name for failure messages.
-        watched: Identifies the recording on all ranks; None: ``ordinal`` identifies it.
 
     Attributes:
         attachment: Set by ``attach``.
@@ -49,34 +47,24 @@ class Recording:
 
     def __init__(
         self,
-        config: MonitorConfig,
-        config_path: str,
-        base: Path,
+        spec: RecordingSpec,
         where: Callable[[], ProcessTopology],
-        ordinal: int,
-        failures: Failures,
         backend: RecordingBackend,
         start_step: int = 0,
         listening: Mapping[str, WatcherFactory] = MappingProxyType({}),
-        watched: RecordedModel | None = None,
     ) -> None:
-        self._backend = backend
-        self.series = SeriesTable()
-        self._config = config
-        self._config_path = config_path
-        self._base = base
+        self._spec, self._failures = spec, spec.failures
         self._where = where
-        self._failures = failures
-        self._ordinal = ordinal
-        self._watched = watched
+        self._backend = backend
         self._start_step = start_step
-        self._recorder = backend.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
+        self.series = SeriesTable()
+        self._recorder = backend.new_recorder(self.series, spec.config.eps, magnitudes=spec.config.counts_magnitudes)
         self._opened: Run | None = None
         self._closed = False
         self._communication: CommunicationRecorder | None = None
         self.switching: ConfigSwitcher | None = None
         self._apply_config: ApplyConfig = _nothing
-        self._missing_kinds = MissingKinds(failures)
+        self._missing_kinds = MissingKinds(spec.failures)
         self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
         self._listening |= {name: make(self.series) for name, make in listening.items()}
 
@@ -94,7 +82,7 @@ class Recording:
         """
         self._apply_config = apply_config
         if self.switching is None:
-            self.switching = ConfigSwitcher(self._config_path, self._config, self, self._failures)
+            self.switching = ConfigSwitcher(self._spec.config_path, self._spec.config, self, self._failures)
             if self._opened is not None:
                 self.switching.opened(self._opened)
         self.attachment.at_boundary = self.switching.at_boundary
@@ -122,8 +110,8 @@ class Recording:
     def job(self) -> JobConnection:
         """The job for dynamic monitoring: how this rank reaches the others."""
         here = self._where()
-        name = self._ordinal if self._watched is None else self._watched.key
-        identity = identity_of(here, name, self._failures) if self.run is None else self.run.identity
+        run = self.run
+        identity = identity_of(here, self._spec.recorded.key, self._failures) if run is None else run.identity
         return JobConnection(
             here.rank,
             here.world_size,
@@ -149,19 +137,7 @@ class Recording:
             here = self._where()
             self._failures.rank = here.rank
             beside = next(iter(OPEN.runs()), None)
-            self._opened = Run(
-                self._config,
-                self._config_path,
-                self._base,
-                here,
-                self._ordinal,
-                beside,
-                self.series,
-                self._backend.versions(),
-                self._failures,
-                self._listening,
-                self._watched,
-            )
+            self._opened = Run(self._spec, here, beside, self.series, self._backend.versions(), self._listening)
             OPEN.add(self)
             if self.switching is not None:
                 self.switching.opened(self._opened)
@@ -199,7 +175,7 @@ class Recording:
         A step that ``close`` ended as incomplete keeps its number.
         """
         step = self.attachment.clock.step
-        latest = self._opened.pipeline.latest(self._config.close_seconds) if self._opened is not None else None
+        latest = self._opened.pipeline.latest(self._spec.config.close_seconds) if self._opened is not None else None
         return latest.kinds if latest is not None and latest.step in (step - 1, step) else {}
 
     def write_structure(self) -> Path:

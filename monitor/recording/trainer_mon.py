@@ -22,6 +22,7 @@ from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, re
 from monitor.recording.model_names import ModelNames
 from monitor.recording.protocols import RunEnded, count, given
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of
+from monitor.recording.run import RecordingSpec
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import with_recording_off
@@ -222,18 +223,8 @@ class TrainerMon:
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
         where = partial(self._backend.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
-        recording = Recording(
-            self._config,
-            self._config_path,
-            self._base,
-            where,
-            watched.ordinal,
-            self._failures,
-            self._backend,
-            start,
-            self._listening,
-            watched,
-        )
+        spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures)
+        recording = Recording(spec, where, self._backend, start, self._listening)
         if self._backend.is_settled() and watch.ownership.monitored:
             recording.open()
         try:
