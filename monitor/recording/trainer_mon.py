@@ -1,4 +1,4 @@
-"""``TrainerMon``, the object that users attach to a model: the part that is common to all frameworks."""
+"""``ModelMonitor``, the part of ``TrainerMon`` that no framework affects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SpecOf = Callable[[MonitorConfig], AttachmentSpec]
 """What a configuration asks to record of one model."""
 
 
-class TrainerMon:
+class ModelMonitor:
     """Records the training state of a model according to a configuration file.
 
     >>> monitor = TrainerMon("monitor_config.json", params_have_main_grad=False)  # doctest: +SKIP
@@ -368,7 +368,7 @@ class TrainerMon:
         for recording in self._recordings:
             self._failures.guarded("closing", recording.close)()
 
-    def __enter__(self) -> TrainerMon:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

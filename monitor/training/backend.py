@@ -10,8 +10,12 @@ from typing import Any, Protocol
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.recording.run import ProcessTopology
-from monitor.recording.trainer_mon import TrainerMon
+from monitor.recording.trainer_mon import ModelMonitor
 from monitor.training.step import Number, Tokens
+
+
+class NotARouterError(Exception):
+    """The result of a module does not show which experts were chosen."""
 
 
 class Routers(Protocol):
@@ -37,7 +41,7 @@ class GradientScale(Protocol):
 class MetricsBackend(Protocol):
     """A framework. The modules ``monitor.pytorch.training.backend`` and ``monitor.mindspore.training.backend`` implement it."""
 
-    def monitor_of(self, config: MonitorConfig, base: Path) -> TrainerMon:
+    def monitor_of(self, config: MonitorConfig, base: Path) -> ModelMonitor:
         """The framework's tensor monitor, which records to ``base``."""
 
     def place(self) -> ProcessTopology:

@@ -1,4 +1,7 @@
-"""``TrainingMetrics``: the object through which a training loop, or a callback of a trainer, reports its steps."""
+"""``RunMetrics``, the part of ``TrainingMetrics`` that no framework affects.
+
+A training loop, or a callback of a trainer, reports its steps through it.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from monitor.config import MonitorConfig
 from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
 from monitor.recording.protocols import RunEnded
 from monitor.recording.run import ProcessTopology
-from monitor.recording.trainer_mon import TrainerMon
+from monitor.recording.trainer_mon import ModelMonitor
 from monitor.training.backend import GradientScale, MetricsBackend, Routers
 from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
 from monitor.training.norms import GradNormSource
 from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import MetricsWriter, Reporting
+from monitor.training.reporting import MetricsWriter, Outputs, Reporting
 from monitor.training.scalars import MEASURED, FlopCount, Given
 from monitor.training.step import ATTRIBUTES, Number, Step, StepFacts
 from monitor.training.tensor_monitor import NormRecording
@@ -109,7 +112,7 @@ def _is_integer(value: Any) -> bool:
 FLUSH_SECONDS: Final = 30.0
 
 
-class TrainingMetrics:
+class RunMetrics:
     """Shows the metrics of a run in TensorBoard and in the log.
 
     >>> metrics = TrainingMetrics("train.yaml", model, optimizer)  # doctest: +SKIP
@@ -163,7 +166,7 @@ class TrainingMetrics:
         routers: Sequence[str] = (),
         gradients_are_global: bool = False,
         grad_norm_is_told: bool = False,
-        monitor: TrainerMon | None = None,
+        monitor: ModelMonitor | None = None,
     ) -> None:
         self.config = config if isinstance(config, TrainingConfig) else load_training_config(config)
         micro_steps = count("grad_acc_steps", grad_acc_steps, 1)
@@ -224,16 +227,14 @@ class TrainingMetrics:
             prepare(directory, "tensorboard.tensorboard_dir")
             events = EventWriter(directory, board.tensorboard_queue_size)
         counts = ExpertCounts(self._dump_path / f"rank_{rank}", world_size) if self.config.shows_expert_load else None
-        log = LogWriter(rank, self._total)
-        reporting = Reporting(
-            self.config, world_size, log, events, counts, self._failures, grad_norm_is_told=self._grad_norm_is_told
-        )
+        outputs = Outputs(LogWriter(rank, self._total), events, counts)
+        reporting = Reporting(self.config, world_size, outputs, self._failures, grad_norm_is_told=self._grad_norm_is_told)
         writing = MetricsWriter(reporting, self._failures)
         if events is not None:
             writing.texts(texts(self.config))
         return writing
 
-    def _monitor_of(self, config: MonitorConfig) -> TrainerMon:
+    def _monitor_of(self, config: MonitorConfig) -> ModelMonitor:
         return self._backend.monitor_of(config, prepare(self._dump_path, "monitor_config.dump_path"))
 
     @property
@@ -364,7 +365,7 @@ class TrainingMetrics:
         if self._writing is not None:
             guarded("closing training metrics", self._writing.close)()
 
-    def __enter__(self) -> TrainingMetrics:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

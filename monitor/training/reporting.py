@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
@@ -31,22 +31,32 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where the metrics of a rank are shown.
+
+    Attributes:
+        events: None if nothing is written to TensorBoard.
+        counts: Stores the token counts of experts; None if they are not recorded.
+    """
+
+    log: LogWriter
+    events: EventWriter | None = None
+    counts: ExpertCounts | None = None
+
+
 class Reporting:
     """Shows each step at the configured destinations. A failure is logged once and counted; the other outputs continue.
 
     Args:
         devices: The number of devices of the job.
-        events: None if nothing is written to TensorBoard.
-        counts: Stores the token counts of experts; None if they are not recorded.
     """
 
     def __init__(
         self,
         config: TrainingConfig,
         devices: int,
-        log: LogWriter,
-        events: EventWriter | None,
-        counts: ExpertCounts | None,
+        outputs: Outputs,
         failures: Failures,
         *,
         grad_norm_is_told: bool = False,
@@ -60,7 +70,7 @@ class Reporting:
         self._norms_of_state, self._grad_norm_is_told = norms_of_state(config), grad_norm_is_told
         self._local_norms = bool(config.wants("local_norm_format") or config.wants("device_local_norm_format"))
         self.expects_norms = False
-        self._log, self._events, self._counts = log, events, counts
+        self._log, self._events, self._counts = outputs.log, outputs.events, outputs.counts
         self._failures = failures
 
     def texts(self, texts: Mapping[str, str]) -> None:

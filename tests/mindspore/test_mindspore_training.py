@@ -25,7 +25,8 @@ from monitor.mindspore.training import (
     TrainingMetricsCallback,
     TrainingStateMonitor,
 )
-from monitor.mindspore.training.backend import NotARouterError, _of_call, chosen_in
+from monitor.mindspore.training.backend import _of_call, chosen_in
+from monitor.training.backend import NotARouterError
 from monitor.training.expert_load import combined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))

@@ -20,6 +20,7 @@ from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
 from monitor.recording.protocols import HookSet
 from monitor.stats.mindspore.tensors import on_host
+from monitor.training.backend import NotARouterError
 from monitor.training.scalars import NoCounterError
 from monitor.training.step import Number, Tokens
 
@@ -68,10 +69,6 @@ INTEGERS: Final = (mindspore.int32, mindspore.int64)
 
 ChosenExperts = tuple[Tensor, int]
 """The result of a router's call, indices or a boolean map, and the number of experts."""
-
-
-class NotARouterError(Exception):
-    """The result of a cell does not show which experts were chosen."""
 
 
 class MindSporeRouters:

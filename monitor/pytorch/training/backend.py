@@ -20,7 +20,7 @@ from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import optimizers_in
 from monitor.pytorch.process_group import place
 from monitor.pytorch.trainer_mon import TrainerMon
-from monitor.pytorch.training.routers import Routers, kept
+from monitor.pytorch.training.routers import TorchRouters, kept
 from monitor.recording.patches import CallListener
 from monitor.selection import clean_name, without_module
 from monitor.training.scalars import NoCounterError
@@ -115,7 +115,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 # --- The scale by which a fused optimizer divides gradients inside its step, under a GradScaler.
 
 
-class GradientScale:
+class TorchGradientScale:
     """See ``monitor.training.backend.GradientScale``. The scaler sets it on the optimizer during a step."""
 
     def __init__(self, optimizer: Optimizer, failures: Failures) -> None:
@@ -150,17 +150,17 @@ def monitor_of(config: MonitorConfig, base: Path) -> TrainerMon:
     return TrainerMon.of_config(config, base, params_have_main_grad=False)
 
 
-def gradient_scale(optimizer: Any, failures: Failures) -> GradientScale | None:
+def gradient_scale(optimizer: Any, failures: Failures) -> TorchGradientScale | None:
     """Fused optimizers divide by the scale of a GradScaler themselves; for others the scaler divides."""
     try:
         found, *others = optimizers_in(optimizer)
     except TypeError:  # a framework's optimizer
         return None
-    return None if others else GradientScale(found, failures)
+    return None if others else TorchGradientScale(found, failures)
 
 
-def routers(model: Any, names: Iterable[str], failures: Failures) -> Routers:
-    return Routers(model, names, failures)
+def routers(model: Any, names: Iterable[str], failures: Failures) -> TorchRouters:
+    return TorchRouters(model, names, failures)
 
 
 def trainable_names(model: Any) -> list[str]:

@@ -14,6 +14,7 @@ from monitor.pytorch import backend
 from monitor.recording.protocols import HookSet
 from monitor.selection import clean_name, without_module
 from monitor.stats.torch.tensors import local_shard
+from monitor.training.backend import NotARouterError
 from monitor.training.step import Number, Tokens
 
 # --- Copies of current values, which another thread reads later.
@@ -63,11 +64,7 @@ EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 TOP_K_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
 
 
-class NotARouterError(Exception):
-    """The result of a module does not show which experts were chosen."""
-
-
-class Routers:
+class TorchRouters:
     """Counts how many tokens a router sends to each expert, in every training forward. Recomputed forwards count once.
 
     Args:
