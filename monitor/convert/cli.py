@@ -11,7 +11,7 @@ from rich.console import Console
 
 from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.convert import sqlite, tensorboard
-from monitor.convert.request import DATA_TYPES, ConversionError, NothingToConvertError, Request
+from monitor.convert.request import DATA_TYPES, ConversionError, NothingRecordedError, Request
 from monitor.convert.result import MOST_SAID, Converted
 from monitor.terminal import say
 
@@ -101,7 +101,7 @@ def _run(convert: Callable[[], Converted]) -> NoReturn:
     errors = Console(stderr=True)
     try:
         converted = convert()
-    except NothingToConvertError as error:
+    except NothingRecordedError as error:
         say(errors, f"Nothing was converted and not looked at: {error}", style="yellow")
         raise typer.Exit(FLAWED) from error
     except (ConversionError, OSError) as error:

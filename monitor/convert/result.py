@@ -13,7 +13,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from monitor.convert.request import ConversionError, NothingToConvertError, Request
+from monitor.convert.request import ConversionError, NothingRecordedError, Request
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.failures import LOGGER
 from monitor.merge.atomic_output import MergeError
@@ -111,7 +111,7 @@ class Gathered:
         """
         aside = sorted(set(self.set_aside), key=lambda one: (one.path, one.reason))
         if not self.rows:
-            nothing = ConversionError if aside or request.kinds else NothingToConvertError
+            nothing = ConversionError if aside or request.kinds else NothingRecordedError
             raise nothing(_nothing(request, aside))
         return Converted(output, self.rows, tuple(sorted(self.ranks)), tuple(aside), tuple(absent_from(request)))
 

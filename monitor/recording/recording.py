@@ -14,7 +14,7 @@ from monitor.failures import LOGGER
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
 from monitor.recording.attachment_spec import AttachmentSpec
-from monitor.recording.backend import CommunicationRecorder, Framework, RecordingBackend
+from monitor.recording.backend import CommunicationRecorder, FrameworkAdapter, RecordingBackend
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
 from monitor.recording.missing import MissingKinds
 from monitor.recording.model_names import ModelNames
@@ -262,7 +262,7 @@ INNER: Final = ("_orig_mod", "module")
 MOST_WRAPPERS: Final = 8
 
 
-def role_of(framework: Framework, backend: RecordingBackend, dp: Any, tp: Any, pp: Any) -> str:
+def role_of(framework: FrameworkAdapter, backend: RecordingBackend, dp: Any, tp: Any, pp: Any) -> str:
     """The role of the model of ``framework``.
 
     For a pipeline the role does not depend on the module: stages may have different classes, or no trained parameter.
@@ -278,14 +278,14 @@ def role_of(framework: Framework, backend: RecordingBackend, dp: Any, tp: Any, p
     return " ".join([framework.name, *wrappers, *own, *(f"{name}_group" for name in groups)])
 
 
-def names_of(framework: Framework, backend: RecordingBackend) -> Iterator[str]:
+def names_of(framework: FrameworkAdapter, backend: RecordingBackend) -> Iterator[str]:
     """The names of all parameters, chunk by chunk."""
     for chunk, root in enumerate(framework.chunks):
         for name, _ in backend.parts(root).parameters:
             yield f"{chunk}:{clean_name(name)}"
 
 
-def _training(framework: Framework, backend: RecordingBackend) -> tuple[str, str]:
+def _training(framework: FrameworkAdapter, backend: RecordingBackend) -> tuple[str, str]:
     """The classes of the model's optimizers, and whether the model is trained: an average of weights is not."""
     parameters = (parameter for root in framework.chunks for _, parameter in backend.parts(root).parameters)
     trained = any(getattr(parameter, "requires_grad", False) for parameter in parameters)
@@ -293,7 +293,7 @@ def _training(framework: Framework, backend: RecordingBackend) -> tuple[str, str
     return "+".join(classes), "trained" if trained else "frozen"
 
 
-def is_staged(framework: Framework, backend: RecordingBackend, pp: Any) -> bool:
+def is_staged(framework: FrameworkAdapter, backend: RecordingBackend, pp: Any) -> bool:
     """Whether other ranks may have other stages of the same model."""
     known = [_ranks_of(pp, backend), framework.groups().get("pp")]
     return any(ranks is not None and len(ranks) > 1 for ranks in known) or "torch.distributed.pipelining" in sys.modules

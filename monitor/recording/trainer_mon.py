@@ -17,7 +17,7 @@ from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.attachment_spec import AttachmentSpec
-from monitor.recording.backend import Framework, RecordingBackend
+from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.model_names import ModelNames
 from monitor.recording.protocols import RunEnded, count, given
@@ -159,7 +159,7 @@ class ModelMonitor:
         warnings.warn(said, DeprecationWarning, stacklevel=2)
         self._wrapped_optimizer = optimizer
 
-    def _attach(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
+    def _attach(self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
         if self._closed:
             raise RuntimeError("This TrainerMon was closed. Create a new one.")
         watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
@@ -179,7 +179,7 @@ class ModelMonitor:
         elif watched is not None:
             self._begin(watch, groups, start, watched, watch_of)
 
-    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> RecordedModel:
+    def _watched(self, framework: FrameworkAdapter, groups: tuple[Any, Any]) -> RecordedModel:
         find = self._failures.guarded("telling this model from others", role_of)
         role = find(framework, self._backend, *groups, self._process_group) or framework.name
         return RECORDINGS.begin(role, names_of(framework, self._backend))
@@ -192,14 +192,14 @@ class ModelMonitor:
         return with_recording_off(self._config) if switching is None else switching.config
 
     def _watch_of(
-        self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig
+        self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig
     ) -> AttachmentSpec:
         ownership = self._ownership(framework, *groups, config.module_ranks)
         return AttachmentSpec(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
-    def _framework(self, chunks: Sequence[Any], optimizer: Any) -> Framework:
+    def _framework(self, chunks: Sequence[Any], optimizer: Any) -> FrameworkAdapter:
         try:
-            found: Framework = self._backend.framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
+            found: FrameworkAdapter = self._backend.framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
         except EarlierFailure as failure:
             raise failure.error from None
         return found
@@ -380,7 +380,7 @@ class ModelMonitor:
             LOGGER.warning("ops: %s are unknown and ignored. Recorded: %s.", list(unknown), list(known))
         return known
 
-    def _ownership(self, framework: Framework, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
+    def _ownership(self, framework: FrameworkAdapter, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
         here, group_ranks = self._backend.place(), self._backend.group_ranks
         given = {"dp_group": dp_group, "tp_group": tp_group, "process_group": self._process_group}
         dp, tp, pp = (group_ranks(role, group) for role, group in given.items())
