@@ -16,9 +16,9 @@ from monitor.dump import levels
 from monitor.dump.backend import ApiInterception, DumpBackend, DumpFailures
 from monitor.dump.calls import CallRecorder, ClassOrInstanceMethod
 from monitor.dump.config import load
+from monitor.dump.files import DumpWriter
 from monitor.dump.levels import ApiDump, ModuleDump, ParameterGradients, Tokens
 from monitor.dump.session import EXCLUSIVE_INTERCEPTION, Session
-from monitor.dump.writer import DumpWriter
 from monitor.pipeline.process import PROCESS
 
 WITH_MODULES: Final = ("L0", "mix")

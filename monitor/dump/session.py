@@ -17,9 +17,19 @@ from typing import Any, Final, NamedTuple
 
 from monitor.dump.backend import TensorReader
 from monitor.dump.config import CallSelection, DumpConfig, Section
-from monitor.dump.files import FILE, MAIN, Records, assemble, damage_found, finish, is_being_written
+from monitor.dump.files import (
+    DATA,
+    FILE,
+    MAIN,
+    DumpEntry,
+    DumpWriter,
+    Records,
+    assemble,
+    damage_found,
+    finish,
+    is_being_written,
+)
 from monitor.dump.values import GradientSlot, TensorLeaf, file_name, filled
-from monitor.dump.writer import DATA, DumpEntry, DumpWriter
 from monitor.failures import Failures
 from monitor.recording.module_info import MACHINERY, MAX_FRAMES
 from monitor.recording.protocols import HookSet

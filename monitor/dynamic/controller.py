@@ -15,8 +15,7 @@ from monitor.config import MonitorConfig
 from monitor.config.errors import shown
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic.config_file import ConfigWatcher
-from monitor.dynamic.consensus import ConsensusProtocol
-from monitor.dynamic.participant import JobConnection, Participant, SingleProcess, StoreParticipant
+from monitor.dynamic.consensus import ConsensusProtocol, JobConnection, Participant, SingleProcess, StoreParticipant
 from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, ConfigTimeline, Fields, Proposal, ProposalQueue, Switch
 from monitor.dynamic.step_boundary import StepBoundary
 from monitor.failures import LOGGER, Failures

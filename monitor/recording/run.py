@@ -23,7 +23,7 @@ from monitor.coordinator.identity import IdentityStore, JobIdentity, agree
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import prepare, rotate_stale_output
-from monitor.coordinator.rank_directory import resolve_rank_directory
+from monitor.coordinator.resume import resolve_rank_directory
 from monitor.failures import Failures
 from monitor.pipeline.pipeline import Pipeline
 from monitor.pipeline.process import PROCESS

@@ -14,8 +14,17 @@ from monitor.training.config import LOG, TENSORBOARD, TrainingConfig
 from monitor.training.expert_load import ExpertCounts, load_scalars
 from monitor.training.norms import norms_of_state, unscaled
 from monitor.training.outputs import EventWriter, LogWriter
-from monitor.training.scalars import RunScalars, Scalar, StateScalars, ThroughputMeter
-from monitor.training.step import Number, StepFacts, StepJoiner, StepNorms, read
+from monitor.training.step import (
+    Number,
+    RunScalars,
+    Scalar,
+    StateScalars,
+    StepFacts,
+    StepJoiner,
+    StepNorms,
+    ThroughputMeter,
+    read,
+)
 
 NOT_RECORDED: Final = (
     "the tensor monitor has not recorded this step. Either it records other steps than training metrics show, or the optimizer "

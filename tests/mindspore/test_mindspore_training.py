@@ -26,8 +26,8 @@ from monitor.mindspore.training import (
     TrainingStateMonitor,
 )
 from monitor.mindspore.training.backend import _of_call, chosen_in
-from monitor.training.backend import NotARouterError
 from monitor.training.expert_load import combined
+from monitor.training.metrics import NotARouterError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.training import TrainingMetrics
-from monitor.pytorch.training.routers import TorchRouters, counts_of
-from monitor.training.backend import NotARouterError
+from monitor.pytorch.training.backend import TorchRouters, counts_of
+from monitor.training.metrics import NotARouterError
 
 EXPERTS, CHOSEN = 4, 2
 SMALL = {

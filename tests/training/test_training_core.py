@@ -17,8 +17,17 @@ from monitor.training.expert_load import ExpertCounts, combined, load
 from monitor.training.norms import recorded
 from monitor.training.outputs import EventWriter, LogWriter, texts
 from monitor.training.reporting import MetricsWriter, Outputs, Reporting
-from monitor.training.scalars import Rates, RunScalars, Scalar, StateScalars, ThroughputMeter
-from monitor.training.step import MOST_WAITING, StepFacts, StepJoiner, StepNorms
+from monitor.training.step import (
+    MOST_WAITING,
+    Rates,
+    RunScalars,
+    Scalar,
+    StateScalars,
+    StepFacts,
+    StepJoiner,
+    StepNorms,
+    ThroughputMeter,
+)
 
 BOARD = "tensorboard: {tensorboard_dir: tb, log_loss_scale_to_tensorboard: true, log_timers_to_tensorboard: true}\n"
 BOTH = frozenset({"log", "tensorboard"})

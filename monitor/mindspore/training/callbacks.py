@@ -11,9 +11,8 @@ from mindspore.train import Callback, RunContext
 from monitor.mindspore.process_group import place
 from monitor.mindspore.training import backend
 from monitor.training import TrainingConfig, load_training_config
-from monitor.training.backend import MetricsBackend
 from monitor.training.config import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
-from monitor.training.metrics import RunMetrics
+from monitor.training.metrics import MetricsBackend, RunMetrics
 from monitor.training.step import Number, Step
 
 

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 from monitor.pytorch.training import backend
 from monitor.recording.protocols import RunEnded
-from monitor.training.backend import MetricsBackend
-from monitor.training.metrics import RunMetrics
+from monitor.training.metrics import MetricsBackend, RunMetrics
 
 __all__ = ["RunEnded", "TrainingMetrics"]
 
