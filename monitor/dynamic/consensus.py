@@ -22,7 +22,7 @@ from datetime import timedelta
 from threading import Event, Lock, Thread
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from monitor.coordinator.store.protocol import LocalStore
+from monitor.coordinator.store import LocalStore
 from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
 from monitor.dynamic.step_boundary import ASKED_PER_SECOND, PollingIntervals, StepBoundary
 from monitor.failures import LOGGER, Failures

@@ -20,7 +20,7 @@ from journals import Noted
 from serving import served
 
 from monitor.config import load_config
-from monitor.coordinator.store.client import StoreClient
+from monitor.coordinator.store import StoreClient
 from monitor.dynamic import Controller, JobConnection
 from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.failures import Failures
