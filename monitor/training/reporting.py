@@ -14,17 +14,7 @@ from monitor.training.config import LOG, TENSORBOARD, TrainingConfig
 from monitor.training.expert_load import ExpertCounts, load_scalars
 from monitor.training.norms import norms_of_state, unscaled
 from monitor.training.outputs import EventWriter, LogWriter
-from monitor.training.step import (
-    Number,
-    RunScalars,
-    Scalar,
-    StateScalars,
-    StepFacts,
-    StepJoiner,
-    StepNorms,
-    ThroughputMeter,
-    read,
-)
+from monitor.training.step import RunScalars, Scalar, StateScalars, StepFacts, StepJoiner, StepNorms, ThroughputMeter, value_of
 
 NOT_RECORDED: Final = (
     "the tensor monitor has not recorded this step. Either it records other steps than training metrics show, or the optimizer "
@@ -107,7 +97,7 @@ class Reporting:
         if norms is None:
             return None
         scales = facts.loss_scale, facts.gradient_scale
-        return self._guarded("reading the loss scale", lambda it: unscaled(it, *map(_read, scales)), norms)
+        return self._guarded("reading the loss scale", lambda it: unscaled(it, *map(value_of, scales)), norms)
 
     def _of_the_step(self, facts: StepFacts, norms: StepNorms | None) -> StepNorms | None:
         """Drop norms of gradients that cover only the last micro-batch."""
@@ -178,10 +168,6 @@ class Reporting:
         except Exception as error:
             self._failures.report(where, error)
         return None
-
-
-def _read(number: Number | None) -> float | None:
-    return None if number is None else read(number)
 
 
 def _to(destination: str, scalars: Sequence[Scalar]) -> list[Scalar]:

@@ -23,6 +23,11 @@ def read(number: Number) -> float:
     return number if isinstance(number, int | float) else number()
 
 
+def value_of(number: Number | None) -> float | None:
+    """``read`` of a number that a step may not have."""
+    return None if number is None else read(number)
+
+
 ATTRIBUTES: Final = ("loss", "grad_norm", "loss_scale", "learning_rate", "batch_size")
 """The attributes that a loop may set."""
 
