@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from models import WORKLOADS
 from tables import Progress, aligned, save
 
-from monitor.dump.debugger import PrecisionDebugger
+from monitor.dump.debugger import Debugger
 
 WARM_UP = 2
 
@@ -27,7 +27,7 @@ class Training(NamedTuple):
 
 
 def main(
-    doc: str, training_of: Callable[[str], Training], debugger: type[PrecisionDebugger], compute_on: Callable[[int], object]
+    doc: str, training_of: Callable[[str], Training], debugger: type[Debugger], compute_on: Callable[[int], object]
 ) -> None:
     """Measure what the command line asks for, and print it.
 
@@ -51,7 +51,7 @@ def main(
     save(asked.json, found)
 
 
-def _measured(training: Training, debugger: PrecisionDebugger, rounds: int) -> dict[str, float]:
+def _measured(training: Training, debugger: Debugger, rounds: int) -> dict[str, float]:
     """Median seconds of a step without a dump, and with one of its forward and backward, the making of the files apart."""
     plain, caught, whole = [], [], []
     for _ in range(WARM_UP + rounds):

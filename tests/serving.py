@@ -7,9 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from monitor.coordinator.store.client import StoreLocator
-from monitor.coordinator.store.protocol import Hello, LocalStore, Rendezvous
-from monitor.coordinator.store.server import StoreServer
+from monitor.coordinator.store import Hello, LocalStore, Rendezvous, StoreLocator, StoreServer
 
 JOB = "a job"
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 
-from code_ratios import Module, Ratios, ratios_of, sentences_of  # noqa: E402
+from code_ratios import DOCUMENTED, Module, Ratios, ratios_of, sentences_of  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,12 @@ def test_lines_of_code_are_those_with_code() -> None:
     assert module.code_lines == {4, 7, 10, 11, 12}
     assert module.import_lines == 1
     assert Ratios([module], {}).namesakes == ["a.py:A"]
+
+
+def test_constructors_count_without_self_and_documented_ones_are_left_out(package: Ratios) -> None:
+    module = Module("a.py", "class A:\n    def __init__(self, a, b, c, d, e, f, *, g): ...\n")
+    assert Ratios([module], {}).long_constructors == [("a.py:A", 7)]
+    assert {one.where for module in package.modules for one in module.constructors()} >= DOCUMENTED
 
 
 def test_a_sentence_ends_at_a_stop_a_paragraph_and_an_item_of_a_list() -> None:

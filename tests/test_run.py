@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from monitor.config import MonitorConfig
+from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import OutputError
 from monitor.failures import Failures
-from monitor.recording.run import ProcessTopology, Run
+from monitor.recording.run import ProcessTopology, RecordingSpec, Run
 from monitor.series import SeriesTable
 
 _ORDINALS = itertools.count()
@@ -23,7 +24,9 @@ def begun(base: Path, rank: int = 0, beside: Run | None = None, **config: Any) -
     """A run of a job of its own."""
     settings = MonitorConfig(**config)
     place = ProcessTopology(rank, 8, {"dp": (0, rank)})
-    return Run(settings, "config.json", base, place, next(_ORDINALS), beside, SeriesTable(), {"torch": "2.0"}, Failures())
+    recorded = RecordedModel("Network", "", ordinal=next(_ORDINALS))
+    spec = RecordingSpec(settings, "config.json", base, recorded, Failures())
+    return Run(spec, place, beside, SeriesTable(), {"torch": "2.0"})
 
 
 def manifest(run: Run) -> dict[str, Any]:

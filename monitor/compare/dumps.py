@@ -12,9 +12,8 @@ import numpy as np
 
 from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_leaves, of_tensors
 from monitor.dump.files import FILE as RECORDS
-from monitor.dump.files import is_being_written
+from monitor.dump.files import bits_of, is_being_written, load_tensor
 from monitor.dump.values import SHOWN
-from monitor.dump.writer import bits_of, load_tensor
 
 FILES: Final = ("dump.json", "debug.json")
 DATA: Final = "dump_tensor_data"

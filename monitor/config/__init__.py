@@ -1,8 +1,18 @@
 """The configuration: a JSON file, read once into a frozen, validated ``MonitorConfig``."""
 
 from monitor.config.loading import ConfigError, load_config
-from monitor.config.model import Alert, AlertRule, CcDistribution, L2Targets, MonitorConfig, OnAlert, RuleArgs, Settings, Target
-from monitor.config.values import TensorSpec
+from monitor.config.model import (
+    Alert,
+    AlertRule,
+    CcDistribution,
+    L2Targets,
+    MonitorConfig,
+    OnAlert,
+    RuleArgs,
+    Settings,
+    Target,
+    TensorSpec,
+)
 
 __all__ = [
     "Alert",

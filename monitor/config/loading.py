@@ -3,16 +3,168 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
 
-from monitor.config.errors import explain, shown
+from monitor.config.errors import explain, path_text, shown
 from monitor.config.jsonc import Document, JsonError, Path, parse
-from monitor.config.model import MonitorConfig, OnAlert
-from monitor.config.unused_fields import tolerated
+from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig, OnAlert
 from monitor.failures import LOGGER
+from monitor.formats import FORMATS
+
+# --- Accepts fields and values of other tools' configurations, with a warning for each.
+
+
+def without(fields: Mapping[str, Any], unused: Collection[Path], below: Path = ()) -> tuple[dict[str, Any], list[Path]]:
+    """A copy of ``fields`` without the paths in ``unused``, and the paths that were left out.
+
+    Args:
+        below: The path of ``fields``.
+    """
+    left: dict[str, Any] = {}
+    found: list[Path] = []
+    for name, value in fields.items():
+        path = (*below, name)
+        if path in unused:
+            found.append(path)
+        elif isinstance(value, dict):
+            left[name], deeper = without(value, unused, path)
+            found += deeper
+        else:
+            left[name] = value
+    return left, found
+
+
+def unused_warning(found: Collection[Path]) -> str:
+    """The warning about fields that have no effect."""
+    names = ", ".join(path_text(path) for path in found)
+    return f"{names}: the monitor does not use these fields, and ignores them."
+
+
+# --- Values from documents of the replaced tool that the strict model rejects. A value with one clear meaning is
+# accepted, with a warning that names the line, the field and the value used instead. A possible typing error stays an error.
+
+DEFAULT_FORMAT: Final = "csv"
+
+NULL_MEANS_DEFAULT: Final = (
+    ("targets",),
+    ("cc_distribution",),
+    ("cc_distribution", "cc_codeline"),
+    ("alert",),
+    ("alert", "rules"),
+    ("format",),
+    ("ops",),
+    ("eps",),
+    ("ndigits",),
+    ("append_output",),
+    ("l2_targets",),
+    ("l2_targets", "attention_hook"),
+    ("sa_order",),
+)
+"""Fields that may be ``null`` in the replaced tool or in its templates. Switches and numbers of steps are excluded:
+``"wg_distribution": null`` does not say whether to record.
+"""
+
+WHOLE_NUMBERS: Final = tuple(name for name, field in MonitorConfig.model_fields.items() if field.annotation is int)
+"""Integer fields. ``1e8`` is accepted, although JSON reads it as a float; ``1.0`` is an error."""
+
+Warn = Callable[[Path, str], None]
+
+
+def tolerated(document: Document, text: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields in a form that the model accepts, and a warning for each change.
+
+    Args:
+        document: The parsed ``text``, an object.
+    """
+    fields = _copied(document.value)
+    warnings: list[tuple[int, str]] = []
+
+    def warn(path: Path, said: str) -> None:
+        line = document.lines.get(path, 0)
+        warnings.append((line, f"line {line}: {path_text(path)}: {said}"))
+
+    _leave_out_nulls(fields, warn)
+    _read_exponents(fields, document, text, warn)
+    _choose_formats(fields, warn)
+    _close_up_order(fields, warn)
+    _leave_out_histograms(fields, warn)
+    return fields, [said for _, said in sorted(warnings)]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
+
+
+def _leave_out_nulls(fields: dict[str, Any], warn: Warn) -> None:
+    for path in NULL_MEANS_DEFAULT:
+        holder = _holder(fields, path)
+        if path[-1] in holder and holder[path[-1]] is None:
+            del holder[path[-1]]
+            warn(path, "null means not set. The default is used.")
+    rules = _holder(fields, ("alert", "rules")).get("rules")
+    for index, rule in enumerate(rules if isinstance(rules, list) else ()):
+        if isinstance(rule, dict) and "args" in rule and rule["args"] is None:
+            del rule["args"]
+            warn(("alert", "rules", index, "args"), "null means no arguments.")
+
+
+def _holder(fields: dict[str, Any], path: Path) -> dict[Any, Any]:
+    """The object that contains the field at ``path``; an empty object if there is none."""
+    holder: Any = fields
+    for step in path[:-1]:
+        holder = holder.get(step) if isinstance(holder, dict) else None
+    return holder if isinstance(holder, dict) else {}
+
+
+def _read_exponents(fields: dict[str, Any], document: Document, text: str, warn: Warn) -> None:
+    for name in WHOLE_NUMBERS:
+        value = fields.get(name)
+        if not isinstance(value, float) or not value.is_integer():
+            continue
+        start, end = document.spans[(name,)]
+        if "e" in text[start:end].lower():
+            fields[name] = int(value)
+            warn((name,), f"{text[start:end]} is read as the integer {int(value)}.")
+
+
+def _choose_formats(fields: dict[str, Any], warn: Warn) -> None:
+    """Leave out unknown formats; if none is left, use ``csv``."""
+    asked = fields.get("format")
+    names = [asked] if isinstance(asked, str) else asked
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return
+    if unknown := [name for name in names if name not in tuple(FORMATS)]:
+        known = [name for name in names if name in tuple(FORMATS)] or [DEFAULT_FORMAT]
+        fields["format"] = known
+        said = f"{', '.join(map(shown, unknown))} is not a known format. Written instead: {', '.join(known)}."
+        warn(("format",), f"{said} Known formats: {', '.join(FORMATS)}.")
+
+
+def _close_up_order(fields: dict[str, Any], warn: Warn) -> None:
+    order = fields.get("sa_order")
+    if isinstance(order, str) and (closed := "".join(order.split())) != order:
+        fields["sa_order"] = closed
+        warn(("sa_order",), f"{shown(order)} is read as {shown(closed)}.")
+
+
+def _leave_out_histograms(fields: dict[str, Any], warn: Warn) -> None:
+    if fields.get("ur_distribution") is not True or not HISTOGRAM_FORMATS.isdisjoint(_formats(fields)):
+        return
+    fields["ur_distribution"] = False
+    needed = " or ".join(f'"{name}"' for name in FORMATS if name in HISTOGRAM_FORMATS)
+    warn(("ur_distribution",), f"histograms need {needed} among the formats. No histograms are recorded; everything else is.")
+
+
+def _formats(fields: Mapping[str, Any]) -> list[str]:
+    asked = fields.get("format", DEFAULT_FORMAT)
+    names = asked if isinstance(asked, list) else [asked]
+    return [name for name in names if isinstance(name, str)]
+
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 

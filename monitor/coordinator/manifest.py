@@ -19,18 +19,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
+from monitor.coordinator import manifest_format
 from monitor.coordinator.dataflow import MOST_EDGES, Flow
 from monitor.coordinator.identity import JobIdentity
-from monitor.coordinator.manifest_format import (
-    MANIFEST_FILE,
-    SCHEMA_VERSION,
-    ConfigurationRecord,
-    ManifestRecord,
-    PipelineRecord,
-    RecordedModel,
-    SeriesReference,
-    WatchedRecord,
-)
 from monitor.coordinator.output import DirectoryLock, write_whole
 from monitor.coordinator.resume import Earlier, Timeline
 from monitor.coordinator.series_file import Measured, SeriesFile
@@ -71,7 +62,7 @@ class RankFacts:
     formats: Sequence[str]
     chunks: int = 1
     recording: int = 0
-    watched: RecordedModel | None = None
+    watched: manifest_format.RecordedModel | None = None
 
 
 class Manifest:
@@ -101,7 +92,7 @@ class Manifest:
         self._directory_lock = lock
         self._notes: dict[str, Note] = dict(self._earlier.notes)
         self._recorded = _RecordedSteps(series, self._earlier.timeline)
-        self._configurations: deque[ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
+        self._configurations: deque[manifest_format.ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
         self._undecided_since: int | None = None
         self._closed = False
         self._warned_of_lost = False
@@ -149,7 +140,7 @@ class Manifest:
         """Record in these formats as well from now on. Any thread; never waits."""
         self._fixed = {**self._fixed, "formats": tuple(dict.fromkeys((*self._fixed["formats"], *formats)))}
 
-    def configured(self, record: ConfigurationRecord) -> None:
+    def configured(self, record: manifest_format.ConfigurationRecord) -> None:
         """A configuration has come into force. Any thread; never waits."""
         self._configurations.append(record)
 
@@ -183,7 +174,7 @@ class Manifest:
         self._directory.mkdir(parents=True, exist_ok=True)
         if table is not None and not (self._directory / table.name).exists():
             write_whole(self._directory / table.name, table.content, durable=durable)
-        write_whole(self._directory / MANIFEST_FILE, content, durable=durable)
+        write_whole(self._directory / manifest_format.MANIFEST_FILE, content, durable=durable)
         self._remove_previous_table(table)
 
     def _remove_previous_table(self, table: SeriesFile | None) -> None:
@@ -195,13 +186,13 @@ class Manifest:
                 (self._directory / self._series_on_disk).unlink()
         self._series_on_disk = table.name
 
-    def _record(self, fields: dict[str, Any], table: SeriesFile | None) -> ManifestRecord:
-        return ManifestRecord(
+    def _record(self, fields: dict[str, Any], table: SeriesFile | None) -> manifest_format.ManifestRecord:
+        return manifest_format.ManifestRecord(
             **self._fixed,
             **fields,
             saved=_now(),
             closed=self._closed,
-            series=SeriesReference(file=table.name, count=table.count) if table else None,
+            series=manifest_format.SeriesReference(file=table.name, count=table.count) if table else None,
             failures=_most_frequent(Counter(self._earlier.failures) + self._counted()),
             notes=dict(self._notes),
             resumed=self._earlier.runs,
@@ -251,7 +242,7 @@ class _RecordedSteps:
 
 def _fixed(facts: RankFacts) -> dict[str, Any]:
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": manifest_format.SCHEMA_VERSION,
         "job_id": facts.identity.job_id,
         "job_agreed": facts.identity.agreed,
         "timestamp": facts.identity.timestamp,
@@ -259,7 +250,7 @@ def _fixed(facts: RankFacts) -> dict[str, Any]:
         "rank": facts.rank,
         "world_size": facts.world_size,
         "groups": {role: tuple(ranks) for role, ranks in facts.groups.items()},
-        "pipeline": PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks),
+        "pipeline": manifest_format.PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "versions": dict(facts.versions),
@@ -268,7 +259,7 @@ def _fixed(facts: RankFacts) -> dict[str, Any]:
         "formats": tuple(facts.formats),
         "recording": facts.recording,
         "launch": facts.identity.launch,
-        "watched": None if facts.watched is None else WatchedRecord.of(facts.watched),
+        "watched": None if facts.watched is None else manifest_format.WatchedRecord.of(facts.watched),
     }
 
 

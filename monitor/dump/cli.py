@@ -11,8 +11,7 @@ from rich.console import Console
 
 from monitor.cli import DirectoryOption, Version, command_app, one_directory
 from monitor.coordinator.output import remove_drafts
-from monitor.dump.files import FILE, OtherDumpError, damage_found, finish, is_being_written, is_directory
-from monitor.dump.writer import DATA
+from monitor.dump.files import DATA, FILE, OtherDumpError, damage_found, finish, is_being_written, is_directory
 from monitor.terminal import say
 
 

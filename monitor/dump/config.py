@@ -11,8 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from monitor.config.errors import explain, path_text, shown
 from monitor.config.jsonc import JsonError, Path, parse
-from monitor.config.loading import ConfigError, content_of
-from monitor.config.unused_fields import unused_warning, without
+from monitor.config.loading import ConfigError, content_of, unused_warning, without
 from monitor.failures import LOGGER
 
 # --- Fields of the original's ``config.json`` that have no effect on this dump.

@@ -1,4 +1,7 @@
-"""``PrecisionDebugger``: decides which steps and ranks are dumped, at which level, and where to."""
+"""``Debugger``, the part of ``PrecisionDebugger`` that no framework affects.
+
+It decides which steps and ranks are dumped, at which level, and where to.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from monitor.dump import levels
 from monitor.dump.backend import ApiInterception, DumpBackend, DumpFailures
 from monitor.dump.calls import CallRecorder, ClassOrInstanceMethod
 from monitor.dump.config import load
+from monitor.dump.files import DumpWriter
 from monitor.dump.levels import ApiDump, ModuleDump, ParameterGradients, Tokens
 from monitor.dump.session import EXCLUSIVE_INTERCEPTION, Session
-from monitor.dump.writer import DumpWriter
 from monitor.pipeline.process import PROCESS
 
 WITH_MODULES: Final = ("L0", "mix")
@@ -24,7 +27,7 @@ WITH_APIS: Final = ("L1", "mix")
 _NO_PLACE: Final = "This step is not dumped: name a dump_path that can be written to."
 
 
-class PrecisionDebugger:
+class Debugger:
     """Dumps the inputs and outputs of modules and APIs, in the chosen steps.
 
     >>> debugger = PrecisionDebugger("config.json")     # doctest: +SKIP
@@ -49,7 +52,7 @@ class PrecisionDebugger:
     """
 
     _backend: ClassVar[DumpBackend]
-    _latest: ClassVar[PrecisionDebugger | None] = None
+    _latest: ClassVar[Debugger | None] = None
 
     def __init__(
         self,
@@ -78,16 +81,16 @@ class PrecisionDebugger:
         self._passed: Callable[[], Any] = _no_model
         self._at_exit()
         for kind in type(self).__mro__:
-            if issubclass(kind, PrecisionDebugger) and kind is not PrecisionDebugger:  # the base class has no framework
+            if issubclass(kind, Debugger) and kind is not Debugger:  # which has no framework
                 kind._latest = self
 
     @classmethod
-    def made_last(cls) -> PrecisionDebugger | None:
+    def made_last(cls) -> Debugger | None:
         """The debugger of this class that was made last."""
         return cls._latest
 
     @classmethod
-    def latest(cls, asked_for: str) -> PrecisionDebugger:
+    def latest(cls, asked_for: str) -> Debugger:
         """``made_last``, for a method that was called on the class.
 
         Raises:

@@ -15,11 +15,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
+from monitor.dump import files
 from monitor.dump.backend import DumpReader
 from monitor.dump.config import CallSelection, DumpConfig, Section
-from monitor.dump.files import FILE, MAIN, Records, assemble, damage_found, finish, is_being_written
 from monitor.dump.values import GradientSlot, TensorLeaf, file_name, filled
-from monitor.dump.writer import DATA, DumpEntry, DumpWriter
 from monitor.failures import Failures
 from monitor.recording.module_info import MACHINERY, MAX_FRAMES
 from monitor.recording.protocols import HookSet
@@ -55,7 +54,7 @@ EXCLUSIVE_INTERCEPTION: Final = ExclusiveInterception()
 # --- The directory of a rank's step, and stale output in it.
 
 
-def open_records(directory: Path, failures: Failures) -> Records:
+def open_records(directory: Path, failures: Failures) -> files.Records:
     """Create the directory and its records. Renames stale output that another process has left there.
 
     Raises:
@@ -65,18 +64,18 @@ def open_records(directory: Path, failures: Failures) -> Records:
     try:
         _rotate_stale_dump(directory, failures)
         directory.mkdir(parents=True, exist_ok=True)
-        return Records(directory / FILE)
+        return files.Records(directory / files.FILE)
     except BlockingIOError:
         said = f"another process writes to {directory}: give each process its own number, start(rank_id=...)"
         raise BlockingIOError(said) from None
 
 
 def _rotate_stale_dump(directory: Path, failures: Failures) -> None:
-    records = directory / FILE
+    records = directory / files.FILE
     left = os.path.lexists(records)
-    if left and is_being_written(records):
+    if left and files.is_being_written(records):
         raise BlockingIOError
-    if not left and not any(os.path.lexists(directory / name) for name in MAIN):
+    if not left and not any(os.path.lexists(directory / name) for name in files.MAIN):
         return
     aside = _unused_path(directory)
     aside.parent.mkdir(exist_ok=True)
@@ -201,7 +200,13 @@ class Session:
     """
 
     def __init__(
-        self, directory: Path, config: DumpConfig, framework: str, reader: DumpReader, writer: DumpWriter, failures: Failures
+        self,
+        directory: Path,
+        config: DumpConfig,
+        framework: str,
+        reader: DumpReader,
+        writer: files.DumpWriter,
+        failures: Failures,
     ) -> None:
         self.directory = directory
         self.selection = CallSelection(config.chosen)
@@ -337,7 +342,7 @@ class Session:
     def assemble(self) -> None:
         """Assemble the files from the records so far."""
         self._writer.drain()
-        assemble(self.directory)
+        files.assemble(self.directory)
 
     def leave(self) -> None:
         """In a forked process: drop hooks and the records file, which belong to the parent."""
@@ -353,8 +358,8 @@ class Session:
         self._warn_of_empty_selection()
         self.closed = True
         self._records.close()
-        if damaged := finish(self.directory).damaged:
-            self._failures.warn("damaged records", damage_found(damaged, self.directory))
+        if damaged := files.finish(self.directory).damaged:
+            self._failures.warn("damaged records", files.damage_found(damaged, self.directory))
 
     def _warn_of_empty_selection(self) -> None:
         """Warn if ``scope`` and ``list`` have selected no call: that is seldom intended."""
@@ -369,12 +374,12 @@ class Session:
         self._put({**record, "content": filled(backward.content)})
 
     def _put(self, record: dict[str, Any]) -> None:
-        self._writer.put(DumpEntry(self._records, self.directory, record))
+        self._writer.put(files.DumpEntry(self._records, self.directory, record))
 
     def _new_directory(self, framework: str) -> None:
         self._records = open_records(self.directory, self._failures)
         keeps = self._config.task == "tensor"
         if keeps:
-            (self.directory / DATA).mkdir(exist_ok=True)
+            (self.directory / files.DATA).mkdir(exist_ok=True)
         header = {"task": self._config.task, "level": self._config.level, "framework": framework}
-        self._put({"header": {**header, "dump_data_dir": str((self.directory / DATA).absolute()) if keeps else None}})
+        self._put({"header": {**header, "dump_data_dir": str((self.directory / files.DATA).absolute()) if keeps else None}})

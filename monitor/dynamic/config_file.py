@@ -303,17 +303,17 @@ def _digest(content: bytes) -> str:
 
 # --- The thread of the one rank that watches the file, and sets ``dynamic_on`` to false when monitoring ends by itself.
 
-INTERVAL_S: Final = 1.0
 JOIN_S: Final = 1.0
 LAST_WORD_S: Final = 5.0
 """How long ``stop`` waits until ``dynamic_on`` is written."""
 
 
 class ConfigWatcher:
-    """Looks at the file about once a second, on a daemon thread, so that a file system that hangs does not block training.
+    """Looks at the file again and again, on a daemon thread, so that a file system that hangs does not block training.
 
     Args:
         changed: Called on that thread with each new configuration.
+        interval_s: Seconds between two looks.
 
     Attributes:
         retired: Set to end the thread after its next turn, without waking it.
@@ -325,7 +325,7 @@ class ConfigWatcher:
         known: MonitorConfig,
         changed: Callable[[MonitorConfig], None],
         failures: Failures,
-        interval_s: float = INTERVAL_S,
+        interval_s: float,
     ) -> None:
         self._path, self._changed, self._failures, self._interval_s = path, changed, failures, interval_s
         self.retired = False

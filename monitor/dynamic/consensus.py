@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event, Lock, Thread
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
+from monitor.coordinator.store import LocalStore
 from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
-from monitor.dynamic.step_boundary import StepBoundary, StepLookahead
+from monitor.dynamic.step_boundary import ASKED_PER_SECOND, PollingIntervals, StepBoundary
+from monitor.failures import LOGGER, Failures
 
 # --- The key-value store that the ranks of a job share, and the operations on it that the protocol uses.
 #
@@ -184,8 +188,8 @@ class ConsensusProtocol(Generic[C]):
     """One rank's part in the protocol. ``poll`` is for one thread at a time.
 
     Args:
+        world: The number of ranks.
         start: The configuration that this rank has read. The first rank to write its own sets it for all.
-        first_step: The first step of training.
 
     Attributes:
         joined: Whether this rank knows what training began with, and is counted among the members.
@@ -194,22 +198,17 @@ class ConsensusProtocol(Generic[C]):
 
     def __init__(
         self,
-        rank: int,
         world: int,
-        first_step: int,
         start: Proposal,
         course: ConfigTimeline[C],
         boundary: StepBoundary[C],
         queue: ProposalQueue,
-        horizon: StepLookahead,
         listener: ConsensusListener,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.joined = False
         self.missing = 0
-        self._rank, self._world, self._first_step, self._start = rank, world, first_step, start
-        self._course, self._boundary, self._queue, self._horizon = course, boundary, queue, horizon
-        self._listener, self._now = listener, now
+        self._world, self._start = world, start
+        self._course, self._boundary, self._queue, self._listener = course, boundary, queue, listener
         self._slot = _Slot(1)
 
     @property
@@ -242,7 +241,7 @@ class ConsensusProtocol(Generic[C]):
         else:
             config = self._course.prepared(start)
             self._course.base = start.fields
-            self._boundary.decide([Switch(self._first_step, config, 0, FROM_START)])
+            self._boundary.decide([Switch(self._boundary.first_step, config, 0, FROM_START)])
             self._listener.started_differently()
         # If the answer is lost, this rank may be counted twice. That is harmless: a proposal that not all acknowledge aborts.
         yield Add(MEMBERS, 1)
@@ -255,7 +254,7 @@ class ConsensusProtocol(Generic[C]):
         if slot.proposal is None:
             if (yield Check(slot.key("proposal"))):
                 slot.proposal = Proposal.parse((yield Get(slot.key("proposal"))))
-            elif (pending := self._queue.due(self._now())) is not None and (yield from self._are_all_here()):
+            elif (pending := self._queue.due()) is not None and (yield from self._are_all_here()):
                 slot.proposal = Proposal.parse((yield CompareSet(slot.key("proposal"), "", pending.serialized())))
         return slot.proposal is not None
 
@@ -297,13 +296,13 @@ class ConsensusProtocol(Generic[C]):
             try:
                 slot.config = (self._course.prepared(slot.proposal),)
             except Exception as error:
-                return f"{REFUSE}rank {self._rank}: {error}"[:MOST_CHARACTERS]
+                return f"{REFUSE}rank {self._start.rank}: {error}"[:MOST_CHARACTERS]
         return ""
 
     def _promise(self) -> StoreRoutine[int]:
         """Promise a step that training will not begin undecided, and return it. Training may step meanwhile."""
         while True:
-            promised = self._boundary.ahead(self._horizon.steps())
+            promised = self._boundary.ahead()
             yield None
             self._boundary.promise(promised)
             yield None
@@ -328,7 +327,7 @@ class ConsensusProtocol(Generic[C]):
             self._commit(int(decision.removeprefix(COMMIT)), proposal)
         else:
             self._boundary.decide()
-            if self._queue.rejected(proposal, self._now(), for_good=decision != ABORT):
+            if self._queue.rejected(proposal, for_good=decision != ABORT):
                 self._listener.rejected(proposal, decision.removeprefix(REFUSE))
         self._listener.settled()
 
@@ -359,3 +358,181 @@ class _Slot:
 
     def key(self, name: str) -> str:
         return f"{self.number}/{name}"
+
+
+# --- The participant runs the protocol: in a daemon thread (several ranks) or inline (single process).
+
+LONGEST_PAUSE_S: Final = 300.0
+SAY_AFTER_S: Final = 30.0
+"""How long an error may last before it is reported: ranks do not start or end at the same moment."""
+
+JOIN_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobConnection:
+    """How a rank reaches the others.
+
+    Attributes:
+        store: The process group's store; None for a single process.
+        prefix: Prefix of the monitor's keys, the run's job id. No other run or recording may use it.
+        alive: Whether the process group still exists. Once it does not, the store is not used any more and is released.
+        asked_per_second: How many requests a second all ranks together may send to the store.
+        intervals: For tests. None: they follow from the number of ranks.
+    """
+
+    rank: int = 0
+    world: int = 1
+    store: Any = None
+    prefix: str = ""
+    alive: Callable[[], bool] = lambda: True
+    asked_per_second: float = ASKED_PER_SECOND
+    intervals: PollingIntervals | None = None
+
+    @property
+    def pace(self) -> PollingIntervals:
+        """``intervals``, or those that suit the number of ranks."""
+        if self.intervals is not None:
+            return self.intervals
+        return PollingIntervals.alone() if self.store is None else PollingIntervals.of(self.world, self.asked_per_second)
+
+
+class Participant(Protocol):
+    """Runs one rank's part of the consensus protocol."""
+
+    def start(self, timeout_s: float) -> bool:
+        """Begin. Returns whether the ranks agreed within ``timeout_s`` on what training begins with."""
+
+    def wake(self) -> None:
+        """There is a pending proposal. Never waits for a store that other ranks use."""
+
+    def stop(self) -> None:
+        """End within about a second; a store call that hangs is abandoned."""
+
+    def retire(self) -> None:
+        """End after the next turn. Takes no lock."""
+
+
+class SingleProcess:
+    """A process without other ranks: a proposal is agreed on at once, on the thread that proposes."""
+
+    def __init__(self, agreement: ConsensusProtocol[Any]) -> None:
+        self._agreement = agreement
+        self._store = LocalStore()
+        self._lock = Lock()
+
+    def start(self, timeout_s: float) -> bool:  # noqa: ARG002
+        self.wake()
+        return True
+
+    def wake(self) -> None:
+        with self._lock:
+            run_routine(self._agreement.poll(), self._store, "")
+
+    def stop(self) -> None: ...
+
+    def retire(self) -> None: ...
+
+
+class StoreParticipant:
+    """A daemon thread that talks to the store over a connection of its own. Every wait for it has a timeout."""
+
+    def __init__(
+        self,
+        agreement: ConsensusProtocol[Any],
+        boundary: StepBoundary[Any],
+        job: JobConnection,
+        failures: Failures,
+    ) -> None:
+        self._agreement, self._boundary, self._pace = agreement, boundary, job.pace
+        self._prefix, self._alive, self._failures = job.prefix, job.alive, failures
+        self._job_store: Any = job.store
+        self._connection: ConsensusStore | None = None
+        self._failing_since: float | None = None
+        self._held_up_since: float | None = None
+        self._pause_s = job.pace.idle
+        self._wake, self._joined, self._stopped = Event(), Event(), Event()
+        self._retired = False
+        self._thread = Thread(target=self._run, name="monitor-agreement", daemon=True)
+
+    def start(self, timeout_s: float) -> bool:
+        self._thread.start()
+        return self._joined.wait(timeout_s)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._wake.set()
+        self._thread.join(JOIN_S)
+
+    def retire(self) -> None:
+        self._retired = True
+
+    def _run(self) -> None:
+        try:
+            while not (self._stopped.is_set() or self._retired) and self._alive():
+                self._turn()
+                self._wake.wait(self._pause())
+                self._wake.clear()
+            self._leave()
+        except Exception as error:
+            self._failures.report("agreeing with the other ranks", error, "This rank keeps its configuration.")
+        finally:
+            self._connection = self._job_store = None  # a FileStore's file is deleted with its last reference
+
+    def _turn(self) -> None:
+        self._boundary.lookahead.saw(time.monotonic(), self._boundary.step)
+        try:
+            run_routine(self._agreement.poll(), self._connected(), self._prefix)
+        except Exception as error:
+            self._failed(error)
+        else:
+            self._failing_since = None
+            self._pause_s = self._pace.idle
+            self._joined.set()
+            self._warn_of_missing_ranks()
+
+    def _connected(self) -> ConsensusStore:
+        """The first connection is made from the job's store; a lost one is replaced from the connection before."""
+        if self._connection is None:
+            self._connection = own_connection(self._job_store)
+            self._job_store = self._connection  # a reference would keep training's store alive
+        return self._connection
+
+    def _failed(self, error: Exception) -> None:
+        """Retry with increasing pauses. The store's process may only have ended a little earlier than this one."""
+        now = time.monotonic()
+        self._connection = None
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        if self._failing_since is None:
+            self._failing_since = now
+        if (now - self._failing_since >= SAY_AFTER_S or self._agreement.open) and self._alive():
+            advice = "This rank keeps its configuration until it can reach the store again."
+            self._failures.report("asking the job's store", error, advice)
+
+    def _warn_of_missing_ranks(self) -> None:
+        now = time.monotonic()
+        if self._agreement.missing <= 0:
+            self._held_up_since = None
+        elif self._held_up_since is None:
+            self._held_up_since = now
+        elif now - self._held_up_since >= SAY_AFTER_S:
+            said = f"A change of the configuration waits: {self._agreement.missing} ranks have not called set_monitor yet."
+            self._failures.warn("ranks missing", said)
+
+    def _pause(self) -> float:
+        if self._failing_since is not None:
+            return self._pause_s
+        if self._boundary.waiting:
+            return self._pace.waiting
+        return self._pace.open if self._agreement.open else self._pace.idle
+
+    def _leave(self) -> None:
+        if self._connection is None or not self._alive():
+            return
+        try:
+            run_routine(self._agreement.leave(), self._connection, self._prefix)
+        except Exception as error:
+            LOGGER.debug("the store was gone before this rank: %r", error)

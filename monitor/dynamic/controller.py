@@ -14,11 +14,10 @@ from typing import Any, Final, Protocol
 from monitor.config import MonitorConfig
 from monitor.config.errors import shown
 from monitor.coordinator.manifest_format import ConfigurationRecord
-from monitor.dynamic.config_file import INTERVAL_S, ConfigWatcher
-from monitor.dynamic.consensus import ConsensusProtocol
-from monitor.dynamic.participant import JobConnection, Participant, SingleProcess, StoreParticipant
+from monitor.dynamic.config_file import ConfigWatcher
+from monitor.dynamic.consensus import ConsensusProtocol, JobConnection, Participant, SingleProcess, StoreParticipant
 from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, ConfigTimeline, Fields, Proposal, ProposalQueue, Switch
-from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary, StepLookahead
+from monitor.dynamic.step_boundary import StepBoundary
 from monitor.failures import LOGGER, Failures
 
 # --- The difference between two configurations, in one line for people.
@@ -77,8 +76,6 @@ class Controller:
         config: The configuration that this rank has read there.
         first_step: The first step that ``begin`` will be called with.
         accept: Raises, with the reason, if this rank cannot use a configuration. Then no rank switches.
-        pace: For tests; by default derived from the number of ranks.
-        interval_s: How often the file is looked at.
     """
 
     def __init__(
@@ -89,32 +86,19 @@ class Controller:
         failures: Failures,
         first_step: int = 0,
         accept: Callable[[MonitorConfig], object] = lambda _: None,
-        pace: PollingIntervals | None = None,
-        interval_s: float = INTERVAL_S,
     ) -> None:
         self._rank, self._failures = job.rank, failures
-        self._config, self._first_step = config, first_step
-        self._accept = accept
+        self._config, self._accept = config, accept
         self._journal: ConfigJournal | None = None
         alone = job.store is None
-        pace = pace or (PollingIntervals.alone() if alone else PollingIntervals.of(job.world, job.asked_per_second))
+        pace, fields = job.pace, _fields(config)
         self._boundary: StepBoundary[MonitorConfig] = StepBoundary(first_step, pace, self._wake)
         self._queue = ProposalQueue(retry_s=2 * pace.idle)
-        horizon = StepLookahead(pace)
-        agreement = ConsensusProtocol(
-            job.rank,
-            1 if alone else job.world,
-            first_step,
-            Proposal(FROM_START, job.rank, _fields(config)),
-            ConfigTimeline(_fields(config), self._prepared),
-            self._boundary,
-            self._queue,
-            horizon,
-            self,
-        )
+        start, course = Proposal(FROM_START, job.rank, fields), ConfigTimeline(fields, self._prepared)
+        agreement = ConsensusProtocol(1 if alone else job.world, start, course, self._boundary, self._queue, self)
         self._alone = alone
         self._participant: Participant = (
-            SingleProcess(agreement) if alone else StoreParticipant(agreement, self._boundary, horizon, pace, job, failures)
+            SingleProcess(agreement) if alone else StoreParticipant(agreement, self._boundary, job, failures)
         )
         watches = job.rank == WATCHING_RANK and (job.world == 1 or not alone)
         if alone and job.world > 1:
@@ -122,7 +106,7 @@ class Controller:
             failures.warn(
                 "no store", f"{said} Initialise communication (torch.distributed, or MindSpore's) before set_monitor."
             )
-        self._watching = ConfigWatcher(path, config, self._file_changed, failures, interval_s) if watches else None
+        self._watching = ConfigWatcher(path, config, self._file_changed, failures, pace.file) if watches else None
         self._pid = os.getpid()
         self._at_exit: Callable[[], Any] | None = None
 
@@ -137,11 +121,11 @@ class Controller:
         If the ranks agreed on another configuration than this rank's, ``begin`` of the first step returns it.
         """
         self._journal = journal
-        self._record(Switch(self._first_step, self._config, 0, FROM_START), self._first_step, before=None)
+        self._record(Switch(self._boundary.first_step, self._config, 0, FROM_START), self._boundary.first_step, before=None)
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)  # a thread inside a store call at interpreter exit would abort the process
         if not self._participant.start(timeout_s):
-            self._boundary.undecided_since = self._first_step
+            self._boundary.undecided_since = self._boundary.first_step
             self.settled()
             said = f"The job's store did not answer within {timeout_s:g} s."
             advice = "This rank begins with its own configuration, and keeps asking for that of the other ranks."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
@@ -116,19 +117,21 @@ class ProposalQueue:
 
     Args:
         retry_s: How long until an aborted proposal is made again; the time doubles after each further abort.
+        now: A clock, in seconds.
     """
 
-    def __init__(self, retry_s: float) -> None:
+    def __init__(self, retry_s: float, now: Callable[[], float] = time.monotonic) -> None:
         self._lock = Lock()
-        self._retry_s = retry_s
+        self._retry_s, self._now = retry_s, now
         self._pending: dict[str, _PendingProposal] = {}
 
     def ask(self, proposal: Proposal) -> None:
         with self._lock:
             self._pending[proposal.origin] = _PendingProposal(proposal)
 
-    def due(self, now: float) -> Proposal | None:
-        """The next to propose. ``now`` is in seconds."""
+    def due(self) -> Proposal | None:
+        """The next to propose."""
+        now = self._now()
         with self._lock:
             return next((one.proposal for one in self._pending.values() if one.not_before <= now), None)
 
@@ -137,7 +140,7 @@ class ProposalQueue:
         with self._lock:
             self._pending = {origin: one for origin, one in self._pending.items() if not one.proposal.is_same_change(proposal)}
 
-    def rejected(self, proposal: Proposal, now: float, *, for_good: bool = False) -> bool:
+    def rejected(self, proposal: Proposal, *, for_good: bool = False) -> bool:
         """``proposal`` was aborted or refused. Returns whether this rank drops its proposal instead of retrying it."""
         with self._lock:
             pending = self._pending.get(proposal.origin)
@@ -145,7 +148,7 @@ class ProposalQueue:
                 return False
             pending.attempts += 1
             if not for_good and pending.attempts < MOST_ATTEMPTS:
-                pending.not_before = now + self._retry_s * 2 ** (pending.attempts - 1)
+                pending.not_before = self._now() + self._retry_s * 2 ** (pending.attempts - 1)
                 return False
             del self._pending[proposal.origin]
             return True

@@ -34,6 +34,7 @@ class PollingIntervals:
         waiting: The same while training waits.
         patience: How long training waits for a decision before its rank aborts the proposal.
         bound: Timeout of the whole wait for one proposal, the store's answer included.
+        file: Between two looks at the configuration file.
     """
 
     idle: float
@@ -41,6 +42,7 @@ class PollingIntervals:
     waiting: float
     patience: float
     bound: float
+    file: float = 1.0
 
     @classmethod
     def alone(cls) -> PollingIntervals:
@@ -103,6 +105,8 @@ class StepBoundary(Generic[C]):
         wake: Called when training has to wait. Must not wait itself.
 
     Attributes:
+        first_step: See the arguments.
+        lookahead: How many steps ahead of training a promise should lie.
         step: The last step that training announced: it is about to begin, or has begun.
         gate: See the module.
         promised: The first step that this rank has promised not to begin undecided; None: no promise is open.
@@ -112,6 +116,8 @@ class StepBoundary(Generic[C]):
     """
 
     def __init__(self, first_step: int, pace: PollingIntervals, wake: Callable[[], None]) -> None:
+        self.first_step = first_step
+        self.lookahead = StepLookahead(pace)
         self.step = first_step - 1
         self.gate = NEVER
         self.promised: int | None = None
@@ -169,9 +175,9 @@ class StepBoundary(Generic[C]):
         with self._lock:
             return self._origin == origin or any(one.origin == origin for one in self._to_come)
 
-    def ahead(self, steps: int) -> int:
-        """The step that many ahead, but not before the latest agreed step, which it may replace."""
-        return max(self.step + steps, self._latest)
+    def ahead(self) -> int:
+        """The step to promise: as far ahead as ``lookahead`` says, but not before the latest agreed step."""
+        return max(self.step + self.lookahead.steps(), self._latest)
 
     def promise(self, step: int) -> None:
         """Promise not to begin ``step`` undecided. The promise is valid once ``kept`` returns True."""

@@ -2,8 +2,8 @@
 
 try:
     from monitor.mindspore.callbacks import MonitorCallback, MsprobeInitStep, MsprobeStep
+    from monitor.mindspore.dump import PrecisionDebugger
     from monitor.mindspore.dump.backend import seed_all
-    from monitor.mindspore.dump.debugger import PrecisionDebugger
     from monitor.mindspore.trainer_mon import TrainerMon
     from monitor.recording.protocols import RunEnded
 except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from mindspore import nn
 from mindspore.train import Callback, RunContext
 
-from monitor.mindspore.dump.debugger import PrecisionDebugger
+from monitor.mindspore.dump import PrecisionDebugger
 from monitor.mindspore.trainer_mon import TrainerMon
 
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from mindspore import nn
 
 from monitor.mindspore import backend
-from monitor.recording import trainer_mon
 from monitor.recording.backend import RecordingBackend
+from monitor.recording.trainer_mon import ModelMonitor
 
 
-class TrainerMon(trainer_mon.TrainerMon):
-    __doc__ = trainer_mon.TrainerMon.__doc__
+class TrainerMon(ModelMonitor):
+    __doc__ = ModelMonitor.__doc__
 
     _backend: ClassVar[RecordingBackend] = backend
 

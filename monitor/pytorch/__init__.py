@@ -1,8 +1,8 @@
 """The monitor for PyTorch."""
 
 try:
+    from monitor.pytorch.dump import PrecisionDebugger
     from monitor.pytorch.dump.backend import seed_all
-    from monitor.pytorch.dump.debugger import PrecisionDebugger
     from monitor.pytorch.trainer_mon import TrainerMon
     from monitor.recording.protocols import RunEnded
 except ModuleNotFoundError as error:

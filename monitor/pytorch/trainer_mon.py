@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from monitor.pytorch import backend
-from monitor.recording import trainer_mon
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.protocols import count
+from monitor.recording.trainer_mon import ModelMonitor
 
 
-class TrainerMon(trainer_mon.TrainerMon):
-    __doc__ = trainer_mon.TrainerMon.__doc__
+class TrainerMon(ModelMonitor):
+    __doc__ = ModelMonitor.__doc__
 
     _backend: ClassVar[RecordingBackend] = backend
 

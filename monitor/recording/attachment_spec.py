@@ -9,7 +9,7 @@ from typing import Any
 from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.backend import Framework, RecordingBackend
+from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.recorder import Recorder
 from monitor.series import LOCAL, REPLICA_KIND, Placement, Series, ranks_of
@@ -27,7 +27,7 @@ class AttachmentSpec:
     """
 
     chunks: Sequence[Any]
-    framework: Framework
+    framework: FrameworkAdapter
     grad_acc_steps: int
     config: MonitorConfig
     ownership: Ownership

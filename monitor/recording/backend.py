@@ -132,7 +132,7 @@ class StepListener(Protocol):
         """
 
 
-class Framework(Protocol):
+class FrameworkAdapter(Protocol):
     """Reads gradients, weights and moments of parameters, and knows their placement on the ranks.
 
     Attributes:
@@ -279,7 +279,7 @@ class RecordingBackend(Protocol):
     # the framework's own collectors
 
     def framework_of(self, chunks: Sequence[Any], optimizer: Any, *, main_grad: bool) -> Any:
-        """The ``Framework`` of a model and its optimizers. Raises ``TypeError`` and ``ValueError``."""
+        """The ``FrameworkAdapter`` of a model and its optimizers. Raises ``TypeError`` and ``ValueError``."""
 
     def new_reader(self, series: SeriesTable, eps: float, *, magnitudes: bool) -> TensorReader: ...
 

@@ -68,7 +68,7 @@ class OptimizerTurns:
 
 
 class OptimizerIndex(Protocol):
-    """Knows which parameters an optimizer steps: the ``Framework``."""
+    """Knows which parameters an optimizer steps: the ``FrameworkAdapter``."""
 
     def held(self, optimizer: Any) -> Collection[int] | None:
         """The ids of the tensors that an optimizer steps; None if it steps all parameters."""

@@ -9,19 +9,18 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from monitor.config import MonitorConfig
-from monitor.coordinator.manifest_format import RecordedModel
 from monitor.dynamic import JobConnection
-from monitor.failures import LOGGER, Failures
+from monitor.failures import LOGGER
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
 from monitor.recording.attachment_spec import AttachmentSpec
-from monitor.recording.backend import Framework, RecordingBackend
+from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.collectives import Communication
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
 from monitor.recording.missing import MissingKinds
 from monitor.recording.model_names import ModelNames
 from monitor.recording.recorder import Recorder
-from monitor.recording.run import OPEN, ProcessTopology, Run, identity_of
+from monitor.recording.run import OPEN, ProcessTopology, RecordingSpec, Run, identity_of
 from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import ApplyConfig, ConfigSwitcher
 from monitor.selection import clean_name
@@ -37,10 +36,9 @@ class Recording:
     """The recording that one ``set_monitor`` started.
 
     Args:
-        ordinal: Number of recordings that this process started before.
+        where: The position of this process in its job, once it is known.
         start_step: Number of the first step.
         listening: Create watchers of each step's rows in addition to the alert rules, by the name for failure messages.
-        watched: Identifies the recording on all ranks; None: ``ordinal`` identifies it.
 
     Attributes:
         attachment: Set by ``attach``.
@@ -51,34 +49,25 @@ class Recording:
 
     def __init__(
         self,
-        config: MonitorConfig,
-        config_path: str,
-        base: Path,
+        spec: RecordingSpec,
         where: Callable[[], ProcessTopology],
-        ordinal: int,
-        failures: Failures,
         backend: RecordingBackend,
         start_step: int = 0,
         listening: Mapping[str, WatcherFactory] = MappingProxyType({}),
-        watched: RecordedModel | None = None,
     ) -> None:
-        self._backend = backend
-        self.series = SeriesTable()
-        self._config = config
-        self._config_path = config_path
-        self._base = base
+        self._spec, self._failures = spec, spec.failures
         self._where = where
-        self._failures = failures
-        self._ordinal = ordinal
-        self._watched = watched
+        self._backend = backend
         self._start_step = start_step
-        self._recorder = Recorder(backend.new_reader(self.series, config.eps, magnitudes=config.counts_magnitudes))
+        self.series = SeriesTable()
+        reader = backend.new_reader(self.series, spec.config.eps, magnitudes=spec.config.counts_magnitudes)
+        self._recorder = Recorder(reader)
         self._opened: Run | None = None
         self._closed = False
         self._communication: Communication | None = None
         self.switching: ConfigSwitcher | None = None
         self._apply_config: ApplyConfig = _nothing
-        self._missing_kinds = MissingKinds(failures)
+        self._missing_kinds = MissingKinds(spec.failures)
         self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
         self._listening |= {name: make(self.series) for name, make in listening.items()}
 
@@ -96,7 +85,7 @@ class Recording:
         """
         self._apply_config = apply_config
         if self.switching is None:
-            self.switching = ConfigSwitcher(self._config_path, self._config, self, self._failures)
+            self.switching = ConfigSwitcher(self._spec.config_path, self._spec.config, self, self._failures)
             if self._opened is not None:
                 self.switching.opened(self._opened)
         self.attachment.at_boundary = self.switching.at_boundary
@@ -124,8 +113,8 @@ class Recording:
     def job(self) -> JobConnection:
         """The job for dynamic monitoring: how this rank reaches the others."""
         here = self._where()
-        name = self._ordinal if self._watched is None else self._watched.key
-        identity = identity_of(here, name, self._failures) if self.run is None else self.run.identity
+        run = self.run
+        identity = identity_of(here, self._spec.recorded.key, self._failures) if run is None else run.identity
         return JobConnection(
             here.rank,
             here.world_size,
@@ -151,19 +140,7 @@ class Recording:
             here = self._where()
             self._failures.rank = here.rank
             beside = next(iter(OPEN.runs()), None)
-            self._opened = Run(
-                self._config,
-                self._config_path,
-                self._base,
-                here,
-                self._ordinal,
-                beside,
-                self.series,
-                self._backend.versions(),
-                self._failures,
-                self._listening,
-                self._watched,
-            )
+            self._opened = Run(self._spec, here, beside, self.series, self._backend.versions(), self._listening)
             OPEN.add(self)
             if self.switching is not None:
                 self.switching.opened(self._opened)
@@ -201,7 +178,7 @@ class Recording:
         A step that ``close`` ended as incomplete keeps its number.
         """
         step = self.attachment.clock.step
-        latest = self._opened.pipeline.latest(self._config.close_seconds) if self._opened is not None else None
+        latest = self._opened.pipeline.latest(self._spec.config.close_seconds) if self._opened is not None else None
         return latest.kinds if latest is not None and latest.step in (step - 1, step) else {}
 
     def write_structure(self) -> Path:
@@ -288,7 +265,7 @@ INNER: Final = ("_orig_mod", "module")
 MOST_WRAPPERS: Final = 8
 
 
-def role_of(framework: Framework, backend: RecordingBackend, dp: Any, tp: Any, pp: Any) -> str:
+def role_of(framework: FrameworkAdapter, backend: RecordingBackend, dp: Any, tp: Any, pp: Any) -> str:
     """The role of the model of ``framework``.
 
     For a pipeline the role does not depend on the module: stages may have different classes, or no trained parameter.
@@ -304,14 +281,14 @@ def role_of(framework: Framework, backend: RecordingBackend, dp: Any, tp: Any, p
     return " ".join([framework.name, *wrappers, *own, *(f"{name}_group" for name in groups)])
 
 
-def names_of(framework: Framework, backend: RecordingBackend) -> Iterator[str]:
+def names_of(framework: FrameworkAdapter, backend: RecordingBackend) -> Iterator[str]:
     """The names of all parameters, chunk by chunk."""
     for chunk, root in enumerate(framework.chunks):
         for name, _ in backend.parts(root).parameters:
             yield f"{chunk}:{clean_name(name)}"
 
 
-def _training(framework: Framework, backend: RecordingBackend) -> tuple[str, str]:
+def _training(framework: FrameworkAdapter, backend: RecordingBackend) -> tuple[str, str]:
     """The classes of the model's optimizers, and whether the model is trained: an average of weights is not."""
     parameters = (parameter for root in framework.chunks for _, parameter in backend.parts(root).parameters)
     trained = any(getattr(parameter, "requires_grad", False) for parameter in parameters)
@@ -319,7 +296,7 @@ def _training(framework: Framework, backend: RecordingBackend) -> tuple[str, str
     return "+".join(classes), "trained" if trained else "frozen"
 
 
-def is_staged(framework: Framework, backend: RecordingBackend, pp: Any) -> bool:
+def is_staged(framework: FrameworkAdapter, backend: RecordingBackend, pp: Any) -> bool:
     """Whether other ranks may have other stages of the same model."""
     known = [_ranks_of(pp, backend), framework.groups().get("pp")]
     return any(ranks is not None and len(ranks) > 1 for ranks in known) or "torch.distributed.pipelining" in sys.modules

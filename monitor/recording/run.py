@@ -23,7 +23,7 @@ from monitor.coordinator.identity import IdentityStore, JobIdentity, agree
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import prepare, rotate_stale_output
-from monitor.coordinator.rank_directory import resolve_rank_directory
+from monitor.coordinator.resume import resolve_rank_directory
 from monitor.failures import Failures
 from monitor.pipeline.pipeline import Pipeline
 from monitor.pipeline.process import PROCESS
@@ -53,6 +53,24 @@ class ProcessTopology:
     chunks: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class RecordingSpec:
+    """What is recorded, of which model, and below which directory.
+
+    Attributes:
+        config: The configuration read at the start of the program.
+        config_path: Its file; "" if there is none.
+        base: The directory of all ranks and runs.
+        recorded: Identifies the model on all ranks, which agree on a name of the run by it.
+    """
+
+    config: MonitorConfig
+    config_path: str
+    base: Path
+    recorded: RecordedModel
+    failures: Failures
+
+
 class Run:
     """The state of a recording that outlives a step.
 
@@ -64,36 +82,37 @@ class Run:
 
     def __init__(
         self,
-        config: MonitorConfig,
-        config_path: str,
-        base: Path,
+        spec: RecordingSpec,
         place: ProcessTopology,
-        ordinal: int,
         beside: Run | None,
         series: SeriesTable,
         versions: Mapping[str, str],
-        failures: Failures,
         listening: Mapping[str, Watcher] = MappingProxyType({}),
-        watched: RecordedModel | None = None,
     ) -> None:
         """Agree with the other ranks on the name of the run, and prepare its directory.
 
         Args:
-            base: The directory of all ranks and runs.
-            ordinal: Number of recordings that this process started before.
             beside: Another open run of this process, if any. Its files must not be treated as those of an earlier run.
             listening: Additional watchers of each step's rows, by the name for failure messages.
-            watched: Identifies the recording on all ranks, which agree on a name by it; None: ``ordinal`` identifies it.
 
         Raises:
             OutputError: The output directory cannot be created or written.
         """
-        self.identity = identity_of(place, ordinal if watched is None else watched.key, failures)
-        self.base = prepare(base)
+        config, recorded, failures = spec.config, spec.recorded, spec.failures
+        self.identity = identity_of(place, recorded.key, failures)
+        self.base = prepare(spec.base)
         for name in LEFT_BY_EARLIER_RUNS:
             rotate_stale_output(self.base, name, (self.identity if beside is None else beside.identity).of_launch())
-        span, formats = config.append_output, config.formats
-        mine = resolve_rank_directory(self.base, place.rank, self.identity.timestamp, ordinal, span, formats, failures, watched)
+        mine = resolve_rank_directory(
+            self.base,
+            place.rank,
+            self.identity.timestamp,
+            recorded.ordinal,
+            config.append_output,
+            config.formats,
+            failures,
+            recorded,
+        )
         self.directory = mine.directory
         self.resumes_after = mine.earlier.timeline.newest
         self._listener: weakref.WeakMethod[Callable[[], object]] | None = None
@@ -109,11 +128,11 @@ class Run:
             place.groups,
             versions,
             _as_dict(config),
-            config_path,
+            spec.config_path,
             config.formats,
             place.chunks,
-            ordinal,
-            watched,
+            recorded.ordinal,
+            recorded,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
         self.pipeline: Pipeline[SealedTable] = Pipeline(
@@ -202,7 +221,7 @@ class Run:
         return self.pipeline.close()
 
 
-def identity_of(place: ProcessTopology, name: str | int, failures: Failures) -> JobIdentity:
+def identity_of(place: ProcessTopology, name: str, failures: Failures) -> JobIdentity:
     """The identity of the job. Without a store to reach other ranks it is this rank's own, marked as not agreed.
 
     Args:

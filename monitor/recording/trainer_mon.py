@@ -1,4 +1,4 @@
-"""``TrainerMon``, the object that users attach to a model: the part that is common to all frameworks."""
+"""``ModelMonitor``, the part of ``TrainerMon`` that no framework affects."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.attachment_spec import AttachmentSpec
-from monitor.recording.backend import Framework, RecordingBackend
+from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.model_names import ModelNames
 from monitor.recording.protocols import RunEnded, count, given
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of
+from monitor.recording.run import RecordingSpec
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import with_recording_off
@@ -33,7 +34,7 @@ SpecOf = Callable[[MonitorConfig], AttachmentSpec]
 """What a configuration asks to record of one model."""
 
 
-class TrainerMon:
+class ModelMonitor:
     """Records the training state of a model according to a configuration file.
 
     >>> monitor = TrainerMon("monitor_config.json", params_have_main_grad=False)  # doctest: +SKIP
@@ -158,7 +159,7 @@ class TrainerMon:
         warnings.warn(said, DeprecationWarning, stacklevel=2)
         self._wrapped_optimizer = optimizer
 
-    def _attach(self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
+    def _attach(self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
         if self._closed:
             raise RuntimeError("This TrainerMon was closed. Create a new one.")
         watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
@@ -178,7 +179,7 @@ class TrainerMon:
         elif watched is not None:
             self._begin(watch, groups, start, watched, watch_of)
 
-    def _watched(self, framework: Framework, groups: tuple[Any, Any]) -> RecordedModel:
+    def _watched(self, framework: FrameworkAdapter, groups: tuple[Any, Any]) -> RecordedModel:
         find = self._failures.guarded("telling this model from others", role_of)
         role = find(framework, self._backend, *groups, self._process_group) or framework.name
         return RECORDINGS.begin(role, names_of(framework, self._backend))
@@ -191,14 +192,14 @@ class TrainerMon:
         return with_recording_off(self._config) if switching is None else switching.config
 
     def _watch_of(
-        self, framework: Framework, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig
+        self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig
     ) -> AttachmentSpec:
         ownership = self._ownership(framework, *groups, config.module_ranks)
         return AttachmentSpec(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
-    def _framework(self, chunks: Sequence[Any], optimizer: Any) -> Framework:
+    def _framework(self, chunks: Sequence[Any], optimizer: Any) -> FrameworkAdapter:
         try:
-            found: Framework = self._backend.framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
+            found: FrameworkAdapter = self._backend.framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
         except EarlierFailure as failure:
             raise failure.error from None
         return found
@@ -222,18 +223,8 @@ class TrainerMon:
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
         where = partial(self._backend.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
-        recording = Recording(
-            self._config,
-            self._config_path,
-            self._base,
-            where,
-            watched.ordinal,
-            self._failures,
-            self._backend,
-            start,
-            self._listening,
-            watched,
-        )
+        spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures)
+        recording = Recording(spec, where, self._backend, start, self._listening)
         if self._backend.is_settled() and watch.ownership.monitored:
             recording.open()
         try:
@@ -377,7 +368,7 @@ class TrainerMon:
         for recording in self._recordings:
             self._failures.guarded("closing", recording.close)()
 
-    def __enter__(self) -> TrainerMon:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -389,7 +380,7 @@ class TrainerMon:
             LOGGER.warning("ops: %s are unknown and ignored. Recorded: %s.", list(unknown), list(known))
         return known
 
-    def _ownership(self, framework: Framework, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
+    def _ownership(self, framework: FrameworkAdapter, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
         here, group_ranks = self._backend.place(), self._backend.group_ranks
         given = {"dp_group": dp_group, "tp_group": tp_group, "process_group": self._process_group}
         dp, tp, pp = (group_ranks(role, group) for role, group in given.items())

@@ -13,9 +13,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from monitor.config.errors import explain, nearest, shown
 from monitor.config.jsonc import MAX_DEPTH, Path
-from monitor.config.loading import content_of, decoded, unusable
-from monitor.config.unused_fields import unused_warning, without
-from monitor.config.values import Patterns, Positive
+from monitor.config.loading import content_of, decoded, unusable, unused_warning, without
+from monitor.config.model import Patterns, Positive
 from monitor.failures import LOGGER
 
 TENSORBOARD: Final = "tensorboard"

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from monitor.training.config import TENSORBOARD
-from monitor.training.scalars import Scalar
-from monitor.training.step import StepFacts
+from monitor.training.step import Scalar, StepFacts
 
 FILE: Final = "expert_counts.jsonl"
 ON_BOARD: Final = frozenset({TENSORBOARD})

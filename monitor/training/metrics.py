@@ -1,4 +1,7 @@
-"""``TrainingMetrics``: the object through which a training loop, or a callback of a trainer, reports its steps."""
+"""``RunMetrics``, the part of ``TrainingMetrics`` that no framework affects.
+
+A training loop, or a callback of a trainer, reports its steps through it.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,95 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol, Self
 
 from monitor.config import MonitorConfig
 from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
 from monitor.recording.protocols import RunEnded
 from monitor.recording.run import ProcessTopology
-from monitor.recording.trainer_mon import TrainerMon
-from monitor.training.backend import GradientScale, MetricsBackend, Routers
+from monitor.recording.trainer_mon import ModelMonitor
 from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
 from monitor.training.norms import GradNormSource
 from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import MetricsWriter, Reporting
-from monitor.training.scalars import MEASURED, FlopCount, Given
-from monitor.training.step import ATTRIBUTES, Number, Step, StepFacts
+from monitor.training.reporting import MetricsWriter, Outputs, Reporting
+from monitor.training.step import ATTRIBUTES, MEASURED, FlopCount, Given, Number, Step, StepFacts, Tokens
 from monitor.training.tensor_monitor import NormRecording
+
+# --- The adapter interface that a framework implements for training metrics.
+
+
+class NotARouterError(Exception):
+    """The result of a module does not show which experts were chosen."""
+
+
+class Routers(Protocol):
+    """Counts what the routers of a model choose."""
+
+    def step(self) -> dict[str, Tokens]:
+        """The tokens that went to each expert since the last call, by router. Does not wait for a device."""
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+
+
+class GradientScale(Protocol):
+    """Observes the factor by which an optimizer divides its gradients inside its own step."""
+
+    def take(self) -> Number | None:
+        """The factor of the latest step since the last call; None if the optimizer did not scale. Does not wait."""
+
+    def remove(self) -> None:
+        """Stop observing."""
+
+
+class MetricsBackend(Protocol):
+    """A framework. The modules ``monitor.pytorch.training.backend`` and ``monitor.mindspore.training.backend`` implement it."""
+
+    def monitor_of(self, config: MonitorConfig, base: Path) -> ModelMonitor:
+        """The framework's tensor monitor, which records to ``base``."""
+
+    def place(self) -> ProcessTopology:
+        """The rank, world size and groups of this process."""
+
+    def kept(self, x: Any) -> Number:
+        """A snapshot of a number, which later changes of ``x`` do not affect. Does not wait for a device.
+
+        Args:
+            x: A number, or a tensor of one element.
+
+        Raises:
+            TypeError: It is neither.
+        """
+
+    def trainable_names(self, model: Any) -> list[str]: ...
+
+    def learning_rate(self, optimizer: Any) -> Number | None:
+        """The learning rate of the first parameter group in the next step; None if only the device knows it."""
+
+    def routers(self, model: Any, names: Iterable[str], failures: Failures) -> Routers:
+        """Observe the recognised routers, and the modules of these names.
+
+        Raises:
+            ValueError: The model has no module of one of these names.
+        """
+
+    def gradient_scale(self, optimizer: Any, failures: Failures) -> GradientScale | None:
+        """Observe an optimizer; None if it never scales gradients."""
+
+    def counting_flops(self, model: Any) -> AbstractContextManager[Callable[[], float]]:
+        """A context that counts floating point operations; it yields a function that returns the count.
+
+        Raises:
+            NoCounterError: The framework has no counter, or its counter cannot handle this model.
+        """
+
 
 # --- Check arguments before anything is attached, and values of a step before they are used.
 
@@ -109,7 +179,7 @@ def _is_integer(value: Any) -> bool:
 FLUSH_SECONDS: Final = 30.0
 
 
-class TrainingMetrics:
+class RunMetrics:
     """Shows the metrics of a run in TensorBoard and in the log.
 
     >>> metrics = TrainingMetrics("train.yaml", model, optimizer)  # doctest: +SKIP
@@ -163,7 +233,7 @@ class TrainingMetrics:
         routers: Sequence[str] = (),
         gradients_are_global: bool = False,
         grad_norm_is_told: bool = False,
-        monitor: TrainerMon | None = None,
+        monitor: ModelMonitor | None = None,
     ) -> None:
         self.config = config if isinstance(config, TrainingConfig) else load_training_config(config)
         micro_steps = count("grad_acc_steps", grad_acc_steps, 1)
@@ -224,16 +294,14 @@ class TrainingMetrics:
             prepare(directory, "tensorboard.tensorboard_dir")
             events = EventWriter(directory, board.tensorboard_queue_size)
         counts = ExpertCounts(self._dump_path / f"rank_{rank}", world_size) if self.config.shows_expert_load else None
-        log = LogWriter(rank, self._total)
-        reporting = Reporting(
-            self.config, world_size, log, events, counts, self._failures, grad_norm_is_told=self._grad_norm_is_told
-        )
+        outputs = Outputs(LogWriter(rank, self._total), events, counts)
+        reporting = Reporting(self.config, world_size, outputs, self._failures, grad_norm_is_told=self._grad_norm_is_told)
         writing = MetricsWriter(reporting, self._failures)
         if events is not None:
             writing.texts(texts(self.config))
         return writing
 
-    def _monitor_of(self, config: MonitorConfig) -> TrainerMon:
+    def _monitor_of(self, config: MonitorConfig) -> ModelMonitor:
         return self._backend.monitor_of(config, prepare(self._dump_path, "monitor_config.dump_path"))
 
     @property
@@ -364,7 +432,7 @@ class TrainingMetrics:
         if self._writing is not None:
             guarded("closing training metrics", self._writing.close)()
 
-    def __enter__(self) -> TrainingMetrics:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

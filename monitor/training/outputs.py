@@ -24,7 +24,7 @@ from monitor.sinks.tensorboard import FORMAT_VERSION, new_path, record
 from monitor.sinks.text_cache import encodable
 from monitor.training.config import TrainingConfig
 from monitor.training.expert_load import Counts, load
-from monitor.training.scalars import Scalar
+from monitor.training.step import Scalar
 
 AGAINST_SAMPLES: Final = "-vs-samples"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
@@ -14,8 +14,7 @@ from monitor.training.config import LOG, TENSORBOARD, TrainingConfig
 from monitor.training.expert_load import ExpertCounts, load_scalars
 from monitor.training.norms import norms_of_state, unscaled
 from monitor.training.outputs import EventWriter, LogWriter
-from monitor.training.scalars import RunScalars, Scalar, StateScalars, ThroughputMeter
-from monitor.training.step import Number, StepFacts, StepJoiner, StepNorms, read
+from monitor.training.step import RunScalars, Scalar, StateScalars, StepFacts, StepJoiner, StepNorms, ThroughputMeter, value_of
 
 NOT_RECORDED: Final = (
     "the tensor monitor has not recorded this step. Either it records other steps than training metrics show, or the optimizer "
@@ -31,22 +30,32 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where the metrics of a rank are shown.
+
+    Attributes:
+        events: None if nothing is written to TensorBoard.
+        counts: Stores the token counts of experts; None if they are not recorded.
+    """
+
+    log: LogWriter
+    events: EventWriter | None = None
+    counts: ExpertCounts | None = None
+
+
 class Reporting:
     """Shows each step at the configured destinations. A failure is logged once and counted; the other outputs continue.
 
     Args:
         devices: The number of devices of the job.
-        events: None if nothing is written to TensorBoard.
-        counts: Stores the token counts of experts; None if they are not recorded.
     """
 
     def __init__(
         self,
         config: TrainingConfig,
         devices: int,
-        log: LogWriter,
-        events: EventWriter | None,
-        counts: ExpertCounts | None,
+        outputs: Outputs,
         failures: Failures,
         *,
         grad_norm_is_told: bool = False,
@@ -60,7 +69,7 @@ class Reporting:
         self._norms_of_state, self._grad_norm_is_told = norms_of_state(config), grad_norm_is_told
         self._local_norms = bool(config.wants("local_norm_format") or config.wants("device_local_norm_format"))
         self.expects_norms = False
-        self._log, self._events, self._counts = log, events, counts
+        self._log, self._events, self._counts = outputs.log, outputs.events, outputs.counts
         self._failures = failures
 
     def texts(self, texts: Mapping[str, str]) -> None:
@@ -88,7 +97,7 @@ class Reporting:
         if norms is None:
             return None
         scales = facts.loss_scale, facts.gradient_scale
-        return self._guarded("reading the loss scale", lambda it: unscaled(it, *map(_read, scales)), norms)
+        return self._guarded("reading the loss scale", lambda it: unscaled(it, *map(value_of, scales)), norms)
 
     def _of_the_step(self, facts: StepFacts, norms: StepNorms | None) -> StepNorms | None:
         """Drop norms of gradients that cover only the last micro-batch."""
@@ -159,10 +168,6 @@ class Reporting:
         except Exception as error:
             self._failures.report(where, error)
         return None
-
-
-def _read(number: Number | None) -> float | None:
-    return None if number is None else read(number)
 
 
 def _to(destination: str, scalars: Sequence[Scalar]) -> list[Scalar]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER, Failures
-from monitor.recording.trainer_mon import TrainerMon
+from monitor.recording.trainer_mon import ModelMonitor
 from monitor.training.config import TrainingConfig
 from monitor.training.norms import GradNormSource, NormReader, norms_of_state, recorded
 from monitor.training.reporting import MetricsWriter
@@ -36,7 +36,7 @@ class NormRecording:
     """
 
     def __init__(
-        self, config: TrainingConfig, monitor: TrainerMon | None, micro_steps: int, source: GradNormSource, failures: Failures
+        self, config: TrainingConfig, monitor: ModelMonitor | None, micro_steps: int, source: GradNormSource, failures: Failures
     ) -> None:
         self._config = config
         self._monitor, self._owns_monitor = monitor, monitor is None
@@ -50,7 +50,7 @@ class NormRecording:
         model: Any,
         optimizer: Any,
         begun: int,
-        make: Callable[[MonitorConfig], TrainerMon],
+        make: Callable[[MonitorConfig], ModelMonitor],
         writing: MetricsWriter,
         world_size: int,
     ) -> None:
@@ -121,7 +121,7 @@ class NormRecording:
             self._monitor.flush(FLUSH_SECONDS)
 
 
-def _of_all(monitor: weakref.ref[TrainerMon]) -> bool:
+def _of_all(monitor: weakref.ref[ModelMonitor]) -> bool:
     """Whether the passed optimizers step every trained parameter, as far as the steps so far have shown."""
     alive = monitor()
     return alive is None or alive.knows_every_optimizer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving import served
 
 from monitor.coordinator.identity import JobIdentity, agree
-from monitor.coordinator.store.client import StoreClient
+from monitor.coordinator.store import StoreClient
 from monitor.failures import Failures
 
 SOON = timedelta(seconds=60)

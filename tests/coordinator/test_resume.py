@@ -17,7 +17,6 @@ from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import ManifestRecord, RecordedModel, read_manifest
 from monitor.coordinator.output import lock_directory, remove_drafts, write_whole
-from monitor.coordinator.rank_directory import resolve_rank_directory
 from monitor.coordinator.resume import (
     KILLED,
     MOST_EARLIER_RUNS,
@@ -27,6 +26,7 @@ from monitor.coordinator.resume import (
     last_manifest,
     newest_step,
     preferred,
+    resolve_rank_directory,
 )
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable

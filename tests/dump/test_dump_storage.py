@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from monitor.dump import load_tensor
-from monitor.dump.writer import bits_of, save_tensor
+from monitor.dump.files import bits_of, save_tensor
 from monitor.pytorch.dump.backend import TorchReader
 
 

@@ -13,9 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from monitor.dump.backend import DumpFailures
-from monitor.dump.files import FILE, Damage, Records, read
+from monitor.dump.files import DATA, FILE, MOST_BYTES, Damage, DumpEntry, DumpWriter, Records, read
 from monitor.dump.values import TensorLeaf
-from monitor.dump.writer import DATA, MOST_BYTES, DumpEntry, DumpWriter
 from monitor.failures import EarlierFailure
 
 DESCRIBED = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2]}
@@ -140,7 +139,7 @@ def test_no_thread_is_left_when_all_is_written_and_what_comes_later_is_written_a
 
 
 def test_a_thread_that_nobody_asks_for_more_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.dump.writer.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("monitor.dump.files.IDLE_SECONDS", 0.2)
     place, before = Place(tmp_path), threads()
     place.writer.put(place.entry("first"))
     deadline = time.monotonic() + 20

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from monitor.coordinator.store.protocol import LocalStore
+from monitor.coordinator.store import LocalStore
 from monitor.dynamic.consensus import COMMIT, CompareSet, ConsensusProtocol, _done
 from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, ConfigTimeline, Proposal, ProposalQueue
 from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary, StepLookahead
@@ -46,18 +46,15 @@ class ModelRank:
     def __init__(self, world: World, rank: int, ahead: int, last_step: int, refuses: str, retry_s: float) -> None:
         self._world, self.rank, self._last_step, self._refuses = world, rank, last_step, refuses
         self.boundary: StepBoundary[str] = StepBoundary(0, PACE, lambda: None)
-        self.queue = ProposalQueue(retry_s)
+        self.boundary.lookahead = Ahead(ahead)
+        self.queue = ProposalQueue(retry_s, now=lambda: 0.0)
         self.agreement = ConsensusProtocol(
-            rank,
             world.size,
-            0,
             Proposal(FROM_START, rank, {"name": "start"}),
             ConfigTimeline({"name": "start"}, self._prepare),
             self.boundary,
             self.queue,
-            Ahead(ahead),
             self,
-            now=lambda: 0.0,
         )
         self._conversation: Any = None
         self._operation: Any = None

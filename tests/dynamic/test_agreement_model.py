@@ -183,7 +183,7 @@ def test_a_later_change_does_not_come_before_an_earlier_one():
     world.wish(0, "new")
     world.talk_all()
     for rank in world.ranks:
-        rank.agreement._horizon = Ahead(1)
+        rank.boundary.lookahead = Ahead(1)
     world.wish(1, "newer")
     world.talk_all()
     assert world.commits == {1: 3, 2: 3}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from journals import Noted
 
 from monitor.config import MonitorConfig, load_config
 from monitor.dynamic import Controller, JobConnection, Switch
+from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.failures import Failures
+
+UNWATCHED = JobConnection(intervals=replace(PollingIntervals.alone(), file=3600.0))
+"""A single process, whose file is looked at only when a test says so."""
 
 RULES = {"rules": [{"rule_name": "AnomalyNan"}]}
 
@@ -30,7 +35,7 @@ class Training:
         self.path = path
         self.told = Noted()
         self.failures = Failures()
-        self.control = Controller(str(path), load_config(path), JobConnection(), self.failures, interval_s=3600.0)
+        self.control = Controller(str(path), load_config(path), UNWATCHED, self.failures)
         self.control.start(self.told)
         self.look()
         self.step = -1
@@ -184,7 +189,7 @@ def test_what_this_process_could_not_use_is_refused_with_the_reason(tmp_path: Pa
         if "hdf5" in config.formats:
             raise ValueError("format hdf5 needs h5py")
 
-    control = Controller(str(path), load_config(path), JobConnection(), Failures(), accept=accept, interval_s=3600.0)
+    control = Controller(str(path), load_config(path), UNWATCHED, Failures(), accept=accept)
     control.start(Noted())
     path.write_text('{"format": "hdf5"}')
     control._watching.turn()

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from journals import Noted
 from serving import served
 
 from monitor.config import load_config
-from monitor.coordinator.store.client import StoreClient
+from monitor.coordinator.store import StoreClient
 from monitor.dynamic import Controller, JobConnection
 from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.failures import Failures
 
-FAST = PollingIntervals(idle=0.02, open=0.005, waiting=0.002, patience=1.0, bound=2.0)
+FAST = PollingIntervals(idle=0.02, open=0.005, waiting=0.002, patience=1.0, bound=2.0, file=0.01)
 SOON = timedelta(seconds=60)
 RULES = {"rules": [{"rule_name": "AnomalyNan"}]}
 LAST = 999
@@ -83,8 +84,8 @@ class Rank(threading.Thread):
     def __init__(self, rank: int, path: Path, store: Any, together: threading.Barrier, seed: int = 0, **job: Any) -> None:
         super().__init__()
         self.told, self.failures = Noted(), Failures(rank)
-        world = JobConnection(rank, together.parties, store, "job/", **job)
-        self.control = Controller(str(path), load_config(path), world, self.failures, pace=FAST, interval_s=0.01)
+        world = JobConnection(rank, together.parties, store, "job/", intervals=FAST, **job)
+        self.control = Controller(str(path), load_config(path), world, self.failures)
         self.ran: dict[int, tuple[int, bool]] = {}
         self.longest = 0.0
         self._together, self._delays = together, random.Random(seed * 100 + rank)
@@ -191,9 +192,7 @@ def test_a_rank_that_never_comes_holds_nobody_up(make_store: MakeStore, tmp_path
     path = tmp_path / "config.json"
     write(path, collect_times=1)
     failures = Failures()
-    control = Controller(
-        str(path), load_config(path), JobConnection(0, 2, make_store(), "job/"), failures, pace=FAST, interval_s=0.01
-    )
+    control = Controller(str(path), load_config(path), JobConnection(0, 2, make_store(), "job/", intervals=FAST), failures)
     control.start(Noted())
     write(path, collect_times=2)
     waited = []
@@ -211,10 +210,10 @@ def test_a_rank_that_stops_answering_costs_the_others_at_most_the_bound_and_they
 ) -> None:
     path = tmp_path / "config.json"
     write(path, collect_times=1)
-    pace = PollingIntervals(idle=0.01, open=0.005, waiting=0.002, patience=0.1, bound=1.0)
+    pace = PollingIntervals(idle=0.01, open=0.005, waiting=0.002, patience=0.1, bound=1.0, file=0.01)
     watched = load_config(path)
-    silent = Controller(str(path), watched, JobConnection(1, 2, make_store(), "job/"), Failures(), pace=pace)
-    other = Controller(str(path), watched, JobConnection(0, 2, make_store(), "job/"), Failures(), pace=pace, interval_s=0.01)
+    silent = Controller(str(path), watched, JobConnection(1, 2, make_store(), "job/", intervals=pace), Failures())
+    other = Controller(str(path), watched, JobConnection(0, 2, make_store(), "job/", intervals=pace), Failures())
     silent.start(Noted())
     other.start(Noted())
     silent._participant._agreement.poll = lambda: iter(())
@@ -254,13 +253,11 @@ def test_a_rank_whose_store_hangs_waits_for_the_bound_and_knows_later_which_step
     """Its acknowledgement has arrived, so the others go over, and it cannot know."""
     path = tmp_path / "config.json"
     write(path, collect_times=1)
-    pace = PollingIntervals(idle=0.01, open=0.005, waiting=0.002, patience=0.05, bound=0.1)
+    pace = PollingIntervals(idle=0.01, open=0.005, waiting=0.002, patience=0.05, bound=0.1, file=0.01)
     connection = Stalling(make_store())
     told = Noted()
-    well = Controller(
-        str(path), load_config(path), JobConnection(0, 2, make_store(), "job/"), Failures(), pace=pace, interval_s=0.01
-    )
-    cut_off = Controller(str(path), load_config(path), JobConnection(1, 2, connection, "job/"), Failures(), pace=pace)
+    well = Controller(str(path), load_config(path), JobConnection(0, 2, make_store(), "job/", intervals=pace), Failures())
+    cut_off = Controller(str(path), load_config(path), JobConnection(1, 2, connection, "job/", intervals=pace), Failures())
     well.start(Noted())
     cut_off.start(told)
     first, last = cut_off._participant._agreement, well._participant._agreement
@@ -295,13 +292,16 @@ def test_a_rank_that_cannot_reach_the_store_at_the_start_says_so_and_catches_up(
     path = tmp_path / "config.json"
     write(path, collect_times=1)
     well = Controller(
-        str(path), load_config(path), JobConnection(0, 2, make_store(), "job/"), Failures(), pace=FAST, interval_s=3600.0
+        str(path),
+        load_config(path),
+        JobConnection(0, 2, make_store(), "job/", intervals=replace(FAST, file=3600.0)),
+        Failures(),
     )
     well.start(Noted())
     write(path, collect_times=2)
     connection, told, failures = Stalling(make_store()), Noted(), Failures()
     connection.open.clear()
-    late = Controller(str(path), load_config(path), JobConnection(1, 2, connection, "job/"), failures, pace=FAST)
+    late = Controller(str(path), load_config(path), JobConnection(1, 2, connection, "job/", intervals=FAST), failures)
     late.start(told, timeout_s=0.05)
     assert list(failures.counts) == ["no agreement at the start"]
     assert late.begin(0) is None

@@ -25,8 +25,9 @@ from monitor.mindspore.training import (
     TrainingMetricsCallback,
     TrainingStateMonitor,
 )
-from monitor.mindspore.training.backend import NotARouterError, _of_call, chosen_in
+from monitor.mindspore.training.backend import _of_call, chosen_in
 from monitor.training.expert_load import combined
+from monitor.training.metrics import NotARouterError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 

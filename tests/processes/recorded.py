@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from monitor.coordinator.manifest import MANIFEST_FILE
-from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord, read_manifest
+from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestRecord, StepsRecord, read_manifest
 from monitor.sinks.csv import read_csv
 
 KINDS = ("actv", "actv_grad", "grad_reduced", "grad_unreduced", "param_origin", "param_updated")

@@ -18,8 +18,7 @@ from recorded import listed, rank_directories
 from typer.testing import CliRunner
 
 from monitor.config import MonitorConfig
-from monitor.coordinator.manifest import MANIFEST_FILE
-from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord, read_manifest
+from monitor.coordinator.manifest_format import MANIFEST_FILE, ConfigurationRecord, ManifestRecord, read_manifest
 from monitor.dynamic.cli import app
 from monitor.dynamic.controller import digest_of
 from monitor.sinks.csv import read_csv

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from monitor.failures import LOGGER, Failures
 from monitor.pytorch.training import TrainingMetrics
-from monitor.pytorch.training.routers import NotARouterError, Routers, counts_of
+from monitor.pytorch.training.backend import TorchRouters, counts_of
+from monitor.training.metrics import NotARouterError
 
 EXPERTS, CHOSEN = 4, 2
 SMALL = {
@@ -56,7 +57,7 @@ class Choosing(nn.Module):
         return self._result
 
 
-def tokens_of(routers: Routers) -> dict[str, list[int]]:
+def tokens_of(routers: TorchRouters) -> dict[str, list[int]]:
     return {name: list(count()) for name, count in routers.step().items()}
 
 
@@ -118,7 +119,7 @@ def test_what_does_not_say_it_is_not_guessed(result: Any) -> None:
 
 def test_a_module_that_says_nothing_is_named_once_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(Choosing(torch.rand(3, 4)))
-    routers = Routers(model, ["0"], Failures())
+    routers = TorchRouters(model, ["0"], Failures())
     with caplog.at_level(logging.WARNING, LOGGER.name):
         for _ in range(2):
             model(torch.rand(1))
@@ -129,12 +130,12 @@ def test_a_module_that_says_nothing_is_named_once_and_training_goes_on(caplog: p
 
 def test_a_name_that_no_module_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="routers: there is no module 'gate' in the model"):
-        Routers(nn.Sequential(nn.Linear(1, 1)), ["gate"], Failures())
+        TorchRouters(nn.Sequential(nn.Linear(1, 1)), ["gate"], Failures())
 
 
 def test_micro_batches_of_a_step_add_up_and_the_next_step_begins_anew() -> None:
     model = nn.Sequential(Choosing((torch.tensor([0, 1]),), num_experts=2))
-    routers = Routers(model, ["0"], Failures())
+    routers = TorchRouters(model, ["0"], Failures())
     for _ in range(3):
         model(torch.rand(1))
     first = routers.step()
@@ -145,7 +146,7 @@ def test_micro_batches_of_a_step_add_up_and_the_next_step_begins_anew() -> None:
 
 def test_evaluation_is_not_counted() -> None:
     model = nn.Sequential(Choosing((torch.tensor([0, 1]),), num_experts=2))
-    routers = Routers(model, ["0"], Failures())
+    routers = TorchRouters(model, ["0"], Failures())
     model.eval()(torch.rand(1))
     assert tokens_of(routers) == {}
 
@@ -153,14 +154,14 @@ def test_evaluation_is_not_counted() -> None:
 def test_what_is_recomputed_for_a_backward_counts_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].top_k = 2
-    routers = Routers(model, ["0"], Failures())
+    routers = TorchRouters(model, ["0"], Failures())
     checkpoint(model, torch.rand(3, 4, requires_grad=True), use_reentrant=False).sum().backward()
     assert sum(tokens_of(routers)["0"]) == 6
 
 
 def test_nothing_is_counted_any_more_when_it_is_removed() -> None:
     model = nn.Sequential(Choosing((torch.tensor([0, 1]),), num_experts=2))
-    routers = Routers(model, ["0"], Failures())
+    routers = TorchRouters(model, ["0"], Failures())
     routers.remove()
     model(torch.rand(1))
     assert tokens_of(routers) == {}

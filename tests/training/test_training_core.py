@@ -16,9 +16,18 @@ from monitor.training.config import TrainingConfig, training_config_in
 from monitor.training.expert_load import ExpertCounts, combined, load
 from monitor.training.norms import recorded
 from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import MetricsWriter, Reporting
-from monitor.training.scalars import Rates, RunScalars, Scalar, StateScalars, ThroughputMeter
-from monitor.training.step import MOST_WAITING, StepFacts, StepJoiner, StepNorms
+from monitor.training.reporting import MetricsWriter, Outputs, Reporting
+from monitor.training.step import (
+    MOST_WAITING,
+    Rates,
+    RunScalars,
+    Scalar,
+    StateScalars,
+    StepFacts,
+    StepJoiner,
+    StepNorms,
+    ThroughputMeter,
+)
 
 BOARD = "tensorboard: {tensorboard_dir: tb, log_loss_scale_to_tensorboard: true, log_timers_to_tensorboard: true}\n"
 BOTH = frozenset({"log", "tensorboard"})
@@ -374,7 +383,7 @@ class TestExpertLoad:
 
 class TestWriting:
     def writing(self, directory: Path, failures: Failures) -> MetricsWriter:
-        reporting = Reporting(config(), 1, LogWriter(0), EventWriter(directory, 1), None, failures)
+        reporting = Reporting(config(), 1, Outputs(LogWriter(0), EventWriter(directory, 1)), failures)
         return MetricsWriter(reporting, failures)
 
     def test_numbers_are_read_by_a_thread_of_its_own(self, tmp_path: Path) -> None:

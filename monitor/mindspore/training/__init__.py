@@ -3,10 +3,10 @@
 from monitor.mindspore.training.callbacks import (
     MFLossMonitor,
     TopkBiasBalanceCallback,
+    TrainingMetrics,
     TrainingMetricsCallback,
     TrainingStateMonitor,
 )
-from monitor.mindspore.training.metrics import TrainingMetrics
 from monitor.recording.protocols import RunEnded
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""MindSpore's implementation of the training metrics' adapter interface ``monitor.training.backend.MetricsBackend``."""
+"""MindSpore's implementation of the training metrics' adapter interface ``monitor.training.metrics.MetricsBackend``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
 from monitor.recording.protocols import HookSet
 from monitor.stats.mindspore.tensors import on_host
-from monitor.training.scalars import NoCounterError
-from monitor.training.step import Number, Tokens
+from monitor.training.metrics import NotARouterError
+from monitor.training.step import NoCounterError, Number, Tokens
 
 # --- The factor by which an optimizer divides its gradients inside its step: the constant loss scale.
 
 
 class MindSporeGradientScale:
-    """See ``monitor.training.backend.GradientScale``. The factor never changes."""
+    """See ``monitor.training.metrics.GradientScale``. The factor never changes."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -70,10 +70,6 @@ ChosenExperts = tuple[Tensor, int]
 """The result of a router's call, indices or a boolean map, and the number of experts."""
 
 
-class NotARouterError(Exception):
-    """The result of a cell does not show which experts were chosen."""
-
-
 class MindSporeRouters:
     """Keeps the choices of a router in every training call until the step ends.
 
@@ -96,7 +92,7 @@ class MindSporeRouters:
             self._hooks.add(after_forward(cell, keep))
 
     def step(self) -> dict[str, Tokens]:
-        """See ``monitor.training.backend.Routers``."""
+        """See ``monitor.training.metrics.Routers``."""
         chosen, self._chosen = self._chosen, {}
         return {name: partial(_counted, calls) for name, calls in chosen.items()}
 

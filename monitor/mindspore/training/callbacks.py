@@ -1,19 +1,25 @@
-"""Training metrics as callbacks of ``mindspore.train.Model``, with the names that MindSpore Transformers uses."""
+"""``TrainingMetrics``, and callbacks of ``mindspore.train.Model`` with the names that MindSpore Transformers uses."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
 from monitor.mindspore.process_group import place
-from monitor.mindspore.training.backend import kept
-from monitor.mindspore.training.metrics import TrainingMetrics
+from monitor.mindspore.training import backend
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.config import BiasBalance, Callbacks, LossMonitor, MonitorSection, TensorBoardSection
+from monitor.training.metrics import MetricsBackend, RunMetrics
 from monitor.training.step import Number, Step
+
+
+class TrainingMetrics(RunMetrics):
+    __doc__ = RunMetrics.__doc__
+
+    _backend: ClassVar[MetricsBackend] = backend
 
 
 class TrainingMetricsCallback(Callback):  # type: ignore[misc]
@@ -152,7 +158,7 @@ def _trained_by(training: Any) -> tuple[Any, Any]:
 def _scale_of(training: Any) -> Number | None:
     """The scale of the next step's loss. A fixed scale is known to the optimizer."""
     if (changing := getattr(training.train_network, "scale_sense", None)) is not None:
-        return kept(changing)
+        return backend.kept(changing)
     scale = float(getattr(_trained_by(training)[1], "loss_scale", 1.0))
     return None if scale == 1.0 else scale
 

@@ -43,7 +43,7 @@ NO_VALUE: Final = -1
 _NUMBERS: Final = itertools.count()
 
 
-class _Values:
+class _ValueNumbers:
     """Value numbers by tensor of a trace. They are freed with the trace."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Values:
         return versions[x._version]
 
 
-_VALUES: Final = _Values()
+_VALUES: Final = _ValueNumbers()
 
 
 def value_of(x: Tensor) -> int:

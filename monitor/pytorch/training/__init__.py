@@ -1,6 +1,15 @@
 """Training metrics for PyTorch: ``TrainingMetrics`` for a loop; ``huggingface`` and ``lightning`` for trainers."""
 
-from monitor.pytorch.training.metrics import TrainingMetrics
+from typing import ClassVar
+
+from monitor.pytorch.training import backend
 from monitor.recording.protocols import RunEnded
+from monitor.training.metrics import MetricsBackend, RunMetrics
 
 __all__ = ["RunEnded", "TrainingMetrics"]
+
+
+class TrainingMetrics(RunMetrics):
+    __doc__ = RunMetrics.__doc__
+
+    _backend: ClassVar[MetricsBackend] = backend

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.training import TrainingMetrics
 from monitor.pytorch.training.backend import GradNorm, rows_of
-from monitor.pytorch.training.metrics import TrainingMetrics
 from monitor.recording.patches import CallListener
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step

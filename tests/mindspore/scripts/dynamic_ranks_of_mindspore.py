@@ -22,15 +22,15 @@ from mindspore import Tensor, communication, nn, ops
 from mindspore.mint import distributed
 from ranks import tell
 
-import monitor.recording.switching as switching
+import monitor.recording.recording as recording
 from monitor.config import MonitorConfig
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.dynamic import Controller
+from monitor.dynamic import JobConnection
 from monitor.dynamic.controller import digest_of
 from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.mindspore import TrainerMon
 
-PACE = PollingIntervals(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)
+PACE = PollingIntervals(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0, file=0.02)
 COMMON: dict[str, Any] = {"ops": ["norm"], "step_count_per_record": 1000}
 ON: dict[str, Any] = {**COMMON, "dynamic_on": True, "wg_distribution": True}
 OFF: dict[str, Any] = {**COMMON, "dynamic_on": False}
@@ -128,7 +128,7 @@ class Rank:
         return bool(told.asnumpy()[0])
 
 
-switching.Controller = partial(Controller, pace=PACE, interval_s=0.02)  # type: ignore[misc]
+recording.JobConnection = partial(JobConnection, intervals=PACE)  # type: ignore[misc]
 ms.set_device("CPU")
 communication.init("mccl")
 rank = Rank(Path(sys.argv[1]))

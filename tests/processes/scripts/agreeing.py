@@ -25,7 +25,7 @@ from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.failures import Failures
 
 LAST = 999
-PACE = PollingIntervals(idle=0.05, open=0.01, waiting=0.005, patience=0.3, bound=0.9)
+PACE = PollingIntervals(idle=0.05, open=0.01, waiting=0.005, patience=0.3, bound=0.9, file=0.02)
 
 
 class ConfigJournal:
@@ -47,10 +47,10 @@ def main(store: str, path: str, result: str) -> None:
     else:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     found = own_store(rank, world) if store == "own" else dist.distributed_c10d._get_default_store()
-    job = JobConnection(rank, world, found, "job/", dist.is_initialized)
+    job = JobConnection(rank, world, found, "job/", dist.is_initialized, intervals=PACE)
     del found
     journal = ConfigJournal()
-    control = Controller(path, load_config(path), job, Failures(rank), pace=PACE, interval_s=0.02)
+    control = Controller(path, load_config(path), job, Failures(rank))
     control.start(journal)
     ran, longest = train(control, random.Random(rank))
     told = {"ran": ran, "longest": longest, "records": journal.records, "undecided_since": journal.undecided_since}

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import monitor.recording.switching as switching
-from monitor.dynamic import Controller
+import monitor.recording.recording as recording
+from monitor.dynamic import JobConnection
 from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.pytorch import TrainerMon
 
 torch.set_num_threads(1)
-PACE = PollingIntervals(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0)
+PACE = PollingIntervals(idle=0.04, open=0.01, waiting=0.005, patience=5.0, bound=8.0, file=0.02)
 ORIGINAL = dict(vars(dist.ProcessGroup))
 
 
@@ -95,7 +95,7 @@ class Rank:
 
 
 def main(config: str, result: str, nan_step: str = "-1", more: str = "") -> None:
-    switching.Controller = partial(Controller, pace=PACE, interval_s=0.02)  # type: ignore[misc]
+    recording.JobConnection = partial(JobConnection, intervals=PACE)  # type: ignore[misc]
     dist.init_process_group("gloo")
     rank = Rank(Path(result), int(nan_step), more == "copy")
     monitored = rank.train(config, None)

@@ -16,8 +16,7 @@ from dumping import Dump
 from typer.testing import CliRunner
 
 from monitor.dump.cli import app
-from monitor.dump.files import FILE, LONGEST
-from monitor.dump.writer import DATA
+from monitor.dump.files import DATA, FILE, LONGEST
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,8 +12,7 @@ from typing import Any
 from launching import Launcher
 from watching import Output, Row
 
-from monitor.coordinator.manifest import MANIFEST_FILE
-from monitor.coordinator.manifest_format import ManifestRecord, read_manifest
+from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestRecord, read_manifest
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

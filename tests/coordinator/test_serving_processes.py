@@ -14,9 +14,9 @@ from random import SystemRandom
 
 import pytest
 
-from monitor.coordinator.store.protocol import PORT_OFFSET, PORTS
+from monitor.coordinator.store import PORT_OFFSET, PORTS
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, sys, threading, time
 from monitor.failures import Failures
@@ -111,7 +111,7 @@ def test_a_rank_that_is_started_again_alone_has_a_name_of_its_own_and_says_so(st
     names = [line(rank) for rank in ranks]
     end(ranks[1])
     again = start(
-        1, "from monitor.coordinator.store import stores\nstores.StoreLocator.__init__.__defaults__ = (0.2,)\nidentity()"
+        1, "from monitor.coordinator.store import StoreLocator\nStoreLocator.__init__.__defaults__ = (0.2,)\nidentity()"
     )
     status, said, errors = end(again)
     assert status == 0
@@ -165,8 +165,8 @@ except ConnectionError:
 
 def test_a_forked_child_neither_serves_nor_keeps_the_port_nor_the_name(start: Start) -> None:
     forks = """
-from monitor.coordinator.store import stores
-stores.StoreLocator.__init__.__defaults__ = (0.2,)
+from monitor.coordinator.store import StoreLocator
+StoreLocator.__init__.__defaults__ = (0.2,)
 identity()
 store().add("count", 1)
 if os.fork() == 0:

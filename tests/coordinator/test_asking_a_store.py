@@ -12,9 +12,17 @@ from contextlib import contextmanager, suppress
 import pytest
 from serving import JOB, served
 
-from monitor.coordinator.store.client import StoreClient, StoreLocator, greet
-from monitor.coordinator.store.protocol import MOST_BYTES, Hello, LocalStore, RefusedError, Rendezvous
-from monitor.coordinator.store.server import StoreServer
+from monitor.coordinator.store import (
+    MOST_BYTES,
+    Hello,
+    LocalStore,
+    RefusedError,
+    Rendezvous,
+    StoreClient,
+    StoreLocator,
+    StoreServer,
+    greet,
+)
 
 HOST = "127.0.0.1"
 MakeLocator = Callable[[], StoreLocator]
