@@ -39,7 +39,6 @@ from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.delivery import Delivery
-from monitor.pipeline.step_queue import DroppedSteps
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
@@ -192,7 +191,6 @@ def writer_of(name: str, directory: Path, series: SeriesTable, scanner: Timed | 
         {name: make_sink(name, SinkContext(directory, 0, series, NDIGITS, STEPS_PER_RECORD[name], eps=1e-8))},
         Manifest(directory, FACTS, series, failures),
         failures,
-        DroppedSteps(),
         lambda _: None,
         watchers={} if scanner is None else {"rules": scanner},
         save_seconds=30.0,

@@ -19,7 +19,7 @@ from monitor.recording import recorder
 from monitor.recording.recorder import Device, RecordedSeries
 from monitor.series import SeriesTable
 from monitor.stats.host.array_kernel import Raw
-from monitor.stats.host.native import HostPage
+from monitor.stats.host_memory import HostPage
 from monitor.stats.mindspore.arithmetic import on_the_host
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
 from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host

@@ -12,8 +12,8 @@ from time import monotonic
 from typing import Any, Final, Generic, TypeVar
 
 from monitor.failures import EarlierFailure, Failures
+from monitor.pipeline.dropped import BATCH_LIMIT_BYTES, DroppedSteps
 from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
-from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES, DroppedSteps
 from monitor.sinks.protocol import BatchSink, Sink
 from monitor.stats.rows import StepRows
 
@@ -119,6 +119,7 @@ class Delivery(Generic[S]):
     ``wait=False`` they skip the object that the first thread is stuck in.
 
     Attributes:
+        dropped_steps: Steps that never reach the writer. The training thread adds them.
         latest: The rows delivered last.
     """
 
@@ -127,13 +128,13 @@ class Delivery(Generic[S]):
         sinks: Mapping[str, Sink],
         journal: StepJournal,
         failures: Failures,
-        dropped_steps: DroppedSteps,
         put_back: Callable[[S], None],
         *,
         watchers: Mapping[str, Watcher],
         save_seconds: float,
     ) -> None:
-        self._failures, self._dropped_steps, self._put_back = failures, dropped_steps, put_back
+        self._failures, self._put_back = failures, put_back
+        self.dropped_steps = DroppedSteps()
         self._sinks = {name: self._guarded_sink(name, sink) for name, sink in sinks.items()}
         self._watchers = [ErrorGuard(name, watcher, failures) for name, watcher in watchers.items()]
         self._journal = ErrorGuard("the manifest", journal, failures)
@@ -217,7 +218,7 @@ class Delivery(Generic[S]):
         in_progress = self._in_progress
         half_way = in_progress.half_way
         unwritten = [step for step in steps if step != half_way]
-        self._dropped_steps.counts[reason] += len(unwritten)
+        self.dropped_steps.counts[reason] += len(unwritten)
         self._journal.use(lambda journal: _drop_all(journal, unwritten, reason), wait=False)
         for watcher in self._watchers:
             unseen = [step for step in steps if step not in in_progress.steps[:1] or watcher.name not in in_progress.looked]
@@ -233,7 +234,7 @@ class Delivery(Generic[S]):
 
     def seconds_to_save(self) -> float | None:
         """Seconds until the journal is to be saved; ``None`` while it has nothing new."""
-        return max(self._save_at - monotonic(), 0.0) if self._changed or self._dropped_steps.unreported else None
+        return max(self._save_at - monotonic(), 0.0) if self._changed or self.dropped_steps.unreported else None
 
     @property
     def stuck_in(self) -> str:
@@ -258,7 +259,7 @@ class Delivery(Generic[S]):
             self._failures.defer_error(error)
         else:
             self._failures.report("reading a step", error, advice(error))
-        self._dropped_steps.counts[UNREADABLE] += 1
+        self.dropped_steps.counts[UNREADABLE] += 1
         reason = f"{UNREADABLE}: {error!r}"
         self._journal.use(lambda journal: journal.dropped(step, reason))
         self._use_watchers(lambda watcher: watcher.dropped(step, reason))
@@ -294,7 +295,7 @@ class Delivery(Generic[S]):
             journal.dropped(step, reason)
             self._use_watchers(lambda watcher: watcher.dropped(step, reason), wait=False)
 
-        self._dropped_steps.report(dropped)
+        self.dropped_steps.report(dropped)
 
     def _use_watchers(
         self, call: Callable[[Watcher], object], *, wait: bool = True, last: bool = False

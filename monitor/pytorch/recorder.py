@@ -13,7 +13,8 @@ from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.recording import recorder
 from monitor.recording.recorder import Device, RecordedSeries
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.host.native import HostPage, Reduce
+from monitor.stats.host.native import Reduce
+from monitor.stats.host_memory import HostPage
 from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, RowSlot
 from monitor.stats.torch.dispatch import ListedTensor, reduce_into, reduce_listed

@@ -25,7 +25,7 @@ from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import prepare, rotate_stale_output
 from monitor.coordinator.rank_directory import resolve_rank_directory
 from monitor.failures import Failures
-from monitor.pipeline.pipeline import Pipeline
+from monitor.pipeline.pipeline import Pipeline, PipelineLimits
 from monitor.pipeline.process import PROCESS
 from monitor.pipeline.protocols import Watcher
 from monitor.series import SeriesTable
@@ -121,10 +121,12 @@ class Run:
             self.manifest,
             failures,
             SealedTable,
-            queue_bytes=config.queue_bytes,
-            queue_wait_seconds=config.queue_wait_seconds,
-            close_seconds=config.close_seconds,
-            signal_seconds=config.signal_seconds,
+            PipelineLimits(
+                queue_bytes=config.queue_bytes,
+                queue_wait_seconds=config.queue_wait_seconds,
+                close_seconds=config.close_seconds,
+                signal_seconds=config.signal_seconds,
+            ),
             watchers=self._watchers_for(config),
         )
 

@@ -1,4 +1,4 @@
-"""The native kernel in C, which computes every partial of a host array in one read; and pages of the table in host memory.
+"""The native kernel in C, which computes every partial of a host array in one read.
 
 numpy and torch take one pass, and one call, per statistic. The native kernel computes all of them in one loop at about the
 speed of memory, and a small tensor costs one call. It is built if there is a C compiler when the package is installed; without
@@ -15,8 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, WRITES, Floats
-from monitor.stats.table import PageCopy
+from monitor.stats.partials import Floats
 
 try:
     from monitor.stats import _host_kernel
@@ -66,50 +65,3 @@ def native_kernel(eps: float) -> NativeKernel | None:
 def is_wanted() -> bool:
     """Whether the modules in C are to be used if they were built."""
     return os.environ.get(VARIABLE) != "0"
-
-
-# --- Pages in host memory: numpy arrays, independent of the framework.
-
-
-class HostPage:
-    """A page in host memory.
-
-    Attributes:
-        numbers: The live rows, shape ``(rows, columns)``.
-        cleared: The columns that ``clear`` sets to zero.
-    """
-
-    def __init__(self, rows: int, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
-        self.numbers: Floats = np.zeros((rows, columns))
-        self.cleared = cleared
-
-    def new_copy(self) -> PageCopy:
-        return HostPageCopy(self)
-
-    def clear(self) -> None:
-        self.numbers[:, self.cleared] = 0.0
-
-    def forget(self, row: int) -> None:
-        self.numbers[row, self.cleared] = 0.0
-
-    def rows_now(self) -> Floats:
-        return self.numbers.copy()
-
-
-class HostPageCopy:
-    """A sealed copy of a ``HostPage``."""
-
-    ready = True
-
-    def __init__(self, page: HostPage) -> None:
-        self._page = page
-        self._sealed = np.zeros_like(page.numbers)
-        self.nbytes = self._sealed.nbytes
-
-    def take(self, rows: int) -> None:
-        live = self._page.numbers[:rows]
-        np.copyto(self._sealed[:rows], live)
-        live[:, self._page.cleared] = 0.0
-
-    def rows(self) -> Floats:
-        return self._sealed

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.stats.host.native import HostPage
+from monitor.stats.host_memory import HostPage
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import PageCopy, PageMemory
 from monitor.stats.torch.tensors import beneath
