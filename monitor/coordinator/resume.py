@@ -24,7 +24,7 @@ from monitor.coordinator.manifest_format import (
 )
 from monitor.coordinator.step_ranges import LAST_STEP, MOST_RANGES_OF_A_CAUSE, Rest, StepRange, StepRanges, StepsByCause
 from monitor.failures import LOGGER
-from monitor.stats.rows import Status
+from monitor.stats.table import Status
 
 Span = tuple[str, str]
 """Two timestamps, both included. They have no year: if the first is the later one, New Year lies between them."""

@@ -19,12 +19,11 @@ from monitor.recording import recorder
 from monitor.recording.recorder import Device, RecordedSeries
 from monitor.series import SeriesTable
 from monitor.stats.host.array_kernel import Raw
-from monitor.stats.host_memory import HostPage
 from monitor.stats.mindspore.arithmetic import on_the_host
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
 from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
-from monitor.stats.table import Page, PageMemory
+from monitor.stats.table import HostPage, Page, PageMemory
 
 HOST: Final = "host"
 DEVICE: Final = "device"

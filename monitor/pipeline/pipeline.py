@@ -11,12 +11,10 @@ from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import ConsumerFactory, Delivery
-from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
-from monitor.pipeline.ring import BackpressureBudget, Ring
-from monitor.pipeline.writer import StepWriter
+from monitor.pipeline.delivery import ConsumerFactory, Delivery, Sealed, StepJournal, Watcher
+from monitor.pipeline.writer import BackpressureBudget, Ring, StepWriter
 from monitor.sinks.protocol import Sink
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 S = TypeVar("S", bound=Sealed)
 

@@ -20,7 +20,7 @@ import numpy as np
 from monitor.failures import Failures
 from monitor.pipeline.pipeline import Pipeline, PipelineLimits
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 ROOT = Path(__file__).parents[2]
 COPY_BYTES = 1000

@@ -23,9 +23,8 @@ from monitor.pytorch.recorder import Recorder, has_data
 from monitor.recording import collectives as capture
 from monitor.recording.collectives import LOCK_SECONDS, CallRows, CollectiveCall
 from monitor.recording.recorder import LateRows
-from monitor.stats.host_memory import HostPage
-from monitor.stats.table import Page
-from monitor.stats.torch.small_tensors import Staging
+from monitor.stats.table import HostPage, Page
+from monitor.stats.torch.host_kernel import Staging
 from monitor.stats.torch.tensors import BYPASSED_KEYS, end_of, function_modes, local_shard, unseen
 
 # --- Entry point.
