@@ -14,23 +14,12 @@ import pyarrow as pa
 from pyarrow.compute import binary_join  # type: ignore[attr-defined]
 
 from monitor.coordinator.ownership import OF_PARAMETERS
+from monitor.merge import tables
 from monitor.merge.discovery import SetAside
 from monitor.merge.gather import Source, Told, of_piece, read
 from monitor.merge.rows import Rows, counts_elements, gathered
 from monitor.merge.statistics import WEIGHTED, Flags, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
-from monitor.merge.tables import (
-    GLOBAL,
-    PER_RANK,
-    Columns,
-    Texts,
-    columns_of,
-    order_by,
-    read_file,
-    same,
-    starts_of_runs,
-    write_table,
-)
 from monitor.merge.tensors import Catalogue
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.files import StepSpan
@@ -103,7 +92,7 @@ class Piece:
         ndigits: The fewest decimals that a rank kept in its CSV files.
     """
 
-    columns: Columns
+    columns: tables.Columns
     steps: StepSpan
     sources: tuple[Source, ...]
     shares: tuple[Path, ...]
@@ -163,11 +152,11 @@ def reduce(piece: Piece) -> Outcome:
         OSError: a file cannot be written.
     """
     catalogue, told = Catalogue.read(piece.catalogue, piece.kind, piece.others), Told()
-    runs = read_file(piece.runs)
-    tables = of_piece(piece.shares, piece.number) or read(piece.sources, piece.steps, piece.columns, catalogue, told)
-    rows, statistics = gathered(tables, runs["rank"].to_numpy(), catalogue, piece.columns)
+    runs = tables.read_file(piece.runs)
+    recorded = of_piece(piece.shares, piece.number) or read(piece.sources, piece.steps, piece.columns, catalogue, told)
+    rows, statistics = gathered(recorded, runs["rank"].to_numpy(), catalogue, piece.columns)
     outcome = Outcome.of_reading(told)
-    tables.clear()
+    recorded.clear()
     _combine(piece, rows, statistics, runs, outcome)
     return outcome
 
@@ -179,18 +168,18 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
     outcome.steps, outcome.gaps = _steps_and_gaps(written)
     outcome.unplaced = Counter(written.rank[written.series == UNKNOWN].tolist()) if piece.kind != REPLICA_KIND else Counter()
     if outcome.rows:
-        write_table(_per_rank(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
+        tables.write_table(_per_rank(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
     del written
     if outcome.rows and piece.kind != REPLICA_KIND:
         tensors = _tensors(piece, rows, statistics, outcome)
         outcome.tensors = len(tensors)
-        write_table(tensors, piece.outputs[1])
+        tables.write_table(tensors, piece.outputs[1])
 
 
 def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     """The steps, and by rank those that some rank has rows of and this one has not, though it measures this kind."""
     step, rank, writers = rows.column("step"), rows.rank, rows.catalogue.writers
-    starts = starts_of_runs([step, rank])
+    starts = tables.starts_of_runs([step, rank])
     steps, place = np.unique(step[starts], return_inverse=True)
     who = np.searchsorted(writers, rank[starts])
     known = np.append(writers, UNKNOWN)[who] == rank[starts]
@@ -200,9 +189,9 @@ def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     return steps.tolist(), {int(writers[which]): steps[~there[which]].tolist() for which in lacking.tolist()}
 
 
-def _per_rank(kept: Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
+def _per_rank(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
     texts = {
-        "kind": same(kept.kind, len(rows)),
+        "kind": tables.same(kept.kind, len(rows)),
         "global_name": rows.catalogue.texts("global_name", rows.series),
         **rows.texts,
     }
@@ -217,7 +206,7 @@ def _per_rank(kept: Columns, runs: pa.Table, rows: Rows, statistics: Statistics)
         **_numbers(statistics),
         CALLS: _calls(rows.column(CALLS)),
     }
-    return _table(columns, texts, columns_of(kept, PER_RANK))
+    return _table(columns, texts, tables.columns_of(kept, tables.PER_RANK))
 
 
 def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome) -> pa.Table:
@@ -225,7 +214,7 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     order, copies, key = _copies(rows)
     differ = _compare_copies(piece, rows, statistics, order, copies, outcome)
     chosen = copies[~rows.replica[order[copies]]]  # the first copy of each part
-    starts = starts_of_runs([column[chosen] for column in key])
+    starts = tables.starts_of_runs([column[chosen] for column in key])
     tensors = combined(statistics, order[chosen], starts)
     rows = rows.only(order[chosen])
     terms, unlike = _terms(rows, starts), _any(differ[chosen], starts)
@@ -250,10 +239,10 @@ def _copies(rows: Rows) -> tuple[Index, Index, list[Index]]:
     """
     known = np.flatnonzero(rows.series != UNKNOWN)
     columns = [rows.column("step"), rows.micro_step(), rows.known("tensor"), rows.known("part"), rows.replica.astype(np.int64)]
-    order = order_by(columns if len(known) == len(rows) else [column[known] for column in columns])
+    order = tables.order_by(columns if len(known) == len(rows) else [column[known] for column in columns])
     order = known if order is None else known[order]
     key = [column[order] for column in columns[:4]]
-    return order, starts_of_runs(key), key[:3]
+    return order, tables.starts_of_runs(key), key[:3]
 
 
 def _compare_copies(piece: Piece, rows: Rows, statistics: Statistics, order: Index, copies: Index, outcome: Outcome) -> Flags:
@@ -305,10 +294,10 @@ def _by_name(rows: Rows, starts: Index) -> dict[str, list[int]]:
     return found
 
 
-def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:
+def _global(kept: tables.Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:
     series = rows.series[starts]
     texts = {
-        "kind": same(kept.kind, len(starts)),
+        "kind": tables.same(kept.kind, len(starts)),
         "name": rows.catalogue.texts("global_name", series),
         "ranks": _joined(rows.rank, starts),
     }
@@ -320,17 +309,17 @@ def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa
         **_numbers(tensors),
         CALLS: _calls(_calls_together(rows.column(CALLS), starts)),
     }
-    return _table(columns, texts, columns_of(kept, GLOBAL))
+    return _table(columns, texts, tables.columns_of(kept, tables.GLOBAL))
 
 
-def _joined(ranks: Index, starts: Index) -> Texts:
+def _joined(ranks: Index, starts: Index) -> tables.Texts:
     """The ranks of each run, as text."""
     each, which = np.unique(ranks, return_inverse=True)
     texts = pa.array(map(str, each.tolist()), type=pa.string())
     if len(starts) == len(ranks):
-        return Texts(which.astype(np.int32), texts)
+        return tables.Texts(which.astype(np.int32), texts)
     lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(ranks)).astype(np.int32)), texts.take(pa.array(which)))
-    return Texts.of([binary_join(lists, " ").dictionary_encode()])
+    return tables.Texts.of([binary_join(lists, " ").dictionary_encode()])
 
 
 def _numbers(statistics: Statistics) -> dict[str, pa.Array]:
@@ -368,7 +357,7 @@ def _of_each(places: pa.ChunkedArray, runs: Index) -> pa.ChunkedArray:
     return _unless(places.fill_null(UNKNOWN).to_numpy()[runs], UNKNOWN)
 
 
-def _table(columns: dict[str, pa.Array], texts: dict[str, Texts], schema: pa.Schema) -> pa.Table:
+def _table(columns: dict[str, pa.Array], texts: dict[str, tables.Texts], schema: pa.Schema) -> pa.Table:
     chosen_texts = {name: text.in_use() for name, text in texts.items()}
     return pa.table([{**columns, **chosen_texts}[one.name] for one in schema], schema=schema)
 
@@ -486,8 +475,8 @@ class _Values:
         rounded = ~(self.exact[one] & self.exact[other])
         with np.errstate(invalid="ignore"):
             far = ~(np.abs(a - b) <= _allowed(np.maximum(np.abs(a), np.abs(b)), rounded, self.ndigits))
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-        differ: Flags = self.known[one] & self.known[other] & far & ~same
+        alike = (a == b) | (np.isnan(a) & np.isnan(b))
+        differ: Flags = self.known[one] & self.known[other] & far & ~alike
         return differ
 
 

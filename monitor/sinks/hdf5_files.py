@@ -16,18 +16,7 @@ import pyarrow as pa
 from h5py import h5d, h5g, h5l, h5o, h5s
 from numpy.typing import NDArray
 
-from monitor.sinks.arrow import (
-    FILLED,
-    HISTOGRAM,
-    MISSING,
-    NULLABLE,
-    SCHEMA,
-    SCHEMA_VERSION,
-    WITH_HISTOGRAMS,
-    ShardMetadata,
-    filled,
-    upper_of,
-)
+from monitor.sinks import arrow
 from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_write import TABLES, SpoolBlock
 from monitor.stats.ops import CALLS
@@ -75,7 +64,7 @@ class Hdf5Shard:
     """
 
     path: Path
-    facts: ShardMetadata
+    facts: arrow.ShardMetadata
     span: StepSpan
     size: int
 
@@ -272,7 +261,7 @@ class NotAShardError(ValueError):
     """The file is damaged or not a shard of this format. The message states the difference."""
 
 
-def read_metadata(file: h5py.File) -> ShardMetadata:
+def read_metadata(file: h5py.File) -> arrow.ShardMetadata:
     """The metadata in the file's attributes.
 
     Raises:
@@ -280,11 +269,13 @@ def read_metadata(file: h5py.File) -> ShardMetadata:
     """
     try:
         version = int(file.attrs["schema_version"])
-        if version != SCHEMA_VERSION:
-            raise NotAShardError(f"its schema version is {version}, and this version of the monitor reads {SCHEMA_VERSION}")
+        if version != arrow.SCHEMA_VERSION:
+            raise NotAShardError(
+                f"its schema version is {version}, and this version of the monitor reads {arrow.SCHEMA_VERSION}"
+            )
         ops = tuple(str(op) for op in file.attrs["ops"])
         marked = (tuple(np.asarray(file.attrs[name], dtype=np.int64).tolist()) for name in ("skipped", "incomplete"))
-        return ShardMetadata(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
+        return arrow.ShardMetadata(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 
@@ -301,7 +292,7 @@ def read_rows(file: h5py.File, kinds: Collection[str] | None = None, steps: Step
     facts = read_metadata(file)
     about = facts.only(steps).packed()
     try:
-        tables = [_rows(kind, group, steps) for kind, group in _groups(file, kinds)] or [SCHEMA.empty_table()]
+        tables = [_rows(kind, group, steps) for kind, group in _groups(file, kinds)] or [arrow.SCHEMA.empty_table()]
         joined = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
         return joined.replace_schema_metadata(about)
     except _FOREIGN as error:
@@ -367,19 +358,21 @@ def _groups(file: h5py.File, kinds: Collection[str] | None) -> Iterator[tuple[st
 def _rows(kind: str, group: h5g.GroupID, steps: StepSpan) -> pa.Table:
     step = DatasetColumn(group, "step").read()
     rows = _rows_of(step, steps)
-    columns = [_column(field, kind, group, rows, len(step)) for field in SCHEMA]
-    if not group.links.exists(HISTOGRAM.encode()):
-        return pa.Table.from_arrays(columns, schema=SCHEMA)
-    return pa.Table.from_arrays([*columns, _histograms(kind, group, rows, len(step))], schema=WITH_HISTOGRAMS)
+    columns = [_column(field, kind, group, rows, len(step)) for field in arrow.SCHEMA]
+    if not group.links.exists(arrow.HISTOGRAM.encode()):
+        return pa.Table.from_arrays(columns, schema=arrow.SCHEMA)
+    return pa.Table.from_arrays([*columns, _histograms(kind, group, rows, len(step))], schema=arrow.WITH_HISTOGRAMS)
 
 
 def _histograms(kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.ChunkedArray:
-    histograms = DatasetColumn(group, HISTOGRAM, len(upper_of(kind)))
+    histograms = DatasetColumn(group, arrow.HISTOGRAM, len(arrow.upper_of(kind)))
     if len(histograms) != length:
-        raise ValueError(f"{kind}/{HISTOGRAM} has {len(histograms)} rows and not {length}")
+        raise ValueError(f"{kind}/{arrow.HISTOGRAM} has {len(histograms)} rows and not {length}")
     starts = range(rows.start, rows.stop, HISTOGRAMS_AT_ONCE)
     parts = (histograms.read(start, min(start + HISTOGRAMS_AT_ONCE, rows.stop)) for start in starts)
-    return pa.chunked_array([filled(part.astype(np.int64, casting="safe", copy=False)) for part in parts], type=FILLED)
+    return pa.chunked_array(
+        [arrow.filled(part.astype(np.int64, casting="safe", copy=False)) for part in parts], type=arrow.FILLED
+    )
 
 
 def _rows_of(step: NDArray[np.int64], steps: StepSpan) -> slice:
@@ -401,7 +394,7 @@ def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length:
     if table is not None:
         return _texts(DatasetColumn(group, table).texts(), numbers)
     wanted = np.float64 if field.type == pa.float64() else np.int64
-    missing = numbers == MISSING if name in NULLABLE else None
+    missing = numbers == arrow.MISSING if name in arrow.NULLABLE else None
     return pa.array(numbers.astype(wanted, casting="safe", copy=False), mask=missing)
 
 
