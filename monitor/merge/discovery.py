@@ -15,16 +15,9 @@ from typing import Any, Final
 
 from pydantic import Field
 
+from monitor.coordinator import manifest_format
 from monitor.coordinator.identity import RankDirectory
-from monitor.coordinator.manifest_format import (
-    MANIFEST_FILE,
-    ManifestError,
-    ManifestRecord,
-    Natural,
-    StrictRecord,
-    parsed,
-    read_manifest,
-)
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
 from monitor.coordinator.resume import Span, in_order
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.formats import FORMATS
@@ -236,14 +229,14 @@ class _UsedConfig(StrictRecord):
 
 
 def _run_in(directory: Path, rank: int) -> RankRun:
-    path = directory / MANIFEST_FILE
+    path = directory / manifest_format.MANIFEST_FILE
     _check_file(path)
-    manifest = read_manifest(path)
+    manifest = manifest_format.read_manifest(path)
     if manifest.rank != rank:
         raise ManifestError(f"{path} is that of rank {manifest.rank}")
     if manifest.world_size > MOST_RANKS:
         raise ManifestError(f"{path} is damaged: world_size: no job has {manifest.world_size} ranks")
-    parsed(_UsedConfig, json.dumps(manifest.config).encode(), path)
+    manifest_format.parsed(_UsedConfig, json.dumps(manifest.config).encode(), path)
     run = RankRun(directory, manifest)
     try:
         _started(run)

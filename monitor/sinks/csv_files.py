@@ -28,18 +28,8 @@ from numpy.typing import NDArray
 from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
-from monitor.sinks.files import (
-    UNFINISHED,
-    NamedShard,
-    PartialFile,
-    StepSpan,
-    draft_name,
-    drafts_in,
-    part_name,
-    parts_in,
-    shard_name,
-    shards_in,
-)
+from monitor.sinks import files
+from monitor.sinks.files import NamedShard, PartialFile, StepSpan
 from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
 
 # --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
@@ -248,9 +238,9 @@ class CsvShards:
             written_before: Whether a file is older than that process, which may have made some of the parts visible.
         """
         for named, (part, rows) in left.items():
-            files = self._files().of(named.kind, named.steps)
-            replaces, _ = _joined(files, rows.header)
-            shares = any(one.path != replaces for one in files)
+            found = self._files().of(named.kind, named.steps)
+            replaces, _ = _joined(found, rows.header)
+            shares = any(one.path != replaces for one in found)
             shard = OpenShard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
             self._open[named.kind] = shard
         self._take_out(StepSpan(since, self._record_of(since).last), written_before)
@@ -297,12 +287,12 @@ class CsvShards:
     def _new(self, kind: str, record: StepSpan, header: bytes, step: int, text: bytes | memoryview) -> OpenShard:
         """A new shard that holds the rows carried over, then ``text``."""
         before, replaces, first, shares_record = header, None, None, False
-        if files := self._files().of(kind, record):
-            replaces, rows = _joined(files, header)
+        if found := self._files().of(kind, record):
+            replaces, rows = _joined(found, header)
             carried = rows.before(step if self._since is None else self._since)
             before, first = carried.text(), carried.first()
-            shares_record = any(one.path != replaces for one in files)
-        part = PartialFile.begin(self._within + part_name(shard_name(kind, record)), before, text)
+            shares_record = any(one.path != replaces for one in found)
+        part = PartialFile.begin(self._within + files.part_name(files.shard_name(kind, record)), before, text)
         return OpenShard(kind, record, header, part, replaces, shares_record, first)
 
     def _publish(self, shards: list[OpenShard]) -> None:
@@ -343,7 +333,7 @@ class CsvShards:
 
     def _free_path(self, kind: str, steps: StepSpan, replaces: Path | None) -> str:
         for copy in count(1):
-            path = self._within + shard_name(kind, steps, copy)
+            path = self._within + files.shard_name(kind, steps, copy)
             if not os.path.lexists(path) or (replaces is not None and Path(path) == replaces):
                 break
         return path
@@ -369,14 +359,14 @@ class _FileIndex:
         self._others: dict[StepSpan, set[NamedShard]] = defaultdict(set)
         self._long: set[NamedShard] = set()
         self._newest = -1
-        for named in shards_in(directory):
+        for named in files.shards_in(directory):
             self.add(named.kind, named.steps, os.fspath(named.path))
 
     def add(self, kind: str, steps: StepSpan, path: str) -> None:
         self._kinds.add(kind)
         self._newest = max(self._newest, steps.last)
         record = self._record_of(steps.first)
-        if record != steps or not path.endswith(shard_name(kind, record)):
+        if record != steps or not path.endswith(files.shard_name(kind, record)):
             self._add_other(NamedShard(kind, steps, Path(path)), record)
 
     def _add_other(self, named: NamedShard, record: StepSpan) -> None:
@@ -400,18 +390,18 @@ class _FileIndex:
         """The files of ``kinds`` named after the record, then the others, of any kind."""
         if record.first > self._newest:
             return []
-        names = ((kind, self._within + shard_name(kind, record)) for kind in kinds)
-        files = [NamedShard(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
+        names = ((kind, self._within + files.shard_name(kind, record)) for kind in kinds)
+        found = [NamedShard(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
-        return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]
+        return [*found, *(one for one in sorted(others) if os.path.lexists(one.path))]
 
     def _record_of(self, step: int) -> StepSpan:
         return StepSpan.of_record(step, self._steps_per_record)
 
 
-def _joined(files: Iterable[NamedShard], header: bytes) -> tuple[Path | None, CsvRows]:
+def _joined(found: Iterable[NamedShard], header: bytes) -> tuple[Path | None, CsvRows]:
     """The first of these files whose header is ``header``, with its content. None and no rows if there is none."""
-    for one in files:
+    for one in found:
         rows = CsvRows.read(one.path)
         if rows is not None and rows.header == header:
             return one.path, rows
@@ -431,7 +421,7 @@ def _take_out(path: Path, steps: StepSpan) -> None:
 
 def _replace(path: Path, text: bytes) -> None:
     """Replace the file's content but keep its modification time, which says when the last step was added."""
-    draft, time = path.with_name(draft_name(path.name)), path.stat().st_mtime_ns
+    draft, time = path.with_name(files.draft_name(path.name)), path.stat().st_mtime_ns
     try:
         draft.write_bytes(text)
         os.utime(draft, ns=(time, time))
@@ -465,7 +455,7 @@ class LeftoverPart:
         self.named = named
         text = checked(named.path).read_bytes()
         self._begun = _unfinished_from(text)
-        self._first = bytes([text[self._begun] & ~UNFINISHED]) if self._begun < len(text) else b""
+        self._first = bytes([text[self._begun] & ~files.UNFINISHED]) if self._begun < len(text) else b""
         restored = text[: self._begun] + self._first + text[self._begun + 1 :]
         self.finished = self._parsed(text[: self._begun]) if self._begun else CsvRows.nothing(b"")
         self.whole = self._parsed(restored) if self._first else None
@@ -494,22 +484,22 @@ class LeftoverPart:
 
 def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:
     """See ``monitor.sinks.recovery.CrashRecovery``."""
-    for draft in drafts_in(directory):  # the file that it was to replace is still there
+    for draft in files.drafts_in(directory):  # the file that it was to replace is still there
         draft.unlink()
     recovered, records = RecoveredFiles(), defaultdict(list)
-    for named in parts_in(directory):
+    for named in files.parts_in(directory):
         records[named.steps].append(LeftoverPart(named))
     for record, left in sorted(records.items()):
         _recover_record(directory, record, left, begun_ns, recovered)
-    late = (one.steps for one in shards_in(directory) if one.steps.last >= newest and changed(one.path) >= saved_ns)
+    late = (one.steps for one in files.shards_in(directory) if one.steps.last >= newest and changed(one.path) >= saved_ns)
     recovered.ranges = {*records, *late}
     return recovered
 
 
 def held(directory: Path, steps: StepSpan) -> set[int]:
     """See ``monitor.sinks.recovery.CrashRecovery``."""
-    files = (CsvRows.read(one.path) for one in shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
-    return {step for rows in files if rows is not None for step in np.unique(rows.steps).tolist()}
+    content = (CsvRows.read(one.path) for one in files.shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
+    return {step for rows in content if rows is not None for step in np.unique(rows.steps).tolist()}
 
 
 def _recover_record(
@@ -557,5 +547,5 @@ def _unfinished_from(text: bytes) -> int:
     """The beginning of the step that is not marked as finished; the end of the text if there is none."""
     begins = np.append(0, line_ends(text))
     begins = begins[begins < len(text)]
-    marked = begins[(np.frombuffer(text, np.uint8)[begins] & UNFINISHED) > 0]
+    marked = begins[(np.frombuffer(text, np.uint8)[begins] & files.UNFINISHED) > 0]
     return int(marked[0]) if len(marked) else len(text)
