@@ -34,7 +34,7 @@ from monitor.series import SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.partials import M2, MAX, MIN, SUMSQ
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.table import KindRows, StepRows
 
 FORMATS = ("csv", "hdf5", "tensorboard")
 STEPS_PER_RECORD = 100

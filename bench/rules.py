@@ -31,21 +31,18 @@ from stepping import rotated
 from tables import Progress, aligned, save
 from writer import NDIGITS, OPS
 
-from monitor.anomalies.alerts import Alerts
-from monitor.anomalies.event_files import EventFiles
+from monitor.anomalies.listeners import Alerts, EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
 from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.delivery import Delivery
-from monitor.pipeline.step_queue import DroppedSteps
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.partials import MAX, MIN, NANS, SUM, SUMSQ, WRITES, Floats, Partials
-from monitor.stats.rows import StepRows
-from monitor.stats.table import SealedTable, StatsTable
+from monitor.stats.table import SealedTable, StatsTable, StepRows
 
 STEPS_PER_RECORD = {"csv": 1, "hdf5": 100}
 FACTS = RankFacts(JobIdentity("job", "Dec03_21-34-40"), 0, 1, {}, {}, {}, "", ())
@@ -192,7 +189,6 @@ def writer_of(name: str, directory: Path, series: SeriesTable, scanner: Timed | 
         {name: make_sink(name, SinkContext(directory, 0, series, NDIGITS, STEPS_PER_RECORD[name], eps=1e-8))},
         Manifest(directory, FACTS, series, failures),
         failures,
-        DroppedSteps(),
         lambda _: None,
         watchers={} if scanner is None else {"rules": scanner},
         save_seconds=30.0,

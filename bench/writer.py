@@ -37,7 +37,7 @@ from monitor.sinks.csv import CsvSink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.ops import derive
 from monitor.stats.partials import COUNT, MAX, MIN, SMALLS, SUM, SUMSQ, Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 NDIGITS = 6

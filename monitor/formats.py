@@ -41,7 +41,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
     {
         "csv": Format(
             sink="monitor.sinks.csv:CsvSink",
-            recovery="monitor.sinks.csv_recovery",
+            recovery="monitor.sinks.csv_files",
             files="kind",
             bytes_per_row=110.0,
             bytes_per_histogram={"magnitudes": 220.0},
@@ -49,7 +49,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
         ),
         "hdf5": Format(
             sink="monitor.sinks.hdf5:Hdf5Sink",
-            recovery="monitor.sinks.hdf5_recovery",
+            recovery="monitor.sinks.hdf5",
             files="record",
             bytes_per_row=35.0,
             bytes_per_histogram={"magnitudes": 45.0, "signed": 95.0},

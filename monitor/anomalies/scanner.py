@@ -18,7 +18,7 @@ from monitor.series import NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable
 from monitor.stats.features import own_columns
 from monitor.stats.ops import derive
 from monitor.stats.partials import NANS, NEGINFS, Floats, Partials
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.table import KindRows, StepRows
 
 # --- The rules' state of rows, aligned with the rows of the current step.
 

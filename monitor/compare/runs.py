@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from monitor.compare.values import Compared, ComparisonError, Finding, of_numbers
+from monitor.convert.conversion import DATA_TYPES, ConversionError, Request
 from monitor.convert.read_csv import IDENTITY, Course, courses_of, read_record
-from monitor.convert.request import DATA_TYPES, ConversionError, Request
-from monitor.merge.atomic_output import MergeError
+from monitor.merge.execution import MergeError
 from monitor.stats.ops import TEXT_OPS
 
 Row = Mapping[str, Any]

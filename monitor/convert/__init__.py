@@ -1,7 +1,6 @@
 """What ranks wrote as CSV, for other programs: curves for TensorBoard, and a database for SQL."""
 
-from monitor.convert.request import ConversionError
-from monitor.convert.result import Converted
+from monitor.convert.conversion import ConversionError, Converted
 from monitor.convert.sqlite import CSV2DBConfig, csv2db
 from monitor.convert.tensorboard import csv2tensorboard_by_step
 

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.convert import sqlite, tensorboard
-from monitor.convert.request import DATA_TYPES, ConversionError, NothingRecordedError, Request
-from monitor.convert.result import MOST_SAID, Converted
+from monitor.convert.conversion import DATA_TYPES, MOST_SAID, ConversionError, Converted, NothingRecordedError, Request
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2

@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
-from monitor.convert.request import DATA_TYPES, ConversionError, Request
+from monitor.convert.conversion import DATA_TYPES, ConversionError, Request
 from monitor.coordinator.identity import RankDirectory, timestamp_fields
 from monitor.coordinator.manifest_format import MANIFEST_FILE, NO_STEPS, StepsRecord
 from monitor.coordinator.resume import Span

@@ -17,12 +17,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from monitor.convert.conversion import Converted, Gathered, Request, bar, natural, plainly
 from monitor.convert.read_csv import Course, Record, courses_of, ops_of, read_record
-from monitor.convert.request import Request, natural
-from monitor.convert.result import Converted, Gathered, bar, plainly
-from monitor.merge.atomic_output import draft_of
 from monitor.merge.discovery import SetAside
-from monitor.merge.executors import engine, run_in_order
+from monitor.merge.execution import draft_of, engine, run_in_order
 from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
 
 # --- Rows made ready for SQLite, by any process: columns of the values that it takes.

@@ -12,12 +12,10 @@ from typing import Final
 import pyarrow as pa
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
+from monitor.convert.conversion import Converted, Gathered, Request, bar, plainly
 from monitor.convert.read_csv import Course, Record, courses_of, numbers_of, ops_of, read_record, steps_of
-from monitor.convert.request import Request
-from monitor.convert.result import Converted, Gathered, bar, plainly
-from monitor.merge.atomic_output import draft_of
 from monitor.merge.discovery import SetAside
-from monitor.merge.executors import engine, run_in_order
+from monitor.merge.execution import draft_of, engine, run_in_order
 from monitor.sinks.tensorboard import BLOCK_ROWS, EventFile, scalar_values
 from monitor.stats.ops import TEXT_OPS
 

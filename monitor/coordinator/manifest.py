@@ -28,7 +28,7 @@ from monitor.coordinator.series_file import Measured, SeriesFile
 from monitor.coordinator.step_ranges import StepRange
 from monitor.failures import Failures
 from monitor.series import SeriesTable
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 MOST_NOTES: Final = 256
 MOST_FAILURES: Final = 100

@@ -29,7 +29,7 @@ from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of
 from monitor.sinks.recovery import recover_all
-from monitor.stats.rows import Status
+from monitor.stats.table import Status
 
 Span = tuple[str, str]
 """Two timestamps, both included. They have no year: if the first is the later one, New Year lies between them."""

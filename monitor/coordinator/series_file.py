@@ -35,7 +35,7 @@ from monitor.coordinator.manifest_format import (
     parsed,
 )
 from monitor.series import LOCAL, Placement, Ranks, Series, SeriesTable, Shard
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 SERIES_LIMIT: Final = 256 * 2**20
 """Largest size of an unpacked series file, in bytes."""

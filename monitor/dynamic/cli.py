@@ -22,8 +22,8 @@ from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRec
 from monitor.dynamic.config_file import EditError, change_file, path_of
 from monitor.dynamic.controller import NOTHING as NO_DIFFERENCE
 from monitor.dynamic.controller import WATCHING_RANK, digest_of, summary
-from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import Found, choose, discover
+from monitor.merge.execution import MergeError
 from monitor.terminal import plain, say
 
 # --- The configurations of a job, read from the ranks' manifests: which one is in force, since when, and whether ranks agree.

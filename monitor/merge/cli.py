@@ -13,11 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.coordinator.resume import Span, span_between
-from monitor.merge.atomic_output import MergeError, NothingRecordedError
+from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import Report, summary
 from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_read import ALL_STEPS
+from monitor.sinks.hdf5_files import ALL_STEPS
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2
@@ -25,7 +25,7 @@ CLEAN, FLAWED, NOTHING = 0, 1, 2
 
 
 class FormatName(StrEnum):
-    """``monitor.merge.output.Format``, for the command line."""
+    """``monitor.merge.tables.Format``, for the command line."""
 
     hdf5 = "hdf5"
     csv = "csv"

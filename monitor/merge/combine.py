@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,20 +14,19 @@ import pyarrow as pa
 from pyarrow.compute import binary_join  # type: ignore[attr-defined]
 
 from monitor.coordinator.ownership import OF_PARAMETERS
-from monitor.merge.arrow_tables import Texts, order_by, read_file, same, starts_of_runs
-from monitor.merge.catalogue import Catalogue
+from monitor.merge import tables
 from monitor.merge.discovery import SetAside
 from monitor.merge.gather import Source, Told, of_piece, read
-from monitor.merge.output import GLOBAL, PER_RANK, Columns, columns_of, write_table
-from monitor.merge.replicas import Disagreement, compare, not_compared, references
 from monitor.merge.rows import Rows, counts_elements, gathered
 from monitor.merge.statistics import WEIGHTED, Flags, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
+from monitor.merge.tensors import Catalogue
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.files import StepSpan
-from monitor.stats.features import FEATURES
+from monitor.stats.features import FEATURES, own_columns
 from monitor.stats.histograms import MAGNITUDES, histogram_text
 from monitor.stats.ops import CALLS
+from monitor.stats.partials import Floats
 
 # --- Which ops of whole tensors have no value because of what was recorded, and why.
 
@@ -92,7 +92,7 @@ class Piece:
         ndigits: The fewest decimals that a rank kept in its CSV files.
     """
 
-    columns: Columns
+    columns: tables.Columns
     steps: StepSpan
     sources: tuple[Source, ...]
     shares: tuple[Path, ...]
@@ -152,11 +152,11 @@ def reduce(piece: Piece) -> Outcome:
         OSError: a file cannot be written.
     """
     catalogue, told = Catalogue.read(piece.catalogue, piece.kind, piece.others), Told()
-    runs = read_file(piece.runs)
-    tables = of_piece(piece.shares, piece.number) or read(piece.sources, piece.steps, piece.columns, catalogue, told)
-    rows, statistics = gathered(tables, runs["rank"].to_numpy(), catalogue, piece.columns)
+    runs = tables.read_file(piece.runs)
+    recorded = of_piece(piece.shares, piece.number) or read(piece.sources, piece.steps, piece.columns, catalogue, told)
+    rows, statistics = gathered(recorded, runs["rank"].to_numpy(), catalogue, piece.columns)
     outcome = Outcome.of_reading(told)
-    tables.clear()
+    recorded.clear()
     _combine(piece, rows, statistics, runs, outcome)
     return outcome
 
@@ -168,18 +168,18 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
     outcome.steps, outcome.gaps = _steps_and_gaps(written)
     outcome.unplaced = Counter(written.rank[written.series == UNKNOWN].tolist()) if piece.kind != REPLICA_KIND else Counter()
     if outcome.rows:
-        write_table(_per_rank(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
+        tables.write_table(_per_rank(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
     del written
     if outcome.rows and piece.kind != REPLICA_KIND:
         tensors = _tensors(piece, rows, statistics, outcome)
         outcome.tensors = len(tensors)
-        write_table(tensors, piece.outputs[1])
+        tables.write_table(tensors, piece.outputs[1])
 
 
 def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     """The steps, and by rank those that some rank has rows of and this one has not, though it measures this kind."""
     step, rank, writers = rows.column("step"), rows.rank, rows.catalogue.writers
-    starts = starts_of_runs([step, rank])
+    starts = tables.starts_of_runs([step, rank])
     steps, place = np.unique(step[starts], return_inverse=True)
     who = np.searchsorted(writers, rank[starts])
     known = np.append(writers, UNKNOWN)[who] == rank[starts]
@@ -189,9 +189,9 @@ def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     return steps.tolist(), {int(writers[which]): steps[~there[which]].tolist() for which in lacking.tolist()}
 
 
-def _per_rank(kept: Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
+def _per_rank(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
     texts = {
-        "kind": same(kept.kind, len(rows)),
+        "kind": tables.same(kept.kind, len(rows)),
         "global_name": rows.catalogue.texts("global_name", rows.series),
         **rows.texts,
     }
@@ -206,7 +206,7 @@ def _per_rank(kept: Columns, runs: pa.Table, rows: Rows, statistics: Statistics)
         **_numbers(statistics),
         CALLS: _calls(rows.column(CALLS)),
     }
-    return _table(columns, texts, columns_of(kept, PER_RANK))
+    return _table(columns, texts, tables.columns_of(kept, tables.PER_RANK))
 
 
 def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome) -> pa.Table:
@@ -214,7 +214,7 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     order, copies, key = _copies(rows)
     differ = _compare_copies(piece, rows, statistics, order, copies, outcome)
     chosen = copies[~rows.replica[order[copies]]]  # the first copy of each part
-    starts = starts_of_runs([column[chosen] for column in key])
+    starts = tables.starts_of_runs([column[chosen] for column in key])
     tensors = combined(statistics, order[chosen], starts)
     rows = rows.only(order[chosen])
     terms, unlike = _terms(rows, starts), _any(differ[chosen], starts)
@@ -239,10 +239,10 @@ def _copies(rows: Rows) -> tuple[Index, Index, list[Index]]:
     """
     known = np.flatnonzero(rows.series != UNKNOWN)
     columns = [rows.column("step"), rows.micro_step(), rows.known("tensor"), rows.known("part"), rows.replica.astype(np.int64)]
-    order = order_by(columns if len(known) == len(rows) else [column[known] for column in columns])
+    order = tables.order_by(columns if len(known) == len(rows) else [column[known] for column in columns])
     order = known if order is None else known[order]
     key = [column[order] for column in columns[:4]]
-    return order, starts_of_runs(key), key[:3]
+    return order, tables.starts_of_runs(key), key[:3]
 
 
 def _compare_copies(piece: Piece, rows: Rows, statistics: Statistics, order: Index, copies: Index, outcome: Outcome) -> Flags:
@@ -294,10 +294,10 @@ def _by_name(rows: Rows, starts: Index) -> dict[str, list[int]]:
     return found
 
 
-def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:
+def _global(kept: tables.Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa.Table:
     series = rows.series[starts]
     texts = {
-        "kind": same(kept.kind, len(starts)),
+        "kind": tables.same(kept.kind, len(starts)),
         "name": rows.catalogue.texts("global_name", series),
         "ranks": _joined(rows.rank, starts),
     }
@@ -309,17 +309,17 @@ def _global(kept: Columns, rows: Rows, starts: Index, tensors: Statistics) -> pa
         **_numbers(tensors),
         CALLS: _calls(_calls_together(rows.column(CALLS), starts)),
     }
-    return _table(columns, texts, columns_of(kept, GLOBAL))
+    return _table(columns, texts, tables.columns_of(kept, tables.GLOBAL))
 
 
-def _joined(ranks: Index, starts: Index) -> Texts:
+def _joined(ranks: Index, starts: Index) -> tables.Texts:
     """The ranks of each run, as text."""
     each, which = np.unique(ranks, return_inverse=True)
     texts = pa.array(map(str, each.tolist()), type=pa.string())
     if len(starts) == len(ranks):
-        return Texts(which.astype(np.int32), texts)
+        return tables.Texts(which.astype(np.int32), texts)
     lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(ranks)).astype(np.int32)), texts.take(pa.array(which)))
-    return Texts.of([binary_join(lists, " ").dictionary_encode()])
+    return tables.Texts.of([binary_join(lists, " ").dictionary_encode()])
 
 
 def _numbers(statistics: Statistics) -> dict[str, pa.Array]:
@@ -357,6 +357,163 @@ def _of_each(places: pa.ChunkedArray, runs: Index) -> pa.ChunkedArray:
     return _unless(places.fill_null(UNKNOWN).to_numpy()[runs], UNKNOWN)
 
 
-def _table(columns: dict[str, pa.Array], texts: dict[str, Texts], schema: pa.Schema) -> pa.Table:
+def _table(columns: dict[str, pa.Array], texts: dict[str, tables.Texts], schema: pa.Schema) -> pa.Table:
     chosen_texts = {name: text.in_use() for name, text in texts.items()}
     return pa.table([{**columns, **chosen_texts}[one.name] for one in schema], schema=schema)
+
+
+# --- Copies of the same numbers that differ: a lost all-reduce, a corrupted memory, a seed that went wrong.
+
+COMPARED: Final = ("norm", "min", "max", "nans", "infs")
+_OF_FEATURES: Final = {"linear_hook": ("frobenius_norm",)}
+"""A spectral norm is approached from step to step, and two ranks may be on different ways to it."""
+
+TOLERANCE: Final = 1e-6
+"""Relative. Replicas are read by the same code, but perhaps on other devices, which add in another order."""
+
+NONE: Final = -1
+
+_PLAIN_FROM: Final = 1e-3
+_PLAIN_BELOW: Final = 1e15
+"""Between these CSV keeps so many decimals, of smaller and larger magnitudes so many digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A copy that is not what another rank has.
+
+    Attributes:
+        difference: Of the values; NaN where one of them is.
+    """
+
+    kind: str
+    name: str
+    step: int
+    micro_step: int
+    rank: int
+    other: int
+    op: str
+    value: float
+    others_value: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.value - self.others_value) if self.value != self.others_value else 0.0
+
+
+def references(rows: Rows, first: Index) -> Index:
+    """The row that each one is held against; its own number where there is none but itself.
+
+    A replica is recorded once in a step. Its owner may have a row for every micro-step: the last one counts.
+
+    Args:
+        rows: In order of steps, and within a step of micro-steps.
+        first: For each row the first one of the same step, micro-step and part, the owner's if there is one.
+    """
+    alone = np.flatnonzero(rows.replica[first])
+    own = np.flatnonzero(~rows.replica)
+    if not len(alone):
+        return first
+    key = np.stack([rows.column("step"), rows.known("tensor"), rows.known("part")])[:, np.concatenate([own, alone])]
+    part = np.unique(key, axis=1, return_inverse=True)[1].reshape(-1)
+    last = np.full(part.max() + 1, NONE)
+    np.maximum.at(last, part[: len(own)], first[own])
+    found = first.copy()
+    found[alone] = np.where(last[part[len(own) :]] == NONE, alone, last[part[len(own) :]])
+    return found
+
+
+def not_compared(rows: Rows, reference: Index) -> Counter[int]:
+    """By rank, how many replicas have nothing to be held against."""
+    return Counter(rows.rank[rows.replica[reference]].tolist())
+
+
+def compare(kind: str, rows: Rows, statistics: Statistics, reference: Index, ndigits: int) -> dict[int, Disagreement]:
+    """Find the copies that are not what most of the copies are, or if there is no such majority not what the first one is.
+
+    Returns:
+        By row.
+
+    Args:
+        reference: See ``references``.
+        ndigits: Decimals of rows that come from CSV.
+    """
+    copies = np.flatnonzero((reference != np.arange(len(reference))) & ~rows.replica[reference])
+    if not len(copies):
+        return {}
+    copies = copies[np.argsort(reference[copies], kind="stable")]
+    found: dict[int, Disagreement] = {}
+    for op in _OF_FEATURES.get(kind, own_columns(kind)) or COMPARED:
+        values = _Values.of(op, statistics, ndigits)
+        for row, other in _odd(values, copies, reference[copies]):
+            found.setdefault(row, _disagreement(kind, rows, row, other, op, values))
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Of one op, a row each.
+
+    Attributes:
+        known: Whether a row has one.
+        exact: Whether it was not rounded.
+    """
+
+    values: Floats
+    known: Flags
+    exact: Flags
+    ndigits: int
+
+    @classmethod
+    def of(cls, op: str, statistics: Statistics, ndigits: int) -> _Values:
+        column = statistics.op(op)
+        known = column.is_valid().to_numpy(zero_copy_only=False)
+        return cls(column.fill_null(0.0).to_numpy(), known, statistics.exact, ndigits)
+
+    def differ(self, one: Index, other: Index | int) -> Flags:
+        a, b = self.values[one], self.values[other]
+        rounded = ~(self.exact[one] & self.exact[other])
+        with np.errstate(invalid="ignore"):
+            far = ~(np.abs(a - b) <= _allowed(np.maximum(np.abs(a), np.abs(b)), rounded, self.ndigits))
+        alike = (a == b) | (np.isnan(a) & np.isnan(b))
+        differ: Flags = self.known[one] & self.known[other] & far & ~alike
+        return differ
+
+
+def _odd(values: _Values, copies: Index, first: Index) -> Iterator[tuple[int, int]]:
+    """Each row that differs, and the one that it differs from.
+
+    Args:
+        first: What each of the copies is held against, ascending.
+    """
+    for each in np.unique(first[values.differ(copies, first)]).tolist():
+        group = np.append(each, copies[slice(*np.searchsorted(first, [each, each + 1]))])
+        usual = _usual(values, group)
+        yield from ((row, usual) for row in group[values.differ(group, usual)].tolist())
+
+
+def _usual(values: _Values, group: Index) -> int:
+    """The first of the copies that most of them agree with, if there is one; otherwise the first."""
+    first = int(group[0])
+    others = group[values.differ(group, first)]
+    if 2 * len(others) > len(group):  # what more than half of all have is in the middle of these
+        middle = others[np.argsort(values.values[others], kind="stable")[len(others) // 2]]
+        alike = others[~values.differ(others, middle)]
+        return int(alike[0]) if 2 * len(alike) > len(group) else first
+    return first
+
+
+def _allowed(scale: Floats, rounded: Flags, ndigits: int) -> Floats:
+    """How far two values may be from each other. Half a unit in the last decimal is lost where one was rounded."""
+    unit = math.pow(10.0, -min(ndigits, 16))
+    finite = np.where(np.isfinite(scale), scale, 0.0)
+    rounding = unit * np.where((finite < _PLAIN_FROM) | (finite >= _PLAIN_BELOW), finite, 1.0)
+    allowed: Floats = TOLERANCE * finite + np.where(rounded, rounding, 0.0)
+    return allowed
+
+
+def _disagreement(kind: str, rows: Rows, row: int, other: int, op: str, values: _Values) -> Disagreement:
+    name = rows.text("global_name", np.array([row]))[0].as_py()
+    step, micro_step = int(rows.column("step")[row]), int(rows.micro_step()[row])
+    value, others_value = values.values[[row, other]].tolist()
+    return Disagreement(kind, name, step, micro_step, int(rows.rank[row]), int(rows.rank[other]), op, value, others_value)

@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import Field
 
+from monitor.coordinator import manifest_format
 from monitor.coordinator.identity import RankDirectory
-from monitor.coordinator.manifest_format import (
-    MANIFEST_FILE,
-    ManifestError,
-    ManifestRecord,
-    Natural,
-    StrictRecord,
-    parsed,
-    read_manifest,
-)
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
 from monitor.coordinator.resume import Span, in_order
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.formats import FORMATS
-from monitor.merge.atomic_output import MergeError
-from monitor.merge.matching import matched
+from monitor.merge.execution import MergeError
 
 NO_END: Final = 2**63 - 1
 
@@ -235,14 +229,14 @@ class _UsedConfig(StrictRecord):
 
 
 def _run_in(directory: Path, rank: int) -> RankRun:
-    path = directory / MANIFEST_FILE
+    path = directory / manifest_format.MANIFEST_FILE
     _check_file(path)
-    manifest = read_manifest(path)
+    manifest = manifest_format.read_manifest(path)
     if manifest.rank != rank:
         raise ManifestError(f"{path} is that of rank {manifest.rank}")
     if manifest.world_size > MOST_RANKS:
         raise ManifestError(f"{path} is damaged: world_size: no job has {manifest.world_size} ranks")
-    parsed(_UsedConfig, json.dumps(manifest.config).encode(), path)
+    manifest_format.parsed(_UsedConfig, json.dumps(manifest.config).encode(), path)
     run = RankRun(directory, manifest)
     try:
         _started(run)
@@ -261,3 +255,106 @@ def _described(runs: Sequence[RankRun]) -> str:
     first = runs[0].manifest
     watched = f", {first.watched.role}" if first.watched is not None else ""
     return f"started {first.started}, {ranks} of {first.world_size} ranks{watched}"
+
+
+# --- Which directories of one launch are of the same recording, where ranks began unequal numbers of them.
+#
+# Ranks agree on a job id for each model by what is the same on all ranks (``monitor.coordinator.manifest_format``).
+# Where a rank watches one more model that looks like another's (an average of the weights, not wrapped either), that id
+# goes by how many came before, and is another on each rank. All manifests together tell more: the names of the
+# parameters, and which rank has how many.
+
+Runs = tuple["RankRun", ...]
+
+UNMATCHED: Final = (
+    "ranks {ranks} of this launch have unequal numbers of recordings of models that look alike ({role}). Which of them are of "
+    "one model is not known, so none is merged. Move the directories of the model that only some ranks watch elsewhere"
+)
+
+
+def matched(jobs: Mapping[str, Runs]) -> tuple[dict[str, Runs], list[tuple[RankRun, str]]]:
+    """The recordings of all ranks that belong together, by a job id that one of them has.
+
+    Args:
+        jobs: Directories by the job id in their manifest.
+
+    Returns:
+        Directories by job id; and those that cannot be matched, with the reason.
+    """
+    found: dict[str, Runs] = {}
+    alone: list[tuple[RankRun, str]] = []
+    of_roles: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for job, runs in jobs.items():
+        known = {(run.manifest.launch, _role(run)) for run in runs}
+        if len(known) == 1 and all(next(iter(known))):
+            of_roles[next(iter(known))].append(job)
+        else:
+            found[job] = runs
+    for (_, role), ids in of_roles.items():
+        every = [run for job in ids for run in jobs[job]]
+        if len(ids) == 1 and not _repeats(every):
+            found[ids[0]] = jobs[ids[0]]
+            continue
+        together, unmatched = _matched(every)
+        found |= _named(together, found)
+        reason = UNMATCHED.format(ranks=_spelled(every), role=role)
+        alone += [(run, reason) for run in unmatched]
+    return found, alone
+
+
+def _role(run: RankRun) -> str:
+    return "" if run.manifest.watched is None else run.manifest.watched.role
+
+
+def _names(run: RankRun) -> str:
+    return "" if run.manifest.watched is None else run.manifest.watched.names
+
+
+def _repeats(runs: Iterable[RankRun]) -> bool:
+    """Whether a rank is among them twice: as of two recordings, and not as of one that was carried on elsewhere."""
+    seen = [(run.rank, run.manifest.recording) for run in runs]
+    return len({rank for rank, _ in seen}) < len(set(seen))
+
+
+def _matched(runs: Sequence[RankRun]) -> tuple[list[Runs], list[RankRun]]:
+    """Recordings of one role: those of the same names in the order in which they began; failing that, all in that order."""
+    ranks = {run.rank for run in runs}
+    counts: dict[str, Counter[int]] = defaultdict(Counter)
+    for run in runs:
+        counts[_names(run)][run.rank] += 1
+    everywhere = {names for names, each in counts.items() if set(each) == ranks and len(set(each.values())) == 1}
+    of_names = [run for run in runs if _names(run) in everywhere]
+    others = [run for run in runs if _names(run) not in everywhere]
+    together = [one for names in everywhere for one in _in_order(run for run in of_names if _names(run) == names)]
+    if not others:
+        return together, []
+    totals = Counter(run.rank for run in others)
+    if set(totals) == ranks and len(set(totals.values())) == 1:  # stages of a pipeline, experts of their own
+        return [*together, *_in_order(others)], []
+    apart = {names for names in counts if everywhere and len(set(counts[names].values())) == 1} - everywhere
+    together += [one for names in apart for one in _in_order(run for run in others if _names(run) == names)]
+    return together, [run for run in others if _names(run) not in apart]
+
+
+def _in_order(runs: Iterable[RankRun]) -> Iterator[Runs]:
+    """The first of each rank, the second of each rank …"""
+    by_rank: dict[int, list[RankRun]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run.manifest.recording):
+        by_rank[run.rank].append(run)
+    for place in range(max(map(len, by_rank.values()))):
+        yield tuple(each[place] for each in by_rank.values() if place < len(each))
+
+
+def _named(together: Iterable[Runs], taken: Mapping[str, object]) -> dict[str, Runs]:
+    """By the id of the lowest rank that has one of its own."""
+    found: dict[str, Runs] = {}
+    for runs in sorted(together, key=lambda runs: (len(runs), min((run.rank, run.directory.name) for run in runs))):
+        ids = [run.manifest.job_id for run in sorted(runs, key=lambda run: run.rank)]
+        own = sha256("".join(ids).encode()).hexdigest()[:32]
+        found[next((one for one in ids if one not in found and one not in taken), own)] = runs
+    return found
+
+
+def _spelled(runs: Iterable[RankRun]) -> str:
+    ranks = sorted({run.rank for run in runs})
+    return ", ".join(map(str, ranks[:20])) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")

@@ -17,12 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from monitor.coordinator.manifest_format import StepsRecord
-from monitor.merge.arrow_tables import order_by, read_batch, starts_of_runs, write_file
-from monitor.merge.catalogue import Catalogue, Index
 from monitor.merge.discovery import SetAside
-from monitor.merge.output import Columns
 from monitor.merge.read_shards import ForeignError, Shard
 from monitor.merge.survey import UNKNOWN
+from monitor.merge.tables import Columns, order_by, read_batch, starts_of_runs, write_file
+from monitor.merge.tensors import Catalogue, Index
 from monitor.series import DIRECTION_KIND, NO_MICRO_STEP
 from monitor.sinks.arrow import HISTOGRAM, TEXT
 from monitor.sinks.files import StepSpan

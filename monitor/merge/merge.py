@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from monitor.coordinator.manifest_format import StepsRecord
 from monitor.coordinator.resume import Span
-from monitor.merge.atomic_output import MergeError, NothingRecordedError, draft_of
-from monitor.merge.combine import Outcome, reduce
+from monitor.merge.combine import ROLES, RUNS, Outcome, Piece, reduce
 from monitor.merge.discovery import Found, RankRun, choose, discover, runs_of, unmerged_formats
-from monitor.merge.executors import engine, run
-from monitor.merge.gather import put_in_order
-from monitor.merge.output import SUFFIXES, Format
-from monitor.merge.plan import Plan, Window, in_groups, kinds, shards_found, visits, write_runs
+from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
+from monitor.merge.gather import Share, Source, files_of, put_in_order
+from monitor.merge.read_shards import Shard
 from monitor.merge.report import Report
-from monitor.merge.survey import look
-from monitor.merge.tensors import catalogue
+from monitor.merge.survey import SHARDS, Findings, Visit, look
+from monitor.merge.tables import SUFFIXES, Columns, Format, Index, write_file
+from monitor.merge.tensors import Kind, LayerNames, catalogue
+from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_read import ALL_STEPS
+from monitor.sinks.hdf5_files import ALL_STEPS
+from monitor.stats.histograms import HISTOGRAM_OPS
 
 PIECE_ROWS: Final = 250_000
 """What a worker holds at a time, unless a single step of a kind has more."""
@@ -65,7 +73,7 @@ T = TypeVar("T")
 
 
 class Do(Protocol):
-    """Has tasks done; see ``monitor.merge.executors.run``."""
+    """Has tasks done; see ``monitor.merge.execution.run``."""
 
     def __call__(self, work: Callable[[Task], T], tasks: Iterable[Task], /) -> Iterator[tuple[Task, T]]:
         """Each task with its result, as they are done."""
@@ -148,3 +156,358 @@ def missing_ranks(runs: Sequence[RankRun], elsewhere: Collection[int] = ()) -> l
     only = first.config.get("module_ranks") or range(first.world_size)
     members = {rank for one in runs for ranks in one.manifest.groups.values() for rank in ranks}
     return sorted(set(only) & set(range(first.world_size)) - {one.rank for one in runs} - (set(elsewhere) - members))
+
+
+# --- How the work is cut: into pieces by ranges of steps, and where shards hold many pieces into windows that are read at
+# once.
+#
+# A piece is what is combined at a time, and makes files of its own. A window is what shards are read for at a time.
+# Where the shards of all ranks together are no more than a piece, both are the same.
+#
+# Both depend on what was recorded alone, so that the bytes depend neither on the engine nor on the number of workers.
+
+Floats = NDArray[np.float64]
+
+LAST_STEP: Final = 2**63 - 2
+
+MOST_STEPS: Final = 100_000
+"""Of a range that are looked at to cut it. A number in a damaged file may be any."""
+
+MOST_OF_ONE: Final = 2
+"""Rows of one shard that are read at a time, over those of a piece: what is not combined yet takes half the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Steps whose rows are read at once.
+
+    Attributes:
+        pieces: Ascending, at least one.
+        shares: Directories that are read together, as ranges of their places among those of the job, if rows are put in order
+            before they are combined; otherwise none.
+        rows: How many there are, about.
+    """
+
+    kind: str
+    steps: StepSpan
+    pieces: tuple[StepSpan, ...]
+    shares: tuple[range, ...] = ()
+    rows: float = 0
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Cuts the work.
+
+    Attributes:
+        limit: Steps outside are left out.
+        rows: Of a piece, about.
+        recorded: Steps that were, as far as is known, ascending: a shard's rows are spread over those of them that it may hold.
+    """
+
+    limit: StepSpan
+    rows: int
+    recorded: Index
+
+    def windows(self, kind: str, shards: pa.Table, replicas: pa.Table) -> Iterator[Window]:
+        """The work on one kind.
+
+        Args:
+            shards: In the columns ``SHARDS`` of ``monitor.merge.survey``.
+            replicas: That are to be compared with them.
+        """
+        both = pa.concat_tables([shards, replicas])
+        for segment in self._joined(self._segments(shards)):
+            for steps in self._ranges(segment.steps, segment.largest / (MOST_OF_ONE * self.rows)):
+                rows = segment.rows * self._count(steps) / max(1, self._count(segment.steps))
+                pieces = tuple(self._ranges(steps, rows / self.rows))
+                shares = tuple(self._shares(both, steps)) if len(pieces) > 1 else ()
+                yield Window(kind, steps, pieces, shares, rows)
+
+    def _segments(self, shards: pa.Table) -> Iterator[_Segment]:
+        first, end, density = self._spans(shards, self.limit)
+        bounds = np.unique(np.concatenate([first, end]))
+        from_, to = np.searchsorted(bounds, first), np.searchsorted(bounds, end)
+        which = np.repeat(np.arange(len(first)), to - from_)
+        segment = np.arange(len(which)) - np.repeat(np.cumsum(to - from_) - to, to - from_)
+        shards_there = np.bincount(segment, minlength=len(bounds))
+        total, largest = np.bincount(segment, density[which], len(bounds)), np.zeros(len(bounds))
+        np.maximum.at(largest, segment, density[which])
+        for number, (begin, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+            steps = StepSpan(begin, stop - 1)
+            if shards_there[number]:
+                yield _Segment(steps, total[number] * self._count(steps), largest[number] * self._count(steps))
+
+    def _joined(self, segments: Iterable[_Segment]) -> Iterator[_Segment]:
+        """Several as one, where they are no more than a piece together."""
+        waiting: _Segment | None = None
+        for one in segments:
+            if waiting and (not one.rows or waiting.rows + one.rows <= self.rows):
+                waiting = waiting.then(one)
+            else:
+                yield from (waiting,) if waiting else ()
+                waiting = one
+        yield from (waiting,) if waiting else ()
+
+    def _shares(self, shards: pa.Table, steps: StepSpan) -> Iterator[range]:
+        """Directories, some at a time: each time as many as it takes to have the rows of a piece."""
+        there = chosen(shards, steps)
+        first, end, density = self._spans(there, steps)
+        rows = density * (np.searchsorted(self.recorded, end) - np.searchsorted(self.recorded, first))
+        of_run = np.bincount(there["run"].to_numpy(), rows)
+        share = (np.cumsum(of_run) - of_run) // self.rows
+        starts = np.flatnonzero(np.diff(share, prepend=-1)).tolist()
+        for one, other in itertools.pairwise([*starts, len(of_run)]):
+            yield range(one, other)
+
+    def _spans(self, shards: pa.Table, limit: StepSpan) -> tuple[Index, Index, Floats]:
+        """Of each shard that has any of these steps: the first of them, the one after the last, and its rows a step."""
+        there = chosen(shards, limit)
+        first, last, rows = (there[column].to_numpy() for column in ("first", "last", "rows"))
+        steps = np.searchsorted(self.recorded, last, "right") - np.searchsorted(self.recorded, first)
+        end = np.minimum(last, min(limit.last, LAST_STEP)) + 1
+        return np.maximum(first, limit.first), end, rows / np.maximum(steps, 1)
+
+    def _ranges(self, steps: StepSpan, parts: float) -> Iterator[StepSpan]:
+        """With about as many recorded steps each; as many as asked for, if there are so many steps."""
+        first, end = np.searchsorted(self.recorded, [steps.first, steps.last + 1]).tolist()
+        count = min(max(1, math.ceil(parts)), max(1, end - first))
+        inner = [int(self.recorded[first + (end - first) * number // count]) for number in range(1, count)]
+        for one, other in itertools.pairwise([steps.first, *inner, steps.last + 1]):
+            yield StepSpan(one, other - 1)
+
+    def _count(self, steps: StepSpan) -> int:
+        first, end = np.searchsorted(self.recorded, [steps.first, steps.last + 1]).tolist()
+        return int(end - first)
+
+
+def recorded_steps(manifests: Iterable[StepsRecord], shards: Iterable[pa.Table]) -> Index:
+    """The steps of which there should be rows: those in the manifests, and where these know nothing, what shards may hold."""
+    ranges = {one for record in manifests for one in record.ranges}
+    listed = [np.zeros(0, dtype=np.int64), *(_some(*one) for one in ranges)]
+    known = np.unique(np.concatenate(listed))
+    spans = {span for table in shards for span in zip(table["first"].to_pylist(), table["last"].to_pylist(), strict=True)}
+    guessed = [_some(*one) for one in sorted(spans) if not np.diff(np.searchsorted(known, [one[0], one[1] + 1]))]
+    every: Index = np.unique(np.concatenate([known, *guessed]))
+    return every
+
+
+def _some(first: int, last: int, interval: int = 1) -> Index:
+    """Steps from the first to the last: not all, where there are more than anything is cut into."""
+    return np.arange(first, last + 1, interval * ((last - first) // interval // MOST_STEPS + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Steps in which no shard begins or ends.
+
+    Attributes:
+        rows: About.
+        largest: Rows of the shard that has most.
+    """
+
+    steps: StepSpan
+    rows: float
+    largest: float
+
+    def then(self, other: _Segment) -> _Segment:
+        return _Segment(StepSpan(self.steps.first, other.steps.last), self.rows + other.rows, self.largest + other.largest)
+
+
+def in_groups(windows: Iterable[Window], rows: float) -> Iterator[list[Window]]:
+    """Some windows at a time, so that together they have ``rows`` rows; a single one may have more."""
+    group: list[Window] = []
+    for window in windows:
+        if group and sum(one.rows for one in group) + window.rows > rows:
+            yield group
+            group = []
+        group.append(window)
+    if group:
+        yield group
+
+
+def chosen(shards: pa.Table, steps: StepSpan) -> pa.Table:
+    """The shards that may have rows of these steps."""
+    return shards.filter((shards["first"].to_numpy() <= steps.last) & (shards["last"].to_numpy() >= steps.first))
+
+
+def by_kind(shards: pa.Table) -> dict[str, pa.Table]:
+    """The shards of each kind, in the order in which they stand."""
+    column = shards["kind"].combine_chunks()
+    codes = column.indices.to_numpy()
+    return {kind: shards.filter(codes == code) for code, kind in enumerate(column.dictionary.to_pylist())}
+
+
+# --- What is to be done, as tasks that a worker can do on its own: each has all that it needs, and no more.
+
+RUNS_A_VISIT = 16
+
+HISTOGRAM_ROWS: Final = 8
+"""As many rows of ordinary kinds take as much memory as one with a histogram."""
+
+
+def visits(runs: Sequence[RankRun], work: Path) -> Iterator[Visit]:
+    """To look at the directories, some at a time and those of a rank together."""
+    first = 0
+    for end in range(1, len(runs) + 1):
+        if end == len(runs) or (end - first >= RUNS_A_VISIT and runs[end].rank != runs[end - 1].rank):
+            yield Visit(first, tuple(runs[first:end]), work / f"series-{first}")
+            first = end
+
+
+def kinds(runs: Sequence[RankRun], findings: Mapping[int, Findings], work: Path) -> list[Kind]:
+    """Whose catalogues are to be made.
+
+    Args:
+        findings: Of each visit, by its first directory.
+    """
+    in_order = [findings[first] for first in sorted(findings)]
+    groups: dict[Ranks, int] = {}
+    numbers = [np.array([groups.setdefault(one, len(groups)) for one in each.groups], dtype=np.int64) for each in in_order]
+    names, ranks = _layer_names(runs, in_order), frozenset(run.rank for run in runs)
+    files: dict[str, list[tuple[Path, Index]]] = {}
+    for each, own in zip(in_order, numbers, strict=True):
+        for kind, path in each.series.items():
+            files.setdefault(kind, []).append((path, own))
+    return [
+        Kind(kind, tuple(own), tuple(groups), ranks, names, work / f"catalogue-{number}.arrow")
+        for number, (kind, own) in enumerate(files.items())
+    ]
+
+
+def _layer_names(runs: Sequence[RankRun], findings: Iterable[Findings]) -> LayerNames:
+    """Of all pipelines of the job, which are alike: what one rank of a stage does not hold another one does."""
+    names: dict[int, set[str]] = {}
+    for one in findings:
+        for stage, own in one.names.items():
+            names.setdefault(stage, set()).update(own)
+    pipelines = [run.manifest.pipeline for run in runs if run.manifest.pipeline is not None]
+    count = max((len(one.ranks) * len(one.stages) for one in pipelines), default=0)
+    return LayerNames(names, count, whole=not any(run.manifest.config.get("targets") for run in runs))
+
+
+def shards_found(findings: Mapping[int, Findings]) -> dict[str, pa.Table]:
+    """By kind, in the columns ``SHARDS``, by run."""
+    tables = [findings[first].shards for first in sorted(findings)]
+    return by_kind(pa.concat_tables([SHARDS.empty_table(), *tables]).unify_dictionaries().combine_chunks())
+
+
+def write_runs(runs: Sequence[RankRun], path: Path) -> None:
+    """What the pieces need to know of the directories."""
+    rows = [(one.rank, *(_place(one.rank, one.manifest.groups.get(role, ())) for role in ROLES)) for one in runs]
+    columns = [pa.array(column, type=pa.int64()) for column in zip(*rows, strict=True)]
+    write_file(path, pa.table(columns, schema=RUNS), RUNS)
+
+
+def _place(rank: int, group: Ranks) -> int | None:
+    return group.index(rank) if rank in group else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work on the rows.
+
+    Attributes:
+        shards: By kind, in the columns ``SHARDS``, by run.
+        catalogues: Files by kind.
+        about_runs: See ``write_runs``.
+        work: For files that are needed for a while.
+        output: The directory for what is made.
+        rows: Of a piece, about.
+    """
+
+    runs: Sequence[RankRun]
+    shards: Mapping[str, pa.Table]
+    catalogues: Mapping[str, Path]
+    about_runs: Path
+    work: Path
+    output: Path
+    suffix: str
+    rows: int
+
+    @cached_property
+    def _ndigits(self) -> int:
+        every = (one.manifest.config.get("ndigits") for one in self.runs)
+        return min(number if isinstance(number, int) else 6 for number in every)
+
+    def windows(self, kinds: Iterable[str] | None, steps: StepSpan) -> list[Window]:
+        """Of the kinds that are asked for; None: of all."""
+        asked_for = sorted(set(self.shards) if kinds is None else set(self.shards) & set(kinds))
+        recorded = recorded_steps({one.manifest.steps.written for one in self.runs}, self.shards.values())
+        planners = {kind: Planner(steps, self._rows_of_a_piece(kind), recorded) for kind in asked_for}
+        return [
+            one for kind, planner in planners.items() for one in planner.windows(kind, self.shards[kind], self._replicas(kind))
+        ]
+
+    @cached_property
+    def _histograms(self) -> bool:
+        """Whether the job has counted magnitudes: by its configuration, or one that came into force later."""
+        asked = (one.manifest.config.get("ops") for one in self.runs)
+        changes = (change.changed for one in self.runs for change in one.manifest.configurations)
+        texts = [*map(repr, asked), *changes]  # whatever stands there
+        return any(op in text for text in texts for op in HISTOGRAM_OPS)
+
+    def _columns(self, kind: str) -> Columns:
+        return Columns.of(kind, histograms=self._histograms)
+
+    def _rows_of_a_piece(self, kind: str) -> int:
+        return max(1, self.rows // HISTOGRAM_ROWS) if self._columns(kind).histogram else self.rows
+
+    def _replicas(self, kind: str) -> pa.Table:
+        """That are to be compared with rows of the kind."""
+        nothing = SHARDS.empty_table()
+        return nothing if kind == REPLICA_KIND else self.shards.get(REPLICA_KIND, nothing)
+
+    def shares(self, window: Window) -> Iterator[Share]:
+        """What to do before the pieces of a window can be done."""
+        for number, places in enumerate(window.shares):
+            sources, columns = self._sources(window, window.steps, places), self._columns(window.kind)
+            catalogue, others = self._catalogues(window.kind)
+            output = self._shared(window, number)
+            yield Share(columns, window.steps, window.pieces, sources, catalogue, others, output)
+
+    def pieces(self, window: Window) -> Iterator[Piece]:
+        sources = () if window.shares else self._sources(window, window.steps, range(len(self.runs)))
+        shares = tuple(self._shared(window, number) for number in range(len(window.shares)))
+        catalogue, others = self._catalogues(window.kind)
+        for number, steps in enumerate(window.pieces):
+            outputs, columns = self._outputs(window.kind, steps), self._columns(window.kind)
+            about, ndigits = self.about_runs, self._ndigits
+            yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits)
+
+    def _catalogues(self, kind: str) -> tuple[Path | None, Path | None]:
+        """Of the kind, and of the one whose rows stand in the same files of CSV."""
+        return self.catalogues.get(kind), self.catalogues.get(DIRECTION_KIND) if kind == CALL_KIND else None
+
+    def clear_up(self, window: Window) -> None:
+        """Remove what only the pieces of this window needed."""
+        for number in range(len(window.shares)):
+            for path in files_of(self._shared(window, number)):
+                path.unlink(missing_ok=True)
+
+    def _shared(self, window: Window, share: int) -> Path:
+        return self.work / f"{window.kind}_{window.steps.first}-{window.steps.last}-{share}"
+
+    def _outputs(self, kind: str, steps: StepSpan) -> tuple[Path, Path]:
+        name = f"{kind}_{steps.first}-{steps.last}{self.suffix}"
+        return self.output / "per_rank" / name, self.output / "global" / name
+
+    def _sources(self, window: Window, steps: StepSpan, places: range) -> tuple[Source, ...]:
+        own, replicas = (
+            self._shards_by_run(shards, steps, places) for shards in (self.shards[window.kind], self._replicas(window.kind))
+        )
+        return tuple(self._source(run, own.get(run, ()), replicas.get(run, ())) for run in sorted({*own, *replicas}))
+
+    def _shards_by_run(self, shards: pa.Table, steps: StepSpan, places: range) -> dict[int, tuple[Shard, ...]]:
+        first, end = np.searchsorted(shards["run"].to_numpy(), [places.start, places.stop]).tolist()
+        rows = chosen(shards.slice(first, end - first), steps).to_pylist()
+        return {run: tuple(map(self._shard, own)) for run, own in groupby(rows, key=lambda row: row["run"])}
+
+    def _shard(self, row: dict[str, Any]) -> Shard:
+        path = self.runs[row["run"]].directory / row["file"]
+        return Shard(path, row["kind"], StepSpan(row["first"], row["last"]), row["rows"])
+
+    def _source(self, run: int, shards: tuple[Shard, ...], replicas: tuple[Shard, ...]) -> Source:
+        one = self.runs[run]
+        steps = one.manifest.steps
+        return Source(run, one.rank, one.end, steps.abandoned, steps.written, shards, replicas)

@@ -12,14 +12,14 @@ import h5py
 import pyarrow as pa
 
 from monitor.merge.discovery import SetAside, leads_out
-from monitor.merge.output import Columns
+from monitor.merge.tables import Columns
 from monitor.series import DIRECTION_KIND
 from monitor.sinks import files, hdf5_files
 from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, parsed
 from monitor.sinks.csv import read_csv
 from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_read import NotAShardError, read_kind, read_lengths, read_metadata
+from monitor.sinks.hdf5_files import NotAShardError, read_kind, read_lengths, read_metadata
 from monitor.stats.histograms import MAGNITUDES
 
 _IDENTITY: Final = [(name, kind) for name, kind in IDENTITY.items() if name != "kind"]

@@ -14,9 +14,8 @@ from typing import Any, Final
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.coordinator.resume import collected_every, newest_step, steps_between
 from monitor.coordinator.step_ranges import StepRange, StepRanges, without_pairs
-from monitor.merge.combine import NOT_RECORDED, Outcome
+from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
-from monitor.merge.replicas import Disagreement
 from monitor.series import NO_MICRO_STEP
 
 MOST_LISTED: Final = 1000

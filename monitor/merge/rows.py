@@ -13,12 +13,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.merge.arrow_tables import Texts, order_by
-from monitor.merge.catalogue import Catalogue
 from monitor.merge.gather import is_exact
-from monitor.merge.output import Columns
 from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
+from monitor.merge.tables import Columns, Texts, order_by
+from monitor.merge.tensors import Catalogue
 from monitor.series import ACTIVATION_KINDS, NO_MICRO_STEP
 from monitor.sinks.arrow import HISTOGRAM, PARTIALS, counts_of
 from monitor.stats.features import OF_ELEMENTS, own_columns

@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from monitor.coordinator.manifest_format import ManifestError
 from monitor.coordinator.series_file import MeasuredSeries
-from monitor.merge.arrow_tables import write_file
 from monitor.merge.discovery import RankRun, SetAside
 from monitor.merge.read_shards import Shard, shards_in
+from monitor.merge.tables import write_file
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Placement, Ranks
 from monitor.sinks.arrow import TEXT
 

@@ -18,12 +18,11 @@ from monitor.mindspore.tensors import computing, dtype_name
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.series import SeriesTable
 from monitor.stats.host.array_kernel import Raw
-from monitor.stats.host.native import HostPage
 from monitor.stats.mindspore.arithmetic import on_the_host
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
 from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
-from monitor.stats.table import Page, PageMemory, RowSlot
+from monitor.stats.table import HostPage, Page, PageMemory, RowSlot
 
 HOST: Final = "host"
 DEVICE: Final = "device"

@@ -4,18 +4,75 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from monitor.failures import EarlierFailure, Failures
-from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
-from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES, DroppedSteps
 from monitor.sinks.protocol import BatchSink, Sink
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
+
+# --- Interfaces of the pipeline: a sealed copy of the table, the journal of each step's outcome, and watchers of steps.
+
+
+class Sealed(Protocol):
+    """A copy of the live table, made at the end of a step. Copies are reused: they are the slots of the ring."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the copy holds now. They may change with every step sealed into it, since the table grows."""
+
+    @property
+    def ready(self) -> bool:
+        """True if ``rows`` will not wait. Does not wait itself."""
+
+    def rows(self) -> StepRows:
+        """The step in new columns, on the writer thread. May wait for the device. Never called after the copy was put back."""
+
+
+class StepJournal(Protocol):
+    """Records the outcome of each step: the rank's manifest.
+
+    Called by one thread at a time, never by the training thread. It may raise: the error is reported once and stops nothing.
+    """
+
+    def written(self, rows: StepRows) -> None:
+        """Every sink has the step."""
+
+    def dropped(self, step: int, reason: str) -> None:
+        """No sink has the step: the queue was full, or the step could not be read."""
+
+    def lost(self, step: int, sink: str, reason: str) -> None:
+        """One sink does not have the step."""
+
+    def save(self) -> None:
+        """Make all entries so far visible."""
+
+    def close(self) -> None:
+        """Save for the last time: the run has ended, and every sink has closed."""
+
+
+class Watcher(Protocol):
+    """Sees every readable step before the sinks do, such as the alert rules.
+
+    Called by one thread at a time, never by the training thread. It may raise: the error is reported once and stops nothing.
+    """
+
+    def look(self, rows: StepRows) -> None:
+        """Examine a step. The sinks wait until this returns."""
+
+    def dropped(self, step: int, reason: str) -> None:
+        """The step is lost and cannot be examined."""
+
+    def save(self) -> None:
+        """Make all findings so far visible."""
+
+    def close(self) -> None:
+        """Save for the last time: the run has ended, and no step is missing."""
+
 
 # --- Sinks, watchers and the journal may raise, or never return. Each is used through a guard.
 
@@ -91,6 +148,9 @@ ConsumerFactory = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
 
 UNREADABLE: Final = "could not be read"
 
+BATCH_LIMIT_BYTES: Final = 4 << 20
+"""Most bytes of a batch of copies that are read together. Larger batches gain nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeliveryProgress:
@@ -119,6 +179,7 @@ class Delivery(Generic[S]):
     ``wait=False`` they skip the object that the first thread is stuck in.
 
     Attributes:
+        dropped_steps: Steps that never reach the writer. The training thread adds them.
         latest: The rows delivered last.
     """
 
@@ -127,13 +188,13 @@ class Delivery(Generic[S]):
         sinks: Mapping[str, Sink],
         journal: StepJournal,
         failures: Failures,
-        dropped_steps: DroppedSteps,
         put_back: Callable[[S], None],
         *,
         watchers: Mapping[str, Watcher],
         save_seconds: float,
     ) -> None:
-        self._failures, self._dropped_steps, self._put_back = failures, dropped_steps, put_back
+        self._failures, self._put_back = failures, put_back
+        self.dropped_steps = DroppedSteps()
         self._sinks = {name: self._guarded_sink(name, sink) for name, sink in sinks.items()}
         self._watchers = [ErrorGuard(name, watcher, failures) for name, watcher in watchers.items()]
         self._journal = ErrorGuard("the manifest", journal, failures)
@@ -217,7 +278,7 @@ class Delivery(Generic[S]):
         in_progress = self._in_progress
         half_way = in_progress.half_way
         unwritten = [step for step in steps if step != half_way]
-        self._dropped_steps.counts[reason] += len(unwritten)
+        self.dropped_steps.counts[reason] += len(unwritten)
         self._journal.use(lambda journal: _drop_all(journal, unwritten, reason), wait=False)
         for watcher in self._watchers:
             unseen = [step for step in steps if step not in in_progress.steps[:1] or watcher.name not in in_progress.looked]
@@ -233,7 +294,7 @@ class Delivery(Generic[S]):
 
     def seconds_to_save(self) -> float | None:
         """Seconds until the journal is to be saved; ``None`` while it has nothing new."""
-        return max(self._save_at - monotonic(), 0.0) if self._changed or self._dropped_steps.unreported else None
+        return max(self._save_at - monotonic(), 0.0) if self._changed or self.dropped_steps.unreported else None
 
     @property
     def stuck_in(self) -> str:
@@ -258,7 +319,7 @@ class Delivery(Generic[S]):
             self._failures.defer_error(error)
         else:
             self._failures.report("reading a step", error, advice(error))
-        self._dropped_steps.counts[UNREADABLE] += 1
+        self.dropped_steps.counts[UNREADABLE] += 1
         reason = f"{UNREADABLE}: {error!r}"
         self._journal.use(lambda journal: journal.dropped(step, reason))
         self._use_watchers(lambda watcher: watcher.dropped(step, reason))
@@ -294,7 +355,7 @@ class Delivery(Generic[S]):
             journal.dropped(step, reason)
             self._use_watchers(lambda watcher: watcher.dropped(step, reason), wait=False)
 
-        self._dropped_steps.report(dropped)
+        self.dropped_steps.report(dropped)
 
     def _use_watchers(
         self, call: Callable[[Watcher], object], *, wait: bool = True, last: bool = False
@@ -352,3 +413,60 @@ def _drop_all(listener: StepJournal | Watcher, steps: Iterable[int], reason: str
 def _lose(journal: StepJournal, step: int, sinks: Iterable[str], reason: str) -> None:
     for sink in sinks:
         journal.lost(step, sink, reason)
+
+
+# --- Steps that never reached the writer. The training thread counts them; the writer reports them to the journal.
+
+
+class DroppedRange:
+    """Evenly spaced steps dropped for one reason. So the steps dropped while a writer hangs for a day take a few bytes."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        self.reason = reason
+        self.steps = range(step, step + 1)
+        self.reported = 0
+
+    def reach(self, step: int, reason: str) -> bool:
+        """Extend the range by ``step``. False if ``step`` does not continue it."""
+        first, last = self.steps[0], self.steps[-1]
+        stride = self.steps.step if len(self.steps) > 1 else step - first
+        if reason != self.reason or stride < 1 or step != last + stride:
+            return False
+        self.steps = range(first, step + 1, stride)
+        return True
+
+    def report(self, dropped: Callable[[int, str], None]) -> None:
+        for step in self.steps[self.reported :]:
+            dropped(step, self.reason)
+            self.reported += 1
+
+
+class DroppedSteps:
+    """Ranges of dropped steps. One thread adds steps, another reports them, and neither waits for the other.
+
+    Only the last range grows, and only the training thread replaces its ``steps``; earlier ranges never change.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._ranges: deque[DroppedRange] = deque()
+
+    def add(self, step: int, reason: str) -> None:
+        """Count a dropped step. Called on the training thread."""
+        self.counts[reason] += 1
+        if not self._ranges or not self._ranges[-1].reach(step, reason):
+            self._ranges.append(DroppedRange(step, reason))
+
+    def report(self, dropped: Callable[[int, str], None]) -> None:
+        """Report the steps that are new since the last call. One caller at a time."""
+        while self._ranges:
+            final = len(self._ranges) > 1
+            self._ranges[0].report(dropped)
+            if not final:
+                return
+            self._ranges.popleft()
+
+    @property
+    def unreported(self) -> bool:
+        ranges = self._ranges
+        return len(ranges) > 1 or (len(ranges) == 1 and ranges[0].reported < len(ranges[0].steps))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import monotonic
 from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from monitor.failures import Failures
-from monitor.pipeline.delivery import ConsumerFactory, Delivery
-from monitor.pipeline.protocols import Sealed, StepJournal, Watcher
-from monitor.pipeline.step_queue import BackpressureBudget, DroppedSteps, Ring
-from monitor.pipeline.writer import StepWriter
+from monitor.pipeline.delivery import ConsumerFactory, Delivery, Sealed, StepJournal, Watcher
+from monitor.pipeline.writer import BackpressureBudget, Ring, StepWriter
 from monitor.sinks.protocol import Sink
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 S = TypeVar("S", bound=Sealed)
 
@@ -24,6 +23,25 @@ NO_COPY: Final = "no copy could be made"
 NOT_SEALED: Final = "could not be sealed"
 NOT_SUBMITTED: Final = "could not be submitted"
 CLOSED: Final = "submitted after closing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLimits:
+    """Bounds on the memory of a pipeline, and on its waits.
+
+    Attributes:
+        queue_bytes: Bound on the memory of all sealed copies together; two may exist whatever their size.
+        queue_wait_seconds: How long a full queue may delay training, per incident.
+        close_seconds: ``close`` returns within this time.
+        signal_seconds: A SIGTERM is delayed for this time at most.
+        save_seconds: Time between two saves of the journal while steps are written.
+    """
+
+    queue_bytes: int
+    queue_wait_seconds: float
+    close_seconds: float
+    signal_seconds: float
+    save_seconds: float = 30.0
 
 
 class Pipeline(Generic[S]):
@@ -36,12 +54,8 @@ class Pipeline(Generic[S]):
         sinks: By name, served in this order.
         journal: Records the outcome of each step; used by one thread at a time, never by the training thread.
         new_sealed: Makes one more copy.
-        queue_bytes: Bound on the memory of all sealed copies together; two may exist whatever their size.
-        queue_wait_seconds: How long a full queue may delay training, per incident.
-        close_seconds: ``close`` returns within this time.
-        signal_seconds: A SIGTERM is delayed for this time at most.
+        limits: Bounds on the pipeline's memory, and on the time that training waits for it.
         watchers: See the rows of each step before any sink does. The keys name them in failure reports.
-        save_seconds: Time between two saves of the journal while steps are written.
     """
 
     def __init__(
@@ -50,22 +64,20 @@ class Pipeline(Generic[S]):
         journal: StepJournal,
         failures: Failures,
         new_sealed: Callable[[], S],
+        limits: PipelineLimits,
         *,
-        queue_bytes: int,
-        queue_wait_seconds: float,
-        close_seconds: float,
-        signal_seconds: float,
         watchers: Mapping[str, Watcher] = MappingProxyType({}),
-        save_seconds: float = 30.0,
     ) -> None:
         self._failures = failures
-        self._dropped_steps = DroppedSteps()
-        self._ring = Ring(new_sealed, queue_bytes)
-        self._backpressure = BackpressureBudget(queue_wait_seconds, failures)
+        self._ring = Ring(new_sealed, limits.queue_bytes)
+        self._backpressure = BackpressureBudget(limits.queue_wait_seconds, failures)
         self._delivery: Delivery[S] = Delivery(
-            sinks, journal, failures, self._dropped_steps, self._ring.put_back, watchers=watchers, save_seconds=save_seconds
+            sinks, journal, failures, self._ring.put_back, watchers=watchers, save_seconds=limits.save_seconds
         )
-        self._writer = StepWriter(self._delivery, failures, close_seconds=close_seconds, signal_seconds=signal_seconds)
+        self._dropped_steps = self._delivery.dropped_steps
+        self._writer = StepWriter(
+            self._delivery, failures, close_seconds=limits.close_seconds, signal_seconds=limits.signal_seconds
+        )
         self._reserved: dict[int, int] = {}
         self._newest: int | None = None
         weakref.finalize(self, self._writer.retire).atexit = False  # at exit the process closes its writers, within bounds

@@ -18,8 +18,8 @@ from monitor.pytorch.compiled.hooks import TracedHook
 from monitor.pytorch.compiled.operators import TRACEABLE, ObservedHook
 from monitor.pytorch.compiled.tracing import CallObserver, device_of
 from monitor.pytorch.features import reading
+from monitor.pytorch.frameworks.framework import framework_of
 from monitor.pytorch.frameworks.pipelining import rehearsing
-from monitor.pytorch.frameworks.recognition import framework_of
 from monitor.pytorch.gradients import GradientCollector
 from monitor.pytorch.hooks import takes_hooks
 from monitor.pytorch.process_group import group_ranks, has_others, initialized, is_settled, place, versions

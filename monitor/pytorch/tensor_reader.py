@@ -12,11 +12,11 @@ from torch import Tensor
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.series import NO_MICRO_STEP, SeriesTable
-from monitor.stats.host.native import HostPage, Reduce
-from monitor.stats.table import NOT_AN_ALIAS, Page, PageMemory, RowSlot
+from monitor.stats.host.array_kernel import Reduce
+from monitor.stats.table import NOT_AN_ALIAS, HostPage, Page, PageMemory, RowSlot
+from monitor.stats.torch.device_kernel import count_magnitudes, count_magnitudes_on_device
 from monitor.stats.torch.dispatch import ListedTensor, reduce_into, reduce_listed
 from monitor.stats.torch.host_kernel import TorchHostKernel
-from monitor.stats.torch.magnitudes import count_magnitudes, count_magnitudes_on_device
 from monitor.stats.torch.memory import TorchDevicePage, persistent, write_histogram, write_numbers
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,
@@ -28,7 +28,7 @@ from monitor.stats.torch.tensors import (
     plain_address,
     unseen,
 )
-from monitor.stats.triton.tensor_list import is_listed
+from monitor.stats.triton.launch import is_listed
 
 # --- The current micro-step on the device. Code captured in a device graph runs without the monitor's Python and reads it. A
 # captured kernel has its row's address and adds this number to it: the micro-step, or a negative number if nothing must be

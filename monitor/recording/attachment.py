@@ -20,7 +20,7 @@ from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock, Schedule
 from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
-from monitor.stats.rows import Status
+from monitor.stats.table import Status
 
 PARTLY_SKIPPED: Final = (
     "in some steps one optimizer was skipped and another one stepped: such a step counts as complete, and the parameters of "

@@ -8,7 +8,7 @@ from typing import Final
 from monitor.series import SeriesTable
 from monitor.stats.histograms import MAGNITUDES, histogram_text
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, derive, has_histogram
-from monitor.stats.rows import KindRows, TensorLayout
+from monitor.stats.table import KindRows, TensorLayout
 
 REDUCED: Final = "grad_reduced"
 UNREDUCED: Final = "grad_unreduced"

@@ -10,7 +10,7 @@ from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.series import MOMENT_KINDS, SeriesTable
 from monitor.stats.features import own_columns
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 FIELDS: Final = (
     ("xy_distribution", ("actv",)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset
-from monitor.stats.rows import Status
+from monitor.stats.table import Status
 
 NAMED: Final = 3
 """Parameters that a warning names."""

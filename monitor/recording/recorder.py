@@ -14,8 +14,7 @@ from monitor.pipeline.process import PROCESS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
 from monitor.stats.partials import COLUMNS, WRITES
-from monitor.stats.rows import KindRows
-from monitor.stats.table import PAGE_ROWS, Page, PageMemory, RowSlot, SealedTable, StatsTable
+from monitor.stats.table import PAGE_ROWS, KindRows, Page, PageMemory, RowSlot, SealedTable, StatsTable
 
 Device = Hashable
 """The device of a tensor, as a framework names it."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 from monitor.config import MonitorConfig
 from monitor.dynamic import JobConnection
 from monitor.failures import LOGGER
-from monitor.pipeline.protocols import Watcher
+from monitor.pipeline.delivery import Watcher
 from monitor.recording.attachment import Attachment
 from monitor.recording.attachment_spec import AttachmentSpec
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
@@ -25,8 +25,7 @@ from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import ApplyConfig, ConfigSwitcher
 from monitor.selection import clean_name
 from monitor.series import SeriesTable
-from monitor.stats.rows import KindRows, TensorLayout
-from monitor.stats.table import combined_micro_steps
+from monitor.stats.table import KindRows, TensorLayout, combined_micro_steps
 
 WatcherFactory = Callable[[SeriesTable], Watcher]
 """Creates a watcher of the rows of a recording, whose series are passed."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from monitor.anomalies.alerts import Alarm, Alerts
-from monitor.anomalies.event_files import EndOnlyListener, EventFiles
+from monitor.anomalies.listeners import Alarm, Alerts, EndOnlyListener, EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
 from monitor.config import MonitorConfig
@@ -25,9 +24,9 @@ from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import prepare, rotate_stale_output
 from monitor.coordinator.resume import resolve_rank_directory
 from monitor.failures import Failures
-from monitor.pipeline.pipeline import Pipeline
+from monitor.pipeline.delivery import Watcher
+from monitor.pipeline.pipeline import Pipeline, PipelineLimits
 from monitor.pipeline.process import PROCESS
-from monitor.pipeline.protocols import Watcher
 from monitor.series import SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import Sink, SinkContext
@@ -140,10 +139,12 @@ class Run:
             self.manifest,
             failures,
             SealedTable,
-            queue_bytes=config.queue_bytes,
-            queue_wait_seconds=config.queue_wait_seconds,
-            close_seconds=config.close_seconds,
-            signal_seconds=config.signal_seconds,
+            PipelineLimits(
+                queue_bytes=config.queue_bytes,
+                queue_wait_seconds=config.queue_wait_seconds,
+                close_seconds=config.close_seconds,
+                signal_seconds=config.signal_seconds,
+            ),
             watchers=self._watchers_for(config),
         )
 

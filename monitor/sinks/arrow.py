@@ -14,12 +14,12 @@ from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function
 
 from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
 from monitor.sinks.files import StepSpan
-from monitor.sinks.text_cache import TextCache
+from monitor.sinks.row_text import TextCache
 from monitor.stats.features import FEATURES, as_scalar
 from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive, has_histogram, has_op
 from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials
-from monitor.stats.rows import StepRows, TensorLayout
+from monitor.stats.table import StepRows, TensorLayout
 
 # --- Histograms as a column: the bins of each row that are not empty; null for rows without a histogram.
 #

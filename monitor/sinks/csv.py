@@ -13,16 +13,14 @@ from pyarrow.csv import ConvertOptions, ParseOptions  # type: ignore[attr-define
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable, shown_kind
-from monitor.sinks import csv_text
+from monitor.sinks import row_text
 from monitor.sinks.csv_files import CsvShards
-from monitor.sinks.csv_text import Column, CountColumn, Join, NumberColumn, TextColumn, python_lines
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.text_cache import RowPiece, TextCache, row_blocks
 from monitor.stats.features import FEATURES
 from monitor.stats.histograms import LOSSES, MAGNITUDES, histogram_text
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, TEXT_OPS, derive_all, has_histogram
 from monitor.stats.partials import Partials
-from monitor.stats.rows import StepRows, TensorLayout
+from monitor.stats.table import StepRows, TensorLayout
 
 # --- Rows as lines of CSV text, a block of rows at a time. Texts that repeat (series, layout, micro-step) are made once.
 
@@ -53,16 +51,16 @@ class CsvLines:
 
     def __init__(self, series: SeriesTable, ndigits: int) -> None:
         self._ndigits = ndigits
-        self._series = TextCache(series, _series_cells)
-        self._layouts: dict[str, TextCache[TensorLayout]] = {}
-        self._join: Join = csv_text.native_lines if csv_text.is_native() else python_lines
+        self._series = row_text.TextCache(series, _series_cells)
+        self._layouts: dict[str, row_text.TextCache[TensorLayout]] = {}
+        self._join: row_text.Join = row_text.native_lines if row_text.is_native() else row_text.python_lines
 
     def of(self, steps: Sequence[StepRows]) -> Iterator[tuple[StepRows, str, memoryview]]:
         """The lines of each kind of each step, each ended by a newline. A kind of many rows yields several texts.
 
         One call for many small steps takes a fraction of the time of one call per step.
         """
-        for block in row_blocks(steps, BLOCK_ROWS):
+        for block in row_text.row_blocks(steps, BLOCK_ROWS):
             self._use_layouts(block[0].step.layouts)
             texts = self._join(self._columns(block), [len(piece.rows) for piece in block], self._ndigits)
             for piece, text in zip(block, texts, strict=True):
@@ -70,31 +68,35 @@ class CsvLines:
 
     def _use_layouts(self, layouts: list[TensorLayout]) -> None:
         if not self._layouts or self._layouts["shape"].of is not layouts:
-            self._layouts = {op: TextCache(layouts, _LAYOUT_CELLS[op]) for op in LAYOUT_OPS}
+            self._layouts = {op: row_text.TextCache(layouts, _LAYOUT_CELLS[op]) for op in LAYOUT_OPS}
 
-    def _columns(self, block: list[RowPiece]) -> list[Column]:
+    def _columns(self, block: list[row_text.RowPiece]) -> list[row_text.Column]:
         """The columns of a block: series, step with micro-step, and the configured ops in their order."""
         series = np.concatenate([piece.rows.series for piece in block])
-        return [TextColumn(self._series, series), _when(block), *self._op_columns(block[0].ops, block)]
+        return [row_text.TextColumn(self._series, series), _when(block), *self._op_columns(block[0].ops, block)]
 
-    def _op_columns(self, ops: tuple[str, ...], block: list[RowPiece]) -> list[Column]:
+    def _op_columns(self, ops: tuple[str, ...], block: list[row_text.RowPiece]) -> list[row_text.Column]:
         layout = np.concatenate([piece.rows.layout for piece in block])
         partials = Partials.joined(piece.rows.partials for piece in block)
-        columns: dict[str, Column] = {op: TextColumn(self._layouts[op], layout) for op in ops if op in LAYOUT_OPS}
+        columns: dict[str, row_text.Column] = {
+            op: row_text.TextColumn(self._layouts[op], layout) for op in ops if op in LAYOUT_OPS
+        }
         columns |= {op: _histograms(partials) for op in ops if op == MAGNITUDES}
         numbers = derive_all([op for op in ops if op not in columns], partials)
-        columns |= {op: (CountColumn if op in INTEGER_OPS else NumberColumn)(*of_op) for op, of_op in numbers.items()}
+        columns |= {
+            op: (row_text.CountColumn if op in INTEGER_OPS else row_text.NumberColumn)(*of_op) for op, of_op in numbers.items()
+        }
         return [columns[op] for op in ops]
 
 
-def _histograms(partials: Partials) -> TextColumn:
+def _histograms(partials: Partials) -> row_text.TextColumn:
     """The text of each row's histogram; empty for rows without one."""
     histogram, there = partials.histogram, has_histogram(partials).tolist()
     cells = [histogram_text(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
-    return TextColumn(TextCache(cells, str), np.arange(len(cells)))
+    return row_text.TextColumn(row_text.TextCache(cells, str), np.arange(len(cells)))
 
 
-def _when(block: list[RowPiece]) -> TextColumn:
+def _when(block: list[row_text.RowPiece]) -> row_text.TextColumn:
     """Step and micro-step of each row, as one column of text.
 
     A kind without micro-steps has no such cell. In the others it is empty for rows of the whole step, else 0, 1 and so on.
@@ -111,7 +113,9 @@ def _when(block: list[RowPiece]) -> TextColumn:
     if len(cells) > len(index):  # make no more texts than there are rows
         cells, index = np.unique(index, return_inverse=True)
     keys = list(steps)
-    return TextColumn(TextCache([_when_cell(keys[cell // places], cell % places) for cell in cells.tolist()], str), index)
+    return row_text.TextColumn(
+        row_text.TextCache([_when_cell(keys[cell // places], cell % places) for cell in cells.tolist()], str), index
+    )
 
 
 def _when_cell(of: tuple[int, bool], place: int) -> str:

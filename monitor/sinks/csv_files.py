@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
-from monitor.sinks.files import NamedShard, PartialFile, StepSpan, draft_name, part_name, shard_name, shards_in
+from monitor.sinks import files
+from monitor.sinks.files import NamedShard, PartialFile, StepSpan
+from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
 
 # --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
 
@@ -236,9 +238,9 @@ class CsvShards:
             written_before: Whether a file is older than that process, which may have made some of the parts visible.
         """
         for named, (part, rows) in left.items():
-            files = self._files().of(named.kind, named.steps)
-            replaces, _ = _joined(files, rows.header)
-            shares = any(one.path != replaces for one in files)
+            found = self._files().of(named.kind, named.steps)
+            replaces, _ = _joined(found, rows.header)
+            shares = any(one.path != replaces for one in found)
             shard = OpenShard(named.kind, named.steps, rows.header, part, replaces, shares, rows.first(), rows.last())
             self._open[named.kind] = shard
         self._take_out(StepSpan(since, self._record_of(since).last), written_before)
@@ -285,12 +287,12 @@ class CsvShards:
     def _new(self, kind: str, record: StepSpan, header: bytes, step: int, text: bytes | memoryview) -> OpenShard:
         """A new shard that holds the rows carried over, then ``text``."""
         before, replaces, first, shares_record = header, None, None, False
-        if files := self._files().of(kind, record):
-            replaces, rows = _joined(files, header)
+        if found := self._files().of(kind, record):
+            replaces, rows = _joined(found, header)
             carried = rows.before(step if self._since is None else self._since)
             before, first = carried.text(), carried.first()
-            shares_record = any(one.path != replaces for one in files)
-        part = PartialFile.begin(self._within + part_name(shard_name(kind, record)), before, text)
+            shares_record = any(one.path != replaces for one in found)
+        part = PartialFile.begin(self._within + files.part_name(files.shard_name(kind, record)), before, text)
         return OpenShard(kind, record, header, part, replaces, shares_record, first)
 
     def _publish(self, shards: list[OpenShard]) -> None:
@@ -331,7 +333,7 @@ class CsvShards:
 
     def _free_path(self, kind: str, steps: StepSpan, replaces: Path | None) -> str:
         for copy in count(1):
-            path = self._within + shard_name(kind, steps, copy)
+            path = self._within + files.shard_name(kind, steps, copy)
             if not os.path.lexists(path) or (replaces is not None and Path(path) == replaces):
                 break
         return path
@@ -357,14 +359,14 @@ class _FileIndex:
         self._others: dict[StepSpan, set[NamedShard]] = defaultdict(set)
         self._long: set[NamedShard] = set()
         self._newest = -1
-        for named in shards_in(directory):
+        for named in files.shards_in(directory):
             self.add(named.kind, named.steps, os.fspath(named.path))
 
     def add(self, kind: str, steps: StepSpan, path: str) -> None:
         self._kinds.add(kind)
         self._newest = max(self._newest, steps.last)
         record = self._record_of(steps.first)
-        if record != steps or not path.endswith(shard_name(kind, record)):
+        if record != steps or not path.endswith(files.shard_name(kind, record)):
             self._add_other(NamedShard(kind, steps, Path(path)), record)
 
     def _add_other(self, named: NamedShard, record: StepSpan) -> None:
@@ -388,18 +390,18 @@ class _FileIndex:
         """The files of ``kinds`` named after the record, then the others, of any kind."""
         if record.first > self._newest:
             return []
-        names = ((kind, self._within + shard_name(kind, record)) for kind in kinds)
-        files = [NamedShard(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
+        names = ((kind, self._within + files.shard_name(kind, record)) for kind in kinds)
+        found = [NamedShard(kind, record, Path(name)) for kind, name in names if os.path.lexists(name)]
         others = [*self._others.get(record, ()), *(one for one in self._long if one.steps.meets(record))]
-        return [*files, *(one for one in sorted(others) if os.path.lexists(one.path))]
+        return [*found, *(one for one in sorted(others) if os.path.lexists(one.path))]
 
     def _record_of(self, step: int) -> StepSpan:
         return StepSpan.of_record(step, self._steps_per_record)
 
 
-def _joined(files: Iterable[NamedShard], header: bytes) -> tuple[Path | None, CsvRows]:
+def _joined(found: Iterable[NamedShard], header: bytes) -> tuple[Path | None, CsvRows]:
     """The first of these files whose header is ``header``, with its content. None and no rows if there is none."""
-    for one in files:
+    for one in found:
         rows = CsvRows.read(one.path)
         if rows is not None and rows.header == header:
             return one.path, rows
@@ -419,7 +421,7 @@ def _take_out(path: Path, steps: StepSpan) -> None:
 
 def _replace(path: Path, text: bytes) -> None:
     """Replace the file's content but keep its modification time, which says when the last step was added."""
-    draft, time = path.with_name(draft_name(path.name)), path.stat().st_mtime_ns
+    draft, time = path.with_name(files.draft_name(path.name)), path.stat().st_mtime_ns
     try:
         draft.write_bytes(text)
         os.utime(draft, ns=(time, time))
@@ -428,3 +430,122 @@ def _replace(path: Path, text: bytes) -> None:
         with suppress(OSError):
             draft.unlink()
         raise
+
+
+# --- Recovery: makes the whole steps in the unfinished files of a killed process visible.
+#
+# In each record, the parts of all kinds agree on the finished steps, and show whether the last step was finished (see
+# ``monitor.sinks.files``). Finished steps get the file names that the process would have given them. An unfinished step
+# is cut off.
+#
+# A part may be damaged, for example by a crash of the machine. Then all parts of its record are renamed ``….damaged``,
+# because a step must be there for all kinds or for none.
+
+
+class LeftoverPart:
+    """A part that a killed process left.
+
+    Attributes:
+        finished: The steps marked as finished; None if they are damaged.
+        whole: ``finished`` and the unmarked step after them; None if there is no such step, or if it is not whole.
+        unfinished: The last step that has a line in ``whole``.
+    """
+
+    def __init__(self, named: NamedShard) -> None:
+        self.named = named
+        text = checked(named.path).read_bytes()
+        self._begun = _unfinished_from(text)
+        self._first = bytes([text[self._begun] & ~files.UNFINISHED]) if self._begun < len(text) else b""
+        restored = text[: self._begun] + self._first + text[self._begun + 1 :]
+        self.finished = self._parsed(text[: self._begun]) if self._begun else CsvRows.nothing(b"")
+        self.whole = self._parsed(restored) if self._first else None
+        self.unfinished = self._last_line_of(restored) if self._first else None
+
+    def part(self, rows: CsvRows) -> PartialFile:
+        """The file as a part that keeps ``rows``."""
+        part = PartialFile.left_behind(self.named.path, self._begun, len(rows.text()), self._first)
+        part.finish()
+        part.keep()
+        return part
+
+    def _parsed(self, text: bytes) -> CsvRows | None:
+        """The rows; None if they are damaged, not in order, or outside the record."""
+        rows = CsvRows.parse(text)
+        if rows is None or (rows.steps[1:] < rows.steps[:-1]).any():
+            return None
+        first, last = rows.first(), rows.last()
+        return rows if first is None or last is None or self.named.steps.holds(StepSpan(first, last)) else None
+
+    def _last_line_of(self, restored: bytes) -> int | None:
+        end = max(line_ends(restored).tolist(), default=0)
+        lines = CsvRows.parse(restored[:end]) if end > self._begun else None
+        return None if lines is None else lines.last()
+
+
+def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    for draft in files.drafts_in(directory):  # the file that it was to replace is still there
+        draft.unlink()
+    recovered, records = RecoveredFiles(), defaultdict(list)
+    for named in files.parts_in(directory):
+        records[named.steps].append(LeftoverPart(named))
+    for record, left in sorted(records.items()):
+        _recover_record(directory, record, left, begun_ns, recovered)
+    late = (one.steps for one in files.shards_in(directory) if one.steps.last >= newest and changed(one.path) >= saved_ns)
+    recovered.ranges = {*records, *late}
+    return recovered
+
+
+def held(directory: Path, steps: StepSpan) -> set[int]:
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    content = (CsvRows.read(one.path) for one in files.shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
+    return {step for rows in content if rows is not None for step in np.unique(rows.steps).tolist()}
+
+
+def _recover_record(
+    directory: Path, record: StepSpan, left: list[LeftoverPart], begun_ns: int, recovered: RecoveredFiles
+) -> None:
+    kept = _agreed(left)
+    if kept is None:
+        recovered.aside += [rename_damaged(one.named.path) for one in left]
+        return
+    newest = max((last for rows in kept.values() if (last := rows.last()) is not None), default=-1)
+    recovered.cut.update(one.unfinished for one in left if one.unfinished is not None and one.unfinished > newest)
+    _make_visible(directory, record, kept, begun_ns)
+
+
+def _agreed(left: list[LeftoverPart]) -> dict[LeftoverPart, CsvRows] | None:
+    """The steps to keep of each part; None if a part is damaged.
+
+    A step that one part marks as finished was written to all parts.
+    """
+    finished = {one: one.finished for one in left if one.finished is not None}
+    newest = max((last for rows in finished.values() if (last := rows.last()) is not None), default=-1)
+    agreed = {one: one.whole if one.unfinished == newest else rows for one, rows in finished.items()}
+    whole = {one: rows for one, rows in agreed.items() if rows is not None}
+    return whole if len(whole) == len(left) else None
+
+
+def _make_visible(directory: Path, record: StepSpan, kept: Mapping[LeftoverPart, CsvRows], begun_ns: int) -> None:
+    shards = CsvShards(directory, record.last - record.first + 1)
+    news = [step for one, rows in kept.items() if (step := _news(rows, shards.carried_on(one.named, rows.header))) is not None]
+    for one, rows in kept.items():
+        if not news or not len(rows.steps):
+            one.named.path.unlink()  # a visible file has all its steps
+    if news:
+        parts = {one.named: (one.part(rows), rows) for one, rows in kept.items() if len(rows.steps)}
+        shards.take_up(min(news), parts, lambda path: changed(path) <= begun_ns)
+
+
+def _news(rows: CsvRows, visible: CsvRows) -> int | None:
+    """The first step whose rows differ from the visible ones; None if there is none."""
+    steps = sorted(set(rows.steps.tolist()))
+    return next((step for step in steps if rows.rows_of(step) != visible.rows_of(step)), None)
+
+
+def _unfinished_from(text: bytes) -> int:
+    """The beginning of the step that is not marked as finished; the end of the text if there is none."""
+    begins = np.append(0, line_ends(text))
+    begins = begins[begins < len(text)]
+    marked = begins[(np.frombuffer(text, np.uint8)[begins] & files.UNFINISHED) > 0]
+    return int(marked[0]) if len(marked) else len(text)

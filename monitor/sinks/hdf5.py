@@ -16,14 +16,14 @@ import h5py
 import numpy as np
 import pyarrow as pa
 
+from monitor.sinks import hdf5_files
 from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, whole, with_ops
 from monitor.sinks.files import AppendFile, StepSpan, opened
-from monitor.sinks.hdf5_files import Hdf5Shard, ShardIndex, is_shard, part_name, shard_name, write_hidden
-from monitor.sinks.hdf5_read import ALL_STEPS, NotAShardError, read_rows
-from monitor.sinks.hdf5_write import image
+from monitor.sinks.hdf5_files import NotAShardError
+from monitor.sinks.hdf5_write import SpoolBlock, image, read_blocks, whole_bytes
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.step_spool import SpoolBlock, read_blocks
-from monitor.stats.rows import StepRows
+from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
+from monitor.stats.table import StepRows
 
 # --- The files in a rank's directory.
 #
@@ -80,7 +80,7 @@ class Hdf5Shards:
         self._directory = directory
         self._steps_per_record = steps_per_record
         self._part: _PartialShard | None = None
-        self._names = ShardIndex(directory, steps_per_record)
+        self._names = hdf5_files.ShardIndex(directory, steps_per_record)
 
     def write(self, step: int, block: SpoolBlock) -> None:
         """Add one step."""
@@ -157,7 +157,7 @@ class Hdf5Shards:
 
     def _new(self, step: int, facts: ShardMetadata) -> _PartialShard:
         record = StepSpan.of_record(step, self._steps_per_record)
-        path = self._directory / part_name(shard_name(record))
+        path = self._directory / hdf5_files.part_name(hdf5_files.shard_name(record))
         part = _PartialShard(AppendFile(path, opened(path, os.O_CREAT | os.O_TRUNC)), record, step, step)
         try:
             for shard in _carried_on(self._names.shards_of(record), step, facts):
@@ -167,7 +167,7 @@ class Hdf5Shards:
             raise
         return part
 
-    def _carry(self, part: _PartialShard, shard: Hdf5Shard) -> None:
+    def _carry(self, part: _PartialShard, shard: hdf5_files.Hdf5Shard) -> None:
         """Begin ``part`` with the shard's rows of earlier steps."""
         earlier = StepSpan(part.record.first, part.since - 1)
         for block in shard.blocks(earlier):
@@ -205,11 +205,11 @@ class Hdf5Shards:
         last = part.record.last if part.last is None else part.last
         shares = any(path not in part.replaces for path in self._names.of(part.record))
         steps = StepSpan(part.first, last) if shares or (cut and last < part.record.last) else part.record
-        paths = (self._directory / shard_name(steps, copy) for copy in count(1))
+        paths = (self._directory / hdf5_files.shard_name(steps, copy) for copy in count(1))
         return next(path for path in paths if path in part.replaces or not os.path.lexists(path))
 
 
-def _carried_on(shards: list[Hdf5Shard], step: int, facts: ShardMetadata) -> list[Hdf5Shard]:
+def _carried_on(shards: list[hdf5_files.Hdf5Shard], step: int, facts: ShardMetadata) -> list[hdf5_files.Hdf5Shard]:
     """The shards whose rows a new part carries over.
 
     Those with steps from ``step`` on, which the part replaces, and the last shard before ``step`` unless it is full.
@@ -221,20 +221,20 @@ def _carried_on(shards: list[Hdf5Shard], step: int, facts: ShardMetadata) -> lis
 
 def _make_shard(path: Path) -> None:
     """Turn a part into a shard, still hidden. Does nothing if it is one already."""
-    if is_shard(path):
+    if hdf5_files.is_shard(path):
         return
     try:
         content = image(read_blocks(path))
     except (ValueError, RuntimeError) as error:  # it would fail again, so the part is removed
         path.unlink(missing_ok=True)
         raise OSError(errno.EIO, f"its steps could not be written as HDF5 and are lost: {error!r}", str(path)) from error
-    write_hidden(path, content)
+    hdf5_files.write_hidden(path, content)
 
 
-def _rewrite(shard: Hdf5Shard, without: StepSpan) -> None:
+def _rewrite(shard: hdf5_files.Hdf5Shard, without: StepSpan) -> None:
     kept = [*shard.blocks(StepSpan(0, without.first - 1)), *shard.blocks(StepSpan(without.last + 1, shard.span.last))]
     if kept:
-        write_hidden(shard.path, image(kept))
+        hdf5_files.write_hidden(shard.path, image(kept))
     else:
         shard.path.unlink(missing_ok=True)
 
@@ -315,5 +315,61 @@ def read_hdf5(
         ValueError: an op does not exist.
     """
     with h5py.File(fspath(path), "r", locking=False) as file:
-        table = read_rows(file, kinds, ALL_STEPS if steps is None else StepSpan(*steps))
+        table = hdf5_files.read_rows(file, kinds, hdf5_files.ALL_STEPS if steps is None else StepSpan(*steps))
     return whole(table) if ops is None else with_ops(table, ops)
+
+
+# --- Recovery: makes the whole steps in the unfinished files of a killed process visible.
+#
+# All kinds are in one part, so a step is in it whole or not at all. The part becomes a shard with the name that the
+# process would have given it, and replaces the files that it was to replace. A part without whole steps, or whose steps
+# are all visible, is removed.
+
+
+def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:  # noqa: ARG001 - one file has all kinds
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    for draft in hdf5_files.drafts_in(directory):  # the file that it was to replace is still there
+        draft.unlink()
+    recovered = RecoveredFiles()
+    for path, record in list(hdf5_files.parts_in(directory)):
+        recovered.ranges.add(record)
+        if hdf5_files.is_shard(checked(path)):
+            _recover_shard(path, record, recovered)
+        else:
+            _recover_steps(path, record)
+    late = (steps for path, steps in hdf5_files.shards_in(directory) if steps.last >= newest and changed(path) >= saved_ns)
+    recovered.ranges.update(late)
+    return recovered
+
+
+def held(directory: Path, steps: StepSpan) -> set[int]:
+    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    shards = (
+        hdf5_files.Hdf5Shard.read(path)
+        for path, named in hdf5_files.shards_in(directory)
+        if named.meets(steps) and is_regular(path)
+    )
+    return {step for shard in shards if shard is not None for step in shard.steps()}
+
+
+def _recover_shard(path: Path, record: StepSpan, recovered: RecoveredFiles) -> None:
+    """Recover a part that is a whole shard already and only lacks its name."""
+    shard = hdf5_files.Hdf5Shard.read(path)
+    if shard is None or not record.holds(shard.span):
+        recovered.aside.append(rename_damaged(path))
+    else:
+        _shards_of(path, record).take_up(path, record, shard.size, shard.rows(record), shard.facts)
+
+
+def _recover_steps(path: Path, record: StepSpan) -> None:
+    left = list(read_blocks(path))
+    if not left:
+        path.unlink()
+        return
+    tables = [pa.Table.from_batches([block.rows.replace_schema_metadata(None)]) for block in left]
+    rows = pa.concat_tables(tables, promote_options="default")  # steps without histograms lack that column
+    _shards_of(path, record).take_up(path, record, whole_bytes(path), rows, left[-1].facts)
+
+
+def _shards_of(path: Path, record: StepSpan) -> Hdf5Shards:
+    return Hdf5Shards(path.parent, record.last - record.first + 1)

@@ -7,28 +7,21 @@ a file.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import h5py
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
+from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
-from monitor.sinks.arrow import (
-    HISTOGRAM,
-    MISSING,
-    PARTIALS,
-    SCHEMA,
-    SCHEMA_VERSION,
-    ShardMetadata,
-    by_kind,
-    counts_of,
-    upper_of,
-)
-from monitor.sinks.step_spool import SpoolBlock
+from monitor.sinks import arrow
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
 from monitor.stats.partials import COLUMNS, WRITES, Partials
@@ -59,12 +52,12 @@ def image(blocks: Iterable[SpoolBlock]) -> bytes:
     Raises:
         ValueError: there are no blocks.
     """
-    facts: ShardMetadata | None = None
+    facts: arrow.ShardMetadata | None = None
     with h5py.File.in_memory(libver=READABLE_SINCE, rdcc_nbytes=NO_CACHE) as file:
         groups: dict[str, _Group] = {}
         for block in blocks:
             facts = block.facts if facts is None else facts.then(block.facts)
-            for kind, rows in by_kind(block.rows):
+            for kind, rows in arrow.by_kind(block.rows):
                 if kind not in groups:
                     groups[kind] = _Group(file.create_group(kind), kind)
                 groups[kind].add(rows)
@@ -78,9 +71,9 @@ def image(blocks: Iterable[SpoolBlock]) -> bytes:
         return content
 
 
-def attributes(facts: ShardMetadata) -> dict[str, Any]:
+def attributes(facts: arrow.ShardMetadata) -> dict[str, Any]:
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": arrow.SCHEMA_VERSION,
         "rank": facts.rank,
         "eps": facts.eps,
         "ops": np.array(facts.ops, dtype=h5py.string_dtype()),
@@ -95,7 +88,7 @@ class _Group:
     def __init__(self, group: h5py.Group, kind: str) -> None:
         self._group = group
         self._features = own_columns(kind)
-        self._histograms = _Histograms(group, upper_of(kind))
+        self._histograms = _Histograms(group, arrow.upper_of(kind))
         self._numbering = {name: _Numbering() for name in TABLES}
         self._columns: dict[str, _Column] = {}
         self._waiting: dict[str, list[NDArray[Any]]] = defaultdict(list)
@@ -103,12 +96,12 @@ class _Group:
         self._rows_written = 0
 
     def add(self, rows: pa.RecordBatch) -> None:
-        for field, column in zip(SCHEMA, rows.columns, strict=False):
+        for field, column in zip(arrow.SCHEMA, rows.columns, strict=False):
             if field.name in TABLES:
                 self._waiting[TABLES[field.name][0]].append(self._numbering[field.name].of(column))
             elif field.name != "kind":
-                self._waiting[field.name].append((column.fill_null(MISSING) if column.null_count else column).to_numpy())
-        self._histograms.add(rows[HISTOGRAM] if HISTOGRAM in rows.schema.names else None, len(rows))
+                self._waiting[field.name].append((column.fill_null(arrow.MISSING) if column.null_count else column).to_numpy())
+        self._histograms.add(rows[arrow.HISTOGRAM] if arrow.HISTOGRAM in rows.schema.names else None, len(rows))
         self._rows_waiting += len(rows)
         if self._rows_waiting >= CHUNK_ROWS:
             self._write(self._rows_waiting // CHUNK_ROWS * CHUNK_ROWS)
@@ -136,9 +129,9 @@ class _Group:
         """Write numbers to a dataset. The dataset ``calls`` is made only when a row combines calls."""
         if name not in self._columns:
             if name == CALLS:
-                if (numbers == MISSING).all():
+                if (numbers == arrow.MISSING).all():
                     return
-                numbers = np.concatenate([np.full(self._rows_written, MISSING), numbers])
+                numbers = np.concatenate([np.full(self._rows_written, arrow.MISSING), numbers])
             self._columns[name] = _Column(self._group, name, numbers)
         self._columns[name].add(numbers)
 
@@ -146,7 +139,7 @@ class _Group:
 def _derived(feature: str, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
     """The values of a feature; NaN where there is none."""
     partials = np.ones((len(COLUMNS), len(columns["step"])))
-    for number, name in enumerate(PARTIALS, WRITES + 1):
+    for number, name in enumerate(arrow.PARTIALS, WRITES + 1):
         partials[number] = columns[name]
     values, there = derive(feature, Partials(partials))
     return np.where(there, values, np.nan)
@@ -187,7 +180,7 @@ class _Histograms:
             return
         if self._chunk is None:
             self._chunk = np.zeros((CHUNK_HISTOGRAMS, len(self._upper)), dtype=np.int64)
-        self._chunk[first : first + len(histograms)] = counts_of(histograms, len(self._upper))
+        self._chunk[first : first + len(histograms)] = arrow.counts_of(histograms, len(self._upper))
 
     def _write(self, first: int) -> None:
         if self._chunk is None:
@@ -203,7 +196,7 @@ class _Histograms:
         bins = len(self._upper)
         shape, chunks, most = (self._rows, bins), (chunk_rows, bins), (None, bins)
         options = {"chunks": chunks, "maxshape": most, "shuffle": True, "compression": "lzf"}
-        dataset = self._group.create_dataset(HISTOGRAM, shape, np.int64, **options)
+        dataset = self._group.create_dataset(arrow.HISTOGRAM, shape, np.int64, **options)
         dataset.attrs["upper"] = self._upper
         return dataset
 
@@ -280,3 +273,61 @@ class _Numbering:
 
     def _find(self, texts: pa.StringArray) -> pa.Int32Array:
         return call_function("index_in", [texts], SetLookupOptions(self.texts))
+
+
+# --- The spool: a hidden file that collects the steps of a record until an HDF5 shard is made of them.
+#
+# The file is a sequence of blocks, each after its length and checksum. So the file of a killed process shows where its
+# whole steps end. A block is an Arrow stream: one batch of rows, and the shard's metadata. It contains the names of
+# series, so the file can be read on its own.
+
+_FRAME: Final = struct.Struct("<II")
+_OPTIONS: Final = IpcWriteOptions(compression="lz4", use_threads=False)
+_READING: Final = IpcReadOptions(use_threads=False)
+"""Without threads: if Arrow cannot start a thread, it ends the process, and training with it."""
+
+
+class SpoolBlock(NamedTuple):
+    """Rows of one or several steps, with their metadata."""
+
+    rows: pa.RecordBatch
+    facts: arrow.ShardMetadata
+
+    def packed(self) -> bytes:
+        """The block as bytes, to be appended to a spool."""
+        sink = pa.BufferOutputStream()
+        with new_stream(sink, self.rows.schema.with_metadata(self.facts.packed()), options=_OPTIONS) as stream:  # type: ignore[no-untyped-call]
+            stream.write_batch(self.rows)
+        content = sink.getvalue()
+        return _FRAME.pack(len(content), zlib.crc32(content)) + memoryview(content)
+
+
+def read_blocks(path: Path) -> Iterator[SpoolBlock]:
+    """The blocks of a file, up to the first one that is not whole.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for content in _contents(path):
+        with open_stream(content, options=_READING) as stream:  # type: ignore[no-untyped-call]
+            (rows,) = stream
+            yield SpoolBlock(arrow.completed(rows), arrow.ShardMetadata.unpacked(stream.schema.metadata))
+
+
+def whole_bytes(path: Path) -> int:
+    """Where the last whole block ends.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return sum(_FRAME.size + len(content) for content in _contents(path))
+
+
+def _contents(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            length, checksum = _FRAME.unpack(frame)
+            content = file.read(length)
+            if not content or len(content) < length or zlib.crc32(content) != checksum:
+                return
+            yield content

@@ -16,11 +16,11 @@ from tensorboard.plugins.image import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.series import ADAM_KINDS, SeriesTable
-from monitor.sinks.text_cache import encodable
+from monitor.sinks.row_text import encodable
 from monitor.stats.histograms import UNIT_BINS, UNIT_UPPER
 from monitor.stats.ops import has_histogram
 from monitor.stats.partials import Floats
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 # --- The history of a histogram over the steps, in bounded memory.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 
 class MemorySink:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from monitor.series import SeriesTable
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 
 @dataclass(frozen=True, slots=True)

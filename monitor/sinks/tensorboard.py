@@ -26,11 +26,11 @@ from monitor.series import ADAM_KINDS, NO_MICRO_STEP, Series, SeriesTable, shown
 from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.text_cache import RowPiece, TextCache, encodable, row_blocks
+from monitor.sinks.row_text import RowPiece, TextCache, encodable, row_blocks
 from monitor.stats.histograms import FIRST_POWER, MAGNITUDES, UNIT_BINS, UNIT_UPPER, UPPER
 from monitor.stats.ops import TEXT_OPS, derive, has_histogram
 from monitor.stats.partials import Floats, Partials
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.table import KindRows, StepRows
 
 # --- The scalars of a step in the encoding of TensorBoard's protocol buffers, a column at a time.
 #

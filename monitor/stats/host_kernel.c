@@ -1,4 +1,4 @@
-/* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/host/native.py).
+/* The kernel for arrays in host memory: every partial from one read of the elements (see monitor/stats/host/array_kernel.py).
  *
  * Sums are in double precision: squares of floats neither overflow nor vanish there, and no tensor has 2^53 elements. NaN fails
  * every comparison, so it does not change extremes and counts, and it shows in the sums. */

@@ -15,7 +15,7 @@ from monitor.selection import without_module
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable
 from monitor.stats.ops import derive
 from monitor.stats.partials import combine_groups
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.table import KindRows, StepRows
 from monitor.training.config import TrainingConfig
 from monitor.training.step import StepNorms
 

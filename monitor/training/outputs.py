@@ -20,8 +20,8 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.failures import LOGGER
 from monitor.sinks.files import AppendFile, opened
+from monitor.sinks.row_text import encodable
 from monitor.sinks.tensorboard import FORMAT_VERSION, new_path, record
-from monitor.sinks.text_cache import encodable
 from monitor.training.config import TrainingConfig
 from monitor.training.expert_load import Counts, load
 from monitor.training.step import Scalar

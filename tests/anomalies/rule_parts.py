@@ -16,7 +16,7 @@ from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Scanner, StepFindings, earliest
 from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import RankFacts
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 NAN, INF = float("nan"), float("inf")
 Tensor = Sequence[float]

@@ -8,7 +8,7 @@ import pytest
 from rule_parts import NAN, Watched
 from sink_rows import Measured
 
-from monitor.anomalies.alerts import Alerts
+from monitor.anomalies.listeners import Alerts
 
 UNRANKED = ' It may come from another tensor or rank: set "dump": true in "alert"; trainermon rank-anomalies finds the first.'
 

@@ -10,7 +10,7 @@ from sink_rows import Measured
 
 from monitor.anomalies.scanner import RowStates
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows
+from monitor.stats.table import KindRows
 
 Key = tuple[int, int]
 KEYS = st.tuples(st.integers(0, 4), st.integers(-1, 2))

@@ -11,8 +11,8 @@ import pytest
 from rule_parts import INF, NAN, Watched, facts, read
 from sink_rows import Measured
 
-from monitor.anomalies.event_files import EventFiles
 from monitor.anomalies.events import Event, ScanSummary
+from monitor.anomalies.listeners import EventFiles
 from monitor.coordinator.manifest import RankFacts
 
 FIELDS = ["rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id", "tag_name", "message", "group_mates"]

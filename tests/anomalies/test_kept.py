@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from monitor.anomalies.event_files import EventBuffer, EventEntry
+from monitor.anomalies.listeners import EventBuffer, EventEntry
 
 
 def entries(step: int, count: int) -> list[EventEntry]:

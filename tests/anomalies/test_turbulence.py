@@ -11,7 +11,7 @@ from sink_rows import Measured
 
 from monitor.series import Series
 from monitor.stats.partials import EXPONENT, SUM, SUMSQ
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.table import KindRows, StepRows
 
 NORM, MEAN = ("a", "AnomalyTurbulence", "norm"), ("a", "AnomalyTurbulence", "mean")
 

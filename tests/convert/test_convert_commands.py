@@ -8,7 +8,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from monitor.convert.cli import database_app, tensorboard_app
-from monitor.convert.request import DATA_TYPES
+from monitor.convert.conversion import DATA_TYPES
 
 APPS = pytest.mark.parametrize("app", [tensorboard_app, database_app], ids=["tensorboard", "db"])
 

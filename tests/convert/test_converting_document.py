@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from monitor.cli import app
 from monitor.convert import CSV2DBConfig
 from monitor.convert.cli import database_app
-from monitor.convert.request import DATA_TYPES
+from monitor.convert.conversion import DATA_TYPES
 from monitor.pytorch import TrainerMon
 
 TEXT = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.partials import Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 SERIES, STEPS = 1000, 20

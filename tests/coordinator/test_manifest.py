@@ -17,7 +17,7 @@ from monitor.coordinator.series_file import MeasuredSeries, read_flow, read_seri
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 LAYOUT = TensorLayout((4, 8), "torch.float32")
 FACTS = RankFacts(

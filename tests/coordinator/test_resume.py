@@ -31,7 +31,7 @@ from monitor.coordinator.resume import (
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 ROOT = Path(__file__).parents[2]
 WINTER = ("Dec31_23-00-00", "Jan01_01-00-00")

@@ -12,7 +12,7 @@ from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, S
 from monitor.coordinator.series_file import Measured, MeasuredSeries, read_flow, read_series
 from monitor.series import LOCAL, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 WEIGHT = Series("grad_reduced", 0, "h.0.weight")
 BIAS = Series("grad_reduced", 1, "h.0.bias")

@@ -15,12 +15,12 @@ from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.resume import Earlier
 from monitor.failures import Failures
 from monitor.merge.merge import Wanted, merge
-from monitor.merge.output import read_merged
 from monitor.merge.report import Report
+from monitor.merge.tables import read_merged
 from monitor.series import Placement, Series, SeriesTable, Shard
 from monitor.sinks import csv, hdf5, tensorboard
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 JOB = "1a2b3c4d" * 4
 TIMESTAMP = "Dec03_21-34-40"

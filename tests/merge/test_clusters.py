@@ -12,8 +12,8 @@ from distributed import LocalCluster
 from evidence import sampled
 from recorded_job import alone, files, merged, sharded
 
-from monitor.merge import executors
-from monitor.merge.atomic_output import MergeError
+from monitor.merge import execution
+from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 
 
@@ -37,7 +37,7 @@ def started(workers: int) -> LocalCluster:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "PATIENCE", 0.3)
+    monkeypatch.setattr(execution, "PATIENCE", 0.3)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_where_something_else_listens_that_is_said_in_time(tmp_path: Path, mute:
 
 
 def test_a_cluster_without_workers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "PATIENCE", 5.0)  # a busy machine connects in that time
+    monkeypatch.setattr(execution, "PATIENCE", 5.0)  # a busy machine connects in that time
     alone(tmp_path)
     with started(0) as empty, pytest.raises(MergeError, match=f"at {empty.scheduler_address} has no workers"):
         merged(tmp_path, dask=empty.scheduler_address)
@@ -91,7 +91,7 @@ def test_a_cluster_without_workers_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_where_the_cluster_goes_away_in_the_middle_that_is_said_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executors, "PATIENCE", 3.0)
+    monkeypatch.setattr(execution, "PATIENCE", 3.0)
     sharded(tmp_path, steps=60)
     with started(1) as short_lived:
         wanted = Wanted(tmp_path, tmp_path / "merged", rows=3, dask=short_lived.scheduler_address)

@@ -20,8 +20,8 @@ from filelock import FileLock
 from hanging import until
 from recorded_job import files, merged, sharded
 
-from monitor.merge import executors, merge
-from monitor.merge.atomic_output import MergeError
+from monitor.merge import execution, merge
+from monitor.merge.execution import MergeError
 
 SPAWN = multiprocessing.get_context("spawn")
 SOON = 60.0
@@ -166,8 +166,8 @@ def test_an_error_of_a_pool_that_was_interrupted_is_an_interrupt(monkeypatch: py
         def shutdown(self, *_how: object, **_named: object) -> None:
             raise RuntimeError("cannot join thread before it is started")
 
-    monkeypatch.setattr(executors, "ProcessPoolExecutor", Interrupted)
-    with pytest.raises(KeyboardInterrupt), executors.engine(2):
+    monkeypatch.setattr(execution, "ProcessPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt), execution.engine(2):
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="cannot join"), executors.engine(2):
+    with pytest.raises(RuntimeError, match="cannot join"), execution.engine(2):
         raise ValueError

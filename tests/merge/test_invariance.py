@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured, partials_of
 
-from monitor.merge import executors
+from monitor.merge import execution
 from monitor.series import LOCAL, Placement, Shard
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import Partials
@@ -199,5 +199,5 @@ def test_of_both_formats_the_same_is_merged_up_to_rounding(
 
 def test_any_executor_will_do() -> None:
     with ThreadPoolExecutor(2) as pool:
-        done = dict(executors.run(pool, 2, str, range(50)))
+        done = dict(execution.run(pool, 2, str, range(50)))
     assert done == {number: str(number) for number in range(50)}

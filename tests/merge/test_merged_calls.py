@@ -10,7 +10,7 @@ import pytest
 from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured
 
-from monitor.merge.output import read_merged
+from monitor.merge.tables import read_merged
 from monitor.series import Placement, Shard
 
 OUTPUTS = ("hdf5", "csv", "parquet")

@@ -12,8 +12,8 @@ from sink_rows import Measured, partials_of
 
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.resume import Earlier
-from monitor.merge.atomic_output import MergeError
-from monitor.merge.output import read_merged
+from monitor.merge.execution import MergeError
+from monitor.merge.tables import read_merged
 from monitor.series import Placement, Shard
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import derive

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from monitor.merge.arrow_tables import NONE, Texts, order_by, starts_of_runs
+from monitor.merge.tables import NONE, Texts, order_by, starts_of_runs
 
 rows = st.integers(0, 60)
 small, any_number = st.integers(-3, 3), st.integers(-(2**62), 2**62)

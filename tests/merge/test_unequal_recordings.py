@@ -11,8 +11,8 @@ import pytest
 from evidence import sampled
 from recorded_job import merged, tensors
 
-from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import discover
+from monitor.merge.execution import MergeError
 
 Ran = Callable[[str], Path]
 

@@ -10,10 +10,10 @@ import pytest
 from recorded_job import files, merged, sharded
 
 from monitor.coordinator.manifest_format import StepsRecord
-from monitor.merge.plan import Planner, Window, in_groups, recorded_steps
+from monitor.merge.merge import Planner, Window, in_groups, recorded_steps
 from monitor.merge.survey import SHARDS
 from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_read import ALL_STEPS
+from monitor.sinks.hdf5_files import ALL_STEPS
 
 
 def shards(*each: tuple[int, int, int, int]) -> pa.Table:

@@ -11,15 +11,16 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hanging
 import numpy as np
 
 from monitor.failures import Failures
-from monitor.pipeline.pipeline import Pipeline
+from monitor.pipeline.pipeline import Pipeline, PipelineLimits
 from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 ROOT = Path(__file__).parents[2]
 COPY_BYTES = 1000
@@ -168,10 +169,12 @@ def pipeline_of(
     failures: Failures | None = None,
     new_sealed: Callable[[], Copy] = Copy,
     copies: int = 2,
+    watchers: Mapping[str, Any] = MappingProxyType({}),
     **bounds: Any,
 ) -> Pipeline[Copy]:
     bounds = {"queue_wait_seconds": 5.0, "close_seconds": 20.0, "signal_seconds": 10.0, **bounds}
-    return Pipeline(sinks, journal, failures or Failures(), new_sealed, queue_bytes=copies * COPY_BYTES, **bounds)
+    limits = PipelineLimits(queue_bytes=copies * COPY_BYTES, **bounds)
+    return Pipeline(sinks, journal, failures or Failures(), new_sealed, limits, watchers=watchers)
 
 
 def pipeline_in(directory: Path, steps_per_record: int = 1, **bounds: Any) -> Pipeline[Copy]:

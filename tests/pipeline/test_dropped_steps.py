@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.pipeline.step_queue import DroppedSteps
+from monitor.pipeline.delivery import DroppedSteps
 
 Reports = list[tuple[int, str]]
 

@@ -20,7 +20,7 @@ from pipeline_parts import (
 
 from monitor.failures import Failures
 from monitor.pipeline import writer
-from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES
+from monitor.pipeline.delivery import BATCH_LIMIT_BYTES
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@ import time
 import pytest
 from pipeline_parts import Copy
 
-from monitor.pipeline.step_queue import BATCH_LIMIT_BYTES, Ring
+from monitor.pipeline.delivery import BATCH_LIMIT_BYTES
+from monitor.pipeline.writer import Ring
 
 
 def ring_of(queue_bytes: int, nbytes: int = 100) -> Ring[Copy]:

@@ -24,8 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.func import functional_call
 from watching import Output, attached
 
-from monitor.stats.host.array_kernel import NumpyKernel
-from monitor.stats.host.native import VARIABLE, NativeKernel
+from monitor.stats.host.array_kernel import VARIABLE, NativeKernel, NumpyKernel
 
 
 def values(*shape: int) -> Tensor:

@@ -17,8 +17,7 @@ from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.tensor_reader import OFF, DeviceSteps, TorchTensorReader
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
-from monitor.stats.rows import KindRows
-from monitor.stats.table import SealedTable
+from monitor.stats.table import KindRows, SealedTable
 
 HOST = torch.device("cpu")
 MICRO_STEPS = (0, 1)

@@ -11,7 +11,7 @@ from torch import nn
 from watching import Output, warnings_in
 
 from monitor.merge.merge import Wanted, merge
-from monitor.merge.output import read_merged
+from monitor.merge.tables import read_merged
 from monitor.pytorch import TrainerMon
 from monitor.sinks.csv import read_csv
 

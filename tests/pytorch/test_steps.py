@@ -17,7 +17,7 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.tensor_reader import TorchTensorReader
-from monitor.stats.host.native import NativeKernel
+from monitor.stats.host.array_kernel import NativeKernel
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))

@@ -13,9 +13,8 @@ from monitor.pytorch.dump.backend import TorchReader
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
-from monitor.stats.host.native import VARIABLE
-from monitor.stats.rows import KindRows
-from monitor.stats.table import SealedTable
+from monitor.stats.host.array_kernel import VARIABLE
+from monitor.stats.table import KindRows, SealedTable
 
 Record = Callable[[Recorder, RecordedSeries, Tensor], None]
 

@@ -15,7 +15,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from monitor.series import ADAM_KINDS
 from monitor.stats.histograms import UNIT_UPPER, UPPER
-from monitor.stats.rows import KindRows, StepRows
+from monitor.stats.table import KindRows, StepRows
 
 MAGNITUDE_OPS = ("norm", "magnitude_histogram")
 ALL = {"tensors": 0}

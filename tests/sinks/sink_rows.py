@@ -12,7 +12,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.partials import COLUMNS, EMPTY, WRITES, Partials
-from monitor.stats.rows import KindRows, StepRows, TensorLayout
+from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 SIX_OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 

@@ -13,11 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from monitor.sinks import hdf5_write
 from monitor.sinks.arrow import Measurements, ShardMetadata, partials_of
 from monitor.sinks.csv import CsvSink, read_csv
-from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
-from monitor.sinks.hdf5_recovery import recover
-from monitor.sinks.step_spool import SpoolBlock
+from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5, recover
+from monitor.sinks.hdf5_write import SpoolBlock
 from monitor.sinks.tensorboard import TensorBoardSink
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 CALLS = [Measured("all_reduce.post_0", calls=4), Measured("loss_scale", [65536.0]), Measured("send.pre_0", calls=1)]
 BOTH = {"grad_reduced": [Measured("w")], "other": CALLS}

@@ -26,8 +26,7 @@ from monitor.sinks import hdf5
 from monitor.sinks.arrow import PARTIALS, SCHEMA, Measurements, ShardMetadata
 from monitor.sinks.arrow import partials_of as partials_in
 from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
-from monitor.sinks.hdf5_recovery import held, recover
+from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, held, read_hdf5, recover
 from monitor.sinks.recovery import RecoveredFiles
 from monitor.stats.partials import COLUMNS, combine
 

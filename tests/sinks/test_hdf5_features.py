@@ -12,8 +12,7 @@ from sink_rows import Measured, Rank, magnitudes_of
 
 from monitor.sinks import hdf5_write
 from monitor.sinks.arrow import partials_of
-from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
-from monitor.sinks.hdf5_recovery import recover
+from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5, recover
 from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, histogram_text
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ, combine_groups
 

@@ -11,8 +11,7 @@ from evidence import examples, sampled
 from killed_disk import killed_after
 from sink_rows import Measured, Rank
 
-from monitor.sinks.hdf5 import Hdf5Sink, read_hdf5
-from monitor.sinks.hdf5_recovery import recover
+from monitor.sinks.hdf5 import Hdf5Sink, read_hdf5, recover
 
 PER_RECORD = 3
 STEPS = 6

@@ -12,11 +12,11 @@ import pytest
 from sink_rows import Measured, Rank
 
 from monitor.sinks import csv as lines
-from monitor.sinks import csv_text
+from monitor.sinks import row_text
 from monitor.sinks.csv import CsvLines, header
 from monitor.stats.histograms import LOSSES
-from monitor.stats.host.native import VARIABLE
-from monitor.stats.rows import StepRows, TensorLayout
+from monitor.stats.host.array_kernel import VARIABLE
+from monitor.stats.table import StepRows, TensorLayout
 
 
 def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
@@ -31,7 +31,7 @@ def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether lines are made in C."""
     monkeypatch.setenv(VARIABLE, request.param)
-    assert csv_text.is_native() is (request.param == "1")
+    assert row_text.is_native() is (request.param == "1")
 
 
 @pytest.fixture

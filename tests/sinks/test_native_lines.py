@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monitor.sinks import csv, csv_text
+from monitor.sinks import csv, row_text
 from monitor.sinks.csv import CsvLines
-from monitor.sinks.csv_text import Column, CountColumn, NumberColumn, TextColumn, python_lines
-from monitor.sinks.csv_text import native_lines as joined
-from monitor.sinks.text_cache import TextCache
-from monitor.stats.host.native import VARIABLE
+from monitor.sinks.row_text import Column, CountColumn, NumberColumn, TextCache, TextColumn, python_lines
+from monitor.sinks.row_text import native_lines as joined
+from monitor.stats.host.array_kernel import VARIABLE
 
 _lines: Any = importlib.import_module("monitor.sinks._lines")
 
@@ -47,8 +46,8 @@ def told(**changes: Any) -> tuple[Any, ...]:
     call = {
         "columns": ((1, np.ones(3), np.ones(3, dtype=bool)),),
         "ends": np.array([1, 3]),
-        "powers": csv_text._powers_of_ten(),
-        "first": csv_text.LEAST_POWER,
+        "powers": row_text._powers_of_ten(),
+        "first": row_text.LEAST_POWER,
         "ndigits": 6,
         "fixed_from": 1e-3,
         "positions": np.zeros(2, dtype=np.int64),
@@ -166,7 +165,7 @@ def test_other_threads_go_on_meanwhile() -> None:
         turns.append(threading.get_ident())
 
     call = told(
-        columns=tuple(map(csv_text._native_column, columns(200_000))),
+        columns=tuple(map(row_text._native_column, columns(200_000))),
         ends=np.array([200_000]),
         positions=np.zeros(1, dtype=np.int64),
     )

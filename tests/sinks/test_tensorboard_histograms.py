@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from monitor.series import Series
 from monitor.sinks.tensorboard import TensorBoardSink, magnitudes, signed
 from monitor.stats.partials import MAX, MIN, Partials
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 FLOATS = st.floats(-1e150, 1e150)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from reference import assert_agrees, derived, normal
 
-from monitor.stats.host import native
-from monitor.stats.host.native import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VARIABLE, NativeKernel, native_kernel
+from monitor.stats.host import array_kernel
+from monitor.stats.host.array_kernel import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VARIABLE, NativeKernel, native_kernel
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS
 
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
@@ -53,7 +53,7 @@ def reduce(x: np.ndarray, form: int | None = None, eps: float = EPS) -> np.ndarr
 
 def test_the_formats_have_the_numbers_that_the_kernel_gives_them() -> None:
     for name in ("FLOAT32", "FLOAT64", "BFLOAT16", "FLOAT16"):
-        assert getattr(native, name) == getattr(_host_kernel, name)
+        assert getattr(array_kernel, name) == getattr(_host_kernel, name)
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -13,8 +13,7 @@ from kernel_contract import KernelContract, Make
 from kernel_corpus import FLOAT8, Corpus
 from reference import assert_agrees, derived, normal
 
-from monitor.stats.host.array_kernel import CHUNK, NumpyKernel
-from monitor.stats.host.native import VARIABLE
+from monitor.stats.host.array_kernel import CHUNK, VARIABLE, NumpyKernel
 from monitor.stats.partials import COLUMNS, M2
 
 EPS = 1e-8

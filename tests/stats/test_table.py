@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.host.native import HostPage
 from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES
-from monitor.stats.table import SealedTable, StatsTable
+from monitor.stats.table import HostPage, SealedTable, StatsTable
 
 
 class Live:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from reference import assert_agrees
 
 from monitor.stats.partials import M2
-from monitor.stats.torch.host_kernel import TorchHostKernel
-from monitor.stats.torch.small_tensors import BATCH, SMALL, Staging, reduce_segments
+from monitor.stats.torch.host_kernel import BATCH, SMALL, Staging, TorchHostKernel, reduce_segments
 from monitor.stats.torch.tensors import is_plain
 
 EPS = 1e-8

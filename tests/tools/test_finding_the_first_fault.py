@@ -19,8 +19,8 @@ from demo_runs import DEMO, ROOT, TORCHRUN, run_python
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from monitor.anomalies.ranking import location
-from monitor.anomalies.ranking.location import Cause
+from monitor.anomalies.ranking import ranking
+from monitor.anomalies.ranking.ranking import Cause
 from monitor.cli import app
 from monitor.config import load_config
 
@@ -171,7 +171,7 @@ SAID = {
 
 @pytest.mark.parametrize("where", Cause)
 def test_what_to_look_at_next_is_said_for_every_remark_that_there_is(where: Cause) -> None:
-    assert SAID[where] in Path(location.__file__).read_text()
+    assert SAID[where] in Path(ranking.__file__).read_text()
     remarks = re.findall(r"^\| (`.*?) \|", DOCUMENT, flags=re.MULTILINE)
     assert any(SAID[where].strip() in remark for remark in remarks)
 

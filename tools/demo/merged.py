@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from monitor import read_merged
-from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import RankRun, discover, runs_of
+from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import Report
 

@@ -19,7 +19,7 @@ from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.report import advice, counts, listing, notes
 from monitor.cli import Version, command_app, one_directory
 from monitor.coordinator.output import write_whole
-from monitor.merge.atomic_output import MergeError
+from monitor.merge.execution import MergeError
 from monitor.terminal import say
 
 WELL, NOT_WELL, NOTHING = 0, 1, 2

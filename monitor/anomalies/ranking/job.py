@@ -12,13 +12,13 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.event_files import MOST
+from monitor.anomalies.listeners import MOST
 from monitor.anomalies.ranking.graph import DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
 from monitor.coordinator.identity import RankDirectory
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
-from monitor.merge.atomic_output import MergeError
 from monitor.merge.discovery import Found, RankRun, discover
+from monitor.merge.execution import MergeError
 from monitor.series import Series
 
 MOST_RANKS: Final = 1_000_000

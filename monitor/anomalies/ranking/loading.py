@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from monitor.anomalies.events import EVENTS_FOLDER, JUDGED_LIMIT, Event, ScanSummary, events_file, judged_file
 from monitor.coordinator.manifest_format import ManifestError, content_of, known_version, parsed
 from monitor.merge.discovery import leads_out
-from monitor.merge.executors import engine, run_in_order
+from monitor.merge.execution import engine, run_in_order
 from monitor.series import Series
 
 EVENTS_LIMIT: Final = 2**30

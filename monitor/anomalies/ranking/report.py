@@ -13,8 +13,7 @@ from rich.text import Text
 
 from monitor.anomalies.ranking.coverage import Coverage, UnjudgedSteps
 from monitor.anomalies.ranking.graph import Role
-from monitor.anomalies.ranking.location import SHOWN, Cause, capitalized, listed, name_of
-from monitor.anomalies.ranking.ranking import Ranked, Ranking, Surroundings
+from monitor.anomalies.ranking.ranking import SHOWN, Cause, Ranked, Ranking, Surroundings, capitalized, listed, name_of
 from monitor.anomalies.ranking.step_propagation import IN_PASSES
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.terminal import plain

@@ -22,9 +22,8 @@ from monitor.pytorch.process_group import initialized, is_settled
 from monitor.pytorch.tensor_reader import HOST, TorchTensorReader, has_data
 from monitor.recording.collectives import LOCK_SECONDS, CallRows, CollectiveCall, Communication
 from monitor.recording.recorder import Recorder
-from monitor.stats.host.native import HostPage
-from monitor.stats.table import RowSlot
-from monitor.stats.torch.small_tensors import Staging
+from monitor.stats.table import HostPage, RowSlot
+from monitor.stats.torch.host_kernel import Staging
 from monitor.stats.torch.tensors import BYPASSED_KEYS, end_of, function_modes, local_shard, unseen
 
 # --- Entry point.

@@ -15,19 +15,7 @@ from monitor.pytorch.features.attention import Scores, spread
 from monitor.pytorch.features.matrices import dtype_of_routing, entropy_from, entropy_of, norms_of, similarity_of_rows
 from monitor.pytorch.frameworks.dtensor import layout_of, placement_of
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.recording.features.reading import (
-    MATRIX_NAMES,
-    NO_SCORES,
-    NOT_2D,
-    NOT_WHOLE,
-    OTHER_LENGTHS,
-    TOKENS,
-    MisfitError,
-    first_named,
-    go_together,
-    places_of,
-    queries_and_keys,
-)
+from monitor.recording.features import reading
 from monitor.recording.parameter_series import NamedParameter
 from monitor.series import Placement
 from monitor.stats.torch.tensors import beneath, local_shard, unseen
@@ -45,10 +33,10 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
     Raises:
         MisfitError: They are there, but cannot be read.
     """
-    query, key = queries_and_keys(args, kwargs, Tensor)
+    query, key = reading.queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or query.dim() != 4 or key.dim() != 4:
         return None
-    places = places_of(order)
+    places = reading.places_of(order)
     return _causal(_whole(query, places[2]).permute(places), _whole(key, places[2]).permute(places))
 
 
@@ -71,7 +59,7 @@ def matrix_of(module: nn.Module) -> Tensor | None:
 
     Read from the module's dictionaries: attribute access would gather the parameter under ZeRO, or compute a parametrization.
     """
-    for name in MATRIX_NAMES:
+    for name in reading.MATRIX_NAMES:
         value = _stored(module, name)
         if isinstance(value, nn.Module):
             value = _stored(value, "weight")
@@ -102,15 +90,15 @@ def local_matrix(weight: Tensor | None) -> Tensor:
     """
     local = None if weight is None else local_shard(weight)
     if weight is None or local is None or local.is_meta or local.layout is not torch.strided or _is_partial(weight):
-        raise MisfitError(NOT_2D)
+        raise reading.MisfitError(reading.NOT_2D)
     if local.dim() != 2 or not local.numel() or not local.is_floating_point():
-        raise MisfitError(NOT_2D)
+        raise reading.MisfitError(reading.NOT_2D)
     return local
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Tensor | None:
     """The tokens that a router receives: its first tensor of the hidden size."""
-    for value in (*args, first_named(kwargs, TOKENS, Tensor)):
+    for value in (*args, reading.first_named(kwargs, reading.TOKENS, Tensor)):
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == hidden and value.is_floating_point():
             return whole_rows(value)
     return None
@@ -127,23 +115,23 @@ def whole_rows(x: Tensor) -> Tensor | None:
 def _of_sdpa(given: Mapping[str, Any]) -> Scores:
     query, key, mask, scale = (given.get(name) for name in ("query", "key", "attn_mask", "scale"))
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() != 4 or key.dim() != 4:
-        raise MisfitError(NO_SCORES)
+        raise reading.MisfitError(reading.NO_SCORES)
     if mask is not None and type(mask) is not Tensor and type(mask) is not nn.Parameter:
-        raise MisfitError("its mask is of a kind that is not known")
+        raise reading.MisfitError("its mask is of a kind that is not known")
     query, key = _whole(query, 2), _whole(key, 2)
     return _checked(query, key, bool(given.get("is_causal")), query.shape[-1] ** -0.5 if scale is None else float(scale), mask)
 
 
 def _causal(query: Tensor, key: Tensor) -> Scores:
     if query.shape[2] != key.shape[2]:
-        raise MisfitError(OTHER_LENGTHS)
+        raise reading.MisfitError(reading.OTHER_LENGTHS)
     return _checked(query, key, True, query.shape[-1] ** -0.5, None)
 
 
 def _checked(query: Tensor, key: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Scores:
     of_numbers = query.is_floating_point() and key.is_floating_point()
-    if not of_numbers or not go_together(tuple(query.shape), tuple(key.shape)):
-        raise MisfitError(NO_SCORES)
+    if not of_numbers or not reading.go_together(tuple(query.shape), tuple(key.shape)):
+        raise reading.MisfitError(reading.NO_SCORES)
     return Scores(query, key, causal, scale, mask)
 
 
@@ -151,7 +139,7 @@ def _whole(x: Tensor, sequence: int) -> Tensor:
     """The local part of Q or K. Only heads and rows of the batch may be sharded over ranks."""
     local = None if x.is_nested else local_shard(x)
     if local is None or local.is_meta or not local.numel() or _is_partial(x) or _cuts(x, sequence):
-        raise MisfitError(NOT_WHOLE)
+        raise reading.MisfitError(reading.NOT_WHOLE)
     return local
 
 
@@ -178,7 +166,7 @@ class AttentionSearch(TorchFunctionMode):
 
     def __init__(self, seen: Callable[[Scores], object], on_misfit: Callable[[str], object]) -> None:
         self.saw = False
-        self.reason = NO_SCORES
+        self.reason = reading.NO_SCORES
         self._seen = seen
         self._on_misfit = on_misfit
 
@@ -193,14 +181,14 @@ class AttentionSearch(TorchFunctionMode):
 
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            if self.reason != NO_SCORES and func is not SDPA:
+            if self.reason != reading.NO_SCORES and func is not SDPA:
                 return  # the product after that of Q and K looks alike
             scores = called_scores(func, args, kwargs)
             if scores is None:
                 return
             self.saw = True
             self._seen(scores)
-        except MisfitError as misfit:
+        except reading.MisfitError as misfit:
             if func is not SDPA:  # this product may be another one, and the right one may follow
                 self.reason = str(misfit)
                 return

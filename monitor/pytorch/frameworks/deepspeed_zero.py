@@ -14,16 +14,8 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.deepspeed import (
-    REDUCE_PATCH,
-    DeepSpeed,
-    RepackedDeepSpeed,
-    SteppedPiece,
-    check_version,
-    engine_of,
-    flat_shard,
-    ranks_in,
-)
+from monitor.pytorch.frameworks import deepspeed
+from monitor.pytorch.frameworks.deepspeed import DeepSpeed, RepackedDeepSpeed, SteppedPiece
 from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import first_after_accumulation
@@ -122,7 +114,7 @@ def pieces_of_groups(
     """
     for group, (parameters, part) in enumerate(zip(groups, parts, strict=True)):
         process_group = wrapper.real_dp_process_group[group]
-        ranks, first = ranks_in(process_group), get_rank(process_group) * part.numel()
+        ranks, first = deepspeed.ranks_in(process_group), get_rank(process_group) * part.numel()
         end, index = 0, 0
         for parameter, begin in zip(parameters, begins[group], strict=True):
             left, right = max(begin, first), min(begin + parameter.numel(), first + part.numel())
@@ -131,7 +123,7 @@ def pieces_of_groups(
                 index += 1  # gradients in a gap are numbered, too
             yield (
                 parameter,
-                SteppedPiece(part, start, numel, shape, flat_shard(ranks, shape, left - begin, numel), group, index),
+                SteppedPiece(part, start, numel, shape, deepspeed.flat_shard(ranks, shape, left - begin, numel), group, index),
             )
             if numel > 0:
                 end, index = start + numel, index + 1
@@ -152,7 +144,7 @@ class Bf16Zero1(RepackedDeepSpeed):
 
     def __init__(self, engine: Any, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(engine, chunks, optimizer, main_grad=main_grad)
-        check_version(REDUCE_PATCH)
+        deepspeed.check_version(deepspeed.REDUCE_PATCH)
         self._sums = {
             id(p): _SumBuffer(self._wrapper, i, j, p)
             for i, of in enumerate(self._wrapper.bf16_groups)
@@ -215,10 +207,10 @@ class _LocalSums(CallListener):
         self._wanted = wanted
         self._gradients = gradients
         self._guarded_report = failures.guarded("reading local gradients", self._report)
-        REDUCE_PATCH.add(self)
+        deepspeed.REDUCE_PATCH.add(self)
 
     def remove(self) -> None:
-        REDUCE_PATCH.remove(self)
+        deepspeed.REDUCE_PATCH.remove(self)
 
     def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del kwargs
@@ -295,7 +287,7 @@ def _part_of(parameter: Any) -> tuple[Shard | None, int]:
     group, each = parameter.ds_process_group, parameter.partition_numel()
     start = min(get_rank(group) * each, parameter.ds_numel)
     numel = min(each, parameter.ds_numel - start)
-    return flat_shard(ranks_in(group), tuple(parameter.ds_shape), start, numel), numel
+    return deepspeed.flat_shard(deepspeed.ranks_in(group), tuple(parameter.ds_shape), start, numel), numel
 
 
 def _frozen_part(parameter: Any) -> Tensor | None:
@@ -353,7 +345,7 @@ def deepspeed_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool
         TypeError: ``optimizer`` is no optimizer.
         ValueError: The engine cannot be found or observed, or the optimizer is not its own.
     """
-    engine = engine_of(chunks, optimizer)
+    engine = deepspeed.engine_of(chunks, optimizer)
     if engine is None:
         return None
     given = None if optimizer is engine else optimizer

@@ -6,10 +6,13 @@ A subclass for another framework overrides only the methods that differ.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,12 +22,11 @@ from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
 from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, placement_of_moments
-from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
 from monitor.recording.backend import StepListener, StepNotifier
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import Removable
+from monitor.recording.protocols import Removable, only
 from monitor.series import LOCAL, MOMENT_KINDS, Placement, Ranks, ranks_of
 
 
@@ -260,3 +262,155 @@ def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]
             ignored = set(getattr(module, "parameters_to_ignore", ()))
             for name, parameter in module.module.named_parameters() if len(ranks) > 1 else ():
                 yield parameter, Placement(differing=ranks) if name in ignored else Placement(unclaimed=ranks)
+
+
+# --- Recognises the framework of a model and its optimizer.
+
+
+def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> Framework:
+    """The adapter of the framework that keeps the gradients, weights and moments of a model.
+
+    Does not import frameworks: one in use is imported already.
+
+    Raises:
+        TypeError: The optimizer cannot be observed.
+        ValueError: The model is set up in a way that cannot be observed.
+    """
+    optimizer = only(optimizer)
+    if "deepspeed.runtime.engine" in sys.modules:
+        from monitor.pytorch.frameworks.deepspeed_zero import deepspeed_of
+
+        if (found := deepspeed_of(chunks, optimizer, main_grad=main_grad)) is not None:
+            return found
+    if _any_is(chunks, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"):
+        from monitor.pytorch.frameworks.fsdp1 import Fsdp1
+
+        return Fsdp1(chunks, optimizer, main_grad=main_grad)
+    if _any_is(chunks, "torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"):
+        from monitor.pytorch.frameworks.fsdp2 import Fsdp2
+
+        return Fsdp2(chunks, optimizer, main_grad=main_grad)
+    if _any_is(chunks, "torch.distributed._composable.fsdp.fully_shard", "FSDPModule"):
+        raise ValueError("The monitor does not know fully_shard of this version of torch: use torch 2.6 or later.")
+    if _any_is(chunks, "megatron.core.distributed", "DistributedDataParallel") or _is_megatron_optimizer(optimizer):
+        from monitor.pytorch.frameworks.megatron import Megatron
+
+        return Megatron(chunks, optimizer, main_grad=main_grad)
+    return Framework(chunks, optimizer, main_grad=main_grad)
+
+
+def _is_megatron_optimizer(optimizer: Any) -> bool:
+    of = getattr(sys.modules.get("megatron.core.optimizer"), "MegatronOptimizer", None)
+    return of is not None and isinstance(optimizer, of)
+
+
+def _any_is(chunks: Sequence[nn.Module], imported: str, name: str) -> bool:
+    """Whether a module is of the class ``name`` in the Python module ``imported``, if that is imported."""
+    of = getattr(sys.modules.get(imported), name, None)
+    return of is not None and any(isinstance(module, of) for chunk in chunks for module in chunk.modules())
+
+
+# --- Tracks which gradients DistributedDataParallel has reduced when the optimizer's step begins.
+#
+# A forward of the wrapper outside ``no_sync`` prepares its reducer, which reduces at the end of the next backward. A
+# gradient is reduced if the last backward that added to it did so. If a loop calls the module inside the wrapper, or a
+# forward is not observed, that is unknown.
+
+REDUCE_NOTHING: Final = frozenset({"noop_hook", "post_localSGD_hook"})
+"""Communication hooks of torch that leave gradients local, or average them over some ranks only."""
+
+_NO_BACKWARD: Final = -1
+
+
+class _Reducer:
+    """The reducer of one wrapper.
+
+    Attributes:
+        ready: Whether the next backward will reduce.
+        reduced: Whether the last backward has reduced; None if none was seen.
+        backward: The last backward that was seen.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module: weakref.ref[Any] = weakref.ref(module)
+        self.ready = False
+        self.reduced: bool | None = None
+        self.backward = _NO_BACKWARD
+
+    def forward_begins(self) -> None:
+        self.ready = self.ready or bool(getattr(self._module(), "require_backward_grad_sync", False))
+
+    def backward_begins(self, backward: int) -> None:
+        self.backward = backward
+        self.reduced = self.is_ready
+        self.ready = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an observed forward prepared it, and the wrapper's flag agrees. The flag alone proves nothing: it is set from
+        the beginning.
+        """
+        return self.ready and bool(getattr(self._module(), "require_forward_param_sync", False))
+
+    @property
+    def leaves_local(self) -> bool:
+        hooks = getattr(self._module(), "_comm_hooks", ())
+        return any(getattr(hook, "__name__", "") in REDUCE_NOTHING for hook, *_ in hooks)
+
+
+class Reducers:
+    """The reducers of a model: of wrappers inside it, and of wrappers whose forward calls it."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._known: dict[int, _Reducer] = {}
+        self._of: dict[int, _Reducer] = {}
+        self._below: dict[int, list[_Reducer]] = {}
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, DistributedDataParallel):
+                    self._learn(module)
+
+    @property
+    def any_known(self) -> bool:
+        """Whether any wrapper is known."""
+        return bool(self._of)
+
+    def forward_begins(self, root: nn.Module) -> None:
+        """A forward of a chunk begins, with gradients enabled. Notify the wrappers inside it and the one around it."""
+        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if around is not None and id(around) not in self._known:
+            self._learn(around)
+        for one in self._called(root, around):
+            one.forward_begins()
+
+    def backward_reaches(self, parameter: Tensor) -> None:
+        one = self._of.get(id(parameter)) if self._of else None
+        if one is not None and one.backward != (backward := torch._C._current_graph_task_id()):
+            one.backward_begins(backward)
+
+    def reduced(self, parameter: Tensor) -> bool | None:
+        """Whether a gradient is reduced; None if no wrapper reduces the parameter."""
+        one = self._of.get(id(parameter)) if self._of else None
+        if one is None:
+            return None
+        if one.leaves_local:
+            return None  # the training loop may reduce it
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            return False  # it is written back when backward ends: an optimizer that steps in a hook sees the local gradient
+        # If no backward reached the parameter on this rank, the wrapper has still reduced the terms of other ranks.
+        return one.is_ready if one.reduced is None else one.reduced
+
+    def _called(self, root: nn.Module, around: nn.Module | None) -> Iterator[_Reducer]:
+        if not self._known:
+            return
+        below = self._below.get(id(root))
+        if below is None:
+            below = self._below[id(root)] = [self._known[id(one)] for one in root.modules() if id(one) in self._known]
+        yield from below
+        if around is not None:
+            yield self._known[id(around)]
+
+    def _learn(self, module: DistributedDataParallel) -> None:
+        one = self._known[id(module)] = _Reducer(module)
+        ignored = set(getattr(module, "parameters_to_ignore", ()))
+        self._of.update({id(p): one for name, p in module.module.named_parameters() if name not in ignored})

@@ -8,19 +8,74 @@ or Inf, for squares beyond the range of float64, and for means that are large co
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monitor.stats.histograms import BINS, FIRST_POWER, FORMATS, UPPER
-from monitor.stats.host import native
-from monitor.stats.host.native import NativeKernel, native_kernel
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, EMPTY, Floats, exponent_for, union
+
+# --- The native kernel in C, which computes every partial of a host array in one read.
+#
+# numpy and torch take one pass, and one call, per statistic. The native kernel computes all of them in one loop at
+# about the speed of memory, and a small tensor costs one call. It is built if there is a C compiler when the package is
+# installed; without it, the numpy kernel does the same work. Every processor computes the same bits (``host_pass.h``).
+
+try:
+    from monitor.stats import _host_kernel
+except ImportError:
+    _host_kernel = None  # type: ignore[assignment]
+
+VARIABLE: Final = "MONITOR_NATIVE"
+"""The environment variable that, set to 0, switches off the modules in C: portable kernels and CSV formatting replace them."""
+
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
+"""The kernel's numbers of the element formats."""
+
+Reduce = Callable[[Any, int, Floats, int], bool]
+"""Takes the arguments of ``NativeKernel.reduce_into`` without the format."""
+
+
+class NativeKernel:
+    """Reduces contiguous elements to table rows. It has no state, so several threads may use it at once."""
+
+    def __init__(self, eps: float) -> None:
+        narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
+        bounds = (narrow, wide, narrow, narrow)
+        self._of: tuple[Reduce, ...] = tuple(partial(_host_kernel.reduce, form, bound) for form, bound in enumerate(bounds))
+
+    def of(self, form: int) -> Reduce:
+        """``reduce_into`` for one format, without the cost of a Python frame."""
+        return self._of[form]
+
+    def reduce_into(self, source: Any, count: int, form: int, page: Floats, row: int) -> bool:
+        """Write the partials of ``count`` elements, at least one, into ``page[row]``.
+
+        Args:
+            source: A contiguous array, or the address of the first element. The caller guarantees that the address is valid.
+            form: ``FLOAT32``, ``FLOAT64``, ``BFLOAT16`` or ``FLOAT16``.
+
+        Returns:
+            False, and nothing written, if squares of float64 leave its range: the portable kernels scale them.
+        """
+        return self._of[form](source, count, page, row)
+
+
+def native_kernel(eps: float) -> NativeKernel | None:
+    """The native kernel; None if it was not built or is switched off."""
+    return NativeKernel(eps) if _host_kernel is not None and is_wanted() else None
+
+
+def is_wanted() -> bool:
+    """Whether the modules in C are to be used if they were built."""
+    return os.environ.get(VARIABLE) != "0"
+
 
 # --- Arrays that a framework shares with numpy, read as real numbers, a chunk at a time.
 
@@ -31,9 +86,9 @@ Reals = NDArray[np.float32] | NDArray[np.float64]
 Raw = NDArray[Any]
 
 _FORMATS: Final = {
-    np.dtype(np.float32): native.FLOAT32,
-    np.dtype(np.float64): native.FLOAT64,
-    np.dtype(np.float16): native.FLOAT16,
+    np.dtype(np.float32): FLOAT32,
+    np.dtype(np.float64): FLOAT64,
+    np.dtype(np.float16): FLOAT16,
 }
 _BFLOAT16: Final = "bfloat16"
 _HALF_OF_FLOAT32: Final = 16
@@ -51,7 +106,7 @@ def stored(x: Raw) -> tuple[Raw, int] | None:
         return None
     elements = x if x.flags.c_contiguous else x.T
     if _is_bfloat16(x):
-        return elements.view(np.uint16), native.BFLOAT16
+        return elements.view(np.uint16), BFLOAT16
     form = _FORMATS.get(x.dtype)
     return None if form is None else (elements, form)
 

@@ -23,8 +23,7 @@ from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.memory import TorchDevicePage
 from monitor.stats.torch.tensors import capturing
-from monitor.stats.triton.launch import TRITON_ADVICE, Driver, FusedEngine, FusedKernel
-from monitor.stats.triton.tensor_list import FusedList
+from monitor.stats.triton.launch import TRITON_ADVICE, Driver, FusedEngine, FusedKernel, FusedList
 
 # --- The kernel of each device: the fused one if Triton is installed, has a backend for the device, and a first launch
 # succeeds; else the portable one.
@@ -168,7 +167,7 @@ class ListedTensor:
 
 
 def reduce_listed(items: Sequence[ListedTensor], eps: float) -> list[tuple[int, Exception]]:
-    """Write the rows of tensors on any devices, with one launch per kind of tensor (``triton.tensor_list.Kind``).
+    """Write the rows of tensors on any devices, with one launch per kind of tensor (``triton.launch.Kind``).
 
     Returns:
         Indices of the items that could not be read, with the error of each.

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monitor.stats.host.native import HostPage
 from monitor.stats.partials import COLUMNS, WRITES, Floats
-from monitor.stats.table import PageCopy, PageMemory
+from monitor.stats.table import HostPage, PageCopy, PageMemory
 from monitor.stats.torch.tensors import beneath
 
 # --- Tensors that outlive a call, in memory of their own.

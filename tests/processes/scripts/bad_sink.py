@@ -11,7 +11,7 @@ from small_run import SmallRun
 
 import monitor.sinks
 from monitor.formats import FORMATS
-from monitor.stats.rows import StepRows
+from monitor.stats.table import StepRows
 
 
 class Raising:

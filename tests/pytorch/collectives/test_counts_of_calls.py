@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from monitor.convert import CSV2DBConfig, csv2db
 from monitor.merge.merge import Wanted, merge
-from monitor.merge.output import read_merged
+from monitor.merge.tables import read_merged
 from monitor.sinks.hdf5 import read_hdf5
 
 REDUCED = "all_reduce.post_0"

@@ -19,9 +19,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from monitor.stats.triton import source as torch_fused_source  # noqa: E402
 from monitor.stats.triton.elements import FORMATS, Blocks  # noqa: E402
-from monitor.stats.triton.launch import constants, options  # noqa: E402
+from monitor.stats.triton.launch import FIELDS, constants, options  # noqa: E402
 from monitor.stats.triton.source import COLUMNS  # noqa: E402
-from monitor.stats.triton.tensor_list import FIELDS  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WHOLE = {"ALIGNED": True, "EVEN": True}

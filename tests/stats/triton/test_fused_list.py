@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 from interpreted import HOST, engine, fused
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.triton.launch import Driver, FusedEngine, FusedKernel
-from monitor.stats.triton.tensor_list import FusedList
+from monitor.stats.triton.launch import Driver, FusedEngine, FusedKernel, FusedList
 
 EPS = 1e-8
 
@@ -79,11 +78,11 @@ def test_what_was_freed_is_not_listed() -> None:
 
 
 def test_the_same_list_is_told_to_the_device_once_and_again_when_a_tensor_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monitor.stats.triton import tensor_list
+    from monitor.stats.triton import launch
 
     sent = []
-    send = tensor_list._sent
-    monkeypatch.setattr(tensor_list, "_sent", lambda numbers, *where: sent.append(numbers) or send(numbers, *where))
+    send = launch._sent
+    monkeypatch.setattr(launch, "_sent", lambda numbers, *where: sent.append(numbers) or send(numbers, *where))
     own, into, tensors = reduced(engine()), page(), [normal(600), normal(700)]
     for _ in range(3):
         own.reduce_into(tensors, [into] * 2, [0, 1])
@@ -95,11 +94,11 @@ def test_the_same_list_is_told_to_the_device_once_and_again_when_a_tensor_moves(
 
 
 def test_two_lists_that_take_turns_are_each_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monitor.stats.triton import tensor_list
+    from monitor.stats.triton import launch
 
     sent = []
-    send = tensor_list._sent
-    monkeypatch.setattr(tensor_list, "_sent", lambda numbers, *where: sent.append(numbers) or send(numbers, *where))
+    send = launch._sent
+    monkeypatch.setattr(launch, "_sent", lambda numbers, *where: sent.append(numbers) or send(numbers, *where))
     own, into, weights, moments = reduced(engine()), page(), [normal(600)], [normal(600, seed=1)]
     for _ in range(3):
         own.reduce_into(weights, [into], [0])
