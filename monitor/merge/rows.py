@@ -19,7 +19,7 @@ from monitor.merge.gather import is_exact
 from monitor.merge.output import Columns
 from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
-from monitor.series import ACTIVATION_KINDS, NO_MICRO_STEP
+from monitor.series import MICRO_STEP_KINDS, NO_MICRO_STEP
 from monitor.sinks.arrow import HISTOGRAM, PARTIALS, counts_of
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
@@ -65,8 +65,8 @@ class Rows:
     def of_several(self) -> Flags:
         """Whether a row is of several micro-steps or calls of an operator, and so of more elements than its series has."""
         of_calls: Flags = self.columns[CALLS] > 0
-        activations = self.catalogue.kind in ACTIVATION_KINDS
-        return of_calls | (self.micro_step() == NO_MICRO_STEP) if activations else of_calls
+        each = self.catalogue.kind in MICRO_STEP_KINDS
+        return of_calls | (self.micro_step() == NO_MICRO_STEP) if each else of_calls
 
     def text(self, column: str, rows: Index) -> pa.Array:
         """A column of text of the catalogue, for some of the rows, which are in it."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
+from monitor.series import DIRECTION_KIND, NO_MICRO_STEP, SIGNED_KINDS, SeriesTable
 from monitor.sinks.files import StepSpan
 from monitor.sinks.text_cache import TextCache
 from monitor.stats.features import FEATURES, as_scalar
@@ -40,7 +40,7 @@ _UPPER_TEXTS: Final = pa.array([upper_text(upper) for upper in UPPER.tolist()], 
 
 def upper_of(kind: str) -> Floats:
     """The upper ends of a kind's bins, shape ``(bins,)``."""
-    return UNIT_UPPER if kind in ADAM_KINDS else UPPER
+    return UNIT_UPPER if kind in SIGNED_KINDS else UPPER
 
 
 def filled(counts: Counts) -> pa.LargeListArray:

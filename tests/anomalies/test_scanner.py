@@ -13,7 +13,7 @@ from sink_rows import Measured
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import StepFindings
 from monitor.config import AlertRule, RuleArgs
-from monitor.series import ADAM_KINDS, DIRECTION_KIND, FEATURE_KINDS
+from monitor.series import DIRECTION_KIND, FEATURE_KINDS, SIGNED_KINDS
 from monitor.stats.partials import COUNT, MAX, SUM, SUMSQ, Partials
 
 RULE, NAN_RULE = "AnomalyTurbulence", "AnomalyNan"
@@ -79,7 +79,7 @@ def test_features_are_not_judged_as_if_they_were_statistics_of_a_tensor(kind: st
         assert watched.step({kind: [feature]}) == []
 
 
-@pytest.mark.parametrize("kind", ADAM_KINDS)
+@pytest.mark.parametrize("kind", SIGNED_KINDS)
 def test_what_adam_makes_of_its_moments_is_judged_as_the_tensor_that_it_is(kind: str) -> None:
     watched = Watched((NAN_RULE, None))
     assert said(watched.step({kind: [Measured("w", [NAN, 1.0])]})) == [("w", NAN_RULE, "nans")]
