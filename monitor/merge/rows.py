@@ -20,11 +20,11 @@ from monitor.merge.output import Columns
 from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
 from monitor.series import MICRO_STEP_KINDS, NO_MICRO_STEP
-from monitor.sinks.arrow import HISTOGRAM, PARTIALS, counts_of
+from monitor.sinks.arrow import HISTOGRAM, counts_of
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
 from monitor.stats.ops import CALLS
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, WRITES, Floats, Partials
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIALS, WRITES, Floats, Partials
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.sinks.arrow import (
-    HISTOGRAM,
-    MISSING,
-    PARTIALS,
-    SCHEMA,
-    SCHEMA_VERSION,
-    ShardMetadata,
-    by_kind,
-    counts_of,
-    upper_of,
-)
+from monitor.sinks.arrow import HISTOGRAM, MISSING, SCHEMA, SCHEMA_VERSION, ShardMetadata, by_kind, counts_of, upper_of
 from monitor.sinks.step_spool import SpoolBlock
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
-from monitor.stats.partials import COLUMNS, WRITES, Partials
+from monitor.stats.partials import COLUMNS, PARTIALS, WRITES, Partials
 
 CHUNK_ROWS: Final = 32768
 """Rows of a chunk, the unit of compression and of reading: 256 KB per column. A kind with fewer rows has one chunk."""
