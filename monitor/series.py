@@ -155,9 +155,10 @@ def _of_step(name: str, field: str, **more: Any) -> Kind:
 
 
 def _moment(name: str, *, estimated: bool = True) -> Kind:
+    """A moment of the optimizer, which a new optimizer does not have in its first step."""
     why = "An optimizer without momentum keeps no moments. "
-    group: Any = {"group": "moment", "role": "MOMENT", "estimated": estimated}
-    return _of_step(name, "mv_distribution", warned=True, after=2, why_none=why, **group)  # the first step has none
+    more = {"estimated": estimated, "warned": True, "after": 2, "why_none": why}
+    return _of_step(name, "mv_distribution", group="moment", role="MOMENT", **more)
 
 
 def _feature(name: str, phase: Literal["forward", "step"], watcher: str, suffix: str, **more: Any) -> Kind:

@@ -13,6 +13,7 @@ from sink_rows import Measured
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import StepFindings
 from monitor.config import AlertRule, RuleArgs
+from monitor.config.model import RULE_ARGUMENTS
 from monitor.series import DIRECTION_KIND, FEATURE_KINDS, SIGNED_KINDS
 from monitor.stats.partials import COUNT, MAX, SUM, SUMSQ, Partials
 
@@ -20,9 +21,12 @@ RULE, NAN_RULE = "AnomalyTurbulence", "AnomalyNan"
 
 
 def test_every_rule_that_the_configuration_knows_can_be_made_of_its_arguments_and_no_other_exists() -> None:
-    assert set(RULES) == set(get_args(AlertRule.model_fields["rule_name"].annotation))
-    arguments = RuleArgs(threshold=0.5).model_dump()
-    assert [rule(**arguments).name for rule in RULES.values()] == list(RULES)
+    assert set(RULES) == set(get_args(AlertRule.model_fields["rule_name"].annotation)) == set(RULE_ARGUMENTS)
+    every = RuleArgs(threshold=0.5).model_dump()
+    for name, rule in RULES.items():
+        needed, optional = RULE_ARGUMENTS[name]
+        assert rule(**{one: every[one] for one in needed}).name == name
+        assert rule(**{one: every[one] for one in (*needed, *optional)}).name == name
 
 
 @pytest.mark.parametrize(("rules", "expected"), [((NAN_RULE, RULE), "nans"), ((RULE, NAN_RULE), "norm")])
