@@ -166,7 +166,8 @@ def test_squares_that_leave_the_range_of_float64_are_left_to_others(magnitude: f
         ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.float32), 0), ValueError),
         ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros(24), 0), ValueError),
         ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.int64), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 1 << 62, np.zeros((2, len(COLUMNS))), 0), ValueError),  # whose bytes are 0 in 64 bits
+        # Their bytes are 0 in 64 bits.
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 1 << 62, np.zeros((2, len(COLUMNS))), 0), ValueError),
         ((FLOAT32, 0.0, np.zeros(6, np.float32)[::2], 3, np.zeros((2, len(COLUMNS))), 0), ValueError),  # gaps
         ((FLOAT32, 0.0, 0, 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
         ((FLOAT32, 0.0, "abc", 3, np.zeros((2, len(COLUMNS))), 0), TypeError),
