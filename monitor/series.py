@@ -6,9 +6,9 @@ measurement of a series, at one step and, for some kinds, one micro-step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, Literal
 
 # --- Placement: whether other ranks hold replicas or shards of the same tensor.
 
@@ -70,37 +70,226 @@ def ranks_of(ranks: Iterable[int]) -> Ranks:
     return tuple(sorted(set(ranks)))
 
 
-ACTIVATION_KINDS = ("actv", "actv_grad")
-GRADIENT_KINDS = ("grad_unreduced", "grad_reduced")
-PARAMETER_KINDS = ("param_origin", "param_updated")
-MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-REPLICA_KIND = "replica"
-CALL_KIND = "other"
-"""One row per communication operator and step, which combines its calls, and rows of scalars."""
-FEATURE_KINDS = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook", "update_ratio")
-"""Kinds whose rows have columns of their own in place of ops."""
-FORWARD_FEATURE_KINDS = ("attention_hook", "moe_router_logit_hook")
-"""Feature kinds that are measured in every forward."""
-WEIGHT_FEATURE_KINDS = ("linear_hook", "moe_router_weight_hook")
-"""Feature kinds of a module's weight, read when its forward begins."""
-DIRECTION_KIND = "mg_direction"
-"""The fraction of gradient elements whose sign equals the momentum's. In files it is a scalar of kind ``other``."""
-ADAM_KINDS = ("adam_update", "adam_ratio")
-"""Vectors that Adam computes from its moments, with histograms of signed numbers."""
-UPDATE_KINDS = ("update_ratio", DIRECTION_KIND, *ADAM_KINDS)
-"""Kinds that describe the optimizer's step of each parameter."""
-KINDS = (
-    *ACTIVATION_KINDS,
-    *GRADIENT_KINDS,
-    *PARAMETER_KINDS,
-    *MOMENT_KINDS,
-    CALL_KIND,
-    REPLICA_KIND,
-    *FEATURE_KINDS,
-    DIRECTION_KIND,
-    *ADAM_KINDS,
-)
+# --- Kinds. Each kind has one entry in ``KIND_TABLE``. The tuples below it are derived from the entries.
 
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a kind that has its own columns in place of ops.
+
+    Attributes:
+        formula: A name in ``FORMULAS`` of ``monitor/stats/features.py``: how partials give the column.
+        partial: The partial that the formula reads, if it reads a single one.
+        combines: How values of CSV rows combine, since these rows have no partials: as means weighted with the count, as norms,
+            or as the ratio of ``update_norm`` and ``weight_norm``. ``never``: not even partials give the number of a whole from
+            those of its parts. None: the weights are in partials only.
+    """
+
+    name: str
+    formula: str
+    partial: str = ""
+    combines: Literal["weighted", "norm", "ratio", "never"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of series, with everything that differs between kinds outside of their collectors.
+
+    Attributes:
+        name: Its name in series; also in files, unless ``shown_as`` names another kind.
+        field: The configuration field that switches it on; '' if there is none.
+        of: What a series belongs to.
+        phase: When rows are measured, which orders rows of different ranks: ``step`` is after every backward. None: only the
+            order within a rank is known.
+        group: The name of the derived tuple that it is in.
+        role: The name of its ``Role`` in ``monitor/anomalies/ranking/graph.py``; '' for ``OTHER``.
+        fed_by: Kinds of the same parameter that it is computed from within a step. Moments are those from before the step: this
+            step's gradient shows in the moments of the next step.
+        replicated: Whether the ranks of a data-parallel group hold replicas.
+        per_micro_step: Whether each micro-step has a row of its own, unless the field ``micro_steps`` combines them.
+        of_frozen: Whether parameters that are not trained have rows, too.
+        estimated: Whether the start-up estimate counts it. Kinds that few optimizers have are left out.
+        warned: Whether to warn if there are no rows although the field is on. One row in a group of moments is enough.
+        after: Complete steps after which there must be rows.
+        why_none: A likely reason why there are no rows, for the warning.
+        signed: Whether its histograms are of signed numbers.
+        shown_as: The kind under which files show its rows, which are scalars then.
+        columns: Its columns in place of ops; empty for statistics of a tensor.
+        places: The partials that hold its numbers; empty for statistics of a tensor, which use all of them.
+        of_elements: Whether the partial ``count`` counts elements of a tensor.
+        watcher: For kinds of ``l2_targets``: ``module:class`` of the ``FeatureWatcher`` that measures it.
+        suffix: What the name of a series has after the name of the module.
+    """
+
+    name: str
+    field: str = ""
+    of: Literal["module", "parameter", "rank"] = "rank"
+    phase: Literal["forward", "backward", "step"] | None = None
+    group: Literal["activation", "gradient", "parameter", "moment", ""] = ""
+    role: str = ""
+    fed_by: tuple[str, ...] = ()
+    replicated: bool = False
+    per_micro_step: bool = False
+    of_frozen: bool = False
+    estimated: bool = True
+    warned: bool = False
+    after: int = 1
+    why_none: str = ""
+    signed: bool = False
+    shown_as: str = ""
+    columns: tuple[Column, ...] = ()
+    places: tuple[str, ...] = ()
+    of_elements: bool = True
+    watcher: str = ""
+    suffix: str = ""
+
+
+def _activation(name: str, phase: Literal["forward", "backward"]) -> Kind:
+    role = phase.upper()
+    return Kind(name, "xy_distribution", "module", phase, "activation", role, per_micro_step=True, warned=True)
+
+
+def _of_step(name: str, field: str, **more: Any) -> Kind:
+    """A kind of parameters that is measured when the optimizer steps."""
+    return Kind(name, field, "parameter", "step", replicated=True, **more)
+
+
+def _moment(name: str, *, estimated: bool = True) -> Kind:
+    """A moment of the optimizer, which a new optimizer does not have in its first step."""
+    why = "An optimizer without momentum keeps no moments. "
+    more = {"estimated": estimated, "warned": True, "after": 2, "why_none": why}
+    return _of_step(name, "mv_distribution", group="moment", role="MOMENT", **more)
+
+
+def _feature(name: str, phase: Literal["forward", "step"], watcher: str, suffix: str, **more: Any) -> Kind:
+    """A kind of the modules that ``l2_targets`` names: measured in every forward, or of a weight when a forward begins.
+
+    Args:
+        watcher: ``module:class`` within ``monitor.recording.features``.
+    """
+    forward = phase == "forward"
+    more = {"of_elements": False, "replicated": not forward, "per_micro_step": forward, **more}
+    return Kind(
+        name, "recording_l2_features", "module", phase, watcher=f"monitor.recording.features.{watcher}", suffix=suffix, **more
+    )
+
+
+REPLICA_KIND: Final = "replica"
+CALL_KIND: Final = "other"
+"""One row per communication operator and step, which combines its calls, and rows of scalars."""
+DIRECTION_KIND: Final = "mg_direction"
+"""The fraction of gradient elements whose sign equals the momentum's. In files it is a scalar of kind ``other``."""
+
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_GRADIENT_AND_MOMENTS: Final = ("grad_reduced", *_MOMENTS)
+
+KIND_TABLE: Final = (
+    _activation("actv", "forward"),
+    _activation("actv_grad", "backward"),
+    Kind("grad_unreduced", "wg_distribution", "parameter", "backward", "gradient", "LOCAL_GRADIENT", warned=True),
+    _of_step("grad_reduced", "wg_distribution", group="gradient", role="GRADIENT", fed_by=("grad_unreduced",), warned=True),
+    _of_step("param_origin", "param_distribution", group="parameter", role="ORIGINAL_WEIGHT", of_frozen=True, warned=True),
+    _of_step(
+        "param_updated",
+        "param_distribution",
+        group="parameter",
+        role="UPDATED_WEIGHT",
+        fed_by=("grad_reduced", "param_origin", *_MOMENTS),
+        of_frozen=True,
+    ),
+    _moment("exp_avg"),
+    _moment("exp_avg_sq"),
+    _moment("max_exp_avg_sq", estimated=False),
+    Kind(CALL_KIND),
+    Kind(REPLICA_KIND),
+    # Queries, and over them the sums of the entropy of the attention weights and of their greatest.
+    _feature(
+        "attention_hook",
+        "forward",
+        "watchers:AttentionWatcher",
+        "attention",
+        places=("count", "sum", "sumsq"),
+        columns=(Column("entropy", "mean", "sum"), Column("softmax_max", "mean", "sumsq")),
+    ),
+    # Elements, matrices (1), the square of the Frobenius norm, the spectral norm.
+    _feature(
+        "linear_hook",
+        "step",
+        "watchers:LinearWatcher",
+        "linear",
+        places=("count", "smalls", "sumsq", "max"),
+        columns=(
+            Column("sr", "stable rank", combines="never"),
+            Column("kernel_norm", "spectral norm", combines="never"),
+            Column("frobenius_norm", "Frobenius norm", combines="norm"),
+        ),
+        of_elements=True,
+    ),
+    # Pairs of experts, matrices (1), the sum of the cosines of the pairs.
+    _feature(
+        "moe_router_weight_hook",
+        "step",
+        "watchers:RouterWeightWatcher",
+        "moe_router",
+        places=("count", "smalls", "sum"),
+        columns=(Column("router_weight_similarity", "mean of one matrix", "sum", "never"),),
+    ),
+    # Tokens, and over them the sum of the entropy of the softmax over the experts.
+    _feature(
+        "moe_router_logit_hook",
+        "forward",
+        "watchers:RouterLogitWatcher",
+        "moe_router",
+        places=("count", "sum"),
+        columns=(Column("per_token_expert_entropy", "mean", "sum"),),
+    ),
+    # Elements, the squares of the norms of the update and of the weight before it.
+    _of_step(
+        "update_ratio",
+        "update_ratio",
+        of_frozen=True,
+        warned=True,
+        places=("count", "sum", "sumsq"),
+        columns=(
+            Column("update_ratio", "ratio of roots", combines="ratio"),
+            Column("update_norm", "root", "sum", "norm"),
+            Column("weight_norm", "root", "sumsq", "norm"),
+        ),
+    ),
+    # Elements, and the number of elements whose gradient and momentum have the same sign.
+    _of_step(
+        DIRECTION_KIND,
+        "mg_direction",
+        shown_as=CALL_KIND,
+        places=("count", "sum"),
+        columns=(Column(DIRECTION_KIND, "mean", "sum", "weighted"),),
+    ),
+    # Vectors that Adam computes from its moments.
+    _of_step("adam_update", "ur_distribution", fed_by=_GRADIENT_AND_MOMENTS, signed=True),
+    _of_step("adam_ratio", "ur_distribution", fed_by=_GRADIENT_AND_MOMENTS, signed=True),
+)
+"""Every kind, in the order in which a step's rows are stored."""
+
+
+def _names(which: Callable[[Kind], object] = bool) -> tuple[str, ...]:
+    return tuple(kind.name for kind in KIND_TABLE if which(kind))
+
+
+KINDS: Final = _names()
+ACTIVATION_KINDS: Final = _names(lambda kind: kind.group == "activation")
+GRADIENT_KINDS: Final = _names(lambda kind: kind.group == "gradient")
+PARAMETER_KINDS: Final = _names(lambda kind: kind.group == "parameter")
+MOMENT_KINDS: Final = _names(lambda kind: kind.group == "moment")
+FEATURE_KINDS: Final = _names(lambda kind: kind.columns and not kind.shown_as)
+"""Kinds whose rows have columns of their own in place of ops."""
+WATCHED_KINDS: Final = {kind.name: kind for kind in KIND_TABLE if kind.watcher}
+"""Kinds of the modules that ``l2_targets`` names."""
+MICRO_STEP_KINDS: Final = frozenset(_names(lambda kind: kind.per_micro_step))
+"""Kinds with a row for each micro-step, unless they are combined."""
+SIGNED_KINDS: Final = _names(lambda kind: kind.signed)
+"""Kinds with histograms of signed numbers."""
+
+_SHOWN_AS: Final = {kind.name: kind.shown_as for kind in KIND_TABLE if kind.shown_as}
 
 NO_MICRO_STEP = -1
 """The micro-step of a row that belongs to the step as a whole."""
@@ -108,7 +297,7 @@ NO_MICRO_STEP = -1
 
 def shown_kind(kind: str) -> str:
     """The name of a kind in file names and tags."""
-    return CALL_KIND if kind == DIRECTION_KIND else kind
+    return _SHOWN_AS.get(kind, kind)
 
 
 @dataclass(frozen=True, slots=True)

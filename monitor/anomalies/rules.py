@@ -194,4 +194,4 @@ def _any(flags: Flags | None, block: slice) -> bool:
 RULES: Final[Mapping[str, Callable[..., AnomalyRule]]] = MappingProxyType(
     {rule.name: rule for rule in (AnomalyTurbulence, AnomalyNan)}
 )
-"""The arguments of each rule are the fields of ``args``, by name; the configuration checks their types and bounds."""
+"""A rule is made with the fields of ``args`` that are set, by name. ``RULE_ARGUMENTS`` says which it takes."""

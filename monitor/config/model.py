@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -245,6 +245,19 @@ class RuleArgs(_StrictModel):
     well as on NaN and Inf."""
 
 
+class RuleArguments(NamedTuple):
+    """The fields of ``RuleArgs`` that a rule takes."""
+
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+RULE_ARGUMENTS: Final = {
+    "AnomalyTurbulence": RuleArguments(needed=("threshold",)),
+    "AnomalyNan": RuleArguments(optional=("threshold",)),
+}
+
+
 class AlertRule(_StrictModel):
     """One alert rule."""
 
@@ -255,8 +268,14 @@ class AlertRule(_StrictModel):
 
     @model_validator(mode="after")
     def _has_its_arguments(self) -> AlertRule:
-        if self.rule_name == "AnomalyTurbulence" and self.args.threshold is None:
-            raise ValueError('AnomalyTurbulence needs "args": {"threshold": ...}')
+        needed, optional = RULE_ARGUMENTS[self.rule_name]
+        given = self.args.model_dump(exclude_none=True)
+        for name in needed:
+            if name not in given:
+                raise ValueError(f'{self.rule_name} needs "args": {{"{name}": ...}}')
+        for name in given:
+            if name not in (*needed, *optional):
+                raise ValueError(f"{self.rule_name} has no argument {name}")
         return self
 
 
@@ -444,5 +463,6 @@ class MonitorConfig(Settings):
     @classmethod
     def _can_hold_histograms(cls, formats: tuple[str, ...], fields: ValidationInfo) -> tuple[str, ...]:
         if fields.data.get("ur_distribution") and HISTOGRAM_FORMATS.isdisjoint(formats):
-            raise ValueError('ur_distribution needs "tensorboard" or "hdf5" among the formats')
+            named = " or ".join(f'"{name}"' for name in sorted(HISTOGRAM_FORMATS, reverse=True))
+            raise ValueError(f"ur_distribution needs {named} among the formats")
         return formats

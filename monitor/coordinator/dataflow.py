@@ -11,30 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.coordinator.manifest_format import ManifestRecord
-from monitor.series import (
-    ADAM_KINDS,
-    FORWARD_FEATURE_KINDS,
-    MOMENT_KINDS,
-    NO_MICRO_STEP,
-    PARAMETER_KINDS,
-    UPDATE_KINDS,
-    WEIGHT_FEATURE_KINDS,
-    Series,
-)
+from monitor.series import KIND_TABLE, NO_MICRO_STEP, Series
 
 MOST_EDGES: Final = 200_000
 """At most so many edges are kept; a single module with a thousand inputs and outputs has a million."""
 
 MOST_PASSES: Final = 20_000
 
-_FED_BY: Final = {
-    "grad_reduced": ("grad_unreduced",),
-    "param_updated": ("grad_reduced", "param_origin", *MOMENT_KINDS),
-    **dict.fromkeys(ADAM_KINDS, ("grad_reduced", *MOMENT_KINDS)),
-}
-"""For each kind of a parameter, the kinds of the same parameter that it is computed from within a step. Moments are those
-from before the step: this step's gradient shows in the moments of the next step.
-"""
+_FED_BY: Final = {kind.name: kind.fed_by for kind in KIND_TABLE}
 
 
 class Edge(NamedTuple):
@@ -91,10 +75,10 @@ def edges_of_parameters(series: Sequence[Series]) -> Iterator[Edge]:
 #               ╲     ╲   ╱     ╱            F1 of rank 0 and B0 of rank 1: they may have run at the same time.
 #     rank 1     F0 ─▶ B0 ─▶ F1 ─▶ B1
 
-IN_FORWARD: Final = frozenset({"actv", *FORWARD_FEATURE_KINDS})
-IN_BACKWARD: Final = frozenset({"actv_grad", "grad_unreduced"})
-AT_THE_STEP: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS, *WEIGHT_FEATURE_KINDS, *UPDATE_KINDS})
-"""Kinds that are read when every backward is done. Rows of other kinds are ordered on their own rank only."""
+IN_FORWARD, IN_BACKWARD, AT_THE_STEP = (
+    frozenset(kind.name for kind in KIND_TABLE if kind.phase == phase) for phase in ("forward", "backward", "step")
+)
+"""Kinds by the phase in which they are measured. Rows of other kinds are ordered on their own rank only."""
 
 _FAR: Final = 2**32
 """Beyond any stage: the turn of the forward into the backward."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 
-from monitor.series import LOCAL, MOMENT_KINDS, PARAMETER_KINDS, UPDATE_KINDS, WEIGHT_FEATURE_KINDS, Placement, Ranks, ranks_of
+from monitor.series import KIND_TABLE, LOCAL, Placement, Ranks, ranks_of
 
-SAME_AFTER_REDUCTION: Final = frozenset({"grad_reduced", *PARAMETER_KINDS, *MOMENT_KINDS, *WEIGHT_FEATURE_KINDS, *UPDATE_KINDS})
+SAME_AFTER_REDUCTION: Final = frozenset(kind.name for kind in KIND_TABLE if kind.replicated)
 """Kinds in which the ranks of a data-parallel group hold replicas; their activations and unreduced gradients differ."""
 
-OF_PARAMETERS: Final = frozenset({"grad_unreduced", *SAME_AFTER_REDUCTION})
+OF_PARAMETERS: Final = frozenset(kind.name for kind in KIND_TABLE if kind.replicated or kind.of == "parameter")
 """Kinds in which the ranks of a tensor-parallel group hold replicas of a parameter that they do not split."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
@@ -45,7 +46,33 @@ UNUSED: Final[frozenset[Path]] = frozenset(
 )
 
 TASKS: Final = ("statistics", "tensor")
-LEVELS: Final = ("L0", "L1", "mix", "debug")
+
+
+@dataclass(frozen=True, slots=True)
+class DumpLevel:
+    """What a level records.
+
+    Attributes:
+        apis: Whether calls of APIs are recorded.
+        sources: Other sources of entries between ``start`` and ``stop``: names in ``SOURCES`` of ``monitor/dump/levels.py``.
+        values: Whether ``save`` records values.
+        needs_model: Whether ``start`` needs the model.
+        file: The file with its entries.
+    """
+
+    apis: bool = False
+    sources: tuple[str, ...] = ()
+    values: bool = False
+    needs_model: bool = False
+    file: Literal["dump.json", "debug.json"] = "dump.json"
+
+
+LEVELS: Final = {
+    "L0": DumpLevel(sources=("modules",), needs_model=True),
+    "L1": DumpLevel(apis=True),
+    "mix": DumpLevel(apis=True, sources=("modules",), needs_model=True),
+    "debug": DumpLevel(values=True, file="debug.json"),
+}
 NOT_HERE: Final = {
     "L2": "L2 records what kernels of an Ascend device compute, which needs that device and its tools: use L0, L1, mix or debug"
 }
@@ -129,6 +156,11 @@ class DumpConfig(_DumpSection):
     tensor: TaskSection = TaskSection()
     api_list: Annotated[str, Field(min_length=1)] | None = None
     """A file with the APIs of L1. It replaces the list of this package."""
+
+    @property
+    def records(self) -> DumpLevel:
+        """What the level records."""
+        return LEVELS[self.level]
 
     @property
     def chosen(self) -> TaskSection:

@@ -17,12 +17,9 @@ from monitor.dump.backend import ApiInterception, DumpBackend, DumpFailures
 from monitor.dump.calls import CallRecorder, ClassOrInstanceMethod
 from monitor.dump.config import load
 from monitor.dump.files import DumpWriter
-from monitor.dump.levels import ApiDump, ModuleDump, ParameterGradients, Tokens
+from monitor.dump.levels import SOURCES, ApiDump, EntrySource, ParameterGradients, Tokens
 from monitor.dump.session import EXCLUSIVE_INTERCEPTION, Session
 from monitor.pipeline.process import PROCESS
-
-WITH_MODULES: Final = ("L0", "mix")
-WITH_APIS: Final = ("L1", "mix")
 
 _NO_PLACE: Final = "This step is not dumped: name a dump_path that can be written to."
 
@@ -74,7 +71,7 @@ class Debugger:
         self._gradients: dict[str, ParameterGradients] = {}
         self._tokens = Tokens(None)
         self._token_range: tuple[int, int] | None = None
-        self._modules: ModuleDump | None = None
+        self._sources: list[EntrySource] = []
         self._apis: ApiInterception | None = None
         self._roots: list[Any] = []
         self._rank_id: int | None = None
@@ -121,13 +118,14 @@ class Debugger:
         """
         models = self._checked(model, token_range, rank_id)
         self._drop_inherited_session()
-        if self._modules is not None or self._apis is not None:
+        if self._sources or self._apis is not None:
             self._warn_of_another(models)
             return
         self._passed = _weak_reference(model)
-        if self.config.level == "debug" or not self._is_chosen():
+        level = self.config.records
+        if not (level.apis or level.sources) or not self._is_chosen():
             return
-        if self.config.level in WITH_APIS:
+        if level.apis:
             EXCLUSIVE_INTERCEPTION.refuse_another(self)
         session = self._opened()
         if session is None:
@@ -135,11 +133,12 @@ class Debugger:
         recorder = CallRecorder(session, self._backend, self._failures)
         if self._tokens.wanted != self._token_range:
             self._tokens = Tokens(self._token_range)
-        apis = self._interception(recorder, models) if self.config.level in WITH_APIS else None
+        apis = self._interception(recorder, models) if level.apis else None
         self._count_tokens(models)
-        if self.config.level in WITH_MODULES:
-            self._modules = ModuleDump(recorder, self._tokens, self._backend.module_prefix, self._gradients)
-            self._modules.watch(models, numbered=isinstance(model, (list, tuple)))
+        for name in level.sources:
+            source = SOURCES[name](recorder, self._tokens, self._backend.module_prefix, self._gradients)
+            self._sources.append(source)
+            source.watch(models, numbered=isinstance(model, (list, tuple)))
         if apis is not None:
             EXCLUSIVE_INTERCEPTION.take(self)
             self._apis = apis
@@ -183,7 +182,7 @@ class Debugger:
         """
         if not isinstance(name, str) or not name:
             raise TypeError(f"name is {name!r}: expected a text that names the value.")
-        if self.config.level != "debug":
+        if not self.config.records.values:
             self._failures.warn(
                 "save", f"save() works only at level debug, and level is {self.config.level}: nothing was saved."
             )
@@ -257,7 +256,7 @@ class Debugger:
 
     def _checked(self, model: Any, token_range: Sequence[int] | None, rank_id: int | None) -> Sequence[Any]:
         level = self.config.level
-        if model is None and (level in WITH_MODULES or token_range is not None):
+        if model is None and (self.config.records.needs_model or token_range is not None):
             what = "token_range" if token_range is not None else f"level {level}"
             raise ValueError(f"{what} needs the model: call start(model).")
         if rank_id is not None and (isinstance(rank_id, bool) or not isinstance(rank_id, int) or rank_id < 0):
@@ -301,10 +300,11 @@ class Debugger:
         ]
 
     def _detach(self) -> None:
-        for attached in (self._apis, self._modules, *self._roots):
+        for attached in (self._apis, *self._sources, *self._roots):
             if attached is not None:
                 self._failures.guarded("removing hooks and patches", attached.remove)()
-        self._apis, self._modules = None, None
+        self._apis = None
+        self._sources.clear()
         EXCLUSIVE_INTERCEPTION.give_back(self)
         self._roots.clear()
         if self._session is not None:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.coordinator.output import write_whole
+from monitor.dump.config import LEVELS
 from monitor.dump.values import TensorLeaf, checksum, derive_all, leaves
 from monitor.failures import EarlierFailure, Failures
 
@@ -248,12 +249,13 @@ def _check_earlier(directory: Path, files: Mapping[str, Any]) -> None:
 
 def _files(header: Mapping[str, Any], entries: Iterable[Record], frames: Mapping[int, list[str]]) -> dict[str, Any]:
     data = {entry[ENTRY]: entry["content"] for entry in entries}
-    if header.get("level") == "debug":
-        return {"debug.json": {**header, "data": data}}
+    level = LEVELS.get(header.get("level", ""), LEVELS["mix"])
+    if level.file != "dump.json":
+        return {level.file: {**header, "data": data}}
     return {
-        "dump.json": {**header, "data": data},
+        level.file: {**header, "data": data},
         "stack.json": _stacks(entries, frames),
-        "construct.json": {entry[ENTRY]: entry["parent"] for entry in entries} if header.get("level") != "L1" else {},
+        "construct.json": {entry[ENTRY]: entry["parent"] for entry in entries} if level.sources else {},
     }
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from monitor.config.errors import shown
 from monitor.config.jsonc import JsonError, parse
@@ -203,6 +203,27 @@ class ModuleDump:
         after = guarded("reading the outputs", watcher.after, ADVICE, of=base)
         self._hooks.add(backend.before_forward(module, before))
         self._hooks.add(backend.after_forward(module, after, always=True))
+
+
+class EntrySource(Protocol):
+    """Records entries between ``start`` and ``stop``."""
+
+    def watch(self, models: Sequence[Any], *, numbered: bool) -> None:
+        """Begin to record.
+
+        Args:
+            models: The models that were passed to ``start``; none if none was.
+            numbered: Whether names contain the model's index.
+        """
+
+    def remove(self) -> None:
+        """Take every hook away."""
+
+
+SOURCES: Final[Mapping[str, Callable[[CallRecorder, Tokens, str, dict[str, ParameterGradients]], EntrySource]]] = {
+    "modules": ModuleDump,
+}
+"""The sources that levels name in ``LEVELS`` of ``monitor/dump/config.py``. Their arguments are those of ``ModuleDump``."""
 
 
 # --- L1: the inputs and outputs of APIs, and the list of APIs that are recorded.

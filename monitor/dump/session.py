@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from monitor.dump import files
 from monitor.dump.backend import DumpReader
-from monitor.dump.config import CallSelection, DumpConfig, Section
+from monitor.dump.config import LEVELS, CallSelection, DumpConfig, Section
 from monitor.dump.values import GradientSlot, TensorLeaf, file_name, filled
 from monitor.failures import Failures
 from monitor.recording.module_info import MACHINERY, MAX_FRAMES
@@ -37,7 +37,8 @@ class ExclusiveInterception:
         """Raise ``RuntimeError`` if another object holds it."""
         now = self._holder() if self._holder is not None and self._pid == os.getpid() else None
         if now is not None and now is not holder:
-            said = "another PrecisionDebugger records the calls of APIs (level L1 or mix)"
+            named = " or ".join(name for name, level in LEVELS.items() if level.apis)
+            said = f"another PrecisionDebugger records the calls of APIs (level {named})"
             raise RuntimeError(f"{said}: call its stop() before this start().")
 
     def take(self, holder: object) -> None:

@@ -18,7 +18,7 @@ from monitor.merge import tables
 from monitor.merge.discovery import SetAside
 from monitor.merge.gather import Source, Told, of_piece, read
 from monitor.merge.rows import Rows, counts_elements, gathered
-from monitor.merge.statistics import WEIGHTED, Flags, Index, Statistics, combined
+from monitor.merge.statistics import WEIGHTED, WHOLE_ONLY, Flags, Index, Statistics, combined
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.tensors import Catalogue
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
@@ -35,8 +35,6 @@ NOT_COUNTED: Final = "how many elements the parts have is not known: record the 
 NOT_WEIGHTED: Final = "how much each part weighs is not known: record the format hdf5"
 OF_A_WHOLE: Final = "of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up"
 
-_OF_A_WHOLE: Final = ("sr", "kernel_norm", "router_weight_similarity")
-
 
 def missing_ops(tensors: Statistics, several: Flags) -> Counter[tuple[str, str]]:
     """How often an op has no value, by op and reason.
@@ -47,14 +45,14 @@ def missing_ops(tensors: Statistics, several: Flags) -> Counter[tuple[str, str]]
     found: Counter[tuple[str, str]] = Counter()
     rounded = ~tensors.exact & ~(tensors.count == 0)
     for op, known in zip(tensors.ops, tensors.known, strict=True):
-        if op in _OF_A_WHOLE or rounded.any():
+        if op in WHOLE_ONLY or rounded.any():
             found.update({(op, reason): int(which.sum()) for reason, which in _lacking(op, tensors, ~known, rounded, several)})
     return +found
 
 
 def _lacking(op: str, tensors: Statistics, lacking: Flags, rounded: Flags, several: Flags) -> Iterator[tuple[str, Flags]]:
     """The reasons that there may be, and the rows that lack a value because of each."""
-    if op in _OF_A_WHOLE:
+    if op in WHOLE_ONLY:
         yield OF_A_WHOLE, lacking & several
     elif op in FEATURES:  # a row that was recorded has what there is
         yield NOT_COUNTED if op in WEIGHTED else NOT_WEIGHTED, lacking & rounded & several

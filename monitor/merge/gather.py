@@ -26,6 +26,7 @@ from monitor.series import DIRECTION_KIND, NO_MICRO_STEP
 from monitor.sinks.arrow import HISTOGRAM, TEXT
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import CALLS
+from monitor.stats.partials import PARTIAL_TABLE
 
 IDENTITY: Final = [
     ("run", pa.int32()),  # place of the directory among those of the job
@@ -40,7 +41,7 @@ IDENTITY: Final = [
     (CALLS, pa.int64()),  # 0 where the row combines none
 ]
 
-_MOSTLY_ZERO: Final = {True: ("nans", "posinfs", "neginfs", "smalls", "exponent", CALLS), False: (CALLS,)}
+_MOSTLY_ZERO: Final = {True: (CALLS, *(one.name for one in PARTIAL_TABLE if one.seldom)), False: (CALLS,)}
 """Columns of exact rows, and of rounded ones."""
 
 

@@ -18,12 +18,12 @@ from monitor.merge.statistics import Flags, Index, Statistics
 from monitor.merge.survey import UNKNOWN
 from monitor.merge.tables import Columns, Texts, order_by
 from monitor.merge.tensors import Catalogue
-from monitor.series import ACTIVATION_KINDS, NO_MICRO_STEP
-from monitor.sinks.arrow import HISTOGRAM, PARTIALS, counts_of
+from monitor.series import MICRO_STEP_KINDS, NO_MICRO_STEP
+from monitor.sinks.arrow import HISTOGRAM, counts_of
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
 from monitor.stats.ops import CALLS
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, WRITES, Floats, Partials
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIALS, WRITES, Floats, Partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Rows:
     def of_several(self) -> Flags:
         """Whether a row is of several micro-steps or calls of an operator, and so of more elements than its series has."""
         of_calls: Flags = self.columns[CALLS] > 0
-        activations = self.catalogue.kind in ACTIVATION_KINDS
-        return of_calls | (self.micro_step() == NO_MICRO_STEP) if activations else of_calls
+        each = self.catalogue.kind in MICRO_STEP_KINDS
+        return of_calls | (self.micro_step() == NO_MICRO_STEP) if each else of_calls
 
     def text(self, column: str, rows: Index) -> pa.Array:
         """A column of text of the catalogue, for some of the rows, which are in it."""

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.series import DIRECTION_KIND
+from monitor.series import KIND_TABLE
 from monitor.stats.histograms import LOSSES, MAGNITUDES, Counts
 from monitor.stats.ops import derive, has_histogram
 from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, combine_groups
@@ -22,9 +22,12 @@ from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, combine_group
 Flags = NDArray[np.bool_]
 Index = NDArray[np.int64]
 
-WEIGHTED: Final = ("mean", "zeros", *LOSSES, DIRECTION_KIND)
+_COMBINES: Final = {column.name: column.combines for kind in KIND_TABLE for column in kind.columns}
+WEIGHTED: Final = ("mean", "zeros", *LOSSES, *(name for name, how in _COMBINES.items() if how == "weighted"))
 """With the number of elements."""
-_NORMS: Final = ("norm", "frobenius_norm", "update_norm", "weight_norm")
+WHOLE_ONLY: Final = tuple(name for name, how in _COMBINES.items() if how == "never")
+"""Of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up."""
+_NORMS: Final = ("norm", *(name for name, how in _COMBINES.items() if how == "norm"))
 _RATIO: Final = ("update_norm", "weight_norm")
 
 
@@ -161,7 +164,7 @@ class _OpsOfRuns:
             return np.add.reduceat(self._values(op, 0.0), self._starts), self._there(self._known(op))
         if op in _NORMS:
             return self._norm(op)
-        if op == "update_ratio":
+        if _COMBINES.get(op) == "ratio":
             return self._ratio()
         if op in WEIGHTED:
             return self._weighted(op)

@@ -19,7 +19,7 @@ from pyarrow.parquet import read_table as read_parquet
 from pyarrow.parquet import write_table as write_parquet
 
 from monitor.series import CALL_KIND
-from monitor.sinks.arrow import FILLED, HISTOGRAM, PARTIALS, SUMS, TEXT
+from monitor.sinks.arrow import FILLED, HISTOGRAM, PARTIAL_TYPES, TEXT
 from monitor.stats.features import FEATURES, own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import CALLS, NUMERIC_OPS, has_op
@@ -27,8 +27,6 @@ from monitor.stats.ops import CALLS, NUMERIC_OPS, has_op
 # --- What there is of the rows of a kind, in shards and in merged tables.
 
 Fields = Iterable[tuple[str, pa.DataType]]
-
-_PARTIALS: Final = [(name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class Columns:
 
     def exact(self, identity: Fields) -> pa.Schema:
         """Of rows whose partials are known."""
-        return pa.schema([*identity, *_PARTIALS, *self._histogram()])
+        return pa.schema([*identity, *PARTIAL_TYPES.items(), *self._histogram()])
 
     def rounded(self, identity: Fields) -> pa.Schema:
         """Of rows of which only ops were kept; null is what is not known."""

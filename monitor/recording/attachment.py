@@ -19,7 +19,7 @@ from monitor.recording.protocols import HookSet
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock, Schedule
-from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
+from monitor.series import CALL_KIND, MICRO_STEP_KINDS, Series
 from monitor.stats.table import Status
 
 PARTLY_SKIPPED: Final = (
@@ -373,9 +373,8 @@ class Attachment:
         """Kinds with a row for each micro-step, and kinds whose micro-steps or operator calls are combined."""
         config = self.watch.config
         gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
-        activations = frozenset((*ACTIVATION_KINDS, *FORWARD_FEATURE_KINDS))
         calls = self.counted_kinds
-        return (activations | gradients, calls) if config.micro_steps == "each" else (gradients, activations | calls)
+        return (MICRO_STEP_KINDS | gradients, calls) if config.micro_steps == "each" else (gradients, MICRO_STEP_KINDS | calls)
 
     @property
     def counted_kinds(self) -> frozenset[str]:

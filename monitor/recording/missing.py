@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.series import MOMENT_KINDS, SeriesTable
+from monitor.series import KIND_TABLE, SeriesTable
 from monitor.stats.features import own_columns
 from monitor.stats.table import StepRows
-
-FIELDS: Final = (
-    ("xy_distribution", ("actv",)),
-    ("xy_distribution", ("actv_grad",)),
-    ("wg_distribution", ("grad_unreduced",)),
-    ("wg_distribution", ("grad_reduced",)),
-    ("param_distribution", ("param_origin",)),
-    ("mv_distribution", MOMENT_KINDS),
-    ("update_ratio", ("update_ratio",)),
-)
-"""Fields of the configuration, each with kinds of which at least one must have rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedKinds:
-    """The kinds that a field requests.
+    """Kinds that a field requests: one of them must have a row after ``after`` complete steps.
 
     Attributes:
-        after: Complete steps after which one of the kinds must have a row: 2 for moments, which the first step does not have.
+        why_none: A likely reason why they have none.
     """
 
     field: str
     kinds: tuple[str, ...]
     after: int
+    why_none: str = ""
+
+
+def _expected() -> Iterator[ExpectedKinds]:
+    """What each field requests. Which moments there are depends on the optimizer."""
+    warned = (kind for kind in KIND_TABLE if kind.warned)
+    for _, found in groupby(warned, key=lambda kind: kind.group if kind.group == "moment" else kind.name):
+        kinds = tuple(found)
+        yield ExpectedKinds(kinds[0].field, tuple(kind.name for kind in kinds), kinds[0].after, kinds[0].why_none)
+
+
+EXPECTED: Final = tuple(_expected())
 
 
 class MissingKinds:
@@ -47,9 +49,9 @@ class MissingKinds:
 
     def expect(self, kinds: Collection[str], first: int) -> None:
         """From step ``first`` on: warn if one of ``kinds``, which this rank should record, has no rows."""
-        found = [(field, tuple(one for one in of if one in kinds)) for field, of in FIELDS]
         self._steps, self._first = 0, first
-        self._expected = [ExpectedKinds(field, of, 2 if of[0] in MOMENT_KINDS else 1) for field, of in found if of]
+        found = [replace(one, kinds=tuple(kind for kind in one.kinds if kind in kinds)) for one in EXPECTED]
+        self._expected = [one for one in found if one.kinds]
 
     def look(self, rows: StepRows) -> None:
         """Check the rows of a step. Skipped and incomplete steps are ignored."""
@@ -78,10 +80,9 @@ class MissingKinds:
 
 def _message(one: ExpectedKinds, step: int) -> str:
     kinds = ", ".join(one.kinds)
-    moments = "An optimizer without momentum keeps no moments. " if one.kinds[0] in MOMENT_KINDS else ""
     steps = f"step {step} has" if one.after == 1 else f"the steps up to {step} have"
     return (
-        f"{one.field} is on, and {steps} no row of {kinds}. {moments}The notes in manifest.json give the reason, if it is "
+        f"{one.field} is on, and {steps} no row of {kinds}. {one.why_none}The notes in manifest.json give the reason, if it is "
         "known. docs/formats.md describes when a kind is measured."
     )
 
@@ -136,7 +137,7 @@ def records_nothing(config: MonitorConfig) -> str | None:
     """Why no row will be recorded, and what to change; None if there may be rows."""
     if not config.collect_times:
         return "collect_times is 0. Set it to the number of steps to collect."
-    features = config.update_ratio or config.mg_direction or config.recording_l2_features
+    features = any(getattr(config, kind.field) for kind in KIND_TABLE if kind.columns)
     if features or config.stack_info or _records_tensors(config) or _ends_after_first_step(config):
         return None
     if config.xy_distribution:
@@ -147,8 +148,8 @@ def records_nothing(config: MonitorConfig) -> str | None:
 def _records_tensors(config: MonitorConfig) -> bool:
     """Whether there are rows that alert rules check. Features are not: they are no statistics of a tensor."""
     activations = config.xy_distribution and not (config.forward_only and config.backward_only)
-    of_parameters = (config.wg_distribution, config.param_distribution, config.mv_distribution, config.ur_distribution)
-    return activations or any(of_parameters) or config.cc_distribution.enable
+    statistics = {kind.field for kind in KIND_TABLE if kind.field and not kind.columns} - {"xy_distribution"}
+    return activations or any(getattr(config, field) for field in statistics) or config.cc_distribution.enable
 
 
 def _ends_after_first_step(config: MonitorConfig) -> bool:

@@ -199,7 +199,7 @@ class Run:
         return {"the alert rules": self._scanner}
 
     def _scanner_for(self, config: MonitorConfig) -> Scanner:
-        rules = [RULES[rule.rule_name](**rule.args.model_dump()) for rule in config.alert.rules]
+        rules = [RULES[rule.rule_name](**rule.args.model_dump(exclude_none=True)) for rule in config.alert.rules]
         if config.alert.dump and self._events is None:
             self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
         files = self._events if config.alert.dump else None

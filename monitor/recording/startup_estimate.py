@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Final
 
 from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
 from monitor.failures import LOGGER
+from monitor.formats import Histogram
 from monitor.recording.attachment_spec import AttachmentSpec
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.features.watchers import modules_by_hook
@@ -16,19 +18,11 @@ from monitor.recording.missing import gaps_of, nothing_matches, records_rows
 from monitor.recording.model_names import ModelNames
 from monitor.recording.parameter_series import NamedParameter
 from monitor.selection import ModuleSelection
-from monitor.series import (
-    ADAM_KINDS,
-    DIRECTION_KIND,
-    FORWARD_FEATURE_KINDS,
-    PARAMETER_KINDS,
-    REPLICA_KIND,
-    Ranks,
-    Series,
-    SeriesTable,
-)
-from monitor.stats.features import own_columns
+from monitor.series import KIND_TABLE, MICRO_STEP_KINDS, REPLICA_KIND, Kind, Ranks, Series, SeriesTable
 from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import has_op
+
+OF_PARAMETERS: Final = tuple(kind for kind in KIND_TABLE if kind.of == "parameter" and kind.estimated)
 
 
 def announce(
@@ -84,17 +78,11 @@ class _Job:
 
     def loads(self, names: ModelNames, config: MonitorConfig, micro_steps: int) -> dict[str, KindLoad]:
         each = micro_steps if config.micro_steps == "each" else 1
-        loads: dict[str, KindLoad] = {}
-        if config.wg_distribution:
-            loads["grad_unreduced"] = self._of_parameters("grad_unreduced", micro_steps if config.monitor_mbs_grad else 1)
-            loads["grad_reduced"] = self._of_parameters("grad_reduced")
-        if config.param_distribution:
-            loads.update({kind: self._of_parameters(kind, frozen=True) for kind in PARAMETER_KINDS})
-        if config.mv_distribution:
-            loads.update({kind: self._of_parameters(kind) for kind in ("exp_avg", "exp_avg_sq")})
-        loads |= self._of_updates(config)
+        loads = {
+            kind.name: self._of_parameters(kind, config, micro_steps) for kind in OF_PARAMETERS if getattr(config, kind.field)
+        }
         if config.checks_replicas:
-            kept = sum(self._kept(kind) for kind in loads if not own_columns(kind))
+            kept = sum(self._kept(kind) for kind in OF_PARAMETERS if kind.name in loads and not kind.columns)
             loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
         if config.xy_distribution:
             called = [module for module in names.modules() if not isinstance(module.module, self._backend.never_called)]
@@ -102,38 +90,30 @@ class _Job:
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
         for hook, found in modules_by_hook(names, config, self._backend.reading_of_features).items():
-            loads[hook] = self._of_modules(len(found.modules), each if hook in FORWARD_FEATURE_KINDS else 1)
+            loads[hook] = self._of_modules(len(found.modules), each if hook in MICRO_STEP_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if has_op(MAGNITUDES, kind)}
-        return loads
-
-    def _of_updates(self, config: MonitorConfig) -> dict[str, KindLoad]:
-        loads: dict[str, KindLoad] = {}
-        if config.update_ratio:
-            loads["update_ratio"] = self._of_parameters("update_ratio", frozen=True)
-        if config.mg_direction:
-            loads[DIRECTION_KIND] = self._of_parameters(DIRECTION_KIND)
-        if config.ur_distribution:
-            loads |= {kind: replace(self._of_parameters(kind), histogram="signed") for kind in ADAM_KINDS}
         return loads
 
     def _of_modules(self, series: int, rows_each: int) -> KindLoad:
         ranks = len(self._monitored)
         return KindLoad(series * ranks, series * rows_each * ranks, ranks)
 
-    def _of_parameters(self, kind: str, rows_each: int = 1, *, frozen: bool = False) -> KindLoad:
-        writers = self._writers_of(kind, frozen=frozen)
+    def _of_parameters(self, kind: Kind, config: MonitorConfig, micro_steps: int) -> KindLoad:
+        writers = self._writers_of(kind)
         series = round(sum(writers))
-        return KindLoad(series, series * rows_each, round(max(writers, default=0)))
+        rows_each = micro_steps if kind.name == "grad_unreduced" and config.monitor_mbs_grad else 1
+        histogram: Histogram | None = "signed" if kind.signed else None
+        return KindLoad(series, series * rows_each, round(max(writers, default=0)), histogram)
 
-    def _kept(self, kind: str) -> int:
+    def _kept(self, kind: Kind) -> int:
         """The number of replicas of a kind of which ranks record only the norm."""
-        return round(sum(len(self._monitored) - one for one in self._writers_of(kind, frozen=kind in PARAMETER_KINDS)))
+        return round(sum(len(self._monitored) - one for one in self._writers_of(kind)))
 
-    def _writers_of(self, kind: str, *, frozen: bool) -> list[float]:
+    def _writers_of(self, kind: Kind) -> list[float]:
         """The number of ranks that write the kind, for each parameter that has it."""
-        there = [one for one in self._parameters if frozen or one.tensor.requires_grad]
-        return [self._writers(self._series.placement(Series(kind, one.chunk, one.name)).replicas) for one in there]
+        there = [one for one in self._parameters if kind.of_frozen or one.tensor.requires_grad]
+        return [self._writers(self._series.placement(Series(kind.name, one.chunk, one.name)).replicas) for one in there]
 
     def _writing(self, replicas: Ranks) -> float:
         """The number of ranks that write a series with these replicas: one rank per set of replicas."""

@@ -12,13 +12,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
-from monitor.series import ADAM_KINDS, DIRECTION_KIND, NO_MICRO_STEP, SeriesTable
+from monitor.series import DIRECTION_KIND, NO_MICRO_STEP, SIGNED_KINDS, SeriesTable
 from monitor.sinks.files import StepSpan
 from monitor.sinks.row_text import TextCache
 from monitor.stats.features import FEATURES, as_scalar
 from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive, has_histogram, has_op
-from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials
+from monitor.stats.partials import COLUMNS, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials
 from monitor.stats.table import StepRows, TensorLayout
 
 # --- Histograms as a column: the bins of each row that are not empty; null for rows without a histogram.
@@ -40,7 +40,7 @@ _UPPER_TEXTS: Final = pa.array([upper_text(upper) for upper in UPPER.tolist()], 
 
 def upper_of(kind: str) -> Floats:
     """The upper ends of a kind's bins, shape ``(bins,)``."""
-    return UNIT_UPPER if kind in ADAM_KINDS else UPPER
+    return UNIT_UPPER if kind in SIGNED_KINDS else UPPER
 
 
 def filled(counts: Counts) -> pa.LargeListArray:
@@ -149,11 +149,9 @@ NULLABLE: Final = ("micro_step", CALLS)
 MISSING: Final = -1
 """Written to a file in place of null."""
 
-PARTIALS: Final = COLUMNS[WRITES + 1 :]
-SUMS: Final = ("min", "max", "sum", "sumsq", "m2")
-"""The partials that are float64. The others are integers."""
+PARTIAL_TYPES: Final = {one.name: pa.int64() if one.whole else pa.float64() for one in PARTIAL_TABLE[WRITES + 1 :]}
 
-SCHEMA: Final = pa.schema([*IDENTITY.items(), *((name, pa.float64() if name in SUMS else pa.int64()) for name in PARTIALS)])
+SCHEMA: Final = pa.schema([*IDENTITY.items(), *PARTIAL_TYPES.items()])
 
 WITH_HISTOGRAMS: Final = SCHEMA.append(pa.field(HISTOGRAM, FILLED))
 """``SCHEMA`` for tables with at least one histogram."""
@@ -304,9 +302,9 @@ def _histogram_texts(partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
 
 
 def _columns(partials: Sequence[Partials]) -> Iterator[NDArray[np.float64] | NDArray[np.int64]]:
-    for number, name in enumerate(PARTIALS, WRITES + 1):
+    for number, partial in enumerate(PARTIAL_TABLE[WRITES + 1 :], WRITES + 1):
         column = np.concatenate([one.columns[number] for one in partials])
-        yield column if name in SUMS else column.astype(np.int64)
+        yield column.astype(np.int64) if partial.whole else column
 
 
 SCHEMA_VERSION: Final = 2

@@ -139,7 +139,7 @@ class _Group:
 def _derived(feature: str, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
     """The values of a feature; NaN where there is none."""
     partials = np.ones((len(COLUMNS), len(columns["step"])))
-    for number, name in enumerate(arrow.PARTIALS, WRITES + 1):
+    for number, name in enumerate(PARTIALS, WRITES + 1):
         partials[number] = columns[name]
     values, there = derive(feature, Partials(partials))
     return np.where(there, values, np.nan)

@@ -15,7 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.image import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from monitor.series import ADAM_KINDS, SeriesTable
+from monitor.series import SIGNED_KINDS, SeriesTable
 from monitor.sinks.row_text import encodable
 from monitor.stats.histograms import UNIT_BINS, UNIT_UPPER
 from monitor.stats.ops import has_histogram
@@ -315,7 +315,7 @@ class Heatmaps:
 
     def _due(self, rows: StepRows) -> Iterator[memoryview]:
         turns = {series: turn for turn, series in enumerate(self._kept)}
-        most = _most_columns(max(len(turns), sum(len(rows.kinds.get(kind, ())) for kind in ADAM_KINDS)))
+        most = _most_columns(max(len(turns), sum(len(rows.kinds.get(kind, ())) for kind in SIGNED_KINDS)))
         for series, shade in _shades(rows):
             history = self._kept.get(series, HeatmapHistory.empty(BINS)).with_step(rows.step, shade, most)
             turn = turns.setdefault(series, len(turns))
@@ -353,7 +353,7 @@ def _most_columns(series: int) -> int:
 
 def _shades(rows: StepRows) -> Iterator[tuple[int, Shades]]:
     """The shades of each series that has a histogram of signed numbers in this step."""
-    for kind in ADAM_KINDS:
+    for kind in SIGNED_KINDS:
         if kind not in rows.kinds:
             continue
         of_kind = rows.read(kind)

@@ -22,7 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.histogram import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from monitor.series import ADAM_KINDS, NO_MICRO_STEP, Series, SeriesTable, shown_kind
+from monitor.series import NO_MICRO_STEP, SIGNED_KINDS, Series, SeriesTable, shown_kind
 from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
@@ -204,9 +204,9 @@ class Histograms:
         self._rank = rank
 
     def of(self, rows: StepRows) -> Iterator[memoryview]:
-        """Fields ``value`` of a summary: histograms of magnitudes if configured, of signed numbers for ``ADAM_KINDS``."""
+        """Fields ``value`` of a summary: histograms of magnitudes if configured, of signed numbers for ``SIGNED_KINDS``."""
         for kind in rows.kinds:
-            if kind in ADAM_KINDS:
+            if kind in SIGNED_KINDS:
                 yield from self._encoded(rows.read(kind), SIGNED, _OF_SIGNED)
             elif MAGNITUDES in rows.ops_of(kind):
                 yield from self._encoded(rows.read(kind), MAGNITUDES, _OF_MAGNITUDES)

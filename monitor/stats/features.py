@@ -8,12 +8,13 @@ missing for combined rows. An example is the spectral norm of a matrix of which 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import DIRECTION_KIND
+from monitor.series import DIRECTION_KIND, FEATURE_KINDS, KIND_TABLE
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, SMALLS, SUM, SUMSQ, WRITES, Floats, Partials
 
 Valid = NDArray[np.bool_]
@@ -25,89 +26,80 @@ MATRICES: Final = SMALLS
 LEAST_SQUARES: Final = 1e-280
 """Smaller sums of squares may have lost terms that are too small for float64."""
 
-PLACES: Final[dict[str, tuple[int, ...]]] = {
-    "attention_hook": (COUNT, SUM, SUMSQ),
-    "linear_hook": (COUNT, MATRICES, SUMSQ, MAX),
-    "moe_router_weight_hook": (COUNT, MATRICES, SUM),
-    "moe_router_logit_hook": (COUNT, SUM),
-    "update_ratio": (COUNT, SUM, SUMSQ),
-    DIRECTION_KIND: (COUNT, SUM),
-}
-"""The columns of partials in which a kind keeps its numbers:
+_NUMBER_OF: Final = {name: number for number, name in enumerate(COLUMNS)}
 
-- ``attention_hook``: queries, and over them the sums of the entropy of the attention weights and of their greatest.
-- ``linear_hook``: elements, matrices (1), the square of the Frobenius norm, the spectral norm.
-- ``moe_router_weight_hook``: pairs of experts, matrices (1), the sum of the cosines of the pairs.
-- ``moe_router_logit_hook``: tokens, and over them the sum of the entropy of the softmax over the experts.
-- ``update_ratio``: elements, the squares of the norms of the update and of the weight before it.
-- ``mg_direction``: elements, and the number of elements whose gradient and momentum have the same sign.
-"""
+PLACES: Final = {kind.name: tuple(map(_NUMBER_OF.__getitem__, kind.places)) for kind in KIND_TABLE if kind.places}
+"""The columns of partials in which a kind keeps its numbers."""
+
+Formula = Callable[[int, Partials], Derived]
+"""Computes a column of a kind from the number of a partial, which most formulas read, and the partials."""
 
 
-def _mean(column: int) -> Callable[[Partials], Derived]:
-    def derived(p: Partials) -> Derived:
-        return p.columns[column] / p.columns[COUNT], p.columns[COUNT] > 0
-
-    return derived
+def _mean(column: int, p: Partials) -> Derived:
+    return p.columns[column] / p.columns[COUNT], p.columns[COUNT] > 0
 
 
-def _root(column: int) -> Callable[[Partials], Derived]:
-    def derived(p: Partials) -> Derived:
-        return np.sqrt(p.columns[column]), np.ones(len(p), dtype=np.bool_)
-
-    return derived
+def _root(column: int, p: Partials) -> Derived:
+    return np.sqrt(p.columns[column]), np.ones(len(p), dtype=np.bool_)
 
 
-def _spectral(p: Partials) -> Derived:
+def _spectral(_column: int, p: Partials) -> Derived:
     return p.columns[MAX], p.columns[MATRICES] == 1
 
 
-def _frobenius(p: Partials) -> Derived:
+def _frobenius(_column: int, p: Partials) -> Derived:
     """Missing if squares of finite elements left the range of float64, which the spectral norm shows."""
     squares, spectral = p.columns[SUMSQ], p.columns[MAX]
     too_great = np.isposinf(squares) & np.isfinite(spectral)
     return np.sqrt(squares), ~too_great & ~((squares < LEAST_SQUARES) & (spectral > 0))
 
 
-def _stable_rank(p: Partials) -> Derived:
-    (frobenius, known), (spectral, there) = _frobenius(p), _spectral(p)
+def _stable_rank(column: int, p: Partials) -> Derived:
+    (frobenius, known), (spectral, there) = _frobenius(column, p), _spectral(column, p)
     return frobenius / spectral, known & there & (spectral != 0)
 
 
-def _similarity(p: Partials) -> Derived:
-    mean, there = _mean(SUM)(p)
+def _mean_of_one(column: int, p: Partials) -> Derived:
+    mean, there = _mean(column, p)
     return mean, there & (p.columns[MATRICES] == 1)
 
 
-def _ratio(p: Partials) -> Derived:
+def _ratio(_column: int, p: Partials) -> Derived:
     update, weight = np.sqrt(p.columns[SUM]), np.sqrt(p.columns[SUMSQ])
     return update / weight, weight != 0
 
 
-COLUMNS_OF: Final[dict[str, dict[str, Callable[[Partials], Derived]]]] = {
-    "attention_hook": {"entropy": _mean(SUM), "softmax_max": _mean(SUMSQ)},
-    "linear_hook": {"sr": _stable_rank, "kernel_norm": _spectral, "frobenius_norm": _frobenius},
-    "moe_router_weight_hook": {"router_weight_similarity": _similarity},
-    "moe_router_logit_hook": {"per_token_expert_entropy": _mean(SUM)},
-    "update_ratio": {"update_ratio": _ratio, "update_norm": _root(SUM), "weight_norm": _root(SUMSQ)},
+FORMULAS: Final[dict[str, Formula]] = {
+    "mean": _mean,
+    "mean of one matrix": _mean_of_one,
+    "root": _root,
+    "ratio of roots": _ratio,
+    "spectral norm": _spectral,
+    "Frobenius norm": _frobenius,
+    "stable rank": _stable_rank,
 }
+"""The formulas that columns of kinds name in ``monitor/series.py``."""
+
+_DERIVED_OF: Final = {
+    kind.name: {one.name: partial(FORMULAS[one.formula], _NUMBER_OF.get(one.partial, WRITES)) for one in kind.columns}
+    for kind in KIND_TABLE
+}
+
+COLUMNS_OF: Final = {kind: _DERIVED_OF[kind] for kind in FEATURE_KINDS}
 """The columns of each feature kind, by name."""
 
-DERIVED: Final = {
-    **{name: derived for columns in COLUMNS_OF.values() for name, derived in columns.items()},
-    DIRECTION_KIND: _mean(SUM),
-}
+DERIVED: Final = {name: derived for columns in _DERIVED_OF.values() for name, derived in columns.items()}
 
 FEATURES: Final = tuple(DERIVED)
 
 
-OF_ELEMENTS: Final = frozenset({"linear_hook", "update_ratio", DIRECTION_KIND})
-"""Kinds whose ``count`` is the number of elements of a tensor, as for statistics."""
+OF_ELEMENTS: Final = frozenset(kind.name for kind in KIND_TABLE if kind.of_elements)
+"""Kinds whose ``count`` is the number of elements of a tensor."""
 
 
 def own_columns(kind: str) -> tuple[str, ...]:
     """The names of a kind's own columns; empty for kinds that hold statistics of tensors."""
-    return (DIRECTION_KIND,) if kind == DIRECTION_KIND else tuple(COLUMNS_OF.get(kind, ()))
+    return tuple(_DERIVED_OF.get(kind, ()))
 
 
 def as_scalar(partials: Partials) -> Partials:

@@ -20,9 +20,6 @@
 #define INLINE inline
 #endif
 
-/* The columns of a row, in the order of monitor/stats/partials.py. */
-enum { WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, EXPONENT, COLUMNS };
-
 enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, FORMATS };
 
 static const size_t BYTES[FORMATS] = {4, 8, 2, 2};

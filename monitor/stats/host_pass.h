@@ -9,6 +9,12 @@
  * Each statistic has LANES accumulators, which compilers turn into vectors, so no element waits for the sum before it. Lanes are
  * always added up in one order and no product is fused into a sum, so every processor computes the same bits. */
 
+#ifndef HOST_PASS_COLUMNS
+#define HOST_PASS_COLUMNS
+/* The columns of a row, in the order of monitor/stats/partials.py. */
+enum { WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, EXPONENT, COLUMNS };
+#endif
+
 /* Results for the elements read. If a sum is not finite, they include NaN or Inf, unless those were counted and left out. */
 typedef struct {
     REAL lo, hi;

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import ADAM_KINDS, DIRECTION_KIND
+from monitor.series import DIRECTION_KIND, SIGNED_KINDS
 from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
 from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost_elements
 from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
@@ -151,7 +151,7 @@ def has_op(op: str, kind: str) -> bool:
     """
     if kind in COLUMNS_OF or op in FEATURES:
         return op in own_columns(kind)
-    return not (kind in (*ADAM_KINDS, DIRECTION_KIND) and op in HISTOGRAM_OPS)
+    return not (kind in (*SIGNED_KINDS, DIRECTION_KIND) and op in HISTOGRAM_OPS)
 
 
 def has_histogram(partials: Partials) -> Valid:

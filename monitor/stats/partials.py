@@ -24,26 +24,52 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-WRITES: Final = 0
-COUNT: Final = 1
-NANS: Final = 2
-POSINFS: Final = 3
-NEGINFS: Final = 4
-SMALLS: Final = 5
-MIN: Final = 6
-MAX: Final = 7
-SUM: Final = 8
-SUMSQ: Final = 9
-M2: Final = 10
-EXPONENT: Final = 11
 
-COLUMNS: Final = ("writes", "count", "nans", "posinfs", "neginfs", "smalls", "min", "max", "sum", "sumsq", "m2", "exponent")
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A column of partials: everything that differs between columns outside of kernels and ``combine_groups``.
+
+    Attributes:
+        empty: Its number for a tensor without elements.
+        whole: Whether files store it as an integer.
+        power: Its sums are divided by 2 to the power of this times ``exponent``.
+        seldom: Whether it is 0 in almost all rows. Temporary files of the merge then leave it out.
+    """
+
+    name: str
+    empty: float = 0.0
+    whole: bool = True
+    power: int = 0
+    seldom: bool = False
+
+
+PARTIAL_TABLE: Final = (
+    Partial("writes"),
+    Partial("count"),
+    Partial("nans", seldom=True),
+    Partial("posinfs", seldom=True),
+    Partial("neginfs", seldom=True),
+    Partial("smalls", seldom=True),
+    Partial("min", np.inf, whole=False),
+    Partial("max", -np.inf, whole=False),
+    Partial("sum", whole=False, power=1),
+    Partial("sumsq", whole=False, power=2),
+    Partial("m2", whole=False, power=2),
+    Partial("exponent", seldom=True),
+)
 """The columns of a table row, float64 each. ``writes`` says whether the row was written since the last seal; the rest are
 the partials. Counts are exact up to 2^53."""
 
+COLUMNS: Final = tuple(one.name for one in PARTIAL_TABLE)
+WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, EXPONENT = range(len(COLUMNS))
+
+PARTIALS: Final = COLUMNS[WRITES + 1 :]
+SCALED: Final = tuple((column, one.power) for column, one in enumerate(PARTIAL_TABLE) if one.power)
+"""The columns of sums, each with the power of two that divides it, in units of ``exponent``."""
+
 Floats = NDArray[np.float64]
 
-EMPTY: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, np.inf, -np.inf, 0.0, 0.0, 0.0, 0.0)
+EMPTY: Final = tuple(one.empty for one in PARTIAL_TABLE)
 """The row of a tensor without elements (``writes`` aside): the neutral element of ``combine``."""
 
 

@@ -22,7 +22,7 @@ from typing import Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import ADAM_KINDS, DIRECTION_KIND, KINDS, NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable, shown_kind
+from monitor.series import DIRECTION_KIND, KINDS, NO_MICRO_STEP, REPLICA_KIND, SIGNED_KINDS, Series, SeriesTable, shown_kind
 from monitor.stats.features import COLUMNS_OF, as_scalar
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS
@@ -518,7 +518,7 @@ class StepRows:
             return REPLICA_OPS
         if kind in COLUMNS_OF:
             return tuple(COLUMNS_OF[kind])
-        if kind in ADAM_KINDS:
+        if kind in SIGNED_KINDS:
             return tuple(op for op in self.ops if op not in HISTOGRAM_OPS)  # their histograms are of signed numbers
         return (*self.ops, CALLS) if shown_kind(kind) in self.counted_kinds else self.ops
 

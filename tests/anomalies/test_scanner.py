@@ -13,16 +13,20 @@ from sink_rows import Measured
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import StepFindings
 from monitor.config import AlertRule, RuleArgs
-from monitor.series import ADAM_KINDS, DIRECTION_KIND, FEATURE_KINDS
+from monitor.config.model import RULE_ARGUMENTS
+from monitor.series import DIRECTION_KIND, FEATURE_KINDS, SIGNED_KINDS
 from monitor.stats.partials import COUNT, MAX, SUM, SUMSQ, Partials
 
 RULE, NAN_RULE = "AnomalyTurbulence", "AnomalyNan"
 
 
 def test_every_rule_that_the_configuration_knows_can_be_made_of_its_arguments_and_no_other_exists() -> None:
-    assert set(RULES) == set(get_args(AlertRule.model_fields["rule_name"].annotation))
-    arguments = RuleArgs(threshold=0.5).model_dump()
-    assert [rule(**arguments).name for rule in RULES.values()] == list(RULES)
+    assert set(RULES) == set(get_args(AlertRule.model_fields["rule_name"].annotation)) == set(RULE_ARGUMENTS)
+    every = RuleArgs(threshold=0.5).model_dump()
+    for name, rule in RULES.items():
+        needed, optional = RULE_ARGUMENTS[name]
+        assert rule(**{one: every[one] for one in needed}).name == name
+        assert rule(**{one: every[one] for one in (*needed, *optional)}).name == name
 
 
 @pytest.mark.parametrize(("rules", "expected"), [((NAN_RULE, RULE), "nans"), ((RULE, NAN_RULE), "norm")])
@@ -79,7 +83,7 @@ def test_features_are_not_judged_as_if_they_were_statistics_of_a_tensor(kind: st
         assert watched.step({kind: [feature]}) == []
 
 
-@pytest.mark.parametrize("kind", ADAM_KINDS)
+@pytest.mark.parametrize("kind", SIGNED_KINDS)
 def test_what_adam_makes_of_its_moments_is_judged_as_the_tensor_that_it_is(kind: str) -> None:
     watched = Watched((NAN_RULE, None))
     assert said(watched.step({kind: [Measured("w", [NAN, 1.0])]})) == [("w", NAN_RULE, "nans")]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from monitor.config import ConfigError
-from monitor.dump.config import OF_SECTIONS, OTHER_TASKS, SWITCHES, DumpConfig, load
+from monitor.dump.config import LEVELS, OF_SECTIONS, OTHER_TASKS, SWITCHES, DumpConfig, Level, load
+from monitor.dump.levels import SOURCES
 
 
 def written(tmp_path: Path, **fields: Any) -> Path:
@@ -132,3 +133,9 @@ def test_null_is_not_set_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert load(path, {}).statistics.names == ["relu"]
     (said,) = [one.getMessage() for one in caplog.records]
     assert "step, tensor, statistics.scope: null is taken as not set" in said
+
+
+def test_every_level_has_an_entry_and_its_sources_exist() -> None:
+    (allowed,) = get_args(Level)[:1]
+    assert set(LEVELS) == set(get_args(allowed))
+    assert {source for level in LEVELS.values() for source in level.sources} == set(SOURCES)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import ADAM_KINDS
+from monitor.series import SIGNED_KINDS
 from monitor.sinks.hdf5 import read_hdf5
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans", "infs", "absmax", "std")
@@ -68,7 +68,7 @@ def recorded(directory: Path) -> dict[Place, dict[str, Any]]:
         for row in read_hdf5(path, ops=[*OPS, *FEATURES]).to_pylist():
             assert _place(row) not in rows, f"{_place(row)} stands twice"
             rows[_place(row)] = row
-        for row in read_hdf5(path, kinds=ADAM_KINDS).to_pylist():
+        for row in read_hdf5(path, kinds=SIGNED_KINDS).to_pylist():
             rows[_place(row)]["histogram"] = row["histogram"]
     return rows
 

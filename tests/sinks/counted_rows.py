@@ -13,7 +13,7 @@ from sink_rows import Measured, Rank
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from monitor.series import ADAM_KINDS
+from monitor.series import SIGNED_KINDS
 from monitor.stats.histograms import UNIT_UPPER, UPPER
 from monitor.stats.table import KindRows, StepRows
 
@@ -38,7 +38,7 @@ def histogram_of(kind: str, values: Sequence[float]) -> np.ndarray:
     """Elements in each bin, by the definition of the bins."""
     x = np.array(values, dtype=np.float64)
     x = x[np.isfinite(x)]
-    upper, x = (UNIT_UPPER, x) if kind in ADAM_KINDS else (UPPER, np.abs(x))
+    upper, x = (UNIT_UPPER, x) if kind in SIGNED_KINDS else (UPPER, np.abs(x))
     return np.bincount(np.searchsorted(upper, x, side="left"), minlength=len(upper))
 
 

@@ -11,7 +11,22 @@ import numpy as np
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.histograms import BINS, UPPER
-from monitor.stats.partials import COLUMNS, EMPTY, WRITES, Partials
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EMPTY,
+    M2,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    WRITES,
+    Partials,
+)
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 SIX_OPS = ("min", "max", "mean", "norm", "zeros", "nans")
@@ -52,10 +67,13 @@ def partials_of(values: Sequence[float]) -> list[float]:
     """A row of the table for a tensor with these elements."""
     x = np.array(values, dtype=np.float64)
     f = x[np.isfinite(x)]
-    counts = [len(x), np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum(), (np.abs(x) < 1e-8).sum()]
-    if not len(f):
-        return [1.0, *map(float, counts), *EMPTY[6:]]
-    return [1.0, *map(float, counts), f.min(), f.max(), f.sum(), (f * f).sum(), ((f - f.mean()) ** 2).sum(), 0.0]
+    row = np.array(EMPTY)
+    row[WRITES], row[COUNT], row[NANS] = 1.0, len(x), np.isnan(x).sum()
+    row[POSINFS], row[NEGINFS], row[SMALLS] = (x == np.inf).sum(), (x == -np.inf).sum(), (np.abs(x) < 1e-8).sum()
+    if len(f):
+        row[MIN], row[MAX], row[SUM], row[SUMSQ] = f.min(), f.max(), f.sum(), (f * f).sum()
+        row[M2] = ((f - f.mean()) ** 2).sum()
+    return row.tolist()
 
 
 def table_rows(measured: Sequence[Measured], *, counted: bool) -> Partials:

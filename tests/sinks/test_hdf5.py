@@ -23,12 +23,12 @@ from sink_rows import SIX_OPS, Measured, Rank, partials_of, visible
 import monitor.sinks
 from monitor.series import Series
 from monitor.sinks import hdf5
-from monitor.sinks.arrow import PARTIALS, SCHEMA, Measurements, ShardMetadata
+from monitor.sinks.arrow import SCHEMA, Measurements, ShardMetadata
 from monitor.sinks.arrow import partials_of as partials_in
 from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, held, read_hdf5, recover
 from monitor.sinks.recovery import RecoveredFiles
-from monitor.stats.partials import COLUMNS, combine
+from monitor.stats.partials import COLUMNS, PARTIALS, combine
 
 W = {"grad_reduced": [Measured("w")]}
 BOTH = {"actv": [Measured("l.output", micro_step=0)], "grad_reduced": [Measured("w")]}

@@ -156,21 +156,22 @@ def test_squares_that_leave_the_range_of_float64_are_left_to_others(magnitude: f
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 4, np.zeros((2, 12)), 0), ValueError),  # more than the array has
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 0, np.zeros((2, 12)), 0), ValueError),
-        ((4, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 12)), 0), ValueError),
-        ((-1, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 12)), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 12)), 2), IndexError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 12)), -1), IndexError),
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 4, np.zeros((2, len(COLUMNS))), 0), ValueError),  # more than the array has
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 0, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((4, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((-1, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 2), IndexError),
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), -1), IndexError),
         ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 11)), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 12), np.float32), 0), ValueError),
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.float32), 0), ValueError),
         ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros(24), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 12), np.int64), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 1 << 62, np.zeros((2, 12)), 0), ValueError),  # whose bytes are 0 in 64 bits
-        ((FLOAT32, 0.0, np.zeros(6, np.float32)[::2], 3, np.zeros((2, 12)), 0), ValueError),  # gaps
-        ((FLOAT32, 0.0, 0, 3, np.zeros((2, 12)), 0), ValueError),
-        ((FLOAT32, 0.0, "abc", 3, np.zeros((2, 12)), 0), TypeError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), -3, np.zeros((2, 12)), 0), OverflowError),
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.int64), 0), ValueError),
+        # Their bytes are 0 in 64 bits.
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), 1 << 62, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((FLOAT32, 0.0, np.zeros(6, np.float32)[::2], 3, np.zeros((2, len(COLUMNS))), 0), ValueError),  # gaps
+        ((FLOAT32, 0.0, 0, 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((FLOAT32, 0.0, "abc", 3, np.zeros((2, len(COLUMNS))), 0), TypeError),
+        ((FLOAT32, 0.0, np.zeros(3, np.float32), -3, np.zeros((2, len(COLUMNS))), 0), OverflowError),
         ((FLOAT32, 0.0, np.zeros(3, np.float32)), TypeError),
     ],
 )

@@ -15,7 +15,7 @@ from monitor.coordinator.dataflow import Flow, Pass
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
 from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, SeriesColumns, read_columns
 from monitor.merge.discovery import leads_out
-from monitor.series import ACTIVATION_KINDS, MOMENT_KINDS, REPLICA_KIND, Series
+from monitor.series import ACTIVATION_KINDS, KIND_TABLE, REPLICA_KIND, Series
 
 # --- The subject of an event: the role of its series in a step, and the modules around it.
 
@@ -38,15 +38,7 @@ class Role(IntEnum):
     OTHER = 7
 
 
-_ROLES: Final = {
-    "param_origin": Role.ORIGINAL_WEIGHT,
-    "actv": Role.FORWARD,
-    "actv_grad": Role.BACKWARD,
-    "grad_unreduced": Role.LOCAL_GRADIENT,
-    "grad_reduced": Role.GRADIENT,
-    **dict.fromkeys(MOMENT_KINDS, Role.MOMENT),
-    "param_updated": Role.UPDATED_WEIGHT,
-}
+_ROLES: Final = {kind.name: Role[kind.role] for kind in KIND_TABLE if kind.role}
 
 
 @dataclass(frozen=True, slots=True)

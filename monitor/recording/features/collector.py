@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
 from monitor.recording.features.reading import NOT_CALLED, FeatureReading
-from monitor.recording.features.watchers import (
-    AttentionWatcher,
-    FeatureWatcher,
-    HookModules,
-    LinearWatcher,
-    RouterLogitWatcher,
-    RouterWeightWatcher,
-    modules_by_hook,
-    warning,
-)
-from monitor.recording.model_names import ModelNames, NamedModule
+from monitor.recording.features.watchers import FeatureWatcher, HookModules, modules_by_hook, warning
+from monitor.recording.model_names import ModelNames
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import HookSet
-from monitor.series import LOCAL, Series
+from monitor.series import LOCAL, WATCHED_KINDS, Series
 
 
 class FeatureCollector:
-    """``attention_hook``, ``linear_hook``, ``moe_router_weight_hook``, ``moe_router_logit_hook``.
+    """The kinds of modules that ``l2_targets`` names, each by the watcher that its entry in ``monitor/series.py`` names.
 
     Attributes:
         modules: Tells which calls belong to training.
@@ -103,16 +95,14 @@ class FeatureCollector:
         self._misfits.clear()
 
     def _watchers_of(self, hook: str, found: HookModules, config: MonitorConfig) -> Iterator[FeatureWatcher]:
+        watcher = _watcher_of(hook)
         for module in found.modules:
             if self.modules.backend.takes_hooks(module.module):
-                yield self._watcher(hook, module, found, config)
+                yield watcher.of(module, self, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")
 
-    def _watcher(self, hook: str, module: NamedModule, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
-        if hook == "attention_hook":
-            return AttentionWatcher(module, self, config.sa_order, config.sa_heads, config.sa_batch_rows)
-        if hook == "moe_router_logit_hook":
-            return RouterLogitWatcher(module, self)
-        kind = LinearWatcher if hook == "linear_hook" else RouterWeightWatcher
-        return kind(module, self, named=found.named)
+
+def _watcher_of(hook: str) -> type[FeatureWatcher]:
+    module, _, name = WATCHED_KINDS[hook].watcher.partition(":")
+    return cast("type[FeatureWatcher]", getattr(import_module(module), name))

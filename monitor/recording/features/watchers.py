@@ -16,17 +16,8 @@ from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import CallIndex, Calls, HookSet
 from monitor.recording.recorder import RecordedSeries
 from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
-from monitor.series import Series
+from monitor.series import WATCHED_KINDS, Series
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
-
-SUFFIXES: Final = {
-    "attention_hook": "attention",
-    "linear_hook": "linear",
-    "moe_router_weight_hook": "moe_router",
-    "moe_router_logit_hook": "moe_router",
-}
-"""The suffix of a series' name behind its module, by hook."""
-
 
 _MISSED: Final = "l2_targets that match no module of this model (in a pipeline: of this rank's stages)"
 
@@ -50,7 +41,7 @@ def modules_by_hook(names: ModelNames, config: MonitorConfig, reading: FeatureRe
     """The modules of each hook; empty if no features are recorded."""
     if not config.recording_l2_features:
         return {}
-    wanted = {hook: getattr(config.l2_targets, hook) for hook in SUFFIXES}
+    wanted = {hook: getattr(config.l2_targets, hook) for hook in WATCHED_KINDS}
     found = {hook: _named(names, targets, reading) for hook, targets in wanted.items() if targets}
     if wanted["linear_hook"] == ():
         inner = [_unwrapped(one, reading) for one in names.modules()]
@@ -105,7 +96,10 @@ class FeatureContext(Protocol):
 class FeatureWatcher(ABC):
     """Base of all watchers: counts the training calls of a module, and records a row for each.
 
+    The entry of a kind in ``monitor/series.py`` names its watcher.
+
     Attributes:
+        kind: The name of its kind.
         called: Whether the step in progress had a training call.
     """
 
@@ -120,6 +114,12 @@ class FeatureWatcher(ABC):
         self._recorder, self._clock = asked.modules.recorder, asked.modules.clock
         self._calls: Calls | None = None
         self._watched: dict[int, RecordedSeries] = {}
+
+    @classmethod
+    def of(cls, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
+        """The watcher of one of the modules ``found`` for this kind."""
+        del found, config
+        return cls(module, asked)
 
     @abstractmethod
     def attach(self, hooks: HookSet) -> None:
@@ -162,7 +162,7 @@ class FeatureWatcher(ABC):
     def _record(self, call: int, numbers: Mapping[int, Any], x: Any, micro_step: int) -> None:
         watched = self._watched.get(call)
         if watched is None:
-            name = f"{self.name}.{SUFFIXES[self.kind]}" + (f"#{call}" if call else "")
+            name = f"{self.name}.{WATCHED_KINDS[self.kind].suffix}" + (f"#{call}" if call else "")
             micro_steps = tuple(range(self._clock.micro_steps))
             watched = self._watched[call] = RecordedSeries(Series(self.kind, self._chunk, name), micro_steps)
         self._recorder.record_numbers(watched, numbers, x, micro_step)
@@ -181,6 +181,11 @@ class AttentionWatcher(FeatureWatcher):
         self._order, self._heads, self._rows = order, heads, rows
         self._open: list[Search | None] = []
         self._searching = asked.reading.searching(module.module)
+
+    @classmethod
+    def of(cls, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
+        del found
+        return cls(module, asked, config.sa_order, config.sa_heads, config.sa_batch_rows)
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading Q and K", self._before)
@@ -316,8 +321,13 @@ class WeightWatcher(FeatureWatcher):
         super().__init__(module, asked)
         self._named = named
         between_forwards: Any = self._reading.matrix_of(module.module)
-        self._parameter = NamedParameter(module.chunk, f"{module.name}.{SUFFIXES[self.kind]}", between_forwards)
+        self._parameter = NamedParameter(module.chunk, f"{module.name}.{WATCHED_KINDS[self.kind].suffix}", between_forwards)
         self._of_seen: tuple[tuple[int, ...], RecordedSeries | None] | None = None
+
+    @classmethod
+    def of(cls, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
+        del config
+        return cls(module, asked, named=found.named)
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a weight", self._before)

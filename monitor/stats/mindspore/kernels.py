@@ -8,6 +8,7 @@ once they are on the host (``combined``). So nothing is accumulated in float32 b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,9 +18,28 @@ from mindspore import Tensor, mint
 from numpy.typing import NDArray
 
 from monitor.stats.host.array_kernel import NumpyKernel, Raw
+from monitor.stats.mindspore.arithmetic import Number
 from monitor.stats.mindspore.tensors import has_data, on_host
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, EXPONENT, M2, MAX, MIN, NEGINFS, SUM, SUMSQ, WRITES, Floats, union
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EMPTY,
+    EXPONENT,
+    M2,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SCALED,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    WRITES,
+    Floats,
+    union,
+)
 
 PIECE: Final = 1 << 22
 """Elements of a piece: enough to fill a device, 16 MiB per float32 temporary, and few enough for exact counts in float32."""
@@ -153,10 +173,69 @@ def _clear_exponents(rows: Floats) -> None:
     """Set the exponent to 0 if the sums of squares fit a float64: always, except for some tensors of float64."""
     fits = (np.abs(rows[:, EXPONENT]) < _STEP[ms.float64]) | (rows[:, SUMSQ] == 0)
     exponents = np.where(fits, rows[:, EXPONENT], 0.0).astype(np.int64)
-    rows[:, SUM] = np.ldexp(rows[:, SUM], exponents)
-    for column in (SUMSQ, M2):
-        rows[:, column] = np.ldexp(rows[:, column], 2 * exponents)
+    for column, power in SCALED:
+        rows[:, column] = np.ldexp(rows[:, column], power * exponents)
     rows[fits, EXPONENT] = 0.0
+
+
+# --- Numbers near 1, whose squares fit a float32: no scaling is needed, and chunks can be combined on the device.
+
+_COUNTED: Final = (NANS, POSINFS, NEGINFS, SMALLS)
+
+
+def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, bound: Tensor) -> Tensor:
+    """The numbers of a chunk, in float32, for ``union_of_unscaled``.
+
+    Args:
+        kept: The chunk with 0 in place of elements that are not finite.
+        finite: Which elements are finite.
+        bound: Magnitudes below it are counted as ``smalls``.
+    """
+    n, total = mint.sum(finite, dtype=ms.float32), mint.sum(kept)
+    off = mint.where(finite, mint.sub(chunk, mint.div(total, mint.clamp(n, min=1.0))), 0.0)
+    numbers = [
+        n,
+        mint.sum(mint.ne(chunk, chunk), dtype=ms.float32),
+        mint.sum(mint.eq(chunk, math.inf), dtype=ms.float32),
+        mint.sum(mint.eq(chunk, -math.inf), dtype=ms.float32),
+        mint.sum(mint.lt(mint.abs(chunk), bound), dtype=ms.float32),
+        mint.amin(mint.where(finite, chunk, math.inf)),
+        mint.amax(mint.where(finite, chunk, -math.inf)),
+        total,
+        mint.sum(mint.mul(kept, kept)),
+        mint.sum(mint.mul(off, off)),
+    ]
+    return mint.cat([number.reshape(1) for number in numbers])
+
+
+def union_of_unscaled(chunks: Sequence[Tensor], elements: int) -> dict[int, Number]:
+    """The partials of all ``elements`` of some chunks, by column."""
+    if not chunks:
+        return {column: EMPTY[column] for column in range(COUNT, len(COLUMNS))}
+    parts = mint.cat([one.reshape(1, -1) for one in chunks])
+    counts, least, most, sums, m2 = (_columns(parts, *span) for span in ((0, 5), (5, 1), (6, 1), (7, 2), (9, 1)))
+    finite, (total, squares) = mint.sum(_columns(counts, 0, 1)), _sums(sums)
+    n = _columns(counts, 0, 1)
+    off = _columns(sums, 0, 1) / mint.clamp(n, min=1.0) - total / mint.clamp(finite, min=1.0)
+    between = mint.sum(mint.mul(n, mint.mul(off, off)))
+    return {
+        COUNT: float(elements),
+        **dict(zip(_COUNTED, _sums(_columns(counts, 1, 4)), strict=True)),
+        MIN: mint.amin(least),
+        MAX: mint.amax(most),
+        SUM: total,
+        SUMSQ: squares,
+        M2: mint.add(mint.sum(m2), between),
+    }
+
+
+def _columns(parts: Tensor, first: int, count: int) -> Tensor:
+    return mint.narrow(parts, 1, first, count)
+
+
+def _sums(parts: Tensor) -> list[Tensor]:
+    """The sum of each column."""
+    return [mint.sum(_columns(parts, column, 1)) for column in range(parts.shape[1])]
 
 
 # --- Tensors in host memory. MindSpore shares that memory with numpy, whose reductions are faster and exist for every

@@ -14,23 +14,9 @@ from numpy.typing import NDArray
 from monitor.stats.histograms import UNIT_BINS
 from monitor.stats.host.array_kernel import Chunks, NumpyKernel, Raw, Reals
 from monitor.stats.mindspore.arithmetic import Array, Number, computing
+from monitor.stats.mindspore.kernels import union_of_unscaled, unscaled_part
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    EMPTY,
-    M2,
-    MAX,
-    MIN,
-    NANS,
-    NEGINFS,
-    POSINFS,
-    SMALLS,
-    SUM,
-    SUMSQ,
-    Floats,
-    union,
-)
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, NANS, NEGINFS, Floats, union
 
 PIECE: Final = 1 << 22
 """Elements of a piece on a device: enough to fill it, and few enough for exact counts in float32."""
@@ -221,57 +207,13 @@ class MindSporeDeviceSigned:
         bins = mint.clamp(mint.ceil(mint.mul(kept_ones, float(_HALF))), -_HALF, _HALF + 1).to(ms.int32) + _HALF
         self._counts = self._counts + ops.unsorted_segment_sum(finite.to(ms.float32), bins, UNIT_BINS + 2)
         self._elements += chunk.size
-        self._parts.append(_part(chunk, kept_ones, finite, self._bound))
+        self._parts.append(unscaled_part(chunk, kept_ones, finite, self._bound))
 
     def numbers(self) -> Numbers:
-        if not self._parts:
-            return {column: EMPTY[column] for column in range(COUNT, len(COLUMNS))}
-        parts = mint.cat([one.reshape(1, -1) for one in self._parts])
-        counts, least, most, sums, m2 = (_columns(parts, *span) for span in ((0, 5), (5, 1), (6, 1), (7, 2), (9, 1)))
-        elements, (total, squares) = mint.sum(_columns(counts, 0, 1)), _sums(sums)
-        n = _columns(counts, 0, 1)
-        off = _columns(sums, 0, 1) / mint.clamp(n, min=1.0) - total / mint.clamp(elements, min=1.0)
-        between = mint.sum(mint.mul(n, mint.mul(off, off)))
-        return {
-            COUNT: float(self._elements),
-            **dict(zip((NANS, POSINFS, NEGINFS, SMALLS), _sums(_columns(counts, 1, 4)), strict=True)),
-            MIN: mint.amin(least),
-            MAX: mint.amax(most),
-            SUM: total,
-            SUMSQ: squares,
-            M2: mint.add(mint.sum(m2), between),
-        }
+        return union_of_unscaled(self._parts, self._elements)
 
     def histogram(self) -> Tensor:
         return self._counts
-
-
-def _part(chunk: Tensor, kept_ones: Tensor, finite: Tensor, bound: Tensor) -> Tensor:
-    """The numbers of a chunk: finite elements, NaN, +Inf, -Inf, zeros, minimum, maximum, Σ x, Σ x² and Σ (x - mean)²."""
-    n, total = mint.sum(finite, dtype=ms.float32), mint.sum(kept_ones)
-    off = mint.where(finite, mint.sub(chunk, mint.div(total, mint.clamp(n, min=1.0))), 0.0)
-    numbers = [
-        n,
-        mint.sum(mint.ne(chunk, chunk), dtype=ms.float32),
-        mint.sum(mint.eq(chunk, math.inf), dtype=ms.float32),
-        mint.sum(mint.eq(chunk, -math.inf), dtype=ms.float32),
-        mint.sum(mint.lt(mint.abs(chunk), bound), dtype=ms.float32),
-        mint.amin(mint.where(finite, chunk, math.inf)),
-        mint.amax(mint.where(finite, chunk, -math.inf)),
-        total,
-        mint.sum(mint.mul(kept_ones, kept_ones)),
-        mint.sum(mint.mul(off, off)),
-    ]
-    return mint.cat([number.reshape(1) for number in numbers])
-
-
-def _columns(parts: Tensor, first: int, count: int) -> Tensor:
-    return mint.narrow(parts, 1, first, count)
-
-
-def _sums(parts: Tensor) -> list[Tensor]:
-    """The sum of each column."""
-    return [mint.sum(_columns(parts, column, 1)) for column in range(parts.shape[1])]
 
 
 def _chunks(a: Raw, b: Raw) -> Iterator[tuple[Reals, Reals]]:

@@ -20,7 +20,22 @@ from torch import Tensor
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, WRITES
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EMPTY,
+    EXPONENT,
+    M2,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    WRITES,
+)
 from monitor.stats.torch.memory import persistent
 from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
@@ -227,3 +242,40 @@ def _magnitudes(piece: Tensor) -> Tensor:
     if piece.is_complex():
         return torch.abs(piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece).reshape(-1)
     return piece.to(working_precision(piece.dtype)).abs().reshape(-1)
+
+
+# --- Numbers whose squares fit a float64: no scaling is needed.
+
+_ADDED: Final = (NANS, POSINFS, NEGINFS, SMALLS, SUM, SUMSQ)
+
+
+def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, eps: float) -> Tensor:
+    """The numbers of a chunk, in float64, for ``union_of_unscaled``.
+
+    Args:
+        kept: The chunk with 0 in place of elements that are not finite.
+        finite: Which elements are finite.
+    """
+    numbers = {
+        NANS: torch.isnan(chunk).sum(dtype=torch.float64),
+        POSINFS: torch.isposinf(chunk).sum(dtype=torch.float64),
+        NEGINFS: torch.isneginf(chunk).sum(dtype=torch.float64),
+        SMALLS: ((kept.abs() < eps) & finite).sum(dtype=torch.float64),
+        MIN: torch.where(finite, chunk, math.inf).amin().to(torch.float64),
+        MAX: torch.where(finite, chunk, -math.inf).amax().to(torch.float64),
+        SUM: kept.sum(dtype=torch.float64),
+        SUMSQ: kept.to(torch.float64).square_().sum(),
+    }
+    return torch.stack([numbers[column] for column in (*_ADDED, MIN, MAX)])
+
+
+def union_of_unscaled(parts: list[Tensor], elements: int) -> dict[int, float | Tensor]:
+    """The partials of all ``elements`` of some chunks, by column."""
+    if not parts:
+        return dict(enumerate(EMPTY))
+    rows = torch.stack(parts)
+    counted = rows[:, : len(_ADDED)].sum(dim=0)
+    added = dict(zip(_ADDED, counted, strict=True))
+    finite = (elements - counted[:3].sum()).clamp(min=1)
+    m2 = (added[SUMSQ] - added[SUM].square() / finite).clamp(min=0)
+    return {COUNT: float(elements), **added, MIN: rows[:, -2].amin(), MAX: rows[:, -1].amax(), M2: m2}

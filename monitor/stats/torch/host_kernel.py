@@ -17,7 +17,7 @@ from torch import Tensor
 from monitor.stats.host import array_kernel
 from monitor.stats.host.array_kernel import NativeKernel, NumpyKernel, Row, native_kernel
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, M2, MAX, MIN, SMALLS, SUM, SUMSQ, WRITES, Floats, union
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, M2, MAX, MIN, SCALED, SMALLS, SUM, SUMSQ, WRITES, Floats, union
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,
     Readable,
@@ -138,14 +138,19 @@ class TorchHostKernel:
         return page[0] if self._native.reduce_into(address, x.numel(), form, page, 0) else None
 
 
-def _zeros(count: int, are_small: bool) -> Row:
+def _zeros(count: int, are_small: bool) -> Floats:
     """The row of that many zeros."""
-    return (1.0, count, 0.0, 0.0, 0.0, float(count * are_small), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    row = np.zeros(len(COLUMNS))
+    row[WRITES], row[COUNT], row[SMALLS] = 1.0, count, count * are_small
+    return row
 
 
-def _repeated(row: Any, times: int) -> Row:
+def _repeated(row: Row | Floats, times: int) -> Floats:
     """The row of a tensor with every element repeated ``times`` times: counts and sums multiply, extremes and exponent stay."""
-    return (1.0, *(n * times for n in row[1:6]), row[6], row[7], *(s * times for s in row[8:11]), row[11])
+    repeated = np.array(row)
+    repeated[COUNT:MIN] *= times
+    repeated[[column for column, _ in SCALED]] *= times
+    return repeated
 
 
 # --- Many small tensors, reduced at once: biases, norms, their gradients and moments.

@@ -11,22 +11,8 @@ import torch
 from torch import Tensor
 
 from monitor.stats.histograms import UNIT_BINS
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    EMPTY,
-    M2,
-    MAX,
-    MIN,
-    NANS,
-    NEGINFS,
-    POSINFS,
-    SMALLS,
-    SUM,
-    SUMSQ,
-    Floats,
-    union,
-)
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, NANS, NEGINFS, Floats, union
+from monitor.stats.torch.device_kernel import union_of_unscaled, unscaled_part
 from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import pieces
 
@@ -173,36 +159,10 @@ class TorchDeviceSigned:
         bins = _bins(kept * _HALF).to(torch.int64)
         self._counts.scatter_add_(0, bins.reshape(-1), finite.reshape(-1).to(torch.int64))
         self._elements += chunk.numel()
-        self._parts.append(
-            torch.stack(
-                [
-                    torch.isnan(chunk).sum(dtype=torch.float64),
-                    torch.isposinf(chunk).sum(dtype=torch.float64),
-                    torch.isneginf(chunk).sum(dtype=torch.float64),
-                    ((kept.abs() < self._eps) & finite).sum(dtype=torch.float64),
-                    torch.where(finite, chunk, math.inf).amin().to(torch.float64),
-                    torch.where(finite, chunk, -math.inf).amax().to(torch.float64),
-                    kept.sum(dtype=torch.float64),
-                    kept.to(torch.float64).square_().sum(),
-                ]
-            )
-        )
+        self._parts.append(unscaled_part(chunk, kept, finite, self._eps))
 
     def numbers(self) -> Numbers:
-        if not self._parts:
-            return dict(enumerate(EMPTY))
-        parts = torch.stack(self._parts)
-        counts, sums = parts[:, :4].sum(dim=0), parts[:, 6:].sum(dim=0)
-        finite = (self._elements - counts[:3].sum()).clamp(min=1)
-        return {
-            COUNT: float(self._elements),
-            **dict(zip((NANS, POSINFS, NEGINFS, SMALLS), counts, strict=True)),
-            MIN: parts[:, 4].amin(),
-            MAX: parts[:, 5].amax(),
-            SUM: sums[0],
-            SUMSQ: sums[1],
-            M2: (sums[1] - sums[0].square() / finite).clamp(min=0),
-        }
+        return union_of_unscaled(self._parts, self._elements)
 
     def histogram(self) -> Tensor:
         return self._counts

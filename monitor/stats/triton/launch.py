@@ -86,7 +86,7 @@ class Launch:
 
 # --- Memory for the rows of parts until the last program of a tensor combines them.
 
-PART_COLUMNS: Final = 11
+PART_COLUMNS: Final = len(COLUMNS) - 1
 """Numbers of a part, float64 (``COLUMNS`` in the source)."""
 
 _PARTS: Final = 2048
