@@ -115,7 +115,6 @@ class Kind:
         signed: Whether its histograms are of signed numbers.
         shown_as: The kind under which files show its rows, which are scalars then.
         columns: Its columns in place of ops; empty for statistics of a tensor.
-        places: The partials that hold its numbers; empty for statistics of a tensor, which use all of them.
         of_elements: Whether the partial ``count`` counts elements of a tensor.
         watcher: For kinds of ``l2_targets``: ``module:class`` of the ``FeatureWatcher`` that measures it.
         suffix: What the name of a series has after the name of the module.
@@ -138,7 +137,6 @@ class Kind:
     signed: bool = False
     shown_as: str = ""
     columns: tuple[Column, ...] = ()
-    places: tuple[str, ...] = ()
     of_elements: bool = True
     watcher: str = ""
     suffix: str = ""
@@ -208,7 +206,6 @@ KIND_TABLE: Final = (
         "forward",
         "watchers:AttentionWatcher",
         "attention",
-        places=("count", "sum", "sumsq"),
         columns=(Column("entropy", "mean", "sum"), Column("softmax_max", "mean", "sumsq")),
     ),
     # Elements, matrices (1), the square of the Frobenius norm, the spectral norm.
@@ -217,7 +214,6 @@ KIND_TABLE: Final = (
         "step",
         "watchers:LinearWatcher",
         "linear",
-        places=("count", "smalls", "sumsq", "max"),
         columns=(
             Column("sr", "stable rank", combines="never"),
             Column("kernel_norm", "spectral norm", combines="never"),
@@ -231,7 +227,6 @@ KIND_TABLE: Final = (
         "step",
         "watchers:RouterWeightWatcher",
         "moe_router",
-        places=("count", "smalls", "sum"),
         columns=(Column("router_weight_similarity", "mean of one matrix", "sum", "never"),),
     ),
     # Tokens, and over them the sum of the entropy of the softmax over the experts.
@@ -240,7 +235,6 @@ KIND_TABLE: Final = (
         "forward",
         "watchers:RouterLogitWatcher",
         "moe_router",
-        places=("count", "sum"),
         columns=(Column("per_token_expert_entropy", "mean", "sum"),),
     ),
     # Elements, the squares of the norms of the update and of the weight before it.
@@ -249,7 +243,6 @@ KIND_TABLE: Final = (
         "update_ratio",
         of_frozen=True,
         warned=True,
-        places=("count", "sum", "sumsq"),
         columns=(
             Column("update_ratio", "ratio of roots", combines="ratio"),
             Column("update_norm", "root", "sum", "norm"),
@@ -257,13 +250,7 @@ KIND_TABLE: Final = (
         ),
     ),
     # Elements, and the number of elements whose gradient and momentum have the same sign.
-    _of_step(
-        DIRECTION_KIND,
-        "mg_direction",
-        shown_as=CALL_KIND,
-        places=("count", "sum"),
-        columns=(Column(DIRECTION_KIND, "mean", "sum", "weighted"),),
-    ),
+    _of_step(DIRECTION_KIND, "mg_direction", shown_as=CALL_KIND, columns=(Column(DIRECTION_KIND, "mean", "sum", "weighted"),)),
     # Vectors that Adam computes from its moments.
     _of_step("adam_update", "ur_distribution", fed_by=_GRADIENT_AND_MOMENTS, signed=True),
     _of_step("adam_ratio", "ur_distribution", fed_by=_GRADIENT_AND_MOMENTS, signed=True),

@@ -25,17 +25,15 @@ def test_a_kind_is_asked_for_by_a_field_of_the_configuration(kind: Kind) -> None
 def test_a_kind_names_kinds_roles_and_partials_that_exist(kind: Kind) -> None:
     assert set(kind.fed_by) <= set(KINDS)
     assert not kind.role or kind.role in Role.__members__
-    assert set(kind.places) <= set(COLUMNS)
     assert shown_kind(kind.name) in KINDS
 
 
 @every_kind
 def test_a_kind_has_its_own_columns_or_ops(kind: Kind) -> None:
     assert own_columns(kind.name) == tuple(column.name for column in kind.columns)
-    assert bool(kind.columns) == bool(kind.places)
     for column in kind.columns:
         assert column.formula in FORMULAS
-        assert not column.partial or column.partial in kind.places
+        assert not column.partial or column.partial in COLUMNS
 
 
 def test_columns_have_different_names() -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -245,17 +245,11 @@ class RuleArgs(_StrictModel):
     well as on NaN and Inf."""
 
 
-class RuleArguments(NamedTuple):
-    """The fields of ``RuleArgs`` that a rule takes."""
-
-    needed: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-
-
-RULE_ARGUMENTS: Final = {
-    "AnomalyTurbulence": RuleArguments(needed=("threshold",)),
-    "AnomalyNan": RuleArguments(optional=("threshold",)),
+RULE_ARGUMENTS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "AnomalyTurbulence": (("threshold",), ()),
+    "AnomalyNan": ((), ("threshold",)),
 }
+"""The fields of ``RuleArgs`` that each rule needs, and those that it may have besides."""
 
 
 class AlertRule(_StrictModel):
@@ -270,12 +264,10 @@ class AlertRule(_StrictModel):
     def _has_its_arguments(self) -> AlertRule:
         needed, optional = RULE_ARGUMENTS[self.rule_name]
         given = self.args.model_dump(exclude_none=True)
-        for name in needed:
-            if name not in given:
-                raise ValueError(f'{self.rule_name} needs "args": {{"{name}": ...}}')
-        for name in given:
-            if name not in (*needed, *optional):
-                raise ValueError(f"{self.rule_name} has no argument {name}")
+        if missing := [name for name in needed if name not in given]:
+            raise ValueError(f'{self.rule_name} needs "args": {{"{missing[0]}": ...}}')
+        if unknown := [name for name in given if name not in (*needed, *optional)]:
+            raise ValueError(f"{self.rule_name} has no argument {unknown[0]}")
         return self
 
 

@@ -24,7 +24,7 @@ from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream
 from monitor.sinks import arrow
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
-from monitor.stats.partials import COLUMNS, WRITES, Partials
+from monitor.stats.partials import COLUMNS, PARTIALS, WRITES, Partials
 
 CHUNK_ROWS: Final = 32768
 """Rows of a chunk, the unit of compression and of reading: 256 KB per column. A kind with fewer rows has one chunk."""

@@ -28,9 +28,6 @@ LEAST_SQUARES: Final = 1e-280
 
 _NUMBER_OF: Final = {name: number for number, name in enumerate(COLUMNS)}
 
-PLACES: Final = {kind.name: tuple(map(_NUMBER_OF.__getitem__, kind.places)) for kind in KIND_TABLE if kind.places}
-"""The columns of partials in which a kind keeps its numbers."""
-
 Formula = Callable[[int, Partials], Derived]
 """Computes a column of a kind from the number of a partial, which most formulas read, and the partials."""
 

@@ -7,9 +7,19 @@ import math
 import numpy as np
 import pytest
 
-from monitor.stats.features import COLUMNS_OF, PLACES, as_scalar
+from monitor.stats.features import COLUMNS_OF, MATRICES, as_scalar
 from monitor.stats.ops import derive
-from monitor.stats.partials import COLUMNS, COUNT, SUM, SUMSQ, WRITES, Partials, combine_groups
+from monitor.stats.partials import COLUMNS, COUNT, MAX, SUM, SUMSQ, WRITES, Partials, combine_groups
+
+PLACES = {
+    "attention_hook": (COUNT, SUM, SUMSQ),
+    "linear_hook": (COUNT, MATRICES, SUMSQ, MAX),
+    "moe_router_weight_hook": (COUNT, MATRICES, SUM),
+    "moe_router_logit_hook": (COUNT, SUM),
+    "update_ratio": (COUNT, SUM, SUMSQ),
+    "mg_direction": (COUNT, SUM),
+}
+"""The columns of partials in which a kind keeps its numbers."""
 
 
 def rows(kind: str, *numbers: tuple[float, ...]) -> Partials:

@@ -98,7 +98,7 @@ class FeatureCollector:
         watcher = _watcher_of(hook)
         for module in found.modules:
             if self.modules.backend.takes_hooks(module.module):
-                yield watcher.of(module, self, found, config)
+                yield watcher(module, self, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")
 

@@ -98,6 +98,9 @@ class FeatureWatcher(ABC):
 
     The entry of a kind in ``monitor/series.py`` names its watcher.
 
+    Args:
+        found: All modules of its kind.
+
     Attributes:
         kind: The name of its kind.
         called: Whether the step in progress had a training call.
@@ -105,21 +108,16 @@ class FeatureWatcher(ABC):
 
     kind: str
 
-    def __init__(self, module: NamedModule, asked: FeatureContext) -> None:
+    def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         self.name = module.name
         self.called = False
+        self._found, self._config = found, config
         self._module, self._chunk = module.module, module.chunk
         self._asked, self._modules, self._reading = asked, asked.modules, asked.reading
         self._backend = asked.modules.backend
         self._recorder, self._clock = asked.modules.recorder, asked.modules.clock
         self._calls: Calls | None = None
         self._watched: dict[int, RecordedSeries] = {}
-
-    @classmethod
-    def of(cls, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
-        """The watcher of one of the modules ``found`` for this kind."""
-        del found, config
-        return cls(module, asked)
 
     @abstractmethod
     def attach(self, hooks: HookSet) -> None:
@@ -176,16 +174,10 @@ class AttentionWatcher(FeatureWatcher):
 
     kind = "attention_hook"
 
-    def __init__(self, module: NamedModule, asked: FeatureContext, order: str, heads: int, rows: int) -> None:
-        super().__init__(module, asked)
-        self._order, self._heads, self._rows = order, heads, rows
+    def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
+        super().__init__(module, asked, found, config)
         self._open: list[Search | None] = []
         self._searching = asked.reading.searching(module.module)
-
-    @classmethod
-    def of(cls, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
-        del found
-        return cls(module, asked, config.sa_order, config.sa_heads, config.sa_batch_rows)
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading Q and K", self._before)
@@ -205,7 +197,7 @@ class AttentionWatcher(FeatureWatcher):
         if place is None:
             return
         try:
-            given = self._reading.given_scores(args, kwargs, self._order)
+            given = self._reading.given_scores(args, kwargs, self._config.sa_order)
         except MisfitError as misfit:
             self._misfit(str(misfit))
             return
@@ -231,7 +223,7 @@ class AttentionWatcher(FeatureWatcher):
 
     def _seen(self, place: CallIndex, scores: Any) -> None:
         with self._reading.beneath():
-            found = self._reading.spread(scores, self._heads, self._rows)
+            found = self._reading.spread(scores, self._config.sa_heads, self._config.sa_batch_rows)
         numbers = {COUNT: found.queries, SUM: found.entropy, SUMSQ: found.greatest}
         self._record(place.call, numbers, scores.query, place.micro_step)
 
@@ -244,8 +236,8 @@ class RouterLogitWatcher(FeatureWatcher):
 
     kind = "moe_router_logit_hook"
 
-    def __init__(self, module: NamedModule, asked: FeatureContext) -> None:
-        super().__init__(module, asked)
+    def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
+        super().__init__(module, asked, found, config)
         self._returns_logits = asked.reading.is_linear(module.module)
         self._open: list[tuple[CallIndex, int | None, Routing | None] | None] = []
 
@@ -313,21 +305,14 @@ MATRICES: Final = SMALLS
 class WeightWatcher(FeatureWatcher):
     """Reads the weight of a module before its first forward in a step, when a sharded weight is gathered.
 
-    Args:
-        named: Whether the user named the module. Only named modules are reported if they have no matrix.
+    If a module has no matrix, it is reported only if the user named it.
     """
 
-    def __init__(self, module: NamedModule, asked: FeatureContext, *, named: bool) -> None:
-        super().__init__(module, asked)
-        self._named = named
+    def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
+        super().__init__(module, asked, found, config)
         between_forwards: Any = self._reading.matrix_of(module.module)
         self._parameter = NamedParameter(module.chunk, f"{module.name}.{WATCHED_KINDS[self.kind].suffix}", between_forwards)
         self._of_seen: tuple[tuple[int, ...], RecordedSeries | None] | None = None
-
-    @classmethod
-    def of(cls, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> FeatureWatcher:
-        del config
-        return cls(module, asked, named=found.named)
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a weight", self._before)
@@ -344,7 +329,7 @@ class WeightWatcher(FeatureWatcher):
                     numbers = self._numbers(matrix)
                 self._recorder.record_numbers(watched, numbers, matrix)
         except MisfitError as misfit:
-            if self._named:
+            if self._found.named:
                 self._misfit(str(misfit))
 
     def _series_for(self, weight: Any, matrix: Any) -> RecordedSeries | None:

@@ -21,25 +21,7 @@ from monitor.stats.host.array_kernel import NumpyKernel, Raw
 from monitor.stats.mindspore.arithmetic import Number
 from monitor.stats.mindspore.tensors import has_data, on_host
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    EMPTY,
-    EXPONENT,
-    M2,
-    MAX,
-    MIN,
-    NANS,
-    NEGINFS,
-    POSINFS,
-    SCALED,
-    SMALLS,
-    SUM,
-    SUMSQ,
-    WRITES,
-    Floats,
-    union,
-)
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, EXPONENT, MAX, MIN, NEGINFS, SCALED, SUMSQ, WRITES, Floats, union
 
 PIECE: Final = 1 << 22
 """Elements of a piece: enough to fill a device, 16 MiB per float32 temporary, and few enough for exact counts in float32."""
@@ -180,8 +162,6 @@ def _clear_exponents(rows: Floats) -> None:
 
 # --- Numbers near 1, whose squares fit a float32: no scaling is needed, and chunks can be combined on the device.
 
-_COUNTED: Final = (NANS, POSINFS, NEGINFS, SMALLS)
-
 
 def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, bound: Tensor) -> Tensor:
     """The numbers of a chunk, in float32, for ``union_of_unscaled``.
@@ -218,15 +198,8 @@ def union_of_unscaled(chunks: Sequence[Tensor], elements: int) -> dict[int, Numb
     n = _columns(counts, 0, 1)
     off = _columns(sums, 0, 1) / mint.clamp(n, min=1.0) - total / mint.clamp(finite, min=1.0)
     between = mint.sum(mint.mul(n, mint.mul(off, off)))
-    return {
-        COUNT: float(elements),
-        **dict(zip(_COUNTED, _sums(_columns(counts, 1, 4)), strict=True)),
-        MIN: mint.amin(least),
-        MAX: mint.amax(most),
-        SUM: total,
-        SUMSQ: squares,
-        M2: mint.add(mint.sum(m2), between),
-    }
+    numbers = [mint.amin(least), mint.amax(most), total, squares, mint.add(mint.sum(m2), between)]
+    return dict(enumerate([float(elements), *_sums(_columns(counts, 1, 4)), *numbers], COUNT))
 
 
 def _columns(parts: Tensor, first: int, count: int) -> Tensor:

@@ -20,22 +20,7 @@ from torch import Tensor
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    EMPTY,
-    EXPONENT,
-    M2,
-    MAX,
-    MIN,
-    NANS,
-    NEGINFS,
-    POSINFS,
-    SMALLS,
-    SUM,
-    SUMSQ,
-    WRITES,
-)
+from monitor.stats.partials import COLUMNS, COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, WRITES
 from monitor.stats.torch.memory import persistent
 from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
@@ -270,9 +255,7 @@ def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, eps: float) -> Te
 
 
 def union_of_unscaled(parts: list[Tensor], elements: int) -> dict[int, float | Tensor]:
-    """The partials of all ``elements`` of some chunks, by column."""
-    if not parts:
-        return dict(enumerate(EMPTY))
+    """The partials of all ``elements`` of some chunks, at least one, by column."""
     rows = torch.stack(parts)
     counted = rows[:, : len(_ADDED)].sum(dim=0)
     added = dict(zip(_ADDED, counted, strict=True))

@@ -162,7 +162,7 @@ class TorchDeviceSigned:
         self._parts.append(unscaled_part(chunk, kept, finite, self._eps))
 
     def numbers(self) -> Numbers:
-        return union_of_unscaled(self._parts, self._elements)
+        return union_of_unscaled(self._parts, self._elements) if self._parts else dict(enumerate(EMPTY))
 
     def histogram(self) -> Tensor:
         return self._counts
